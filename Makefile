@@ -86,4 +86,4 @@ include make/stacks.mk
 include make/containers.mk
 
 clean: ## Remove what was made here, the demo's output excepted
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info .draftalign
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info rl_hooks/*.egg-info rl_hooks/build .draftalign

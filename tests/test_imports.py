@@ -128,10 +128,13 @@ def test_no_arrow_runs_in_a_circle() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_room_holds_more_than_twelve_things(package: str) -> None:
     for folder in [ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())]:
-        if folder.name == "__pycache__":
+        if folder.name == "__pycache__" or "build" in folder.parts:  # of a wheel that was made here
             continue
         code = [
-            p for p in folder.iterdir() if p.suffix in (".py", ".lua", ".html") or (p.is_dir() and p.name[0] != "_")
+            p
+            for p in folder.iterdir()
+            if p.suffix in (".py", ".lua", ".html")
+            or (p.is_dir() and p.name[0] != "_" and p.name not in ("build", "draftalign_hooks.egg-info"))
         ]
         things = [p.name for p in code if not p.name.startswith("__")]
         assert len(things) <= 12, (folder, sorted(things))

@@ -166,7 +166,11 @@ class Tokens:
             found = {entry.sha256: entry.token for entry in read_entries(path)}
         except (ConfigurationError, OSError) as error:
             self.trouble = str(error) if isinstance(error, ConfigurationError) else f"token file {path}: {error}"
-            log.error("%s; the tokens that were valid before it changed stay valid", self.trouble)
+            if self._of_file:
+                log.error("%s; the tokens that were valid before it changed stay valid", self.trouble)
+            else:
+                make = f"draftalign token NAME --scope admin --file {path}"
+                log.error("%s; no token of it is valid. `%s` makes one", self.trouble, make)
             return
         if self.trouble is not None or self._of_file:
             log.info("token file %s was read again: %d tokens", path, len(found))

@@ -87,6 +87,7 @@ class ServiceContext:
 
     def __init__(self, settings: Settings, client: redis.asyncio.Redis) -> None:
         self.settings = settings
+        self.began = time.time()
         self.redis: Any = client
         self.writes = WriteTest(client)
         self.layout = Layout(settings.state_dir)

@@ -133,6 +133,8 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         worker=await context.store(run).worker(),
         latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
         now=now,
+        api_began=context.began,
+        has_drafter=context.run(run).has_drafter,
         dead_letters=await queue.dead_letters(RECENT_BATCHES),
         oldest_queued=arrivals.oldest,
         last_arrival=arrivals.last,
@@ -286,6 +288,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     limit_bytes = snapshot.queue_limit_bytes
     return RunFacts(
         now=snapshot.now,
+        api_began=snapshot.api_began,
+        has_drafter=snapshot.has_drafter,
         registered=snapshot.registered,
         heartbeat=worker.heartbeat,
         worker_error=worker.error,

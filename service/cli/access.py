@@ -24,7 +24,10 @@ def add_commands(app: typer.Typer) -> None:
 
 def token(
     name: Annotated[str, typer.Argument(help="The token's name, as the audit log shall have it.")],
-    scope: Annotated[list[str], typer.Option(help="What it may do: write, read or admin; repeat for several.")],
+    scope: Annotated[
+        list[str],
+        typer.Option(help="What it may do: write, read, watch (reads, reports nothing) or admin; repeat for several."),
+    ],
     run: Annotated[
         list[str] | None, typer.Option(help="Run that it is for, or a pattern like 'math-*'; repeat. Default: all.")
     ] = None,
@@ -58,6 +61,8 @@ def audit(
     `-` for a status: the process ended before it answered, or is still at it.
     """
     settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
+    if not Layout(settings.state_dir).audit.is_dir():
+        raise ConfigurationError(f"there is no audit log under {settings.state_dir}; give the service's --state-dir")
     for entry in AuditLog(Layout(settings.state_dir)).read(run):
         said = {name: entry[name] for name in entry if name not in _COLUMNS}
         more = " ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)

@@ -176,9 +176,10 @@ def evaluate(
             model = decodable = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored)
         if decode is not None:
             check_decodable(decode, mtp=mtp)  # a replay may take long
+        gaps: list[tuple[float, int]] = []
         result = replay_all(
             model.eval(),
-            (_load(path, model.config.vocab_size) for path in files),
+            (_compared(_load(path, model.config.vocab_size), policy, gaps) for path in files),
             policy.at,
             depth=depth,
             drafting=drafting,  # type: ignore[arg-type]
@@ -188,13 +189,33 @@ def evaluate(
         if decode is not None:
             batches = (_load(path, model.config.vocab_size) for path in files)
             decoded = decode_with(decode, decodable, batches, prompts=prompts, depth=depth, max_tokens=max_tokens)
+        gap = _mean_gap(gaps)
         if as_json:
-            typer.echo(json.dumps({"files": len(files), **result.summary(level), "decoded": decoded}, indent=1))
+            told = {"files": len(files), **result.summary(level), "logprob_gap_nats": gap, "decoded": decoded}
+            typer.echo(json.dumps(told, indent=1))
             return
+        if gap is not None and not gap <= (limit := Settings().logprob_gap_nats):
+            typer.echo(
+                "These figures mean nothing: log-probabilities as sent and as the features give them differ by "
+                f"{gap:.2f} nats on average (limit {limit:g}). The worker lets such batches die."
+            )
         for line in table(result, len(files), level):
             typer.echo(line)
         for line in () if decoded is None else decoded_table(decoded):
             typer.echo(line)
+
+
+def _compared(batch: RolloutBatch, policy: _Policies, gaps: list[tuple[float, int]]) -> RolloutBatch:
+    """The batch; its log-probabilities are compared with its features where the policy's head is there."""
+    head = policy.at(batch.policy_version).head
+    if head is not None and batch.normalised:
+        gaps.append(head.logprob_gap(batch))
+    return batch
+
+
+def _mean_gap(gaps: Sequence[tuple[float, int]]) -> float | None:
+    tokens = sum(n for _, n in gaps)
+    return sum(gap * n for gap, n in gaps if n) / tokens if tokens else None
 
 
 def decoded_table(decoded: Mapping[str, Any]) -> Iterator[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import sys
 from datetime import datetime
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import quote
@@ -16,6 +16,7 @@ from urllib.parse import quote
 import typer
 from pydantic import ValidationError
 
+from rl_hooks.agent.cli import agent
 from service.cli import access, remote
 from service.cli.checks import check_redis, checked_redis, unknown_variables
 from service.cli.commands import add_commands
@@ -45,6 +46,21 @@ OwnRedisUrl = Annotated[
 ]
 TlsCert = Annotated[Path | None, typer.Option(help="PEM file with the API's certificate chain: it then speaks https.")]
 TlsKey = Annotated[Path | None, typer.Option(help="PEM file with that certificate's private key.")]
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"draftalign {version('draftalign')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 class DriftAction(StrEnum):
@@ -113,53 +129,6 @@ def up(
     from service.cli.up import run_up
 
     run_up(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key))
-
-
-@app.command()
-def agent(
-    url: Annotated[list[str], typer.Option(help="URL of an inference engine; repeat for several.")],
-    engine: Annotated[str, typer.Option(help="What the engines are: protocol, vllm or sglang.")] = "protocol",
-    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
-    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
-    cache_dir: Annotated[Path, typer.Option(help="Where drafters are downloaded to; engines must see it.")] = Path(
-        ".draftalign/agent"
-    ),
-    report_seconds: Annotated[float, typer.Option(help="How often acceptance counters are read and reported.")] = 5.0,
-    metrics_port: Annotated[int | None, typer.Option(help="Serve the agent's own /metrics here.")] = None,
-    metrics_host: Annotated[str, typer.Option(help="Address of the agent's own /metrics.")] = "127.0.0.1",
-    agent_id: Annotated[str | None, typer.Option(help="Name in reports; by default the host's.")] = None,
-    canary_rounds: Annotated[
-        int | None, typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: none.")
-    ] = None,
-) -> None:
-    """Keep inference engines on the newest drafter, and report their acceptance counts to the service.
-
-    DRAFTALIGN_TOKEN: token for the service. DRAFTALIGN_ENGINE_TOKEN: token for engines that ask for one.
-    DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what none of them signed is then refused.
-    """
-    from rl_hooks.agent.agent import AgentConfig, run_agent
-    from rl_hooks.agent.canary import CanaryRule
-    from rl_hooks.release import PublicKeys
-
-    try:
-        config = AgentConfig(
-            service_url=service,
-            engine_urls=tuple(url),
-            run=run,
-            cache_dir=cache_dir,
-            agent_id=agent_id or socket.gethostname(),
-            report_seconds=report_seconds,
-            metrics_port=metrics_port,
-            metrics_host=metrics_host,
-            engine_kind=engine,  # type: ignore[arg-type]
-            canary=CanaryRule() if canary_rounds is None else CanaryRule(rounds=canary_rounds),
-            token=os.environ.get("DRAFTALIGN_TOKEN"),
-            engine_token=os.environ.get("DRAFTALIGN_ENGINE_TOKEN"),
-            public_keys=PublicKeys.of_environment(os.environ),
-        )
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-    run_agent(config)
 
 
 @app.command()
@@ -319,6 +288,7 @@ def demo(
     run_demo(DemoConfig(steps, seed, out, port, redis_url, engine, keep, task))
 
 
+app.command()(agent)
 add_commands(app)
 app.command()(warmup)
 app.command()(plan)
@@ -342,6 +312,8 @@ def main() -> None:
         app()
     except ValidationError as error:
         first = error.errors()[0]
-        sys.exit(f"draftalign: setting {'.'.join(str(p) for p in first['loc'])}: {first['msg']}")
+        named = ".".join(str(part) for part in first["loc"])
+        told = first["msg"].removeprefix("Value error, ")
+        sys.exit(f"draftalign: setting {named}: {told}" if named else f"draftalign: settings: {told}")
     except (ServiceError, OSError) as error:
         sys.exit(f"draftalign: {error}")

@@ -34,10 +34,44 @@ class WantedState(StrEnum):
 
 def add_commands(app: typer.Typer) -> None:
     """Add these commands to the command line."""
+    app.command()(drafters)
+    app.command()(rollback)
     app.command()(hold)
     app.command()(release)
     app.command()(state)
     app.command()(publish)
+
+
+def drafters(service: Service = LOCAL, run: Run = "default") -> None:
+    """List the drafter versions of a run, newest first: which is served, of which policy version, and its α.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope read.
+    """
+    from datetime import datetime
+
+    found = call("GET", service, "/drafters", params={"run": run}).json()
+    served = (found["latest"] or {}).get("version")
+    for one in reversed(found["versions"]):
+        alpha = (one["alpha"] or {}).get("candidate")
+        facts = [f"policy {one['policy_version']}", "" if alpha is None else f"α {alpha:.2f} when it was published"]
+        when = datetime.fromtimestamp(one["created"]).astimezone().isoformat(sep=" ", timespec="seconds")
+        said = "  ".join([when, *filter(None, facts)])
+        typer.echo(f"{'*' if one['version'] == served else ' '} {one['version']}  {said}")
+    typer.echo(f"* is served by run {run}" if served else f"run {run} serves no drafter yet", err=True)
+
+
+def rollback(
+    version: Annotated[str, typer.Argument(help="Drafter version to serve again, e.g. v000007-0a1b2c3d.")],
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    service: Service = LOCAL,
+    run: Run = "default",
+) -> None:
+    """Serve an earlier drafter version now. The next one that the gate finds better replaces it; `hold` keeps it.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope admin.
+    """
+    call("POST", service, f"/drafter/{quote(version, safe='')}/rollback", params={"run": run}, json={"reason": reason})
+    typer.echo(f"run {run} serves {version}")
 
 
 def hold(
@@ -153,5 +187,20 @@ def call(method: str, service: str, path: str, timeout: float = 5.0, **more: Any
         hint = "; set DRAFTALIGN_CA_FILE to its authority's PEM file" if "CERTIFICATE_VERIFY" in str(error) else ""
         raise ConfigurationError(f"{service} does not answer: {error}{hint}") from error
     if not answer.is_success:
-        raise ConfigurationError(f"{service} answered {answer.status_code}: {answer.text[:300]}")
+        raise ConfigurationError(f"{service} answered {answer.status_code}: {_told(answer)}")
     return answer
+
+
+def _told(answer: httpx.Response) -> str:
+    """What a refusal says, and the command that helps."""
+    try:
+        problem = answer.json()
+        kind, detail = str(problem["type"]).rpartition(":")[2], str(problem["detail"])
+    except (ValueError, KeyError, TypeError):  # of something in front of the service
+        return answer.text[:300]
+    helps = {
+        "no-token": "set DRAFTALIGN_TOKEN",
+        "drafter-held": "`draftalign release` ends the hold",
+        "no-such-run": "give --run; `draftalign runs` lists them",
+    }
+    return detail + (f" ({helps[kind]})" if kind in helps else "")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 log = logging.getLogger("draftalign.up")
@@ -66,6 +67,7 @@ class Child:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     patience_seconds: float = 10.0  # from SIGTERM to SIGKILL
+    log_file: Path | None = None  # that it writes by itself
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     faults: int = 0
@@ -76,6 +78,14 @@ class Child:
         self.started = time.monotonic()
         log.info("%s runs as process %d", self.name, self.process.pid)
 
+    def _said_last(self) -> str:
+        """Of a child that writes a log file of its own."""
+        try:
+            lines = [] if self.log_file is None else self.log_file.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return f". {self.log_file} says: {lines[-1][:300]}" if lines else ""
+
     def revive(self) -> None:
         """Restart it if it died, with a growing delay while it keeps dying."""
         if self.process is None or self.process.poll() is None:
@@ -85,8 +95,8 @@ class Child:
         if alive_seconds < delay_seconds:
             return
         self.faults = 1 if alive_seconds > _HEALTHY_SECONDS else self.faults + 1
-        log.warning("%s ended (exit code %s) after %.1f s; starting it again", self.name, self.process.returncode,
-                    alive_seconds)  # fmt: skip
+        log.warning("%s ended (exit code %s) after %.1f s; starting it again%s", self.name, self.process.returncode,
+                    alive_seconds, self._said_last())  # fmt: skip
         self.start()
 
 

@@ -57,7 +57,9 @@ def run_up(settings: Settings) -> None:
         valkey = EmbeddedValkey(settings.state_dir)
         with valkey.exclusive_directory():  # here too, for the same reason
             pass
-        children.append(Child("valkey", ["service.cli.valkey", str(settings.state_dir)]))
+        children.append(
+            Child("valkey", ["service.cli.valkey", str(settings.state_dir)], log_file=valkey.directory / "valkey.log")
+        )
         environment["DRAFTALIGN_REDIS_URL"] = valkey.url
     else:
         check_redis(settings.redis_url.get_secret_value())

@@ -60,9 +60,12 @@ class RunFacts:
     many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
     seconds. `queue_fill`: of its bounds. `failed_pushes`: that did not revive the drafter of the engine that is dead.
+    `api_began`: when this API process did. `has_drafter`: whether the run came with a first drafter.
     """
 
     now: float
+    api_began: float | None = None
+    has_drafter: bool = True
     registered: float | None = None
     heartbeat: float | None = None
     worker_error: str | None = None
@@ -169,6 +172,8 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
         yield from _no_worker(facts, waits)
         return
     age = abs(facts.now - facts.heartbeat)  # one from ahead of now was made before the clock was set back
+    if facts.heartbeat <= facts.now:  # not while it was paused, nor while nothing ran
+        age = min(age, *(facts.now - at for at in (facts.state.since, facts.api_began) if at and at <= facts.now), age)
     if age > (_REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS):
         nothing = "nothing is scored or trained"
         yield _found(
@@ -344,8 +349,12 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
     elif gain > _BETTER:
         yield _found("good", "aligned", "Aligned", f": {says}{_beside(now, alpha)}.")
     else:
-        word = "Level" if facts.published > 1 else "At the start"
-        text = f": {says}, as the first drafter would; training has gained nothing so far."
+        word, gained = "Level", "training has gained nothing so far"
+        if facts.published <= 1:
+            word = "At the start"
+        if not facts.has_drafter:
+            gained = "nothing better has come since that was trained"
+        text = f": {says}, as the first drafter would; {gained}."
         yield _found("good", "level", word, text)
 
 

@@ -266,6 +266,24 @@ def test_eval_takes_the_embedding_of_each_policy_version_from_a_run(tmp_path: Pa
     assert abs(alpha - stale) > 1e-4
 
 
+def test_eval_says_where_log_probabilities_contradict_the_features(tmp_path: Path) -> None:
+    world = World()
+    registered("run", world, tmp_path / "state")
+    directory, options = tmp_path / "drafter", ("--target", "run", "--state-dir", tmp_path / "state")
+    directory.mkdir()
+    write_drafter(directory, world.trained_drafter(tmp_path))
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["logprobs"][tensors["loss_mask"].bool()] -= 2.0
+
+    for name, change, far in (("honest", None, False), ("wrong", spoil, True)):
+        file = tmp_path / f"{name}.safetensors"
+        file.write_bytes(world.rollout_file(name, change=change))
+        gap = json.loads(worked("eval", directory, file, *options, "--json"))["logprob_gap_nats"]
+        assert gap == pytest.approx(2.0 if far else 0.0, abs=0.05)
+        assert worked("eval", directory, file, *options).startswith("These figures mean nothing") == far
+
+
 #: What a DeepSeek-V3 config says beyond the fields of any other.
 LATENT = {
     "kv_lora_rank": 8,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from service_fixtures import RunningService
 from typer.testing import CliRunner
@@ -30,6 +32,38 @@ def test_a_version_is_held_and_released(service: RunningService) -> None:
     nothing = CliRunner().invoke(app, ["release", "--service", service.url])
     assert isinstance(nothing.exception, ConfigurationError)
     assert "holds no version" in str(nothing.exception)
+
+
+def test_versions_are_listed_and_an_earlier_one_is_served_again(service: RunningService) -> None:
+    first = service.publish(alpha={"candidate": 3.25})
+    second = service.publish(content=b"second", alpha=None)
+    newest, oldest, said = typed(service, "drafters").splitlines()
+    assert newest.startswith(f"* {second.version}  ")
+    assert oldest.startswith(f"  {first.version}  ")
+    assert oldest.endswith("policy 1  α 3.25 when it was published")
+    assert said == "* is served by run default"
+    told = typed(service, "rollback", first.version, "--reason", "the second is odd")
+    assert told == f"run default serves {first.version}\n"
+    assert service.client.get("/drafter/latest").json()["reason"] == "the second is odd"
+
+
+def test_a_refusal_says_what_helps(serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch) -> None:
+    service = serve(tokens="boss:admin")
+
+    def refused(*words: str) -> str:
+        told = CliRunner().invoke(app, [*words, "--service", service.url])
+        assert isinstance(told.exception, ConfigurationError)
+        return str(told.exception)
+
+    monkeypatch.delenv("DRAFTALIGN_TOKEN", raising=False)
+    assert refused("state").endswith("with a known token (set DRAFTALIGN_TOKEN)")
+    monkeypatch.setenv("DRAFTALIGN_TOKEN", "boss")
+    assert refused("state").endswith("(give --run; `draftalign runs` lists them)")
+    service.client.headers["Authorization"] = "Bearer boss"
+    service.register()
+    first, second = service.publish(), service.publish(content=b"second")
+    typed(service, "hold", second.version)
+    assert refused("rollback", first.version).endswith("(`draftalign release` ends the hold)")
 
 
 @pytest.mark.parametrize("state", ["paused", "draining", "archived", "active"])

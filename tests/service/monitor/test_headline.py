@@ -417,3 +417,19 @@ def test_what_a_person_asked_for_is_no_fault_and_is_said() -> None:
     assert (held.level, held.state) == ("wait", "version_held")
     assert held.text == "Held at v000003 for 60 s (v4 is odd): nothing is published until it is released."
     assert held.also[0].startswith("Aligned"), "what the drafter is worth is said too"
+
+
+def test_a_worker_is_not_called_silent_for_a_pause_or_for_a_time_when_nothing_ran() -> None:
+    silent: dict[str, Any] = {"heartbeat": NOW - 500, "queued": 4}
+    assert headline(facts(**silent)).state == "worker_silent"
+    resumed = RunState("draining", "for a test", "ada", NOW - 2)
+    assert headline(facts(**silent, state=resumed)).state == "draining"
+    assert headline(facts(**silent, state=replace(resumed, since=NOW - 300))).word == "Worker silent"
+    assert headline(facts(**silent, api_began=NOW - 2)).state != "worker_silent"
+    late = headline(facts(**silent, api_began=NOW - 100))
+    assert late.text.startswith("Worker silent for 2 min")
+
+
+def test_a_run_from_scratch_is_not_told_that_training_gained_nothing() -> None:
+    first = headline(facts(published=1, has_drafter=False, current=point(compared=Compared(5, 4.77, 4.77))))
+    assert first.text.endswith("as the first drafter would; nothing better has come since that was trained.")

@@ -1,0 +1,66 @@
+"""The agent's command: `draftalign agent`, and `draftalign-agent` where only this package is installed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def agent(
+    url: Annotated[list[str], typer.Option(help="URL of an inference engine; repeat for several.")],
+    engine: Annotated[str, typer.Option(help="What the engines are: protocol, vllm or sglang.")] = "protocol",
+    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+    cache_dir: Annotated[Path, typer.Option(help="Where drafters are downloaded to; engines must see it.")] = Path(
+        ".draftalign/agent"
+    ),
+    report_seconds: Annotated[float, typer.Option(help="How often acceptance counters are read and reported.")] = 5.0,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve the agent's own /metrics here.")] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address of the agent's own /metrics.")] = "127.0.0.1",
+    agent_id: Annotated[str | None, typer.Option(help="Name in reports; by default the host's.")] = None,
+    canary_rounds: Annotated[
+        int | None, typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: none.")
+    ] = None,
+) -> None:
+    """Keep inference engines on the newest drafter, and report their acceptance counts to the service.
+
+    DRAFTALIGN_TOKEN: token for the service. DRAFTALIGN_ENGINE_TOKEN: token for engines that ask for one.
+    DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what none of them signed is then refused.
+    """
+    from rl_hooks.agent.agent import AgentConfig, run_agent
+    from rl_hooks.agent.canary import CanaryRule
+    from rl_hooks.release import PublicKeys
+
+    try:
+        config = AgentConfig(
+            service_url=service,
+            engine_urls=tuple(url),
+            run=run,
+            cache_dir=cache_dir,
+            agent_id=agent_id or socket.gethostname(),
+            report_seconds=report_seconds,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
+            engine_kind=engine,  # type: ignore[arg-type]
+            canary=CanaryRule() if canary_rounds is None else CanaryRule(rounds=canary_rounds),
+            token=os.environ.get("DRAFTALIGN_TOKEN"),
+            engine_token=os.environ.get("DRAFTALIGN_ENGINE_TOKEN"),
+            public_keys=PublicKeys.of_environment(os.environ),
+        )
+    except ValueError as error:
+        typer.echo(f"draftalign agent: {error}", err=True)
+        raise typer.Exit(1) from error
+    run_agent(config)
+
+
+def main() -> None:
+    """Entry point of `draftalign-agent`."""
+    level = os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO").upper()
+    logging.basicConfig(level=level, format="%(asctime)s agent %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    typer.run(agent)
