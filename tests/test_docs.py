@@ -386,7 +386,7 @@ def test_every_command_that_readme_and_contributing_name_exists() -> None:
     commands = set(typer.main.get_command(command_line).commands)  # type: ignore[attr-defined]
     text = "\n".join(page(name) for name in ("README.md", "CONTRIBUTING.md", "docs/guide/quickstart.md"))
     made = set(re.findall(r"(?:^|`|[a-z] )make ([a-z]+)\b", text, re.MULTILINE))
-    run = set(re.findall(r"(?:^|[`/])draftalign ([a-z]+)\b", text, re.MULTILINE))
+    run = set(re.findall(r"(?:^|[`/])draftalign[ -]([a-z]+)\b", text, re.MULTILINE))
     assert {"demo", "up", "test"} <= made
     assert {"agent", "convert"} <= run
     assert (made - targets, run - commands) == (set(), set())
