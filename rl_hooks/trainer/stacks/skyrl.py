@@ -69,10 +69,11 @@ class _Policy:
 def extend(kind: Any) -> None:
     """Have SkyRL's `FSDPPolicyWorkerBase` send rollouts. In place: Ray looks methods up on the class."""
     init, micro, step = kind.init_model, kind._forward_backward_micro, kind.optim_step
-    update = kind.forward_backward
     push = kind.broadcast_to_inference_engines
     if not inspect.iscoroutinefunction(push):
         raise UnsupportedTrainerError("broadcast_to_inference_engines is no coroutine: this is no SkyRL 0.3.0")
+
+    update = kind.forward_backward
 
     @functools.wraps(init)
     def init_model(self: Any, *args: Any, **more: Any) -> Any:
