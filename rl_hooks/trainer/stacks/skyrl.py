@@ -95,7 +95,7 @@ def extend(kind: Any) -> None:
         made = update(self, *args, **more)
         if self.draftalign is not None and dist.get_rank() == 0:  # SkyRL logs rank 0's
             hook = self.draftalign.hook
-            made.metrics.update(hook.guard(hook.metrics) or {})
+            hook.guard(lambda: made.metrics.update(hook.metrics()))
         return made
 
     @functools.wraps(step)

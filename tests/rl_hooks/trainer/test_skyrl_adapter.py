@@ -52,6 +52,9 @@ class Worker:
         self.model = SimpleNamespace(model=small_policy(512))
         return "made"
 
+    def forward_backward(self, batch: Any) -> Any:
+        return SimpleNamespace(metrics={"loss": float(self._forward_backward_micro(batch, 1.0))})
+
     def _forward_backward_micro(self, *args: Any, **more: Any) -> Any:
         self.called.append((args, more))
         one = args[0] if args else next(iter(more.values()))
@@ -83,7 +86,8 @@ def _kind() -> type[Worker]:
     class Extended(Worker):
         pass
 
-    for name in ("init_model", "_forward_backward_micro", "optim_step", "broadcast_to_inference_engines"):
+    names = ("init_model", "forward_backward", "_forward_backward_micro", "optim_step")
+    for name in (*names, "broadcast_to_inference_engines"):
         setattr(Extended, name, getattr(Worker, name))  # `extend` works in place
     return Extended
 
@@ -105,6 +109,20 @@ def test_the_version_rises_where_trained_weights_are_sent(monkeypatch: pytest.Mo
                 worker._forward_backward_micro(experience(), 1.0)
         assert [int(one.metadata["policy_version"]) for one in sent(worker, service)] == [0, 0, 0, 1, 1]
         assert worker.draftalign.hook.stats()["skipped_stale"] == 2, "the rollouts of the pass after an update"
+
+
+def test_an_update_s_metrics_get_the_hooks_numbers_and_nothing_of_it_breaks(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Worker]
+) -> None:
+    worker: Any = kind()
+    with extended(monkeypatch, worker, kind) as service:
+        assert worker.forward_backward(experience()).metrics.keys() >= {"loss", "draftalign/dropped"}
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+        assert worker.forward_backward(experience()).metrics.keys() == {"loss"}, "SkyRL logs rank 0's"
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        monkeypatch.setattr(worker.draftalign.hook.sender, "metrics", lambda: 1 / 0)
+        assert worker.forward_backward(experience()).metrics.keys() == {"loss"}
+        assert len(sent(worker, service)) == 3
 
 
 @pytest.mark.parametrize(
