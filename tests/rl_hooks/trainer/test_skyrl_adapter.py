@@ -53,7 +53,7 @@ class Worker:
         return "made"
 
     def forward_backward(self, batch: Any) -> Any:
-        return SimpleNamespace(metrics={"loss": float(self._forward_backward_micro(batch, 1.0))})
+        return SimpleNamespace(metrics={"loss": self._forward_backward_micro(batch, 1.0).item()})
 
     def _forward_backward_micro(self, *args: Any, **more: Any) -> Any:
         self.called.append((args, more))
