@@ -45,6 +45,10 @@ class World:
     mix_sd: float = 0.0  # of the share of prompts of a kind on which the challenger is 4 % better, else 4 % worse
     claim_sd: float = 0.0  # of the true gain from claim to claim
     per_training: float = 0.0  # by which each further training changes the gain
+    rare: float = (
+        0.0  # share of the prompts on which the challenger takes `rare_loss` more rounds, else that much fewer
+    )
+    rare_loss: float = 0.0
 
 
 WORLDS: Final = (
@@ -57,6 +61,8 @@ WORLDS: Final = (
     World("prompt mix that moves", 32, 1, mix_sd=0.1),
     World("gain varies by 0.5 % a claim", 32, 1, claim_sd=0.005),
     World("gain varies by 1 % a claim", 32, 1, claim_sd=0.01),
+    World("2 % better on 95 % of the prompts, 38 % worse on 5 %", 8, 4, rare=0.05, rare_loss=0.38),
+    World("2 % better on 95 % of the prompts, 38 % worse on 5 %: 32", 32, 1, rare=0.05, rare_loss=0.38),
     World("each training costs 0.2 %", 32, 1, per_training=-0.002),
     World("each training brings 0.2 %", 32, 1, per_training=0.002),
 )
@@ -80,6 +86,9 @@ def batch(world: World, gain: float, rng: np.random.Generator) -> tuple[Replay, 
     if world.mix_sd:
         share = float(np.clip(0.5 + world.mix_sd * rng.standard_normal(), 0.0, 1.0))
         noise = noise + np.where(rng.random(world.prompts) < share, 0.02, -0.02)[groups]
+    if world.rare:
+        fewer = world.rare * world.rare_loss / (1.0 - world.rare)
+        noise = noise + np.where(rng.random(world.prompts) < world.rare, world.rare_loss, -fewer)[groups]
     rounds = np.clip(served / (1.0 + gain) * (1.0 + np.clip(noise, -0.4, 0.4)), tokens / (DEPTH + 1), tokens)
     return _replay(tokens, rounds), _replay(tokens, served), groups.astype(np.int64)
 

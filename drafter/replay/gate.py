@@ -42,7 +42,7 @@ _LARGEST_STEP_SD: Final = 0.2
 _STEP_RATE: Final = 0.25
 #: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away. Assumed: one claim
 #: does not show it, and what a training brings looks the same.
-_CLAIM_SD: Final = 0.01
+CLAIM_SD: Final = 0.01
 #: The policy moves, so what an untrained challenger showed goes out of date. It counts like so many looks at most, and
 #: not at all once a look is so many standard deviations above it.
 _MEMORY_LOOKS: Final = 64
@@ -130,6 +130,7 @@ class Trial:
     moved: float = 0.0  # trainings since the last look; one that was cut short counts for the share that was done
     rise: float = 0.0  # by which one whole training moves it on average
     step: float = _STEP_SD**2  # and the variance of that
+    spread: float = 0.0  # of looks, summed: error² times prompts
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
 
@@ -143,7 +144,10 @@ class Trial:
         """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on."""
         if look.fault:
             return
-        noise = look.error**2 + _CLAIM_SD**2
+        # A look without one of the few prompts on which the challenger is much worse shows a small gain and a small
+        # error, one with such a prompt a large loss and a large error: what all looks showed is the least for each.
+        self.spread += look.error**2 * look.prompts
+        noise = max(look.error**2, self.spread / (self.looks + 1.0) / look.prompts) + CLAIM_SD**2
         z, weight = look.log_gain / math.sqrt(noise), math.sqrt(look.prompts)
         share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # of the error, for this look and what begins with it
         self.single = min(self.single, _NORMAL.cdf(-z) / share)

@@ -32,6 +32,8 @@ Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1
 
 #: Most tokens that a round may accept: engines draft fewer.
 _MAX_DEPTH: Final = 64
+#: Tokens by which counters that are not read at one moment may disagree.
+_READ_APART: Final = 1024
 
 
 class CanaryReport(BaseModel):
@@ -93,6 +95,15 @@ class AcceptanceReport(BaseModel):
         if self.accepted_tokens > _MAX_DEPTH * self.rounds:
             raise ValueError(
                 f"{self.accepted_tokens} accepted_tokens in {self.rounds} rounds; at most {_MAX_DEPTH} a round"
+            )
+        # Each round adds one token of the policy's own, and a response's end trims some. Counters may be read apart.
+        most = self.rounds + self.accepted_tokens
+        if self.emitted_tokens is not None and not (
+            most // 8 - _READ_APART <= self.emitted_tokens <= most + most // 8 + _READ_APART
+        ):
+            raise ValueError(
+                f"{self.emitted_tokens} emitted_tokens of {self.rounds} rounds and {self.accepted_tokens} "
+                f"accepted_tokens; at most {most}, and not a small part of it: leave it out where it is not known"
             )
         return self
 

@@ -83,6 +83,8 @@ class Economy:
 #: Share of the time between two policy versions that goes to rounds with drafts (generation, reported: 65 to 85 %).
 _DRAFTING_SHARE: Final = 0.7
 _SMOOTHING: Final = 0.4
+#: Seconds that are so many times what was usual count for that: a machine that slept says nothing of the next training.
+_MOST_AT_ONCE: Final = 4.0
 _MIN_TRAININGS: Final = 4
 #: Most claims passed over in a row, so that training goes on even if scoring alone cannot catch up.
 _MOST_DEFERRED: Final = 8
@@ -184,15 +186,23 @@ class Controller:
         return True
 
     def decide(
-        self, economy: Economy, alpha_served: float | None, *, warming_up: bool = False, unfinished: bool = False
+        self,
+        economy: Economy,
+        alpha_served: float | None,
+        *,
+        version_seconds: float | None = None,
+        warming_up: bool = False,
+        unfinished: bool = False,
     ) -> Decision:
         """Decide about one scored claim.
 
-        `alpha_served`: replay α of the served drafter, pooled over the claim; None: none serves. `warming_up`: the
-        learning rate has not reached its value, so gains do not show what training can do. `unfinished`: the last
-        training was cut for newer rollouts and has not been judged; a look, once paid for, goes on with those.
+        `alpha_served`: replay α of the served drafter, pooled over the claim; None: none serves. `version_seconds`:
+        between policy versions now, also while nothing is trained. `warming_up`: the learning rate has not reached its
+        value, so gains do not show what training can do. `unfinished`: the last training was cut for newer rollouts and
+        has not been judged; a look, once paid for, goes on with those.
         """
         self.deferred = 0
+        self._hear(version_seconds)
         if alpha_served is None:
             return self._train("no drafter is served yet")
         self.level.feed(alpha_served, _MEMORY_IDLE if self.idle else _MEMORY_AWAKE)
@@ -251,9 +261,9 @@ class Controller:
         error: float | None,
         promoted: bool,
         train_seconds: float,
-        version_seconds: float | None,
+        version_seconds: float | None = None,
     ) -> None:
-        """Record one training: its paired relative gain, the seconds it took, and those since the last policy version.
+        """Record one training: its paired relative gain, the seconds it took, and those between policy versions.
 
         `error`: the gain's standard error; None: it could not be measured, so only the seconds are learnt. `promoted`:
         the candidate is served now.
@@ -265,10 +275,13 @@ class Controller:
             self.gain += weight * (gain - self.gain)
             self.variance *= 1.0 - weight
             self.curve.learn(gain, error, promoted=promoted)
-        self.train_seconds += (1.0 if first else _SMOOTHING) * (train_seconds - self.train_seconds)
+        self.train_seconds = train_seconds if first else _smoothed(self.train_seconds, train_seconds)
+        self._hear(version_seconds)
+
+    def _hear(self, version_seconds: float | None) -> None:
         if version_seconds is not None:
-            weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING
-            self.version_seconds += weight * (version_seconds - self.version_seconds)
+            known = self.version_seconds
+            self.version_seconds = _smoothed(known, version_seconds) if known else version_seconds
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the worker's checkpoint."""
@@ -282,3 +295,8 @@ class Controller:
             known.pop("gain", None)  # smoothed, of unknown error
         curve = LearningCurve.of(values.get("curve", {}).get("measured", ()))
         return cls(**known | {"level": Level(**values.get("level", {})), "curve": curve})
+
+
+def _smoothed(known: float, seconds: float) -> float:
+    least, most = known / _MOST_AT_ONCE, known * _MOST_AT_ONCE
+    return known + _SMOOTHING * (min(max(seconds, least), most) - known) if known else seconds

@@ -102,11 +102,13 @@ class PolicyVersions:
 
     @property
     def seconds_per_version(self) -> float | None:
-        """Mean time between policy versions, by the arrival of their rollouts. None: only one was seen."""
+        """Mean time between policy versions that came, by the arrival of their rollouts. None: only one was seen.
+
+        Versions are labels, an optimizer's step, say: how far they lie apart tells nothing.
+        """
         if len(self._first_seen) < 2:
             return None
-        (t0, v0), (t1, v1) = self._first_seen[0], self._first_seen[-1]
-        return max(0.0, t1 - t0) / (v1 - v0)
+        return max(0.0, self._first_seen[-1][0] - self._first_seen[0][0]) / (len(self._first_seen) - 1)
 
 
 class Inbox:

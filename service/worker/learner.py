@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from drafter.batch import RolloutBatch
+from drafter.replay.gate import CLAIM_SD
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
@@ -216,7 +218,7 @@ class Learner:
             if held is not None or kept:
                 self.gate.concluded()  # the evidence does not describe the engines, or may not change what they serve
             elif scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
-                self._conclude(contests, version_seconds, newest_version)
+                self._conclude(contests, newest_version)
             if passed_over:
                 self._keep(passed_over, fates)
                 self._record(passed_over, DEFERRED)
@@ -230,7 +232,7 @@ class Learner:
             told = passed_over and not passed_over[-1][0].entry.belated
             return Outcome(passed_over[-1][1], DEFERRED, outcome) if told else None
         newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
-        decision = self._decide(scored, held)
+        decision = self._decide(scored, held, version_seconds)
         trained = decision.action is not Action.IDLE
         never = isolated or passed_over_enough  # who comes to train in one claim of nine does all of it
         try:
@@ -250,7 +252,7 @@ class Learner:
         self.scorer.keeps_up = share == 1.0 and not passed_over_enough
         return Outcome(scores, decision, outcome, trained_with_recent=whole)
 
-    def _decide(self, scored: Sequence[Scored], held: str | None) -> Decision:
+    def _decide(self, scored: Sequence[Scored], held: str | None, version_seconds: float | None) -> Decision:
         """Decide about the newest rollouts. `held`: why nothing may be published."""
         if held is not None:  # the gains are not known, and what is learnt from such features may have to be unlearnt
             self.controller.deferred = 0
@@ -259,6 +261,7 @@ class Learner:
         return self.controller.decide(
             economy,
             _served_alpha(scored),
+            version_seconds=version_seconds,
             warming_up=self.lineage.warming_up,
             unfinished=self.gate.untested is not None and self.gate.done < _WHOLE,
         )
@@ -423,7 +426,7 @@ class Learner:
             self.gate.concluded()
         return self.gate.promoted(version, self.gate.served, facts, is_candidate=train_on is not False)
 
-    def _conclude(self, contests: Sequence[Contest], version_seconds: float | None, policy_version: int) -> None:
+    def _conclude(self, contests: Sequence[Contest], policy_version: int) -> None:
         """Tell history and controller, once for each whole training, what the gate found of it.
 
         A part of one gains little beside the error of a look. Where that is published, it is as good as a whole one.
@@ -439,10 +442,9 @@ class Learner:
         look = candidate.look
         self.controller.learn(
             gain=look.gain,
-            error=None if look.fault else look.error,
+            error=None if look.fault else math.hypot(look.error, CLAIM_SD),
             promoted=candidate is contests[0] and candidate.verdict.promote,
             train_seconds=self.gate.untested,
-            version_seconds=version_seconds,
         )
         self.gate.concluded()
 

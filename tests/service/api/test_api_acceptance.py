@@ -237,6 +237,15 @@ def test_replay_alpha_is_found_in_scores_from_before_their_order_was_kept(engine
     assert "against replay α 3.00" in engine.report(300, 0).json()["verdict"]
 
 
+def test_emitted_tokens_that_no_such_rounds_can_emit_are_refused(engine: Engine) -> None:
+    for policy, emitted in enumerate(((1 << 53) - 1, 300_000, 0, 20_000), 2):
+        reply = engine.report(100_000, 100_000, policy, emitted_tokens=emitted)
+        assert (reply.status_code, "emitted_tokens of 100000 rounds" in reply.json()["detail"]) == (422, True), emitted
+    for policy, sound in ((12, None), (13, 199_000), (14, 200_050)):  # trimmed at ends, or counted a moment later
+        assert engine.report(100_000, 100_000, policy, emitted_tokens=sound).status_code == 200
+    assert engine.report(10, 20, 15, emitted_tokens=0).status_code == 200, "too few to say"
+
+
 def test_a_report_of_an_unknown_run_is_a_404(engine: Engine) -> None:
     assert engine.report(10, 5, run="other").status_code == 404
     assert engine.report(10, 5, run="../x").status_code == 404

@@ -216,6 +216,25 @@ def test_the_first_seconds_are_taken_as_they_are_and_later_ones_smoothed() -> No
     assert (controller.trainings, controller.gain, controller.variance) == (3, 0.05, 0.05**2)
 
 
+def test_one_absurd_time_does_not_price_training_out_of_reach() -> None:
+    """A machine that slept for an hour, among trainings of 20 s that pay."""
+    controller = Controller()
+    for seconds in (20.0, 20.0, 3600.0):
+        controller.learn(gain=0.1, error=0.01, promoted=True, train_seconds=seconds, version_seconds=60.0)
+    assert controller.train_seconds == pytest.approx(20 + 0.4 * 60)
+    for _ in range(9):  # a lasting change is followed, if not at once
+        controller.learn(gain=0.1, error=0.01, promoted=True, train_seconds=3600.0, version_seconds=60.0)
+    assert controller.train_seconds > 3000
+
+
+def test_the_time_between_versions_is_followed_while_nothing_is_trained() -> None:
+    controller = idle()
+    controller.version_seconds = 60.0
+    for _ in range(20):
+        controller.decide(ECONOMY, 3.0, version_seconds=600.0)
+    assert controller.version_seconds == pytest.approx(600.0, rel=0.01)
+
+
 def test_a_measured_gain_is_weighed_by_its_error() -> None:
     controller = Controller()
     controller.learn(gain=0.01, error=0.05, promoted=False, train_seconds=1.0, version_seconds=None)

@@ -174,6 +174,16 @@ def test_the_time_between_policy_versions_starts_again_with_a_trainer_that_went_
     assert (versions.newest, versions.seconds_per_version) == (110, 10.0)
 
 
+@pytest.mark.parametrize("apart", [1, 4, 1000])
+def test_how_far_labels_lie_apart_says_nothing_of_the_time_between_them(apart: int) -> None:
+    """A trainer may count optimizer steps."""
+    versions = PolicyVersions()
+    for number in range(5):
+        version = apart * number
+        versions.note(Entry(f"{60_000 * number}-0", "b", "b", 1, 1, 1, version, version, 1))
+    assert versions.seconds_per_version == 60.0
+
+
 class Told:
     """What a learner says of its batches."""
 
