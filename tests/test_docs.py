@@ -299,6 +299,65 @@ def test_every_path_of_the_state_directory_is_documented() -> None:
     assert [name for name in named if name not in tree] == []
 
 
+# --- the walks and rooms of docs/reference/architecture.md ----------------------------------------------------------
+
+#: Where the columns of a walk begin: what it says, and the files. The files' folder is in the nearest heading above.
+SAYS, FILES = 32, 65
+
+
+def steps_of_the_walks() -> list[tuple[str, list[Path]]]:
+    """Names in the first column of each step, and the paths in its third."""
+    text = page("docs/reference/architecture.md").partition("\n## Walk 1")[2].partition("\n## Read these")[0]
+    found, folder = [], ROOT
+    for line in "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).splitlines():
+        if heading := re.search(r"  ([\w/]+)/$", line):
+            folder = ROOT / heading.group(1)
+        elif line[:2] == "  " and (named := re.findall(r"[\w/]+(?:\.(?:py|lua)|/(?= |$|;|,))", line[FILES:])):
+            package = ROOT / folder.relative_to(ROOT).parts[0]
+            bases = [folder, package, ROOT]
+            paths = [next((base / n for base in bases if (base / n).exists()), folder / n) for n in named]
+            found.append((line[:SAYS].strip(), paths))
+    return found
+
+
+def test_every_file_of_the_walks_exists() -> None:
+    steps = steps_of_the_walks()
+    assert len(steps) > 45
+    assert [name_of(path) for _, paths in steps for path in paths if not path.exists()] == []
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """Functions and classes of a module, by name, and the functions of its classes, as `Class.function`."""
+    found = set[str]()
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+            found |= {f"{node.name}.{getattr(child, 'name', '')}" for child in getattr(node, "body", [])}
+    return found
+
+
+def test_every_name_of_the_walks_is_defined_in_the_files_beside_it() -> None:
+    missing, looked_up = [], 0
+    for said, paths in steps_of_the_walks():
+        python = [file for path in paths for file in ([path] if path.is_file() else sorted(path.glob("*.py")))]
+        defined = set().union(*(names_of(syntax(file)) for file in python if file.suffix == ".py"))
+        for name in re.findall(r"(?<![/\w])[A-Za-z_][\w.]*\b(?!:)", said.removeprefix("POST /acceptance")):
+            looked_up += 1
+            if name not in defined:
+                missing.append((name, [name_of(path) for path in paths]))
+    assert missing == []
+    assert looked_up > 50
+
+
+def test_the_list_of_rooms_has_every_room_and_no_other() -> None:
+    block = section("Rooms and arrows").partition("```\n")[2].partition("```")[0].splitlines()
+    begins = [block[0].index(f"{package}/") for package in ("service", "drafter", "rl_hooks")]
+    for package, begin, end in zip(("service", "drafter", "rl_hooks"), begins, [*begins[1:], None], strict=True):
+        cells = [line[begin:end].strip() for line in block[1:]]
+        rooms = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert {cell.partition("/")[0] for cell in cells if re.match(r"\w+/ ", cell)} == rooms, package
+
+
 # --- links, proofs, sizes -------------------------------------------------------------------------------------------
 
 
