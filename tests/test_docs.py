@@ -467,6 +467,12 @@ def terms() -> set[str]:
     return {re.sub(r" (α|K)$", "", name) for name in re.findall(r"^\| ([^|]+) \|", own, re.MULTILINE)} - {"word"}
 
 
+def test_a_term_of_the_glossary_has_one_row() -> None:
+    own = page("docs/words.md").partition("## Mechanisms")[0]
+    named = [name for name in re.findall(r"^\| ([^|]+) \|", own, re.MULTILINE) if name != "word"]
+    assert [name for name in sorted(set(named)) if named.count(name) > 1] == []
+
+
 def test_every_term_of_the_glossary_is_used() -> None:
     assert len(terms()) >= 30
     used = "\n".join(path.read_text("utf-8") for path in (*PAGES, *sources()) if path.name != "words.md").lower()
