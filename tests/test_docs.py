@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from service.api.app import create_app
 from service.api.auth import allowed_scopes
 from service.cli.main import app as command_line
 from service.monitor import records
-from service.settings import Settings
+from service.settings import SCOPES, Settings
 from service.storage.layout import Layout
 from service.storage.queue import COUNTERS, Keys
 from service.storage.reports import StoreKeys
@@ -84,6 +85,11 @@ def test_every_setting_is_documented_with_its_default(name: str) -> None:
     cells = rows(page("docs/reference/settings.md"))[f"DRAFTALIGN_{name.upper()}"]
     assert cells[0] == shown(Settings.model_fields[name].default)
     assert len(cells[1]) > 10, "say what it does and when to change it"
+
+
+def test_the_setting_of_tokens_names_every_scope() -> None:
+    said = rows(page("docs/reference/settings.md"))["DRAFTALIGN_TOKENS"][1]
+    assert f"scopes {', '.join(SCOPES)} ([" in said
 
 
 def test_no_setting_is_documented_that_does_not_exist() -> None:
@@ -403,6 +409,17 @@ def test_every_test_and_file_that_the_pages_name_exists() -> None:
     assert sorted(named - functions - modules) == []
     files = set(re.findall(r"`((?:drafter|rl_hooks|service|examples|tests|deploy)/[\w/.]+\.\w+)", all_pages()))
     assert sorted(file for file in files if not (ROOT / file).exists()) == []
+
+
+def test_what_the_pages_install_is_in_the_checkout_with_its_extras() -> None:
+    """By path: neither distribution is in a package index."""
+    said = re.findall(r"pip install '?([^\s'`]*)", all_pages())
+    ours = [name for name in said if name.startswith((".", "draftalign", "rl_hooks"))]
+    assert len(ours) > 6
+    for name in ours:
+        folder, extras = name.rstrip("]").partition("[")[::2]
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"]), name
 
 
 def promises() -> dict[str, str]:
