@@ -30,6 +30,7 @@ def production(w: World, steps: int, kind: Any, *, chunk: int = 1 << 22) -> Draf
     unrolled, target = prepared(w, steps)
     if kind == "alpha":
         return chain_loss(w.drafter, unrolled, target, denominator=DENOMINATOR, chunk_elements=chunk)
+    assert kind == "kl", f"say here how the loss {kind} is called"
     return draft_loss(w.drafter, unrolled, target, denominator=DENOMINATOR, step_decay=DECAY, chunk_elements=chunk)
 
 
@@ -76,6 +77,7 @@ def brute_force(w: World, steps: int, kind: str) -> tuple[Tensor, dict[str, Tens
                 product = product * torch.minimum(*found[row, j]).sum()
                 total = total + 1 - product
     else:
+        assert kind == "kl", f"say here what the loss {kind} is by its definition"
         for (_, j), (p, q) in found.items():
             total = total + DECAY**j * (p * (p / (p.sum() * q)).log()).sum()
     loss = total / DENOMINATOR

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from service.api.app import create_app
 from service.api.auth import allowed_scopes
 from service.cli.main import app as command_line
 from service.monitor import records
-from service.settings import Settings
+from service.settings import SCOPES, Settings
 from service.storage.layout import Layout
 from service.storage.queue import COUNTERS, Keys
 from service.storage.reports import StoreKeys
@@ -84,6 +85,11 @@ def test_every_setting_is_documented_with_its_default(name: str) -> None:
     cells = rows(page("docs/reference/settings.md"))[f"DRAFTALIGN_{name.upper()}"]
     assert cells[0] == shown(Settings.model_fields[name].default)
     assert len(cells[1]) > 10, "say what it does and when to change it"
+
+
+def test_the_setting_of_tokens_names_every_scope() -> None:
+    said = rows(page("docs/reference/settings.md"))["DRAFTALIGN_TOKENS"][1]
+    assert f"scopes {', '.join(SCOPES)} ([" in said
 
 
 def test_no_setting_is_documented_that_does_not_exist() -> None:
@@ -299,6 +305,65 @@ def test_every_path_of_the_state_directory_is_documented() -> None:
     assert [name for name in named if name not in tree] == []
 
 
+# --- the walks and rooms of docs/reference/architecture.md ----------------------------------------------------------
+
+#: Where the columns of a walk begin: what it says, and the files. The files' folder is in the nearest heading above.
+SAYS, FILES = 32, 65
+
+
+def steps_of_the_walks() -> list[tuple[str, list[Path]]]:
+    """Names in the first column of each step, and the paths in its third."""
+    text = page("docs/reference/architecture.md").partition("\n## Walk 1")[2].partition("\n## Read these")[0]
+    found, folder = [], ROOT
+    for line in "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).splitlines():
+        if heading := re.search(r"  ([\w/]+)/$", line):
+            folder = ROOT / heading.group(1)
+        elif line[:2] == "  " and (named := re.findall(r"[\w/]+(?:\.(?:py|lua)|/(?= |$|;|,))", line[FILES:])):
+            package = ROOT / folder.relative_to(ROOT).parts[0]
+            bases = [folder, package, ROOT]
+            paths = [next((base / n for base in bases if (base / n).exists()), folder / n) for n in named]
+            found.append((line[:SAYS].strip(), paths))
+    return found
+
+
+def test_every_file_of_the_walks_exists() -> None:
+    steps = steps_of_the_walks()
+    assert len(steps) > 45
+    assert [name_of(path) for _, paths in steps for path in paths if not path.exists()] == []
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """Functions and classes of a module, by name, and the functions of its classes, as `Class.function`."""
+    found = set[str]()
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+            found |= {f"{node.name}.{getattr(child, 'name', '')}" for child in getattr(node, "body", [])}
+    return found
+
+
+def test_every_name_of_the_walks_is_defined_in_the_files_beside_it() -> None:
+    missing, looked_up = [], 0
+    for said, paths in steps_of_the_walks():
+        python = [file for path in paths for file in ([path] if path.is_file() else sorted(path.glob("*.py")))]
+        defined = set().union(*(names_of(syntax(file)) for file in python if file.suffix == ".py"))
+        for name in re.findall(r"(?<![/\w])[A-Za-z_][\w.]*\b(?!:)", said.removeprefix("POST /acceptance")):
+            looked_up += 1
+            if name not in defined:
+                missing.append((name, [name_of(path) for path in paths]))
+    assert missing == []
+    assert looked_up > 50
+
+
+def test_the_list_of_rooms_has_every_room_and_no_other() -> None:
+    block = section("Rooms and arrows").partition("```\n")[2].partition("```")[0].splitlines()
+    begins = [block[0].index(f"{package}/") for package in ("service", "drafter", "rl_hooks")]
+    for package, begin, end in zip(("service", "drafter", "rl_hooks"), begins, [*begins[1:], None], strict=True):
+        cells = [line[begin:end].strip() for line in block[1:]]
+        rooms = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert {cell.partition("/")[0] for cell in cells if re.match(r"\w+/ ", cell)} == rooms, package
+
+
 # --- links, proofs, sizes -------------------------------------------------------------------------------------------
 
 
@@ -344,6 +409,17 @@ def test_every_test_and_file_that_the_pages_name_exists() -> None:
     assert sorted(named - functions - modules) == []
     files = set(re.findall(r"`((?:drafter|rl_hooks|service|examples|tests|deploy)/[\w/.]+\.\w+)", all_pages()))
     assert sorted(file for file in files if not (ROOT / file).exists()) == []
+
+
+def test_what_the_pages_install_is_in_the_checkout_with_its_extras() -> None:
+    """By path: neither distribution is in a package index."""
+    said = re.findall(r"pip install '?([^\s'`]*)", all_pages())
+    ours = [name for name in said if name.startswith((".", "draftalign", "rl_hooks"))]
+    assert len(ours) > 6
+    for name in ours:
+        folder, extras = name.rstrip("]").partition("[")[::2]
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"]), name
 
 
 def promises() -> dict[str, str]:
@@ -406,6 +482,12 @@ def terms() -> set[str]:
     """Words that docs/words.md gives a meaning, without symbols."""
     own = page("docs/words.md").partition("## Mechanisms")[0]
     return {re.sub(r" (α|K)$", "", name) for name in re.findall(r"^\| ([^|]+) \|", own, re.MULTILINE)} - {"word"}
+
+
+def test_a_term_of_the_glossary_has_one_row() -> None:
+    own = page("docs/words.md").partition("## Mechanisms")[0]
+    named = [name for name in re.findall(r"^\| ([^|]+) \|", own, re.MULTILINE) if name != "word"]
+    assert [name for name in sorted(set(named)) if named.count(name) > 1] == []
 
 
 def test_every_term_of_the_glossary_is_used() -> None:

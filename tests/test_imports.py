@@ -230,3 +230,13 @@ def test_the_licence_that_is_declared_is_there(directory: str) -> None:
     assert project["license"] == "Apache-2.0"
     assert project["license-files"] == ["LICENSE"]
     assert "Apache License" in (ROOT / directory / "LICENSE").read_text()[:200]
+
+
+def test_the_small_distribution_has_every_package() -> None:
+    """Its packages are listed by hand: the folder is the package itself, where setuptools would find none."""
+    listed = tomllib.loads((ROOT / "rl_hooks/pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    rooms = {path.parent.relative_to(ROOT) for path in (ROOT / "rl_hooks").rglob("__init__.py")}
+    assert sorted(listed) == sorted(".".join(room.parts) for room in rooms)
+    assert {path.parent.relative_to(ROOT) for path in files("rl_hooks")} == rooms, (
+        "a folder of code without __init__.py"
+    )

@@ -2,8 +2,13 @@
 
 In one terminal, then in another:
 
-> make up
-> .venv/bin/python -m examples.attach.own_loop --steps 4
+> DRAFTALIGN_VOCAB_MIN_TOKENS=500 make up
+> .venv/bin/python -m examples.attach.own_loop --steps 4        # then see http://127.0.0.1:8400/?run=own-loop
+
+The four steps send 1,536 response tokens. By default a run without a first drafter waits for 50,000 of them before its
+draft vocabulary is made, and compares no features until then: hence 500, for a trial. What to look at, some seconds
+after the last step: the page says "At the start: v000001 gives 1.3 tokens per round, ...", and `dead` in what this
+prints is 0. `draftalign dead --run own-loop` lists batches that died, with the reason.
 """
 
 from __future__ import annotations

@@ -2,8 +2,13 @@
 
 In one terminal, then in another:
 
-> make up
-> .venv/bin/python -m examples.attach.trl_grpo --steps 4        # then GET http://127.0.0.1:8400/ shows the run
+> DRAFTALIGN_VOCAB_MIN_TOKENS=500 make up
+> .venv/bin/python -m examples.attach.trl_grpo --steps 4        # then see http://127.0.0.1:8400/?run=trl
+
+The four steps send some 1,000 response tokens. By default a run without a first drafter waits for 50,000 of them before
+its draft vocabulary is made, and compares no features until then: hence 500, for a trial. What to look at, some
+seconds after the last step: the log of `make up` says "1,028 of 500 response tokens gathered", then "trl: policy 3
+... train: ...", and `dead` in what this prints is 0. `draftalign dead --run trl` lists batches that died, and why.
 """
 
 from __future__ import annotations

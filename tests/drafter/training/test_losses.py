@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from drafter.unroll.plan import Plan
 from service.settings import Settings
 
 AWKWARD = SHAPES["packed, awkward"]
-KINDS = ("kl", "alpha")
+KINDS = get_args(Loss)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,10 +75,12 @@ def test_gradcheck_of_the_fused_function(kind: Any) -> None:
 
     def loss(hidden: Tensor, head: Tensor) -> Tensor:
         out: tuple[Tensor, ...]
-        if kind == "alpha":
+        if kind == "kl":
+            out = _FusedLoss.apply(hidden, head, target, plan, STEP_WEIGHTS, 40, True)  # type: ignore[no-untyped-call]
+        elif kind == "alpha":
             out = _FusedChain.apply(hidden, head, target, plan.chains, 3, DENOMINATOR, 40, True)  # type: ignore[no-untyped-call]
         else:
-            out = _FusedLoss.apply(hidden, head, target, plan, STEP_WEIGHTS, 40, True)  # type: ignore[no-untyped-call]
+            pytest.skip(f"{kind}: no fused function of its own is named here; its gradients are held to brute force")
         return out[0]
 
     assert gradcheck(loss, (hidden, head), eps=1e-6, atol=1e-6)
@@ -161,8 +163,8 @@ def test_the_chain_loss_beats_kl_at_its_own_aim_from_the_same_start() -> None:
 
 
 def test_an_unknown_loss_is_refused_by_name() -> None:
-    with pytest.raises(DrafterError, match="one of kl, alpha, got 'tv'"):
-        TrainConfig(loss="tv")  # type: ignore[arg-type]
+    with pytest.raises(DrafterError, match=f"one of {', '.join(KINDS)}, got 'no such loss'"):
+        TrainConfig(loss="no such loss")  # type: ignore[arg-type]
 
 
 def annotation_of(setting: str) -> object:
