@@ -38,7 +38,7 @@ SIGNATURE_HEADER: Final = "Draftalign-Signature"
 NONCE_PATTERN: Final = "^[0-9a-f]{32,64}$"
 #: Ends the use of a key for anything else, and of a signature for another form of message.
 _PURPOSE: Final = b"draftalign manifest 1"
-_INSTALL: Final = "signatures need the package cryptography: pip install 'draftalign[signing]'"
+_INSTALL: Final = "signatures need the package cryptography: pip install './rl_hooks[signing]'"
 
 
 @dataclass(frozen=True, slots=True)

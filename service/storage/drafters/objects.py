@@ -43,7 +43,7 @@ class Objects:
             import obstore
             from obstore.store import from_url
         except ImportError as error:
-            raise ConfigurationError("drafters_url needs the extra s3: pip install 'draftalign[s3]'") from error
+            raise ConfigurationError("drafters_url needs the extra s3: pip install '.[s3]'") from error
         seconds = datetime.timedelta(seconds=1)
         client = {"allow_http": True, "connect_timeout": 5 * seconds, "timeout": request_seconds * seconds}
         retry = {"max_retries": 3, "retry_timeout": _RETRY_SECONDS * seconds}
