@@ -224,8 +224,6 @@ def _log_e(s: float, n: float) -> float:
     The mean of exp(δ·s - δ²·n/2) over effects δ ≥ 0 of a half-normal law with standard deviation `_EFFECT_SD`, where s
     is the sum of √n·z and n the number of prompts. Under an equal challenger z ~ N(0, 1), and its mean is 1.
     """
-    if n == 0.0:
-        return 0.0
     width = 1.0 + _EFFECT_SD**2 * n
     z = _EFFECT_SD * s / math.sqrt(width)
     tail = 0.5 * math.erfc(-z / math.sqrt(2.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from benchmarks.alarms import (
 )
 from service.monitor.drift.limits import DriftConfig, DriftError, Lane, cusum_limit
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
-from service.monitor.drift.state import DriftState
+from service.monitor.drift.state import DriftState, Traffic
 from service.monitor.drift.succession import Succession
 
 SEED = 20_240_611
@@ -202,6 +203,25 @@ def test_a_state_of_the_format_before_goes_on_with_its_baseline() -> None:
     assert state.known_ticks == pytest.approx(1440)
     assert state.pending == [("", 2.9, None)]
     assert DriftMonitor(config(), state).tick(3.0).baseline == 3.0
+
+
+@pytest.mark.parametrize("known", [0.0, 0.5, 900.0, 1500.0])
+def test_how_sure_an_older_state_is_of_its_baseline_is_kept(known: float) -> None:
+    """0: its baseline was discarded, as by a version without a measured difference, and is learnt anew."""
+    old: dict[str, Any] = {"format": "draftalign.drift.v2", "ticks": 1500, "baseline": 3.0, "known_ticks": known}
+    old |= {"recent": 3.0, "shown": 3.0, "offset": 0.0, "statistics": {}, "pending": [], "spreads": []}
+    state = DriftState.from_json(json.dumps(old))
+    assert state.known_ticks == pytest.approx(known, abs=1e-8)
+    assert (state.levels.names, state.levels.shares, state.baseline) == ([""], [1.0], 3.0)
+    assert state.levels.doubted is (known < 1500)
+    reading = DriftMonitor(config(), state).tick(2.0)
+    assert reading.baseline == pytest.approx(3.0 if known > 1440 else (3.0 * known + 2.0) / (known + 1))
+
+
+def test_an_older_state_that_saw_no_tick_is_that_of_a_new_monitor() -> None:
+    old: dict[str, Any] = {"format": "draftalign.drift.v2", "ticks": 0, "baseline": 0.0, "known_ticks": 0.0}
+    old |= {"recent": 0.0, "shown": 0.0, "offset": 0.0, "statistics": {}, "pending": [], "spreads": []}
+    assert DriftState.from_json(json.dumps(old)) == DriftState()
 
 
 # --- baseline and rebase
@@ -506,6 +526,124 @@ def test_the_difference_counts_prompts_and_not_siblings() -> None:
     assert variance == math.inf
 
 
+def test_a_comparison_hands_over_the_mean_difference_and_the_variance_of_it() -> None:
+    """By prompt; a rollout that one of the two had no round in says nothing."""
+    rng = np.random.default_rng(1)
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    old, new = rng.uniform(2.9, 3.1, (9, 8)), rng.uniform(3.2, 3.6, (9, 8))
+    found = {v: ([12.0] * 72, (12.0 / alpha).ravel().tolist()) for v, alpha in (("v1", old), ("v2", new))}
+    found["v1"][1][0] = 0.0
+    found["v2"][1][71] = 0.0
+    succession.feed(monitor, found, names(9), served="v2", latest="v2")
+    assert succession.watched == "v2"
+    counts = np.full(9, 8.0)
+    counts[[0, 8]] = 7.0
+    differences = new - old
+    differences[0, 0] = differences[8, 7] = 0.0
+    totals = differences.sum(axis=1)
+    mean = totals.sum() / 70
+    variance = np.square(totals - counts * mean).sum() / 70**2 * 9 / 8
+    evidence = monitor.state.evidence
+    assert evidence.shift_variance == pytest.approx(variance)
+    assert evidence.shift + monitor.state.baseline == pytest.approx(3.0 + mean, abs=0.05)
+    assert Succession().difference() == (0.0, math.inf), "nothing is known of what was not compared"
+
+
+@pytest.mark.parametrize(
+    ("watched", "served", "offered", "compared"),
+    [
+        ("v1", "v2", ["v1", "v2"], True),
+        ("v1", "v2", ["v2"], True),  # the watched one was never seen as the latest
+        ("v2", "v1", ["v1", "v2"], False),
+        ("v1", "v1", ["v1"], False),
+        ("v1", "v9", ["v1"], False),
+        ("v8", "v9", ["v1"], False),
+    ],
+)
+def test_only_a_version_that_became_the_latest_after_the_watched_one_is_compared_with_it(
+    watched: str, served: str, offered: list[str], compared: bool
+) -> None:
+    succession = Succession(watched=watched, offered=list(offered))
+    both = replays(4, **dict.fromkeys((watched, served), 3.0))
+    succession.feed(DriftMonitor(), both, names(4), served=served, latest=offered[-1])
+    assert succession.watched == watched
+    assert succession.successor == (served if compared else None)
+    assert bool(succession.differences) is compared
+
+
+@pytest.mark.parametrize(
+    ("watched", "served", "lowers"),
+    [
+        ("v2", "v1", True),
+        ("v2-abc", "v1-def", True),
+        ("v1", "v2", False),
+        ("v10-abc", "v10-def", False),
+        ("v0", "first", False),
+        ("v1", "first", True),  # a name without a number was there before them
+        ("one", "other", False),
+    ],
+)
+def test_a_lesser_version_lowers_the_baseline_where_its_number_says_that_it_was_served_before(
+    watched: str, served: str, lowers: bool
+) -> None:
+    monitor, succession = DriftMonitor(), Succession()
+    for _ in range(30):
+        succession.feed(monitor, replays(8, **{watched: 3.0}), names(8), served=watched, latest=watched)
+    found = replays(8, **{watched: 3.0, served: 2.0})
+    succession.feed(monitor, found, names(8), served=served, latest=served)
+    assert succession.watched == served
+    assert monitor.state.baseline == pytest.approx(2.0 if lowers else 3.0, abs=0.2)
+
+
+def test_a_version_is_offered_again_only_after_another_was() -> None:
+    succession, monitor = Succession(), DriftMonitor()
+    for latest, returned in (("v1", []), ("v1", []), ("v2", []), ("v2", []), ("v3", []), ("v3", []), ("v2", ["v2"])):
+        succession.feed(monitor, replays(1, v1=3.0), names(1), served="v1", latest=latest)
+        assert succession.returned == returned
+    assert succession.offered == ["v1", "v3", "v2"]
+
+
+def test_a_version_that_64_batches_in_a_row_were_scored_without_was_deleted() -> None:
+    monitor, succession = DriftMonitor(), Succession(watched="v2", previous="v1", offered=["v1", "v2"])
+
+    def batch(version: str) -> list[DriftReading]:
+        found = replays(8, **{version: 3.0 if version == "v2" else 2.0})
+        return succession.feed(monitor, found, names(8), served=version, latest="v2")
+
+    for _ in range(3):
+        assert batch("v2")
+        assert [len(batch("v1")) for _ in range(64)] == [0] * 64
+        assert succession.watched == "v2"
+    [reading] = batch("v1")
+    assert succession.watched == "v1"
+    assert reading.baseline == pytest.approx(2.0, abs=0.02)
+
+
+def test_a_tick_that_was_half_filled_as_the_watched_version_was_deleted_keeps_its_values() -> None:
+    """Nothing is known of the difference, so nothing is added to them."""
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    succession.feed(monitor, replays(4, v1=3.0), names(4), served="v1", latest="v1")
+    before = list(monitor.state.pending)
+    assert succession.feed(monitor, replays(2, v9=1.5), names(2), served="v9", latest="v9") == []
+    assert monitor.state.pending[:32] == before
+    assert monitor.state.evidence.shift == 0.0
+
+
+def test_what_is_known_of_the_rollouts_reaches_the_monitor() -> None:
+    rng = np.random.default_rng(2)
+    through, straight = DriftMonitor(config()), DriftMonitor(config())
+    succession = Succession()
+    for n in range(5):
+        more: dict[str, Any] = {"strata": ["a", "b"] * 32, "entropies": rng.uniform(0.1, 2.0, 64).tolist()}
+        more["arrived"] = 1000.0 + 7 * n
+        one = ([12.0] * 64, rng.uniform(3.0, 5.0, 64).tolist())
+        succession.feed(through, {"v1": one}, names(8), served="v1", latest="v1", **more)
+        straight.observe(*one, **more)
+    assert through.state == straight.state
+
+
 def test_without_the_watched_version_the_baseline_starts_anew() -> None:
     monitor = DriftMonitor(config())
     succession = watching(monitor)
@@ -600,6 +738,57 @@ def test_a_monitor_restored_from_its_state_goes_on_bit_for_bit() -> None:
 def test_a_stored_state_of_another_kind_is_refused_with_advice(text: str) -> None:
     with pytest.raises(DriftError, match="starts afresh"):
         DriftState.from_json(text)
+
+
+def test_a_state_comes_back_as_it_was_and_one_that_json_cannot_hold_is_not_written() -> None:
+    rng, monitor = np.random.default_rng(3), DriftMonitor(config())
+    for n in range(25):
+        strata, entropies = ["a", "b"] * 20, rng.uniform(0.1, 1.0, 40).tolist()
+        monitor.observe(rng.uniform(2, 4, 40).tolist(), [1.0] * 40, strata, entropies=entropies, arrived=60.0 * n)
+    assert monitor.state.evidence.rows
+    again = DriftState.from_json(monitor.state.to_json())
+    assert again == monitor.state
+    assert again.to_json() == monitor.state.to_json()
+    with pytest.raises(DriftError, match=r"drift\.v3, got 'draftalign\.drift\.v9'.*starts afresh"):
+        DriftState.from_json(monitor.state.to_json().replace("drift.v3", "drift.v9"))
+    monitor.state.recent = math.inf
+    with pytest.raises(ValueError, match="JSON"):
+        monitor.state.to_json()
+
+
+def test_traffic_counts_from_the_first_batch_on_by_the_time_since_the_one_before() -> None:
+    """The first batch says when counting begins; what was before it is not known. A clock set back adds no time."""
+    traffic = Traffic()
+    traffic.add(100, 5000.0)
+    assert (traffic.rollouts, traffic.seconds) == (3840.0, 3600.0)
+    traffic.add(100, 5060.0)
+    kept = math.exp(-60 / (3 * 86_400))
+    assert (traffic.rollouts, traffic.seconds) == pytest.approx((3840 * kept + 100, 3600 * kept + 60))
+    before = (traffic.rollouts, traffic.seconds)
+    traffic.add(10, 4000.0)
+    assert (traffic.rollouts, traffic.seconds) == (before[0] + 10, before[1])
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_what_the_prompts_did_is_told_where_their_kinds_are_and_after_the_warm_up(kinds: int) -> None:
+    rng, monitor = np.random.default_rng(4), DriftMonitor(config(warmup_ticks=20))
+    for tick in range(1, 30):
+        monitor.observe(rng.normal(3.0, 1.0, 64).tolist(), [1.0] * 64, [f"kind {n % kinds}" for n in range(64)])
+        change = monitor.change()
+        assert (change is None) == (tick <= 20)
+    assert change is not None
+    assert (change.prompts is None) == (kinds == 1)
+    steady = DriftMonitor(config())
+    feed(steady, [3.0] * 100)
+    assert steady.change() is None, "without a spread nothing is beyond chance"
+
+
+def test_a_reset_keeps_the_settings() -> None:
+    monitor = DriftMonitor(config(lanes=(Lane("only", 0.5),), batch_ticks=(7,)))
+    feed(monitor, noise(100))
+    monitor.reset()
+    assert list(monitor.state.statistics) == ["only"]
+    assert [spread.length for spread in monitor.state.spreads] == [1, 7]
 
 
 def test_the_state_is_small_json(bank: Bank) -> None:
