@@ -35,7 +35,7 @@ from benchmarks.alarms import (
 )
 from service.monitor.drift.limits import DriftConfig, DriftError, Lane, cusum_limit
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
-from service.monitor.drift.state import DriftState, Traffic
+from service.monitor.drift.state import DriftState, Levels, Spread, Traffic
 from service.monitor.drift.succession import Succession
 
 SEED = 20_240_611
@@ -328,6 +328,169 @@ def test_retraining_that_keeps_up_with_the_policy_never_alarms() -> None:
         monitor.rebase(0.02 + float(rng.normal(0, 0.01)), 0.01**2)
         reading = feed(monitor, noise(20, seed=500 + publish, level=3.0))
         assert not reading.alarm
+
+
+@pytest.mark.parametrize(
+    ("lost", "difference", "variance", "decided", "moved"),
+    [
+        (0.0, 0.5, 0.01, False, 0.5),
+        (0.0, 0.1, 0.01, False, 0.1),
+        (0.0, -0.1, 0.01, False, -0.1),  # may be chance: two standard errors are 0.2
+        (0.0, -0.5, 0.01, False, -0.2),  # 0.3 of it is proven, and is no level to compare with
+        (0.0, -0.5, 0.01, True, -0.5),  # a person wants it
+        (0.0, -0.5, 0.0, False, 0.0),
+        (0.3, 0.1, 0.01, False, 0.0),  # only makes up for a part of what was lost
+        (0.3, 0.1, 0.0, True, 0.0),
+        (0.3, 0.5, 0.01, False, 0.2),
+        (0.3, 0.5, 0.0, False, 0.2),
+    ],
+)
+def test_a_version_moves_the_baseline_by_what_is_not_made_up_for_nor_proven_worse(
+    lost: float, difference: float, variance: float, decided: bool, moved: float
+) -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(400))
+    state = monitor.state
+    monitor.observe([3.0], [1.0])
+    state.recent = state.shown = state.baseline - lost
+    state.offset, state.evidence.shift, state.evidence.shift_variance, state.levels.owed = 0.1, 0.2, 0.3, -0.05
+    before, unsure = state.baseline, state.levels.uncertainty()
+    sd = monitor._sd()
+    assert sd is not None
+    monitor.rebase(difference, variance, decided=decided)
+    assert state.baseline - before == pytest.approx(moved, abs=1e-12)
+    assert state.recent == state.shown == pytest.approx(before - lost + difference), "in the new version's units"
+    assert state.pending[0][1] == pytest.approx(3.0 + difference)
+    assert state.offset == pytest.approx(0.1 + moved), "a publish is no wander"
+    assert state.evidence.shift == pytest.approx(0.2 + difference - moved), "the rest is the version's doing"
+    assert state.evidence.shift_variance == pytest.approx(0.3 + variance)
+    assert state.levels.owed == pytest.approx(min(0.0, -0.05 + difference - moved)), "a loss is not learnt as the level"
+    assert state.levels.uncertainty() == pytest.approx(unsure + variance / sd**2)
+    assert state.levels.doubted is (variance > 0)
+
+
+def test_a_version_that_comes_after_the_first_tick_moves_the_baseline_and_one_that_comes_before_does_not() -> None:
+    monitor = DriftMonitor(config())
+    monitor.rebase(0.5)
+    assert monitor.state == DriftMonitor(config()).state
+    monitor.tick(3.0)
+    monitor.rebase(0.5)
+    assert monitor.state.baseline == 3.5
+    assert monitor.state.known_ticks == pytest.approx(1.0), "a difference without an error leaves it as sure as it was"
+    monitor.rebase(0.5, 0.01)
+    assert monitor.state.known_ticks < 1e-8, "nobody knows yet how much that is in ticks"
+
+
+# --- levels and spread
+def test_levels_are_what_bayes_makes_of_the_ticks_and_of_the_errors_of_rebases() -> None:
+    """In the form of precisions: each tick adds its share to that of its stratum. A filter works with variances."""
+    rng, n = np.random.default_rng(5), 3
+    root = rng.normal(size=(n, n))
+    covariance, means = root @ root.T + np.eye(n), rng.normal(3.0, 0.3, n)
+    shares = [0.5, 0.4, 0.1]
+    levels = Levels(["a", "b", "c"], means.tolist(), shares, [1.0, None, 0.5], covariance.tolist())
+    precision = np.linalg.inv(covariance)
+    weighted = precision @ means
+    for _ in range(20):
+        j, share, seen = int(rng.integers(n)), float(rng.uniform(0.1, 1.0)), float(rng.normal(3.0, 0.5))
+        levels.learn("abc"[j], share, seen, None)
+        precision[j, j] += share
+        weighted[j] += share * seen
+    posterior = np.linalg.inv(precision)
+    np.testing.assert_allclose(levels.covariance, posterior)
+    np.testing.assert_allclose(levels.means, posterior @ weighted)
+    w = np.array(shares)
+    assert levels.level == pytest.approx(w @ posterior @ weighted)
+    assert levels.uncertainty() == pytest.approx(w @ posterior @ w)
+    assert levels.uncertainty({"b": 0.3, "c": 0.7}) == pytest.approx(
+        np.array([0, 0.3, 0.7]) @ posterior @ [0, 0.3, 0.7]
+    )
+    assert levels.entropies == [1.0, None, 0.5]
+    levels.learn("b", 0.5, 3.0, 0.8)
+    assert levels.entropies[1] == 0.8, "the first that is known"
+    own = levels.covariance[0][0]
+    levels.learn("a", 0.5, 3.0, 0.4)
+    assert levels.entropies[0] == pytest.approx(1.0 + own / (own + 1 / 0.5) * (0.4 - 1.0)), "as surely as the level"
+
+
+@pytest.mark.parametrize("variance", [0.0, 0.2, 2e8, math.inf])
+def test_a_rebase_has_one_error_for_all_strata_and_one_for_each_that_is_larger_the_rarer_it_is(variance: float) -> None:
+    covariance = np.array([[0.5, 0.1, 0.0], [0.1, 0.4, 0.0], [0.0, 0.0, 1e9]])
+    levels = Levels(["a", "b", "c"], [3.0, 0.2, 2.0], [0.75, 0.249, 0.001], [None] * 3, covariance.tolist())
+    levels.move(-0.5, variance)
+    np.testing.assert_allclose(levels.means, [2.5, 0.02, 1.5])
+    assert levels.doubted is (variance > 0)
+    wanted = np.diag([1e9] * 3)
+    if math.isfinite(variance):
+        wanted = covariance + variance + np.diag(variance * (1 / np.array([0.75, 0.249, 1 / 64]) - 1))
+    np.testing.assert_allclose(levels.covariance, np.minimum(wanted, 1e9))
+
+
+def test_a_stratum_is_known_by_a_tick_s_worth_of_rollouts() -> None:
+    levels = Levels()
+    for name, mean in (("a", 3.0), ("b", 2.0), ("a", 9.0)):
+        levels.meet(name, mean)
+    assert (levels.names, levels.means, levels.shares) == (["a", "b"], [3.0, 2.0], [0.0, 0.0])
+    assert levels.covariance == [[1e9, 0.0], [0.0, 1e9]]
+    for part in (0.25, 0.5, 0.25 + 1e-6):
+        assert not levels.known("a")
+        levels.learn("a", part, 3.0, None)
+    assert levels.known("a")
+    assert not levels.known("b")
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_the_spread_is_of_successive_differences_of_batch_means_with_a_memory(length: int) -> None:
+    values = np.random.default_rng(6).normal(3.0, 0.2, 40 * length)
+    spread, memory = Spread(length), 30 * length
+    means = values.reshape(-1, length).mean(axis=1)
+    halves = np.square(np.diff(means)) / 2
+    for tick, value in enumerate(values.tolist(), 1):
+        spread.add(value, memory, counts=True)
+        if tick == 31 * length:  # 30 differences: as many as the memory holds
+            assert spread.variance == pytest.approx(halves[:30].mean())
+            assert spread.tick_sd == pytest.approx(math.sqrt(length * halves[:30].mean()))
+    kept = (29 / 30) ** np.arange(8, -1, -1)
+    assert spread.variance == pytest.approx(kept[0] * 29 / 30 * halves[:30].mean() + (kept / 30) @ halves[30:])
+    before, known = spread.variance, spread.differences
+    for value in [9.0] * length:
+        spread.add(value, memory, counts=False)
+    assert (spread.variance, spread.differences, spread.last) == (before, known, 9.0)
+    short = Spread(1)
+    for value in values[:30].tolist():
+        short.add(value, 1, counts=True)
+    assert short.differences == 29
+    short.add(short.last or 0.0, 1, counts=True)
+    latest = short.variance
+    short.add(short.last or 0.0, 1, counts=True)
+    assert short.variance == pytest.approx(latest * 15 / 16), "no memory is shorter than 16 differences"
+
+
+def test_a_tick_is_remembered_with_what_its_strata_lead_one_to_expect() -> None:
+    """A stratum that is new says nothing yet; one whose entropy is not known leaves that of the tick unknown."""
+    rng, monitor = np.random.default_rng(7), DriftMonitor(config())
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    for _ in range(25):
+        alphas, entropies = rng.normal([4.0] * 48 + [2.0] * 16, 0.1), rng.uniform(0.2, 0.9, 64)
+        monitor.observe(alphas.tolist(), [1.0] * 64, ["a"] * 48 + ["b"] * 16, entropies=entropies.tolist())
+        seen.append((alphas, entropies))
+    levels = [np.mean([np.mean(alphas[part]) for alphas, _ in seen]) for part in (slice(48), slice(48, 64))]
+    usual = [np.mean([np.mean(entropies[part]) for _, entropies in seen]) for part in (slice(48), slice(48, 64))]
+    alphas, entropies = rng.normal(3.0, 0.1, 64), rng.uniform(0.2, 0.9, 64)
+    strata = ["a"] * 12 + ["b"] * 36 + ["c"] * 16
+    [reading] = monitor.observe(alphas.tolist(), [1.0] * 64, strata, entropies=entropies.tolist())
+    row = monitor.state.evidence.rows[-1]
+    expected = 0.25 * levels[0] + 0.75 * levels[1]
+    level = sum(w * m for w, m in zip(monitor.state.levels.shares, [*levels, alphas[48:].mean()], strict=True))
+    assert (row.tick, row.alpha, row.expected) == pytest.approx((26, alphas[:48].mean(), expected))
+    assert row.level == pytest.approx(level)
+    assert reading.value == pytest.approx(level + alphas[:48].mean() - expected)
+    assert row.entropy == pytest.approx(entropies[:48].mean())
+    assert row.entropy_expected == pytest.approx(0.25 * usual[0] + 0.75 * usual[1])
+    shares = (np.array([48 * 25 + 12, 16 * 25 + 36, 16]) / 64 / 26).tolist()
+    assert monitor.state.levels.shares == pytest.approx(shares)
+    monitor.observe([3.0] * 64, [1.0] * 64, ["a"] * 64, entropies=[math.nan] + [0.5] * 63)
+    assert monitor.state.evidence.rows[-1].entropy is monitor.state.evidence.rows[-1].entropy_expected is None
 
 
 # --- publishes in a world that stands still
