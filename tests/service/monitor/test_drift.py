@@ -381,6 +381,88 @@ def test_a_version_that_comes_after_the_first_tick_moves_the_baseline_and_one_th
     assert monitor.state.known_ticks < 1e-8, "nobody knows yet how much that is in ticks"
 
 
+# --- the statistic, tick by tick
+@pytest.mark.parametrize("band", [0.0, 0.02])
+def test_each_lane_is_pages_cusum_of_losses_in_standard_deviations(band: float) -> None:
+    """Against the mean of the ticks before, whose own error counts, until that is frozen; held 5 above the limit."""
+    lanes = (Lane("fast", 0.5), Lane("slow", 0.1))
+    monitor = DriftMonitor(config(baseline_ticks=100, lanes=lanes, dead_band=band))
+    values = [*noise(150), *noise(40, seed=1, level=2.7), *noise(60, seed=2, level=3.2)]
+    statistic, recent, shown, capped = {"fast": 0.0, "slow": 0.0}, 0.0, 0.0, 0
+    for n, value in enumerate(values):
+        known = min(n, 100)
+        mean = float(np.mean(values[:known])) if n else value
+        reading = monitor.tick(value)
+        assert (reading.ticks, reading.value) == pytest.approx((n + 1, value))
+        recent += max(1 / 32, 1 / (n + 1)) * (value - recent)
+        shown += max(1 / 4, 1 / (n + 1)) * (value - shown)
+        assert (monitor.state.recent, monitor.state.shown) == pytest.approx((recent, shown))
+        if n < 20:
+            assert not reading.lanes
+            continue
+        assert reading.sd is not None
+        loss = (mean - value) / math.sqrt(1 + 1 / known) - band * mean
+        for lane in lanes:
+            limit = monitor.config.limit(lane)
+            grown = max(0.0, statistic[lane.name] + loss / reading.sd - lane.k)
+            statistic[lane.name] = min(grown, limit + 5)
+            capped += grown > limit + 5
+            found = reading.lanes[lane.name]
+            assert (found.statistic, found.limit) == pytest.approx((statistic[lane.name], limit))
+            since = monitor.state.evidence.since[lane.name]
+            assert (since == [n + 1, 0.0, 0.0]) == (statistic[lane.name] == 0), "there a fall would begin"
+    assert capped
+    assert monitor.state.baseline == pytest.approx(np.mean(values[:100]))
+    assert len(monitor.state.evidence.rows) == 128
+    assert monitor.state.evidence.rows[-1].tick == 250
+
+
+def test_the_sd_is_the_largest_over_batch_lengths_that_were_seen_eight_times() -> None:
+    monitor = DriftMonitor(config(batch_ticks=(4, 9)))
+    feed(monitor, noise(5))
+    for differences, sd in ((7, 0.2), (8, 0.6)):
+        monitor.state.spreads = [
+            Spread(1, variance=0.04, differences=3),
+            Spread(4, variance=0.09, differences=differences),
+            Spread(9, variance=0.01, differences=99),
+        ]
+        found = monitor._sd()
+        assert found == pytest.approx(max(sd, 0.3))
+
+
+@pytest.mark.parametrize(("ticks", "factor", "counted"), [(60, 0.8, 1), (300, 0.45, 1), (300, 0.6, 0)])
+def test_ticks_of_what_may_be_a_fall_are_no_spread_once_the_baseline_is_learnt(
+    ticks: int, factor: float, counted: int
+) -> None:
+    """From half of a limit on."""
+    monitor = DriftMonitor(config(baseline_ticks=100))
+    feed(monitor, noise(ticks))
+    before = monitor.state.spreads[0].differences
+    monitor.state.statistics = {"fast": factor * monitor._limits["fast"], "slow": 0.0}
+    monitor.tick(monitor.state.baseline)
+    assert monitor.state.spreads[0].differences == before + counted
+
+
+def test_a_rebase_and_what_corrects_it_are_no_wander_and_the_baseline_is_frozen_again_when_it_is_as_sure() -> None:
+    monitor = DriftMonitor(config(baseline_ticks=100))
+    feed(monitor, noise(100))
+    learnt = monitor.state.baseline
+    assert (monitor.state.offset, monitor.state.levels.doubted) == (0.0, False)
+    monitor.rebase(0.2, 0.1**2)
+    values = noise(200, seed=1)
+    feed(monitor, values[:90])
+    assert monitor.state.levels.doubted
+    assert 0 < monitor.state.known_ticks < 100
+    assert monitor.state.offset == pytest.approx(monitor.state.baseline - learnt)
+    feed(monitor, values[90:])
+    assert not monitor.state.levels.doubted
+    assert 100 <= monitor.state.known_ticks + 1e-6 < 101
+    assert monitor.state.offset == pytest.approx(monitor.state.baseline - learnt)
+    frozen = monitor.state.baseline
+    monitor.tick(3.5)
+    assert monitor.state.baseline == frozen
+
+
 # --- levels and spread
 def test_levels_are_what_bayes_makes_of_the_ticks_and_of_the_errors_of_rebases() -> None:
     """In the form of precisions: each tick adds its share to that of its stratum. A filter works with variances."""
@@ -984,11 +1066,58 @@ def test_what_is_not_a_number_is_refused_and_changes_nothing(value: float) -> No
         {"lanes": ()},
         {"lanes": (Lane("a", 0.5), Lane("a", 0.1))},
         {"days_between_false_alarms": 0.0},
+        {"days_between_false_alarms": math.inf},
+        {"dead_band": 1.0},
+        {"warmup_ticks": 20, "baseline_ticks": 20},
+        {"warmup_ticks": 2},
     ],
 )
 def test_settings_that_make_no_sense_are_refused(broken: dict[str, object]) -> None:
     with pytest.raises(DriftError):
         DriftConfig(**broken)  # type: ignore[arg-type]
+
+
+def test_the_least_settings_that_make_sense_are_taken() -> None:
+    least = DriftConfig(rollouts_per_tick=1, warmup_ticks=3, baseline_ticks=4, lanes=(Lane("only", 0.5),))
+    readings = DriftMonitor(least).observe(noise(6), [1.0] * 6)
+    assert [bool(reading.lanes) for reading in readings] == [False] * 3 + [True] * 3
+    assert least.limit(Lane("only", 0.5), 1e-9) == cusum_limit(0.5, 50.0), "the formula holds from 50 ticks on"
+    for k, run_length in ((0.0, 100.0), (-0.1, 100.0), (0.5, 1.0), (math.nan, 100.0)):
+        with pytest.raises(DriftError, match="k > 0 and a run length above one tick"):
+            cusum_limit(k, run_length)
+
+
+def test_lanes_and_batch_lengths_of_other_settings_begin_anew_and_the_rest_goes_on() -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(100, level=2.5))
+    kept = monitor.state.statistics["slow"] = 3.0
+    spreads = monitor.state.spreads
+    same = DriftMonitor(config(lanes=(Lane("slow", 0.1), Lane("new", 0.3))), monitor.state)
+    assert same.state.statistics == {"slow": kept, "new": 0.0}
+    assert same.state.spreads is spreads
+    other = DriftMonitor(config(batch_ticks=(5,)), monitor.state)
+    assert [(one.length, one.differences) for one in other.state.spreads] == [(1, 0), (5, 0)]
+
+
+def test_lists_that_are_not_of_one_length_are_refused_and_a_monitor_that_saw_no_tick_has_no_baseline() -> None:
+    monitor = DriftMonitor(config())
+    for more in ({"strata": ["a"]}, {"entropies": [0.1]}):
+        with pytest.raises(DriftError, match="as many tokens, rounds, strata and entropies"):
+            monitor.observe([3.0, 3.0], [1.0, 1.0], **more)
+    with pytest.raises(DriftError, match=r"rollout 1 has tokens=3\.0, rounds=nan"):
+        monitor.observe([3.0, 3.0], [1.0, math.nan])
+    assert monitor.reading(3.0, None) == DriftReading(0, 3.0, None, None, {})
+
+
+def test_an_operator_s_word_is_where_the_next_fall_begins() -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(300))
+    monitor.rebase(0.1, 0.01)
+    feed(monitor, noise(30, seed=1, level=2.0))
+    monitor.acknowledge()
+    assert monitor.state.statistics == {"fast": 0.0, "slow": 0.0}
+    evidence = monitor.state.evidence
+    assert evidence.since == {name: [330, evidence.shift, 0.01] for name in ("fast", "slow")}
 
 
 def test_gains_that_each_follow_a_fall_of_the_policy_do_not_lift_the_baseline_to_a_level_never_seen() -> None:
