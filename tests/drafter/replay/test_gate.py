@@ -212,7 +212,7 @@ def test_evidence_far_below_nothing_has_a_logarithm(z: float) -> None:
     assert gate._log_e(z * math.sqrt(n), n) == pytest.approx(exact, abs=1e-3)
 
 
-@pytest.mark.parametrize("deviates", [(4.0,), (0.0, 4.0), (2.0, 1.0, 1.5), (1.8, 2.0, -0.3, 2.2), (-1.0, -2.0)])
+@pytest.mark.parametrize("deviates", [(4.0,), (0.0, 4.0), (2.0, 1.0, 1.5), (-1.0, -2.0), (1.5, 1.8, 1.6, 1.7, 1.9)])
 def test_the_error_is_that_of_the_best_single_look_or_of_all_pooled_and_each_has_half_of_it(
     deviates: tuple[float, ...],
 ) -> None:
@@ -448,6 +448,9 @@ def test_two_prompts_are_evidence_and_so_is_a_gain_of_nothing_that_differs_betwe
         look = compare(mixed, served, groups)
         assert (look.fault, look.prompts, look.gain) == ("", prompts, 0.0)
         assert look.error > 0.05
+    spread = math.hypot(0.05 / math.sqrt(1 - 0.475), 0.05 / math.sqrt(1 - 0.525))
+    student = float(stats.norm.pdf(0.0) / stats.t.pdf(0.0, 1))
+    assert look.error == pytest.approx(spread * student, rel=0.03), "two prompts leave one degree of freedom"
 
 
 def test_replays_of_other_rollouts_or_depths_are_no_evidence() -> None:

@@ -140,14 +140,14 @@ def test_each_part_has_the_variance_of_a_mean_over_the_ticks() -> None:
 
 
 def test_entropy_is_of_the_ticks_that_know_it_and_of_two_at_least() -> None:
-    known, unknown = (0.25, 0.5), [(None, 0.5), (0.5, None), (0.0, 0.5), (0.5, 0.0), (None, None)]
+    known, unknown = [(0.25, 0.5), (0.5, 0.25)], [(None, 0.5), (0.5, None), (0.0, 0.5), (0.5, 0.0), (None, None)]
     for times in (1, 2):
-        pairs = [*unknown, *[known] * times]
+        pairs = [*unknown, *known[:times]]
         change = change_of(remembered(*(Row(t, 3.0, 3.0, 3.0, 0.0, 0.0, *pair) for t, pair in enumerate(pairs))))
         assert change is not None
         assert (change.entropy is not None) == (times == 2)
         if change.entropy is not None:
-            assert (change.entropy.value, change.entropy.variance) == (math.log(0.5), 0.0)
+            assert (change.entropy.value, change.entropy.variance) == pytest.approx((0.0, math.log(2) ** 2))
 
 
 def test_without_an_alarm_the_change_is_that_of_the_last_16_ticks() -> None:
@@ -303,8 +303,8 @@ def test_each_policy_versions_engines_are_compared_with_its_own_rollouts_weighed
 
 def test_the_last_versions_are_as_many_as_hold_a_thousand_live_rounds() -> None:
     scores = [scored(v, 3.0) for v in range(5)]
-    alphas = (3.0, 3.0, 2.0, 2.0, 2.0)
-    found = engine_change(scores, [counted(v, a, 500 if v < 2 else 400) for v, a in enumerate(alphas)])
+    alphas, rounds = (3.0, 3.0, 2.0, 2.0, 2.0), (500, 500, 1, 500, 499)
+    found = engine_change(scores, [counted(v, a, n) for v, (a, n) in enumerate(zip(alphas, rounds, strict=True))])
     assert found is not None
     assert found.value == pytest.approx(math.log(2 / 3))
     assert engine_change(scores[:3], [counted(v, 3.0, n) for v, n in enumerate((1000, 600, 399))]) is None
