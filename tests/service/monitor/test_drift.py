@@ -420,14 +420,16 @@ def test_each_lane_is_pages_cusum_of_losses_in_standard_deviations(band: float) 
 def test_the_sd_is_the_largest_over_batch_lengths_that_were_seen_eight_times() -> None:
     monitor = DriftMonitor(config(batch_ticks=(4, 9)))
     feed(monitor, noise(5))
-    for differences, sd in ((7, 0.2), (8, 0.6)):
+    for differences, sd in ((7, 0.3), (8, 0.6)):
         monitor.state.spreads = [
             Spread(1, variance=0.04, differences=3),
             Spread(4, variance=0.09, differences=differences),
             Spread(9, variance=0.01, differences=99),
         ]
         found = monitor._sd()
-        assert found == pytest.approx(max(sd, 0.3))
+        assert found == pytest.approx(sd)
+    monitor.state.spreads = [Spread(1, variance=2e-6**2)]
+    assert monitor._sd() is None, "a millionth of α is rounding"
 
 
 @pytest.mark.parametrize(("ticks", "factor", "counted"), [(60, 0.8, 1), (300, 0.45, 1), (300, 0.6, 0)])
