@@ -550,6 +550,14 @@ def test_the_spread_is_of_successive_differences_of_batch_means_with_a_memory(le
     assert short.variance == pytest.approx(latest * 15 / 16), "no memory is shorter than 16 differences"
 
 
+def test_the_baseline_s_mix_is_that_of_its_ticks() -> None:
+    monitor = DriftMonitor(config(baseline_ticks=30))
+    for tick in range(1, 41):
+        monitor.observe([3.0] * 64, [1.0] * 64, ["a"] * 32 + ["b"] * 32 if tick < 30 else ["a"] * 64)
+        of_b = 29 * 0.5 / max(29, min(tick, 30))
+        assert monitor.state.levels.shares == pytest.approx([1 - of_b, of_b])
+
+
 def test_a_tick_is_remembered_with_what_its_strata_lead_one_to_expect() -> None:
     """A stratum that is new says nothing yet; one whose entropy is not known leaves that of the tick unknown."""
     rng, monitor = np.random.default_rng(7), DriftMonitor(config())
@@ -560,7 +568,8 @@ def test_a_tick_is_remembered_with_what_its_strata_lead_one_to_expect() -> None:
         seen.append((alphas, entropies))
     levels = [np.mean([np.mean(alphas[part]) for alphas, _ in seen]) for part in (slice(48), slice(48, 64))]
     usual = [np.mean([np.mean(entropies[part]) for _, entropies in seen]) for part in (slice(48), slice(48, 64))]
-    alphas, entropies = rng.normal(3.0, 0.1, 64), rng.uniform(0.2, 0.9, 64)
+    alphas, entropies = rng.normal(2.42, 0.1, 64), rng.uniform(0.2, 0.9, 64)
+    before = monitor.state.statistics["fast"]
     strata = ["a"] * 12 + ["b"] * 36 + ["c"] * 16
     [reading] = monitor.observe(alphas.tolist(), [1.0] * 64, strata, entropies=entropies.tolist())
     row = monitor.state.evidence.rows[-1]
@@ -569,6 +578,10 @@ def test_a_tick_is_remembered_with_what_its_strata_lead_one_to_expect() -> None:
     assert (row.tick, row.alpha, row.expected) == pytest.approx((26, alphas[:48].mean(), expected))
     assert row.level == pytest.approx(level)
     assert reading.value == pytest.approx(level + alphas[:48].mean() - expected)
+    unsure = 0.25**2 / (25 * 0.75) + 0.75**2 / (25 * 0.25)  # at this mix; a stratum is known by its rollouts
+    assert reading.sd is not None
+    statistic = before + (expected - alphas[:48].mean()) / math.sqrt(1 + unsure) / reading.sd - 0.5
+    assert 1 < statistic == pytest.approx(reading.lanes["fast"].statistic)
     assert row.entropy == pytest.approx(entropies[:48].mean())
     assert row.entropy_expected == pytest.approx(0.25 * usual[0] + 0.75 * usual[1])
     shares = (np.array([48 * 25 + 12, 16 * 25 + 36, 16]) / 64 / 26).tolist()
