@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
@@ -67,6 +67,7 @@ def test_limits_match_the_table_of_one_alarm_in_30_days(k: float, per_minute: in
     assert cusum_limit(k, 43_200 * per_minute) == pytest.approx(limit, abs=0.06)
 
 
+@example(k=0.05, run_length=50.0)
 @given(k=st.floats(0.05, 2.0), run_length=st.floats(50, 1e9))
 @settings(max_examples=50, deadline=None)
 def test_the_limit_is_the_root_that_scipy_finds(k: float, run_length: float) -> None:
@@ -341,6 +342,7 @@ def test_retraining_that_keeps_up_with_the_policy_never_alarms() -> None:
         (0.0, -0.5, 0.0, False, 0.0),
         (0.3, 0.1, 0.01, False, 0.0),  # only makes up for a part of what was lost
         (0.3, 0.1, 0.0, True, 0.0),
+        (0.3, 0.25, 0.01, False, 0.0),
         (0.3, 0.5, 0.01, False, 0.2),
         (0.3, 0.5, 0.0, False, 0.2),
     ],
@@ -432,7 +434,7 @@ def test_the_sd_is_the_largest_over_batch_lengths_that_were_seen_eight_times() -
     assert monitor._sd() is None, "a millionth of α is rounding"
 
 
-@pytest.mark.parametrize(("ticks", "factor", "counted"), [(60, 0.8, 1), (300, 0.45, 1), (300, 0.6, 0)])
+@pytest.mark.parametrize(("ticks", "factor", "counted"), [(60, 0.8, 1), (99, 0.6, 1), (100, 0.6, 0), (300, 0.45, 1)])
 def test_ticks_of_what_may_be_a_fall_are_no_spread_once_the_baseline_is_learnt(
     ticks: int, factor: float, counted: int
 ) -> None:
@@ -463,6 +465,24 @@ def test_a_rebase_and_what_corrects_it_are_no_wander_and_the_baseline_is_frozen_
     frozen = monitor.state.baseline
     monitor.tick(3.5)
     assert monitor.state.baseline == frozen
+
+
+def test_what_a_worse_version_costs_is_not_learnt_and_the_step_of_a_publish_is_no_spread() -> None:
+    plain, published = (
+        DriftMonitor(config(lanes=(Lane("only", 5.0),))),
+        DriftMonitor(config(lanes=(Lane("only", 5.0),))),
+    )
+    values = noise(200)
+    for monitor in (plain, published):
+        feed(monitor, values[:100])
+    published.rebase(-0.5, 0.1**2, decided=False)  # 0.3 is more than two standard errors
+    for value in values[100:]:
+        plain.tick(value)
+        published.tick(value - 0.5)
+    assert published.state.levels.owed == pytest.approx(-0.3)
+    assert published.state.baseline == pytest.approx(plain.state.baseline - 0.2, abs=0.02)
+    ratio = published.state.spreads[0].variance / plain.state.spreads[0].variance
+    assert ratio == pytest.approx(1.0, abs=0.03), "0.3 of one step in 200"
 
 
 # --- levels and spread
@@ -543,8 +563,6 @@ def test_the_spread_is_of_successive_differences_of_batch_means_with_a_memory(le
     short = Spread(1)
     for value in values[:30].tolist():
         short.add(value, 1, counts=True)
-    assert short.differences == 29
-    short.add(short.last or 0.0, 1, counts=True)
     latest = short.variance
     short.add(short.last or 0.0, 1, counts=True)
     assert short.variance == pytest.approx(latest * 15 / 16), "no memory is shorter than 16 differences"
@@ -1096,6 +1114,8 @@ def test_the_least_settings_that_make_sense_are_taken() -> None:
     least = DriftConfig(rollouts_per_tick=1, warmup_ticks=3, baseline_ticks=4, lanes=(Lane("only", 0.5),))
     readings = DriftMonitor(least).observe(noise(6), [1.0] * 6)
     assert [bool(reading.lanes) for reading in readings] == [False] * 3 + [True] * 3
+    assert cusum_limit(2.0, 1.5) == 0.0, "every tick may be one"
+    assert DriftConfig(days_between_false_alarms=0.5).limit(Lane("fast", 0.5)) == cusum_limit(0.5, 2 * 720.0)
     assert least.limit(Lane("only", 0.5), 1e-9) == cusum_limit(0.5, 50.0), "the formula holds from 50 ticks on"
     for k, run_length in ((0.0, 100.0), (-0.1, 100.0), (0.5, 1.0), (math.nan, 100.0)):
         with pytest.raises(DriftError, match="k > 0 and a run length above one tick"):
