@@ -94,7 +94,8 @@ def compare(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | 
 def _widened(centre: float, error: float, degrees: float) -> float:
     """The standard error at which `centre` is as unlikely by the normal law as it is by Student's t at `error`.
 
-    Wallace's approximation, within 0.02 of the deviate from 1 degree of freedom on; at a centre of 0, its limit.
+    Wallace's approximation; at a centre of 0, its limit. At most 0.01 of the deviate too sure, and too careful of few
+    degrees of freedom: at a deviate of 2 by 0.12 of it with 1 degree, 0.03 with 2, 0.004 with 5.
     """
     t = abs(centre) / error
     scale = (8.0 * degrees + 1.0) / (8.0 * degrees + 3.0)
@@ -228,8 +229,6 @@ def _log_e(s: float, n: float) -> float:
     The mean of exp(δ·s - δ²·n/2) over effects δ ≥ 0 of a half-normal law with standard deviation `_EFFECT_SD`, where s
     is the sum of √n·z and n the number of prompts. Under an equal challenger z ~ N(0, 1), and its mean is 1.
     """
-    if n == 0.0:
-        return 0.0
     width = 1.0 + _EFFECT_SD**2 * n
     z = _EFFECT_SD * s / math.sqrt(width)
     tail = 0.5 * math.erfc(-z / math.sqrt(2.0))

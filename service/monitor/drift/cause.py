@@ -80,14 +80,14 @@ class Evidence:
         `sd`: of a tick, in tokens per round. `uncertainty`: variance of the baseline in units of sd².
         `several_strata`: without, nobody knows what the prompts did.
         """
-        quiet = [float(self.rows[-1].tick - _QUIET_WINDOW_TICKS), self.shift, 0.0] if self.rows else [0.0, 0.0, 0.0]
+        if not self.rows:
+            return None
         starts = [self.since[lane] for lane in alarms if lane in self.since]
-        since, shift, shift_variance = max(starts, default=quiet)
+        since = max(starts)[0] if starts else self.rows[-1].tick - _QUIET_WINDOW_TICKS
         rows = [row for row in self.rows if row.tick > since]
         if not rows or min(min(row.expected, row.level) for row in rows) <= 0:
             return None
-        if not starts:
-            shift, shift_variance = rows[0].shift, rows[0].shift_variance
+        _, shift, shift_variance = max(starts, default=[since, rows[0].shift, rows[0].shift_variance])
         n = len(rows)
         alpha, expected = _mean([r.alpha for r in rows]), _mean([r.expected for r in rows])
         moved = _mean([r.shift for r in rows]) - shift

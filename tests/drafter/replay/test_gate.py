@@ -7,8 +7,10 @@ import math
 
 import numpy as np
 import pytest
+from scipy import integrate, special, stats
 
 from benchmarks.gate_error import WORLDS, World, batch, publishes, run
+from drafter.replay import gate
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import Look, Trial, compare
 
@@ -189,6 +191,134 @@ def test_a_gain_that_no_swap_is_worth_is_not_published_however_sure() -> None:
     assert trial.verdict(min_gain=0.001).promote
 
 
+def mixture(s: float, n: float) -> float:
+    """The mean of the likelihood ratio exp(δ·s - δ²·n/2) over δ of a half-normal law of 0.5, by integration."""
+    peak = max(0.0, s / (n + 4.0))
+
+    def part(effect: float) -> float:
+        return math.exp(effect * s - effect**2 * n / 2) * 2 * float(stats.norm.pdf(effect, scale=0.5))
+
+    width = 12.0 / math.sqrt(n + 4.0)
+    return float(integrate.quad(part, max(0.0, peak - width), peak + width, epsabs=0.0)[0])
+
+
+@pytest.mark.parametrize("n", [1.0, 7.0, 100.0, 4000.0])
+@pytest.mark.parametrize("z", [-3.0, -0.5, 0.0, 0.7, 4.0])
+def test_evidence_is_the_mean_likelihood_ratio_over_the_effects_that_are_expected(n: float, z: float) -> None:
+    assert gate._log_e(z * math.sqrt(n), n) == pytest.approx(math.log(mixture(z * math.sqrt(n), n)), abs=1e-6)
+
+
+@pytest.mark.parametrize("z", [-37.0, -39.0, -60.0, -1000.0])
+def test_evidence_far_below_nothing_has_a_logarithm(z: float) -> None:
+    n = 1e6
+    width = 1 + 0.25 * n
+    below = z * math.sqrt(0.25 * n / width)
+    exact = math.log(2) - math.log(width) / 2 + below**2 / 2 + float(special.log_ndtr(below))
+    assert gate._log_e(z * math.sqrt(n), n) == pytest.approx(exact, abs=1e-3)
+
+
+@pytest.mark.parametrize("deviates", [(4.0,), (0.0, 4.0), (2.0, 1.0, 1.5), (-1.0, -2.0), (1.5, 1.8, 1.6, 1.7, 1.9)])
+def test_the_error_is_that_of_the_best_single_look_or_of_all_pooled_and_each_has_half_of_it(
+    deviates: tuple[float, ...],
+) -> None:
+    """Look k has 6 / (π·k)² of either half, which add up to 1: of single looks, and of processes that begin there."""
+    trial, prompts = Trial(0.8), [10 + 7 * k for k in range(len(deviates))]
+    shares = [6 / (math.pi * k) ** 2 for k in range(1, len(deviates) + 1)]
+    assert sum(6 / (math.pi * k) ** 2 for k in range(1, 100_000)) == pytest.approx(1.0, abs=1e-5)
+    for z, n in zip(deviates, prompts, strict=True):
+        trial.take(Look(math.expm1(z * math.hypot(0.03, 0.01)), 0.03, n, n, 2.0, 2.0))
+    single = min(float(stats.norm.sf(z)) / share for z, share in zip(deviates, shares, strict=True))
+    evidence = 0.0
+    for begin, share in enumerate(shares):
+        later = list(zip(deviates, prompts, strict=True))[begin:]
+        evidence += share * mixture(sum(z * math.sqrt(n) for z, n in later), sum(n for _, n in later))
+    assert trial.error == pytest.approx(min(1.0, 2 * min(single, 1 / evidence) / 0.8), rel=1e-6)
+
+
+def test_the_processes_that_are_kept_are_those_of_the_last_looks_and_the_best_before() -> None:
+    """Looks that show nothing are worth the less the later their process begins, for it has the smaller share."""
+    trial = Trial()
+    for _ in range(30):
+        trial.take(Look(0.0, 0.03, 32, 32, 2.0, 2.0))
+    begun = [round(math.sqrt(6 / math.exp(weight)) / math.pi) for weight, _, _ in trial.starts]
+    assert begun == [1, *range(23, 31)]
+    assert [n / 32 for _, _, n in trial.starts] == [30, *range(8, 0, -1)]
+
+
+def test_parts_of_a_training_move_the_promise_as_far_as_the_whole() -> None:
+    whole, parts = (Trial(rise=0.03, mean=0.01, variance=0.02**2) for _ in range(2))
+    whole.trained()
+    for share in (0.5, 0.25, 0.25):
+        parts.trained(share)
+    assert (parts.mean, parts.variance, parts.moved) == pytest.approx((whole.mean, whole.variance, whole.moved))
+    assert (whole.mean, whole.variance, whole.moved) == pytest.approx((0.04, 0.02**2 + 0.08**2, 1.0))
+
+
+def test_a_look_after_a_training_shows_how_far_it_moved_the_gain() -> None:
+    """A surprise has the variance of what was not known before, of the training (half a one), and of the noise."""
+    before, noise, step, moved = 0.02**2, 0.03**2 + 0.01**2, 0.05**2, 0.5
+    trial = Trial(variance=before)
+    trial.trained(moved)
+    surprise = math.sqrt(before + moved * step + noise)
+    trial.take(Look(math.expm1(surprise), 0.03, 32, 32, 2.0, 2.0))
+    known = before + moved * 0.08**2
+    rate = 0.25 * moved * 0.08**2 / known
+    kept = known / (known + noise)
+    assert trial.step == pytest.approx(0.08**2 + rate * (step - 0.08**2))
+    assert trial.rise == pytest.approx(rate * kept * surprise / moved)
+    assert (trial.mean, trial.variance) == pytest.approx((kept * surprise, known * (1 - kept)))
+    assert trial.moved == 0.0
+
+
+@pytest.mark.parametrize(("gain", "sd"), [(0.0, 0.003), (20.0, 0.2)])
+def test_how_far_a_training_moves_the_gain_is_taken_for_no_less_and_no_more(gain: float, sd: float) -> None:
+    trial = Trial()
+    for number in range(300):
+        trial.trained()
+        trial.take(Look((1 + gain) ** (-1) ** number - 1, 0.001, 32, 32, 2.0, 2.0))
+    assert trial.step == sd**2
+    assert abs(trial.rise) <= 0.2
+
+
+def test_an_archived_version_that_comes_back_is_known_by_that_look_alone() -> None:
+    trial, alone, look = Trial(), Trial(), Look(0.5, 0.04, 32, 32, 3.0, 2.0)
+    for _ in range(30):
+        trial.take(Look(-0.4, 0.04, 32, 32, 1.2, 2.0))
+    for one in (trial, alone):
+        one.take(look)
+    assert (trial.mean, trial.variance) == (alone.mean, alone.variance)
+    noise = 0.04**2 + 0.01**2
+    assert alone.mean == pytest.approx(math.log(1.5) * 0.25 / (0.25 + noise))
+
+
+def test_a_verdict_states_the_promise_its_bounds_and_the_error_that_it_is_allowed() -> None:
+    trial = Trial(variance=0.05**2)
+    trial.take(Look(0.04, 0.02, 32, 32, 2.08, 2.0))
+    verdict = trial.verdict(confidence=0.9)
+    reach = float(stats.norm.ppf(0.9)) * math.sqrt(trial.variance)
+    assert (verdict.gain, verdict.low, verdict.high) == pytest.approx(
+        tuple(math.expm1(trial.mean + part) for part in (0, -reach, reach))
+    )
+    said = f"expected gain {verdict.gain:+.2%} ({verdict.low:+.2%} to {verdict.high:+.2%}) after 1 look; "
+    said += f"an equal one comes so far in {trial.error:.2g} of all runs, 0.1 allowed"
+    assert verdict.reason == said
+    assert trial.verdict(confidence=0.9, min_gain=0.5).reason == said + "; a swap is worth +50.00%"
+    trial.take(Look(0.04, 0.02, 32, 32, 2.08, 2.0))
+    assert "after 2 looks;" in trial.verdict().reason
+
+
+def test_a_challenger_is_promoted_from_the_error_and_from_the_gain_that_are_allowed() -> None:
+    trial = Trial()
+    for _ in range(3):
+        trial.take(Look(0.04, 0.02, 32, 32, 2.08, 2.0))
+    error, gain = trial.error, trial.verdict().gain
+    assert error < 0.25
+    assert trial.verdict(confidence=1.0 - error).promote
+    assert not trial.verdict(confidence=1.0 - error * 0.99).promote
+    assert trial.verdict(confidence=0.5, min_gain=gain).promote
+    assert not trial.verdict(confidence=0.5, min_gain=gain * 1.0001).promote
+
+
 def test_shares_of_the_error_are_spent_apart() -> None:
     looks = [Look(0.05, 0.02, 32, 32, 2.1, 2.0)] * 2
     errors = []
@@ -239,6 +369,18 @@ def test_rollouts_of_one_prompt_count_once() -> None:
     assert compare(*copies).error < grouped.error / 2
 
 
+@pytest.mark.parametrize(("degrees", "careful"), [(1.0, 0.121), (2.0, 0.032), (5.0, 0.004), (30.0, 0.0002)])
+def test_a_widened_error_makes_students_deviate_a_normal_one_or_a_smaller_one(degrees: float, careful: float) -> None:
+    for deviate in np.linspace(0.01, 2.0, 40).tolist():
+        t = float(stats.t.isf(stats.norm.sf(deviate), degrees))
+        found = t * 0.03 / gate._widened(t * 0.03, 0.03, degrees)
+        assert -careful <= found - deviate <= 0.0085 / degrees
+        assert gate._widened(-t * 0.03, 0.03, degrees) == gate._widened(t * 0.03, 0.03, degrees)
+    slope = float(stats.norm.pdf(0.0) / stats.t.pdf(0.0, degrees))
+    for t in (0.0, 1e-4, 2e-3):
+        assert gate._widened(t, 1.0, degrees) == pytest.approx(slope, rel=0.026)
+
+
 def refused(trial: Trial, why: str) -> None:
     verdict = trial.verdict()
     assert not verdict.promote
@@ -251,6 +393,9 @@ def fault_of(look: Look) -> str:
     trial.take(look)
     assert trial == Trial()
     refused(trial, "too little evidence")
+    verdict = trial.verdict()
+    assert all(math.isnan(number) for number in (verdict.gain, verdict.low, verdict.high))
+    assert (verdict.looks, verdict.error) == (0, 1.0)
     return look.fault
 
 
@@ -282,6 +427,35 @@ def test_values_that_cannot_be_are_no_evidence() -> None:
     assert "not finite" in fault_of(compare(challenger, served))
     challenger.rounds[3] = 0.0
     assert "impossible" in fault_of(compare(challenger, served))
+
+
+@pytest.mark.parametrize(("alpha", "possible"), [(0.99, False), (1.0, True), (5.0, True), (5.01, False)])
+def test_a_round_emits_a_token_at_least_and_the_drafts_and_one_at_most(alpha: float, possible: bool) -> None:
+    tokens = np.full(16, 100.0)
+    served = replay_of(tokens, np.full(16, 2.0))
+    odd = Replay(tokens, tokens / alpha, served.rounds_variance, served.accepted, served.reached)
+    for challenger, other, name in ((odd, served, "challenger"), (served, odd, "served drafter")):
+        look = compare(challenger, other)
+        wanted = "" if possible else f"the {name}'s replay is impossible: a round emits 1 to 5 tokens"
+        assert look.fault == wanted
+        assert (look.rollouts, look.alpha_challenger, look.alpha_served) == (16, challenger.alpha, other.alpha)
+        if look.fault:
+            assert math.isnan(look.gain)
+            assert math.isnan(look.error)
+            assert look.prompts == 0
+
+
+def test_two_prompts_are_evidence_and_so_is_a_gain_of_nothing_that_differs_between_them() -> None:
+    tokens = np.full(4, 100.0)
+    served = replay_of(tokens, np.full(4, 2.0))
+    mixed = Replay(tokens, np.array([45.0, 45.0, 55.0, 55.0]), np.zeros(4), served.accepted, served.reached)
+    for groups, prompts in ((None, 4), (np.array([0, 0, 1, 1]), 2)):
+        look = compare(mixed, served, groups)
+        assert (look.fault, look.prompts, look.gain) == ("", prompts, 0.0)
+        assert look.error > 0.05
+    spread = math.hypot(0.05 / math.sqrt(1 - 0.475), 0.05 / math.sqrt(1 - 0.525))
+    student = float(stats.norm.pdf(0.0) / stats.t.pdf(0.0, 1))
+    assert look.error == pytest.approx(spread * student, rel=0.03), "two prompts leave one degree of freedom"
 
 
 def test_replays_of_other_rollouts_or_depths_are_no_evidence() -> None:

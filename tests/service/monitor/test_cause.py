@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.alarms import TROUBLES, Bank, make_bank, named
-from service.monitor.drift.cause import Evidence, Row, cause_of, engine_change
+from service.monitor.drift.cause import Cause, Evidence, Row, cause_of, engine_change, explain
 from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.records import AcceptanceRecord, Change, DrafterSums, Estimate, ScoreRecord
 
@@ -103,6 +103,135 @@ def test_the_parts_add_up_to_the_change_and_a_version_accounts_for_what_it_was_m
     assert change.prompts.value + change.held.value + change.drafter.value == pytest.approx(math.log(2.2 / 3.0))
 
 
+def remembered(*rows: Row) -> Evidence:
+    evidence = Evidence()
+    for row in rows:
+        evidence.add(row)
+    return evidence
+
+
+def change_of(evidence: Evidence, *alarms: str, sd: float = 0.1, uncertainty: float = 0.0) -> Change | None:
+    return evidence.change(alarms, sd=sd, uncertainty=uncertainty, several_strata=True, rollouts_per_tick=64)
+
+
+def test_each_part_has_the_variance_of_a_mean_over_the_ticks() -> None:
+    """A mean of n ticks of one sd, against a baseline that is unsure; a version's error; the spread of what varies."""
+    expected = np.array([2.0, 1.8, 2.1])
+    usual, now = np.array([0.5, 0.4, 0.6]), np.array([0.3, 0.35, 0.2])
+    evidence = remembered(
+        *(
+            Row(t, 1.5, e, 2.2, 0.3, 0.01 + 0.02 * t, h, u)
+            for t, (e, h, u) in enumerate(zip(expected, now, usual, strict=True))
+        )
+    )
+    evidence.since["fast"] = [-1, 0.2, 0.015]
+    change = change_of(evidence, "fast", sd=0.12, uncertainty=0.7)
+    assert change is not None
+    version = (0.05 - 0.015) / 1.4**2
+    assert change.drafter.value == pytest.approx(math.log(1.5 / 1.4))
+    assert change.drafter.variance == pytest.approx(version)
+    noise = (0.12 / expected.mean()) ** 2 * (1 / 3 + 0.7)
+    assert change.held.value == pytest.approx(math.log(1.4 / expected.mean()))
+    assert change.held.variance == pytest.approx(noise + version)
+    for found, values in ((change.prompts, np.log(expected / 2.2)), (change.entropy, np.log(now / usual))):
+        assert found is not None
+        assert found.value == pytest.approx(values.mean())
+        assert found.variance == pytest.approx(values.var(ddof=1) / 3)
+
+
+def test_entropy_is_of_the_ticks_that_know_it_and_of_two_at_least() -> None:
+    known, unknown = [(0.25, 0.5), (0.5, 0.25)], [(None, 0.5), (0.5, None), (0.0, 0.5), (0.5, 0.0), (None, None)]
+    for times in (1, 2):
+        pairs = [*unknown, *known[:times]]
+        change = change_of(remembered(*(Row(t, 3.0, 3.0, 3.0, 0.0, 0.0, *pair) for t, pair in enumerate(pairs))))
+        assert change is not None
+        assert (change.entropy is not None) == (times == 2)
+        if change.entropy is not None:
+            assert (change.entropy.value, change.entropy.variance) == pytest.approx((0.0, math.log(2) ** 2))
+
+
+def test_without_an_alarm_the_change_is_that_of_the_last_16_ticks() -> None:
+    """Versions that came before cost nothing in them, and what their difference is unsure by is not counted either."""
+    shifts = [0.0] * 8 + [-0.4] * 5 + [-0.7] * 11
+    rows = [Row(t, 2.5 if t < 8 else 2.0, 3.0, 3.0, s, -0.01 * s) for t, s in enumerate(shifts)]
+    change = change_of(remembered(*rows))
+    assert change is not None
+    assert (change.alarm, change.rollouts) == (False, 16 * 64)
+    assert change.drafter.value == pytest.approx(math.log(2.0 / (2.0 + 0.3 * 11 / 16)))
+    assert change.drafter.variance == pytest.approx(0.003 / (2.0 + 0.3 * 11 / 16) ** 2)
+    first, second = change_of(remembered(*rows[8:9])), change_of(remembered(*rows[12:14]))
+    assert first is not None
+    assert second is not None
+    assert first.drafter == Estimate(0.0, 0.0), "there is nothing before it to compare with"
+    assert second.drafter.value == pytest.approx(math.log(2.0 / 2.15))
+
+
+def test_there_is_no_change_to_take_apart_before_a_tick_and_where_a_level_has_no_logarithm() -> None:
+    assert change_of(Evidence()) is None
+    calm = remembered(Row(1, 3.0, 3.0, 3.0, 0.0, 0.0))
+    calm.calm("fast", 1)
+    assert change_of(calm, "fast") is None
+    for low in (0.0, -0.1):
+        assert change_of(remembered(Row(1, 3.0, low, 3.0, 0.0, 0.0))) is None
+        assert change_of(remembered(Row(1, 3.0, 3.0, low, 0.0, 0.0))) is None
+    assert change_of(remembered(Row(1, 3.0, 0.5, 3.0, 0.0, 0.0))) is not None
+
+
+def test_a_version_accounts_for_a_factor_of_ten_at_most() -> None:
+    evidence = remembered(Row(1, 2.0, 3.0, 3.0, 0.0, 0.0), Row(2, 2.0, 3.0, 3.0, 9.0, 0.0))
+    change = change_of(evidence)
+    assert change is not None
+    assert change.drafter.value == pytest.approx(math.log(10))
+
+
+def test_what_replay_lost_beyond_what_engines_lost_is_the_features_and_no_more() -> None:
+    """Whatever is measured, the parts add up to what replay lost and to what engines lost; each has its own error."""
+    for held in (-0.4, -0.1, -0.0001, 0.2):
+        for live in (-0.3, 0.01, 0.15, 0.5):
+            change = replace(fell(drafter=-0.05, prompts=Estimate(-0.02, SMALL)), held=Estimate(held, 2 * SMALL))
+            engine = Estimate(live, 3 * SMALL)
+            terms = cause_of(change, engine).terms
+            total = {n: sum(e.value for other, e in terms.items() if other != n) for n in ("features", "engine")}
+            assert total["engine"] == pytest.approx(held - 0.05 - 0.02), "what replay lost"
+            assert total["features"] == pytest.approx(held + live - 0.05 - 0.02), "what engines lost"
+            unseen = -min(live, -held) if held < 0 and live > 1.96 * math.sqrt(3 * SMALL) else 0.0
+            assert terms["features"] == Estimate(unseen, 3 * SMALL)
+            for name, value, own in (("policy", held - unseen, 2), ("engine", live + unseen, 3)):
+                assert terms[name].value == pytest.approx(value)
+                assert terms[name].variance == pytest.approx((5 if unseen else own) * SMALL)
+
+
+def test_the_cause_says_what_fell_by_how_much_and_what_else_changed() -> None:
+    entropy = Estimate(math.log(1.5), SMALL)
+    change = fell(held=math.log(0.6), drafter=math.log(1.2), prompts=Estimate(math.log(0.8), SMALL), entropy=entropy)
+    reach = math.exp(1.959964 * 0.01)
+    most, least = f"−{100 - 60 / reach:.0f} %", f"−{100 - 60 * reach:.0f} %"
+    assert cause_of(change, Estimate(0.005, SMALL)) == Cause(
+        "policy flattened",
+        f"policy flattened −40 % ({least} to {most}); prompts −20 %; drafter +20 %; entropy +50 %",
+        math.log(0.6),
+        640,
+        cause_of(change, Estimate(0.005, SMALL)).terms,
+        entropy,
+    )
+    other = cause_of(replace(change, held=Estimate(0.0, SMALL), drafter=Estimate(math.log(0.5), SMALL)))
+    assert (other.cause, other.fall) == ("drafter", math.log(0.5))
+    assert other.text == "drafter −50 % (−49 % to −51 %); prompts −20 %", "the entropy is the policy's"
+
+
+def test_a_fall_below_one_percent_is_named_for_nothing_however_sure() -> None:
+    change = replace(fell(entropy=Estimate(0.1, SMALL)), held=Estimate(-0.005, 1e-10))
+    assert change.prompts is not None
+    assert cause_of(change) == Cause(
+        None,
+        "no part of the change is a fall beyond chance",
+        None,
+        640,
+        {"prompts": change.prompts, "policy": change.held, "drafter": change.drafter},
+        change.entropy,
+    )
+
+
 def test_intervals_of_the_fall_cover_it_as_often_as_they_say() -> None:
     covered, runs = 0, 60
     for run in range(runs):
@@ -141,3 +270,54 @@ def test_without_enough_rounds_before_and_after_the_engines_say_nothing() -> Non
     assert engine_change(scores, [counted(1, 2.9)]) is None
     assert engine_change(scores, [counted(0, 2.9, rounds=500), counted(1, 2.9)]) is None
     assert engine_change([], [counted(0, 2.9), counted(1, 2.9)]) is None
+
+
+def test_each_policy_versions_engines_are_compared_with_its_own_rollouts_weighed_by_live_rounds() -> None:
+    """Versions 0 and 1 before, 2 and 3 now: of the last ones, as many as hold 1,000 live rounds, and not fewer."""
+    alone = ScoreRecord(policy_version=3, served=DrafterSums.of([30.0], [10.0]))  # one rollout: known to its own size
+    halves = [ScoreRecord(policy_version=2, served=DrafterSums.of([a * 10], [10])) for a in (2.0, 2.5)]
+    live = [counted(0, 3.1, 900), counted(1, 2.8, 300), counted(2, 2.2, 999), counted(3, 2.4, 1)]
+    live += [replace(counted(0, 9.9), emitted_tokens=None), replace(counted(2, 9.9), method="ngram")]
+    unasked = [ScoreRecord(policy_version=None, served=DrafterSums.of([99.0], [10.0])), ScoreRecord(policy_version=7)]
+    found = engine_change([*unasked, scored(0, 3.0), scored(1, 2.9), *halves, alone], live)
+    assert found is not None
+
+    def sides(parts: list[tuple[int, float, DrafterSums]]) -> tuple[float, float]:
+        rounds, tokens, replays = (
+            np.array([p[0] for p in parts]),
+            np.array([p[1] for p in parts]),
+            [p[2] for p in parts],
+        )
+        alpha = np.array([r.alpha for r in replays])
+        relative = np.array([(r.alpha if (w := r.half_width) is None else w) / r.alpha / 1.959964 for r in replays])
+        weight = rounds / rounds.sum()
+        return weight @ np.log(tokens / rounds / alpha), (weight**2) @ relative**2 + 0.25 / rounds.sum()
+
+    served = [s.served for s in (scored(0, 3.0), scored(1, 2.9), *halves, alone)]
+    zero, one, half, rest, last = (s for s in served if s is not None)
+    before = sides([(900, int(3.1 * 900), zero), (300, int(2.8 * 300), one)])
+    now = sides([(999, int(2.2 * 999), half + rest), (1, 2, last)])
+    assert found.value == pytest.approx(now[0] - before[0])
+    assert found.variance == pytest.approx(now[1] + before[1], rel=1e-5)
+
+
+def test_the_last_versions_are_as_many_as_hold_a_thousand_live_rounds() -> None:
+    scores = [scored(v, 3.0) for v in range(5)]
+    alphas, rounds = (3.0, 3.0, 2.0, 2.0, 2.0), (500, 500, 1, 500, 499)
+    found = engine_change(scores, [counted(v, a, n) for v, (a, n) in enumerate(zip(alphas, rounds, strict=True))])
+    assert found is not None
+    assert found.value == pytest.approx(math.log(2 / 3))
+    assert engine_change(scores[:3], [counted(v, 3.0, n) for v, n in enumerate((1000, 600, 399))]) is None
+    assert engine_change(scores[:2], [counted(0, 3.0, 1000), counted(1, 3.0, 1000)]) is not None
+
+
+def test_rounds_that_emitted_nothing_and_records_without_rounds_are_no_live_alpha() -> None:
+    scores = [scored(0, 3.0), scored(1, 3.0), scored(2, 3.0), scored(3, 3.0)]
+    live = [counted(0, 3.0), counted(1, 3.0), counted(2, 0.0), replace(counted(3, 0.0, 0), emitted_tokens=None)]
+    assert engine_change(scores, live) == engine_change(scores[:2], live[:2])
+
+
+def test_the_cause_is_explained_once_the_worker_has_measured_a_change() -> None:
+    scores, live = [scored(0, 3.0), scored(1, 2.0)], [counted(0, 2.9), counted(1, 2.9)]
+    assert explain(None, scores, live) is None
+    assert explain(fell(held=-0.4), scores, live) == cause_of(fell(held=-0.4), engine_change(scores, live))

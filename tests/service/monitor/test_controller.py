@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.idle import (
@@ -24,7 +26,7 @@ from benchmarks.idle import (
     share_trained,
     waking,
 )
-from service.monitor.controller import Action, Controller, Economy
+from service.monitor.controller import Action, Controller, Economy, Level
 
 ECONOMY = Economy(worker_cost=0.1, drafting_share=0.7, versions_served=5.0)
 
@@ -254,6 +256,8 @@ def test_break_even_is_where_worth_equals_cost() -> None:
     gain = ECONOMY.break_even(200.0, 60.0)
     assert ECONOMY.worth(gain, 60.0) == pytest.approx(ECONOMY.worker_cost * 200.0)
     assert replace(ECONOMY, worker_cost=0.0).break_even(200.0, 60.0) == ECONOMY.min_gain
+    even = Economy(worker_cost=0.5, drafting_share=0.5, versions_served=4.0)
+    assert even.break_even(4.0, 1.0) == math.inf, "as much as rounds without end would save"
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.1, 1.0])
@@ -267,10 +271,12 @@ def test_worth_is_what_the_rounds_save(gain: float) -> None:
 
 def test_the_price_is_of_the_time_that_goes_to_rounds() -> None:
     """Engines that mostly run large batches without drafts have little to save, and those that never draft nothing."""
-    price = {share: replace(ECONOMY, drafting_share=share).break_even(200.0, 60.0) for share in (0.9, 0.45, 0.1, 0.0)}
+    price = {
+        share: replace(ECONOMY, drafting_share=share).break_even(200.0, 60.0) for share in (1.0, 0.9, 0.45, 0.1, 0.0)
+    }
     saved = {share: gain / (1 + gain) * share for share, gain in price.items() if share}
     assert saved == pytest.approx(dict.fromkeys(saved, 20.0 / (5 * 60)), rel=1e-9)
-    assert price[0.0] == math.inf
+    assert price[0.0] == replace(ECONOMY, drafting_share=0.0).break_even(200.0, None) == math.inf
     assert replace(ECONOMY, drafting_share=None).break_even(200.0, 60.0) == ECONOMY.break_even(200.0, 60.0)
 
 
@@ -286,6 +292,92 @@ def test_a_gain_is_trained_for_only_where_engines_draft(share: float, trains: bo
     assert (actions[-10:] == [Action.TRAIN] * 10) is trains
     assert trains or actions[4:] == [Action.IDLE] * 36, "the first four are done to learn what they gain"
     assert f"{share:.0%} of their time" in decision.reason
+
+
+# --- the level of α
+@pytest.mark.parametrize("claims", [1, 2, 5, 6])
+def test_the_level_of_the_first_claims_is_their_mean_and_variance(claims: int) -> None:
+    alphas = np.random.default_rng(claims).uniform(2.0, 4.0, claims)
+    level = Level()
+    for alpha in alphas.tolist():
+        level.feed(alpha, 64)
+    assert level.claims == claims
+    assert level.mean == pytest.approx(np.log(alphas).mean(), rel=1e-12)
+    assert level.variance == pytest.approx(np.log(alphas).var(), rel=1e-12)
+    assert level.evidence == 0.0, "six claims are no level yet"
+
+
+@pytest.mark.parametrize("memory", [5, 64])
+def test_a_claim_moves_a_level_that_is_long_known_by_one_part_in_its_memory(memory: int) -> None:
+    level = Level()
+    for _ in range(100):
+        level.feed(3.0, memory)
+    level.feed(3.0 * math.exp(0.01), memory)
+    assert level.mean - math.log(3.0) == pytest.approx(0.01 / memory)
+    assert level.claims == memory
+
+
+def test_evidence_is_the_sum_of_shortfalls_in_standard_deviations_less_half_of_one_each() -> None:
+    """From the seventh claim on; a claim deviates by its own variance, the level's error, and 0.5 %."""
+    alphas = [3.0, 3.1, 2.9, 3.05, 2.95, 3.02]
+    mean, variance = np.log(alphas).mean(), np.log(alphas).var()
+    deviation = math.sqrt(variance * (1 + 1 / 7) + 0.005**2)
+    for scores, wanted in (([1.5], 1.0), ([-3.0], 0.0), ([100.0], 3.5)):
+        level = Level()
+        for alpha in alphas:
+            level.feed(alpha, 64)
+        for score in scores:
+            level.feed(math.exp(mean - score * deviation), 64)
+        assert level.evidence == pytest.approx(wanted)
+        assert level.shortfall == pytest.approx(scores[-1] * deviation)
+        assert level.mean == pytest.approx(mean - min(max(scores[0], -4.0), 4.0) * deviation / 7), "an outlier counts 4"
+    steady = Level()
+    for _ in range(7):
+        steady.feed(3.0, 64)
+    steady.feed(3.0 * math.exp(-0.0075), 64)
+    assert steady.evidence == pytest.approx(1.0), "where nothing varied, 0.5 % is a standard deviation"
+
+
+@pytest.mark.parametrize(("asleep", "memory"), [(False, 5), (True, 64)])
+def test_the_level_moves_with_publishes_and_is_held_while_idle(asleep: bool, memory: int) -> None:
+    controller = idle(idle=asleep, looks=0.0, gain=0.0 if asleep else 0.1)
+    controller.decide(ECONOMY, 3.0 * math.exp(0.01))
+    assert controller.idle is asleep
+    assert controller.level.mean - math.log(3.0) == pytest.approx(0.01 / memory)
+
+
+# --- what is said
+def test_the_reason_states_what_is_expected_what_it_costs_and_what_engines_draft() -> None:
+    controller = idle(gain=0.02, variance=0.01**2 - 0.003**2, looks=0.0, train_seconds=60.0, version_seconds=20.0)
+    price = 0.1 * 60 / (5 * 0.7 * 20 - 0.1 * 60)
+    said = f"a training is expected to gain +2.0% ± 1.0%; it pays from {price:.1%}"
+    engines = ", as engines spend 70% of their time in rounds with drafts"
+    for economy, text in (
+        (replace(ECONOMY, drafting_share=None), said),
+        (ECONOMY, said + engines),
+        (replace(ECONOMY, worker_cost=100.0), said.replace(f"pays from {price:.1%}", "cannot pay") + engines),
+    ):
+        found = replace(controller).decide(economy, 3.0)
+        assert (found.action, found.reason) == (Action.IDLE, text)
+    fresh = Controller()
+    assert fresh.decide(ECONOMY, None).reason == "no drafter is served yet"
+    assert fresh.decide(ECONOMY, 3.0).reason == "0 of the first 4 trainings done; gains are not known yet"
+    cut = idle(looking=True)
+    assert cut.decide(ECONOMY, 3.0, unfinished=True).reason == "the last look goes on with newer rollouts"
+
+
+def test_who_trains_goes_on_until_it_does_not_pay_and_who_idles_begins_only_by_a_standard_error() -> None:
+    known: dict[str, Any] = {"gain": 0.02, "variance": 0.03**2, "looks": 0.0}
+    assert idle(idle=False, **known).decide(ECONOMY, 3.0).action is Action.TRAIN
+    assert idle(idle=True, **known).decide(ECONOMY, 3.0).action is Action.IDLE
+
+
+def test_what_is_not_measured_for_long_is_as_unsure_as_in_the_beginning_and_not_less_sure() -> None:
+    controller = idle(looks=0.0)
+    for _ in range(1000):
+        controller.looks = 0.0
+        controller.decide(ECONOMY, 3.0)
+    assert controller.variance == 0.05**2
 
 
 def test_a_look_that_was_cut_goes_on_and_is_paid_for_once() -> None:
@@ -346,3 +438,4 @@ def test_an_older_workers_checkpoint_is_taken_up() -> None:
     assert (restored.trainings, restored.train_seconds, restored.idle) == (9, 2.0, True)
     assert restored.gain == Controller().gain
     assert restored.decide(ECONOMY, 3.0).action is Action.PROBE or not restored.idle
+    assert Controller.from_json({}) == Controller()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
@@ -34,7 +35,7 @@ from benchmarks.alarms import (
 )
 from service.monitor.drift.limits import DriftConfig, DriftError, Lane, cusum_limit
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
-from service.monitor.drift.state import DriftState
+from service.monitor.drift.state import DriftState, Levels, Spread, Traffic
 from service.monitor.drift.succession import Succession
 
 SEED = 20_240_611
@@ -66,6 +67,7 @@ def test_limits_match_the_table_of_one_alarm_in_30_days(k: float, per_minute: in
     assert cusum_limit(k, 43_200 * per_minute) == pytest.approx(limit, abs=0.06)
 
 
+@example(k=0.05, run_length=50.0)
 @given(k=st.floats(0.05, 2.0), run_length=st.floats(50, 1e9))
 @settings(max_examples=50, deadline=None)
 def test_the_limit_is_the_root_that_scipy_finds(k: float, run_length: float) -> None:
@@ -204,6 +206,25 @@ def test_a_state_of_the_format_before_goes_on_with_its_baseline() -> None:
     assert DriftMonitor(config(), state).tick(3.0).baseline == 3.0
 
 
+@pytest.mark.parametrize("known", [0.0, 0.5, 900.0, 1500.0])
+def test_how_sure_an_older_state_is_of_its_baseline_is_kept(known: float) -> None:
+    """0: its baseline was discarded, as by a version without a measured difference, and is learnt anew."""
+    old: dict[str, Any] = {"format": "draftalign.drift.v2", "ticks": 1500, "baseline": 3.0, "known_ticks": known}
+    old |= {"recent": 3.0, "shown": 3.0, "offset": 0.0, "statistics": {}, "pending": [], "spreads": []}
+    state = DriftState.from_json(json.dumps(old))
+    assert state.known_ticks == pytest.approx(known, abs=1e-8)
+    assert (state.levels.names, state.levels.shares, state.baseline) == ([""], [1.0], 3.0)
+    assert state.levels.doubted is (known < 1500)
+    reading = DriftMonitor(config(), state).tick(2.0)
+    assert reading.baseline == pytest.approx(3.0 if known > 1440 else (3.0 * known + 2.0) / (known + 1))
+
+
+def test_an_older_state_that_saw_no_tick_is_that_of_a_new_monitor() -> None:
+    old: dict[str, Any] = {"format": "draftalign.drift.v2", "ticks": 0, "baseline": 0.0, "known_ticks": 0.0}
+    old |= {"recent": 0.0, "shown": 0.0, "offset": 0.0, "statistics": {}, "pending": [], "spreads": []}
+    assert DriftState.from_json(json.dumps(old)) == DriftState()
+
+
 # --- baseline and rebase
 def feed(monitor: DriftMonitor, values: list[float]) -> DriftReading:
     for value in values:
@@ -308,6 +329,283 @@ def test_retraining_that_keeps_up_with_the_policy_never_alarms() -> None:
         monitor.rebase(0.02 + float(rng.normal(0, 0.01)), 0.01**2)
         reading = feed(monitor, noise(20, seed=500 + publish, level=3.0))
         assert not reading.alarm
+
+
+@pytest.mark.parametrize(
+    ("lost", "difference", "variance", "decided", "moved"),
+    [
+        (0.0, 0.5, 0.01, False, 0.5),
+        (0.0, 0.1, 0.01, False, 0.1),
+        (0.0, -0.1, 0.01, False, -0.1),  # may be chance: two standard errors are 0.2
+        (0.0, -0.5, 0.01, False, -0.2),  # 0.3 of it is proven, and is no level to compare with
+        (0.0, -0.5, 0.01, True, -0.5),  # a person wants it
+        (0.0, -0.5, 0.0, False, 0.0),
+        (0.3, 0.1, 0.01, False, 0.0),  # only makes up for a part of what was lost
+        (0.3, 0.1, 0.0, True, 0.0),
+        (0.3, 0.25, 0.01, False, 0.0),
+        (0.3, 0.5, 0.01, False, 0.2),
+        (0.3, 0.5, 0.0, False, 0.2),
+    ],
+)
+def test_a_version_moves_the_baseline_by_what_is_not_made_up_for_nor_proven_worse(
+    lost: float, difference: float, variance: float, decided: bool, moved: float
+) -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(400))
+    state = monitor.state
+    monitor.observe([3.0], [1.0])
+    state.recent = state.shown = state.baseline - lost
+    state.offset, state.evidence.shift, state.evidence.shift_variance, state.levels.owed = 0.1, 0.2, 0.3, -0.05
+    before, unsure = state.baseline, state.levels.uncertainty()
+    sd = monitor._sd()
+    assert sd is not None
+    monitor.rebase(difference, variance, decided=decided)
+    assert state.baseline - before == pytest.approx(moved, abs=1e-12)
+    assert state.recent == state.shown == pytest.approx(before - lost + difference), "in the new version's units"
+    assert state.pending[0][1] == pytest.approx(3.0 + difference)
+    assert state.offset == pytest.approx(0.1 + moved), "a publish is no wander"
+    assert state.evidence.shift == pytest.approx(0.2 + difference - moved), "the rest is the version's doing"
+    assert state.evidence.shift_variance == pytest.approx(0.3 + variance)
+    assert state.levels.owed == pytest.approx(min(0.0, -0.05 + difference - moved)), "a loss is not learnt as the level"
+    assert state.levels.uncertainty() == pytest.approx(unsure + variance / sd**2)
+    assert state.levels.doubted is (variance > 0)
+
+
+def test_a_version_that_comes_after_the_first_tick_moves_the_baseline_and_one_that_comes_before_does_not() -> None:
+    monitor = DriftMonitor(config())
+    monitor.rebase(0.5)
+    assert monitor.state == DriftMonitor(config()).state
+    monitor.tick(3.0)
+    monitor.rebase(0.5)
+    assert monitor.state.baseline == 3.5
+    assert monitor.state.known_ticks == pytest.approx(1.0), "a difference without an error leaves it as sure as it was"
+    monitor.rebase(0.5, 0.01)
+    assert monitor.state.known_ticks < 1e-8, "nobody knows yet how much that is in ticks"
+
+
+# --- the statistic, tick by tick
+@pytest.mark.parametrize("band", [0.0, 0.02])
+def test_each_lane_is_pages_cusum_of_losses_in_standard_deviations(band: float) -> None:
+    """Against the mean of the ticks before, whose own error counts, until that is frozen; held 5 above the limit."""
+    lanes = (Lane("fast", 0.5), Lane("slow", 0.1))
+    monitor = DriftMonitor(config(baseline_ticks=100, lanes=lanes, dead_band=band))
+    values = [*noise(150), *noise(40, seed=1, level=2.7), *noise(60, seed=2, level=3.2)]
+    statistic, recent, shown, capped = {"fast": 0.0, "slow": 0.0}, 0.0, 0.0, 0
+    for n, value in enumerate(values):
+        known = min(n, 100)
+        mean = float(np.mean(values[:known])) if n else value
+        reading = monitor.tick(value)
+        assert (reading.ticks, reading.value) == pytest.approx((n + 1, value))
+        recent += max(1 / 32, 1 / (n + 1)) * (value - recent)
+        shown += max(1 / 4, 1 / (n + 1)) * (value - shown)
+        assert (monitor.state.recent, monitor.state.shown) == pytest.approx((recent, shown))
+        if n < 20:
+            assert not reading.lanes
+            continue
+        assert reading.sd is not None
+        loss = (mean - value) / math.sqrt(1 + 1 / known) - band * mean
+        for lane in lanes:
+            limit = monitor.config.limit(lane)
+            grown = max(0.0, statistic[lane.name] + loss / reading.sd - lane.k)
+            statistic[lane.name] = min(grown, limit + 5)
+            capped += grown > limit + 5
+            found = reading.lanes[lane.name]
+            assert (found.statistic, found.limit) == pytest.approx((statistic[lane.name], limit))
+            since = monitor.state.evidence.since[lane.name]
+            assert (since == [n + 1, 0.0, 0.0]) == (statistic[lane.name] == 0), "there a fall would begin"
+    assert capped
+    assert monitor.state.baseline == pytest.approx(np.mean(values[:100]))
+    assert len(monitor.state.evidence.rows) == 128
+    assert monitor.state.evidence.rows[-1].tick == 250
+
+
+def test_the_sd_is_the_largest_over_batch_lengths_that_were_seen_eight_times() -> None:
+    monitor = DriftMonitor(config(batch_ticks=(4, 9)))
+    feed(monitor, noise(5))
+    for differences, sd in ((7, 0.3), (8, 0.6)):
+        monitor.state.spreads = [
+            Spread(1, variance=0.04, differences=3),
+            Spread(4, variance=0.09, differences=differences),
+            Spread(9, variance=0.01, differences=99),
+        ]
+        found = monitor._sd()
+        assert found == pytest.approx(sd)
+    monitor.state.spreads = [Spread(1, variance=2e-6**2)]
+    assert monitor._sd() is None, "a millionth of α is rounding"
+
+
+@pytest.mark.parametrize(("ticks", "factor", "counted"), [(60, 0.8, 1), (99, 0.6, 1), (100, 0.6, 0), (300, 0.45, 1)])
+def test_ticks_of_what_may_be_a_fall_are_no_spread_once_the_baseline_is_learnt(
+    ticks: int, factor: float, counted: int
+) -> None:
+    """From half of a limit on."""
+    monitor = DriftMonitor(config(baseline_ticks=100))
+    feed(monitor, noise(ticks))
+    before = monitor.state.spreads[0].differences
+    monitor.state.statistics = {"fast": factor * monitor._limits["fast"], "slow": 0.0}
+    monitor.tick(monitor.state.baseline)
+    assert monitor.state.spreads[0].differences == before + counted
+
+
+def test_a_rebase_and_what_corrects_it_are_no_wander_and_the_baseline_is_frozen_again_when_it_is_as_sure() -> None:
+    monitor = DriftMonitor(config(baseline_ticks=100))
+    feed(monitor, noise(100))
+    learnt = monitor.state.baseline
+    assert (monitor.state.offset, monitor.state.levels.doubted) == (0.0, False)
+    monitor.rebase(0.2, 0.1**2)
+    values = noise(200, seed=1)
+    feed(monitor, values[:90])
+    assert monitor.state.levels.doubted
+    assert 0 < monitor.state.known_ticks < 100
+    assert monitor.state.offset == pytest.approx(monitor.state.baseline - learnt)
+    feed(monitor, values[90:])
+    assert not monitor.state.levels.doubted
+    assert 100 <= monitor.state.known_ticks + 1e-6 < 101
+    assert monitor.state.offset == pytest.approx(monitor.state.baseline - learnt)
+    frozen = monitor.state.baseline
+    monitor.tick(3.5)
+    assert monitor.state.baseline == frozen
+
+
+def test_what_a_worse_version_costs_is_not_learnt_and_the_step_of_a_publish_is_no_spread() -> None:
+    plain, published = (
+        DriftMonitor(config(lanes=(Lane("only", 5.0),))),
+        DriftMonitor(config(lanes=(Lane("only", 5.0),))),
+    )
+    values = noise(200)
+    for monitor in (plain, published):
+        feed(monitor, values[:100])
+    published.rebase(-0.5, 0.1**2, decided=False)  # 0.3 is more than two standard errors
+    for value in values[100:]:
+        plain.tick(value)
+        published.tick(value - 0.5)
+    assert published.state.levels.owed == pytest.approx(-0.3)
+    assert published.state.baseline == pytest.approx(plain.state.baseline - 0.2, abs=0.02)
+    ratio = published.state.spreads[0].variance / plain.state.spreads[0].variance
+    assert ratio == pytest.approx(1.0, abs=0.03), "0.3 of one step in 200"
+
+
+# --- levels and spread
+def test_levels_are_what_bayes_makes_of_the_ticks_and_of_the_errors_of_rebases() -> None:
+    """In the form of precisions: each tick adds its share to that of its stratum. A filter works with variances."""
+    rng, n = np.random.default_rng(5), 3
+    root = rng.normal(size=(n, n))
+    covariance, means = root @ root.T + np.eye(n), rng.normal(3.0, 0.3, n)
+    shares = [0.5, 0.4, 0.1]
+    levels = Levels(["a", "b", "c"], means.tolist(), shares, [1.0, None, 0.5], covariance.tolist())
+    precision = np.linalg.inv(covariance)
+    weighted = precision @ means
+    for _ in range(20):
+        j, share, seen = int(rng.integers(n)), float(rng.uniform(0.1, 1.0)), float(rng.normal(3.0, 0.5))
+        levels.learn("abc"[j], share, seen, None)
+        precision[j, j] += share
+        weighted[j] += share * seen
+    posterior = np.linalg.inv(precision)
+    np.testing.assert_allclose(levels.covariance, posterior)
+    np.testing.assert_allclose(levels.means, posterior @ weighted)
+    w = np.array(shares)
+    assert levels.level == pytest.approx(w @ posterior @ weighted)
+    assert levels.uncertainty() == pytest.approx(w @ posterior @ w)
+    assert levels.uncertainty({"b": 0.3, "c": 0.7}) == pytest.approx(
+        np.array([0, 0.3, 0.7]) @ posterior @ [0, 0.3, 0.7]
+    )
+    assert levels.entropies == [1.0, None, 0.5]
+    levels.learn("b", 0.5, 3.0, 0.8)
+    assert levels.entropies[1] == 0.8, "the first that is known"
+    own = levels.covariance[0][0]
+    levels.learn("a", 0.5, 3.0, 0.4)
+    assert levels.entropies[0] == pytest.approx(1.0 + own / (own + 1 / 0.5) * (0.4 - 1.0)), "as surely as the level"
+
+
+@pytest.mark.parametrize("variance", [0.0, 0.2, 2e8, math.inf])
+def test_a_rebase_has_one_error_for_all_strata_and_one_for_each_that_is_larger_the_rarer_it_is(variance: float) -> None:
+    covariance = np.array([[0.5, 0.1, 0.0], [0.1, 0.4, 0.0], [0.0, 0.0, 1e9]])
+    levels = Levels(["a", "b", "c"], [3.0, 0.2, 2.0], [0.75, 0.249, 0.001], [None] * 3, covariance.tolist())
+    levels.move(-0.5, variance)
+    np.testing.assert_allclose(levels.means, [2.5, 0.02, 1.5])
+    assert levels.doubted is (variance > 0)
+    wanted = np.diag([1e9] * 3)
+    if math.isfinite(variance):
+        wanted = covariance + variance + np.diag(variance * (1 / np.array([0.75, 0.249, 1 / 64]) - 1))
+    np.testing.assert_allclose(levels.covariance, np.minimum(wanted, 1e9))
+
+
+def test_a_stratum_is_known_by_a_tick_s_worth_of_rollouts() -> None:
+    levels = Levels()
+    for name, mean in (("a", 3.0), ("b", 2.0), ("a", 9.0)):
+        levels.meet(name, mean)
+    assert (levels.names, levels.means, levels.shares) == (["a", "b"], [3.0, 2.0], [0.0, 0.0])
+    assert levels.covariance == [[1e9, 0.0], [0.0, 1e9]]
+    for part in (0.25, 0.5, 0.25 + 1e-6):
+        assert not levels.known("a")
+        levels.learn("a", part, 3.0, None)
+    assert levels.known("a")
+    assert not levels.known("b")
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_the_spread_is_of_successive_differences_of_batch_means_with_a_memory(length: int) -> None:
+    values = np.random.default_rng(6).normal(3.0, 0.2, 40 * length)
+    spread, memory = Spread(length), 30 * length
+    means = values.reshape(-1, length).mean(axis=1)
+    halves = np.square(np.diff(means)) / 2
+    for tick, value in enumerate(values.tolist(), 1):
+        spread.add(value, memory, counts=True)
+        if tick == 31 * length:  # 30 differences: as many as the memory holds
+            assert spread.variance == pytest.approx(halves[:30].mean())
+            assert spread.tick_sd == pytest.approx(math.sqrt(length * halves[:30].mean()))
+    kept = (29 / 30) ** np.arange(8, -1, -1)
+    assert spread.variance == pytest.approx(kept[0] * 29 / 30 * halves[:30].mean() + (kept / 30) @ halves[30:])
+    before, known = spread.variance, spread.differences
+    for value in [9.0] * length:
+        spread.add(value, memory, counts=False)
+    assert (spread.variance, spread.differences, spread.last) == (before, known, 9.0)
+    short = Spread(1)
+    for value in values[:30].tolist():
+        short.add(value, 1, counts=True)
+    latest = short.variance
+    short.add(short.last or 0.0, 1, counts=True)
+    assert short.variance == pytest.approx(latest * 15 / 16), "no memory is shorter than 16 differences"
+
+
+def test_the_baseline_s_mix_is_that_of_its_ticks() -> None:
+    monitor = DriftMonitor(config(baseline_ticks=30))
+    for tick in range(1, 41):
+        monitor.observe([3.0] * 64, [1.0] * 64, ["a"] * 32 + ["b"] * 32 if tick < 30 else ["a"] * 64)
+        of_b = 29 * 0.5 / max(29, min(tick, 30))
+        assert monitor.state.levels.shares == pytest.approx([1 - of_b, of_b])
+
+
+def test_a_tick_is_remembered_with_what_its_strata_lead_one_to_expect() -> None:
+    """A stratum that is new says nothing yet; one whose entropy is not known leaves that of the tick unknown."""
+    rng, monitor = np.random.default_rng(7), DriftMonitor(config())
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    for _ in range(25):
+        alphas, entropies = rng.normal([4.0] * 48 + [2.0] * 16, 0.1), rng.uniform(0.2, 0.9, 64)
+        monitor.observe(alphas.tolist(), [1.0] * 64, ["a"] * 48 + ["b"] * 16, entropies=entropies.tolist())
+        seen.append((alphas, entropies))
+    levels = [np.mean([np.mean(alphas[part]) for alphas, _ in seen]) for part in (slice(48), slice(48, 64))]
+    usual = [np.mean([np.mean(entropies[part]) for _, entropies in seen]) for part in (slice(48), slice(48, 64))]
+    alphas, entropies = rng.normal(2.42, 0.1, 64), rng.uniform(0.2, 0.9, 64)
+    before = monitor.state.statistics["fast"]
+    strata = ["a"] * 12 + ["b"] * 36 + ["c"] * 16
+    [reading] = monitor.observe(alphas.tolist(), [1.0] * 64, strata, entropies=entropies.tolist())
+    row = monitor.state.evidence.rows[-1]
+    expected = 0.25 * levels[0] + 0.75 * levels[1]
+    level = sum(w * m for w, m in zip(monitor.state.levels.shares, [*levels, alphas[48:].mean()], strict=True))
+    assert (row.tick, row.alpha, row.expected) == pytest.approx((26, alphas[:48].mean(), expected))
+    assert row.level == pytest.approx(level)
+    assert reading.value == pytest.approx(level + alphas[:48].mean() - expected)
+    unsure = 0.25**2 / (25 * 0.75) + 0.75**2 / (25 * 0.25)  # at this mix; a stratum is known by its rollouts
+    assert reading.sd is not None
+    statistic = before + (expected - alphas[:48].mean()) / math.sqrt(1 + unsure) / reading.sd - 0.5
+    assert 1 < statistic == pytest.approx(reading.lanes["fast"].statistic)
+    assert row.entropy == pytest.approx(entropies[:48].mean())
+    assert row.entropy_expected == pytest.approx(0.25 * usual[0] + 0.75 * usual[1])
+    shares = (np.array([48 * 25 + 12, 16 * 25 + 36, 16]) / 64 / 26).tolist()
+    assert monitor.state.levels.shares == pytest.approx(shares)
+    monitor.observe([3.0] * 64, [1.0] * 64, ["a"] * 64, entropies=[math.nan] + [0.5] * 63)
+    assert monitor.state.evidence.rows[-1].entropy is monitor.state.evidence.rows[-1].entropy_expected is None
 
 
 # --- publishes in a world that stands still
@@ -506,6 +804,124 @@ def test_the_difference_counts_prompts_and_not_siblings() -> None:
     assert variance == math.inf
 
 
+def test_a_comparison_hands_over_the_mean_difference_and_the_variance_of_it() -> None:
+    """By prompt; a rollout that one of the two had no round in says nothing."""
+    rng = np.random.default_rng(1)
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    old, new = rng.uniform(2.9, 3.1, (9, 8)), rng.uniform(3.2, 3.6, (9, 8))
+    found = {v: ([12.0] * 72, (12.0 / alpha).ravel().tolist()) for v, alpha in (("v1", old), ("v2", new))}
+    found["v1"][1][0] = 0.0
+    found["v2"][1][71] = 0.0
+    succession.feed(monitor, found, names(9), served="v2", latest="v2")
+    assert succession.watched == "v2"
+    counts = np.full(9, 8.0)
+    counts[[0, 8]] = 7.0
+    differences = new - old
+    differences[0, 0] = differences[8, 7] = 0.0
+    totals = differences.sum(axis=1)
+    mean = totals.sum() / 70
+    variance = np.square(totals - counts * mean).sum() / 70**2 * 9 / 8
+    evidence = monitor.state.evidence
+    assert evidence.shift_variance == pytest.approx(variance)
+    assert evidence.shift + monitor.state.baseline == pytest.approx(3.0 + mean, abs=0.05)
+    assert Succession().difference() == (0.0, math.inf), "nothing is known of what was not compared"
+
+
+@pytest.mark.parametrize(
+    ("watched", "served", "offered", "compared"),
+    [
+        ("v1", "v2", ["v1", "v2"], True),
+        ("v1", "v2", ["v2"], True),  # the watched one was never seen as the latest
+        ("v2", "v1", ["v1", "v2"], False),
+        ("v1", "v1", ["v1"], False),
+        ("v1", "v9", ["v1"], False),
+        ("v8", "v9", ["v1"], False),
+    ],
+)
+def test_only_a_version_that_became_the_latest_after_the_watched_one_is_compared_with_it(
+    watched: str, served: str, offered: list[str], compared: bool
+) -> None:
+    succession = Succession(watched=watched, offered=list(offered))
+    both = replays(4, **dict.fromkeys((watched, served), 3.0))
+    succession.feed(DriftMonitor(), both, names(4), served=served, latest=offered[-1])
+    assert succession.watched == watched
+    assert succession.successor == (served if compared else None)
+    assert bool(succession.differences) is compared
+
+
+@pytest.mark.parametrize(
+    ("watched", "served", "lowers"),
+    [
+        ("v2", "v1", True),
+        ("v2-abc", "v1-def", True),
+        ("v1", "v2", False),
+        ("v10-abc", "v10-def", False),
+        ("v0", "first", False),
+        ("v1", "first", True),  # a name without a number was there before them
+        ("one", "other", False),
+    ],
+)
+def test_a_lesser_version_lowers_the_baseline_where_its_number_says_that_it_was_served_before(
+    watched: str, served: str, lowers: bool
+) -> None:
+    monitor, succession = DriftMonitor(), Succession()
+    for _ in range(30):
+        succession.feed(monitor, replays(8, **{watched: 3.0}), names(8), served=watched, latest=watched)
+    found = replays(8, **{watched: 3.0, served: 2.0})
+    succession.feed(monitor, found, names(8), served=served, latest=served)
+    assert succession.watched == served
+    assert monitor.state.baseline == pytest.approx(2.0 if lowers else 3.0, abs=0.2)
+
+
+def test_a_version_is_offered_again_only_after_another_was() -> None:
+    succession, monitor = Succession(), DriftMonitor()
+    for latest, returned in (("v1", []), ("v1", []), ("v2", []), ("v2", []), ("v3", []), ("v3", []), ("v2", ["v2"])):
+        succession.feed(monitor, replays(1, v1=3.0), names(1), served="v1", latest=latest)
+        assert succession.returned == returned
+    assert succession.offered == ["v1", "v3", "v2"]
+
+
+def test_a_version_that_64_batches_in_a_row_were_scored_without_was_deleted() -> None:
+    monitor, succession = DriftMonitor(), Succession(watched="v2", previous="v1", offered=["v1", "v2"])
+
+    def batch(version: str) -> list[DriftReading]:
+        found = replays(8, **{version: 3.0 if version == "v2" else 2.0})
+        return succession.feed(monitor, found, names(8), served=version, latest="v2")
+
+    for _ in range(3):
+        assert batch("v2")
+        assert [len(batch("v1")) for _ in range(64)] == [0] * 64
+        assert succession.watched == "v2"
+    [reading] = batch("v1")
+    assert succession.watched == "v1"
+    assert reading.baseline == pytest.approx(2.0, abs=0.02)
+
+
+def test_a_tick_that_was_half_filled_as_the_watched_version_was_deleted_keeps_its_values() -> None:
+    """Nothing is known of the difference, so nothing is added to them."""
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    succession.feed(monitor, replays(4, v1=3.0), names(4), served="v1", latest="v1")
+    before = list(monitor.state.pending)
+    assert succession.feed(monitor, replays(2, v9=1.5), names(2), served="v9", latest="v9") == []
+    assert monitor.state.pending[:32] == before
+    assert monitor.state.evidence.shift == 0.0
+
+
+def test_what_is_known_of_the_rollouts_reaches_the_monitor() -> None:
+    rng = np.random.default_rng(2)
+    through, straight = DriftMonitor(config()), DriftMonitor(config())
+    succession = Succession()
+    for n in range(5):
+        more: dict[str, Any] = {"strata": ["a", "b"] * 32, "entropies": rng.uniform(0.1, 2.0, 64).tolist()}
+        more["arrived"] = 1000.0 + 7 * n
+        one = ([12.0] * 64, rng.uniform(3.0, 5.0, 64).tolist())
+        succession.feed(through, {"v1": one}, names(8), served="v1", latest="v1", **more)
+        straight.observe(*one, **more)
+    assert through.state == straight.state
+
+
 def test_without_the_watched_version_the_baseline_starts_anew() -> None:
     monitor = DriftMonitor(config())
     succession = watching(monitor)
@@ -602,6 +1018,57 @@ def test_a_stored_state_of_another_kind_is_refused_with_advice(text: str) -> Non
         DriftState.from_json(text)
 
 
+def test_a_state_comes_back_as_it_was_and_one_that_json_cannot_hold_is_not_written() -> None:
+    rng, monitor = np.random.default_rng(3), DriftMonitor(config())
+    for n in range(25):
+        strata, entropies = ["a", "b"] * 20, rng.uniform(0.1, 1.0, 40).tolist()
+        monitor.observe(rng.uniform(2, 4, 40).tolist(), [1.0] * 40, strata, entropies=entropies, arrived=60.0 * n)
+    assert monitor.state.evidence.rows
+    again = DriftState.from_json(monitor.state.to_json())
+    assert again == monitor.state
+    assert again.to_json() == monitor.state.to_json()
+    with pytest.raises(DriftError, match=r"drift\.v3, got 'draftalign\.drift\.v9'.*starts afresh"):
+        DriftState.from_json(monitor.state.to_json().replace("drift.v3", "drift.v9"))
+    monitor.state.recent = math.inf
+    with pytest.raises(ValueError, match="JSON"):
+        monitor.state.to_json()
+
+
+def test_traffic_counts_from_the_first_batch_on_by_the_time_since_the_one_before() -> None:
+    """The first batch says when counting begins; what was before it is not known. A clock set back adds no time."""
+    traffic = Traffic()
+    traffic.add(100, 5000.0)
+    assert (traffic.rollouts, traffic.seconds) == (3840.0, 3600.0)
+    traffic.add(100, 5060.0)
+    kept = math.exp(-60 / (3 * 86_400))
+    assert (traffic.rollouts, traffic.seconds) == pytest.approx((3840 * kept + 100, 3600 * kept + 60))
+    before = (traffic.rollouts, traffic.seconds)
+    traffic.add(10, 4000.0)
+    assert (traffic.rollouts, traffic.seconds) == (before[0] + 10, before[1])
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_what_the_prompts_did_is_told_where_their_kinds_are_and_after_the_warm_up(kinds: int) -> None:
+    rng, monitor = np.random.default_rng(4), DriftMonitor(config(warmup_ticks=20))
+    for tick in range(1, 30):
+        monitor.observe(rng.normal(3.0, 1.0, 64).tolist(), [1.0] * 64, [f"kind {n % kinds}" for n in range(64)])
+        change = monitor.change()
+        assert (change is None) == (tick <= 20)
+    assert change is not None
+    assert (change.prompts is None) == (kinds == 1)
+    steady = DriftMonitor(config())
+    feed(steady, [3.0] * 100)
+    assert steady.change() is None, "without a spread nothing is beyond chance"
+
+
+def test_a_reset_keeps_the_settings() -> None:
+    monitor = DriftMonitor(config(lanes=(Lane("only", 0.5),), batch_ticks=(7,)))
+    feed(monitor, noise(100))
+    monitor.reset()
+    assert list(monitor.state.statistics) == ["only"]
+    assert [spread.length for spread in monitor.state.spreads] == [1, 7]
+
+
 def test_the_state_is_small_json(bank: Bank) -> None:
     monitor = DriftMonitor(config())
     feed(monitor, tick_values(bank, 3000, np.random.default_rng(1)).tolist())
@@ -632,11 +1099,60 @@ def test_what_is_not_a_number_is_refused_and_changes_nothing(value: float) -> No
         {"lanes": ()},
         {"lanes": (Lane("a", 0.5), Lane("a", 0.1))},
         {"days_between_false_alarms": 0.0},
+        {"days_between_false_alarms": math.inf},
+        {"dead_band": 1.0},
+        {"warmup_ticks": 20, "baseline_ticks": 20},
+        {"warmup_ticks": 2},
     ],
 )
 def test_settings_that_make_no_sense_are_refused(broken: dict[str, object]) -> None:
     with pytest.raises(DriftError):
         DriftConfig(**broken)  # type: ignore[arg-type]
+
+
+def test_the_least_settings_that_make_sense_are_taken() -> None:
+    least = DriftConfig(rollouts_per_tick=1, warmup_ticks=3, baseline_ticks=4, lanes=(Lane("only", 0.5),))
+    readings = DriftMonitor(least).observe(noise(6), [1.0] * 6)
+    assert [bool(reading.lanes) for reading in readings] == [False] * 3 + [True] * 3
+    assert cusum_limit(2.0, 1.5) == 0.0, "every tick may be one"
+    assert DriftConfig(days_between_false_alarms=0.5).limit(Lane("fast", 0.5)) == cusum_limit(0.5, 2 * 720.0)
+    assert least.limit(Lane("only", 0.5), 1e-9) == cusum_limit(0.5, 50.0), "the formula holds from 50 ticks on"
+    for k, run_length in ((0.0, 100.0), (-0.1, 100.0), (0.5, 1.0), (math.nan, 100.0)):
+        with pytest.raises(DriftError, match="k > 0 and a run length above one tick"):
+            cusum_limit(k, run_length)
+
+
+def test_lanes_and_batch_lengths_of_other_settings_begin_anew_and_the_rest_goes_on() -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(100, level=2.5))
+    kept = monitor.state.statistics["slow"] = 3.0
+    spreads = monitor.state.spreads
+    same = DriftMonitor(config(lanes=(Lane("slow", 0.1), Lane("new", 0.3))), monitor.state)
+    assert same.state.statistics == {"slow": kept, "new": 0.0}
+    assert same.state.spreads is spreads
+    other = DriftMonitor(config(batch_ticks=(5,)), monitor.state)
+    assert [(one.length, one.differences) for one in other.state.spreads] == [(1, 0), (5, 0)]
+
+
+def test_lists_that_are_not_of_one_length_are_refused_and_a_monitor_that_saw_no_tick_has_no_baseline() -> None:
+    monitor = DriftMonitor(config())
+    for more in ({"strata": ["a"]}, {"entropies": [0.1]}):
+        with pytest.raises(DriftError, match="as many tokens, rounds, strata and entropies"):
+            monitor.observe([3.0, 3.0], [1.0, 1.0], **more)
+    with pytest.raises(DriftError, match=r"rollout 1 has tokens=3\.0, rounds=nan"):
+        monitor.observe([3.0, 3.0], [1.0, math.nan])
+    assert monitor.reading(3.0, None) == DriftReading(0, 3.0, None, None, {})
+
+
+def test_an_operator_s_word_is_where_the_next_fall_begins() -> None:
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(300))
+    monitor.rebase(0.1, 0.01)
+    feed(monitor, noise(30, seed=1, level=2.0))
+    monitor.acknowledge()
+    assert monitor.state.statistics == {"fast": 0.0, "slow": 0.0}
+    evidence = monitor.state.evidence
+    assert evidence.since == {name: [330, evidence.shift, 0.01] for name in ("fast", "slow")}
 
 
 def test_gains_that_each_follow_a_fall_of_the_policy_do_not_lift_the_baseline_to_a_level_never_seen() -> None:
