@@ -39,6 +39,10 @@ from service.monitor.records import Change
 _ROUNDING: Final = 1e-6
 #: A paired difference within this many standard errors of 0 may be chance.
 _CHANCE_SD: Final = 2.0
+#: Most sd of loss that one tick may count for. Siegmund's formula takes ticks for normal. Where one prompt in a hundred
+#: is far harder than the rest, a tick that holds one is 4 to 8 sd low, and two such ticks alone raised an alarm. A
+#: smaller cap delays large falls, a larger one misses the stated rate in such worlds: docs/reference/drift.md.
+_LARGEST_LOSS_SD: Final = 2.5
 #: How far above its limit a statistic may stand, so that a lane clears soon after the fall has been repaired.
 _HEADROOM_SD: Final = 5.0
 #: Weight of the newest tick in the recent level, from which `rebase` computes how much was lost.
@@ -271,7 +275,8 @@ class DriftMonitor:
             loss = (expected - alpha) / math.sqrt(1 + uncertainty) - config.dead_band * level
             for lane in config.lanes:
                 limit = self._limits[lane.name]
-                statistic = max(0.0, state.statistics[lane.name] + loss / sd - lane.k)
+                counted = min(loss / sd, _LARGEST_LOSS_SD)
+                statistic = max(0.0, state.statistics[lane.name] + counted - lane.k)
                 state.statistics[lane.name] = min(statistic, limit + _HEADROOM_SD)
         self._explain(mix, told, alpha, expected, level)
         self._learn(parts, value, uncertainty)

@@ -111,7 +111,16 @@ def test_false_alarms_come_at_the_stated_rate_within_a_factor_of_two(bank: Bank)
     assert expected / 2 <= alarms <= expected * 2
 
 
-@pytest.mark.parametrize(("drop", "reference_rollouts"), [(0.05, 800), (0.10, 300)])
+@pytest.mark.parametrize("hard", [0.005, 0.01])
+def test_a_few_very_hard_prompts_are_no_alarm(hard: float) -> None:
+    """30 days near the highest α that there is. A tick counted in full gives 20 to 60 alarms here."""
+    rng = np.random.default_rng([2, SEED])
+    prompts = np.where(rng.random((43_200, 8)) < hard, 1.5, 4.9 + 0.05 * rng.normal(size=(43_200, 8)))
+    values = np.clip(prompts[..., None] + 0.15 * rng.normal(size=(43_200, 8, 8)), 1, 5).mean(axis=(1, 2))
+    assert count_alarms(values, config()) <= 3
+
+
+@pytest.mark.parametrize(("drop", "reference_rollouts"), [(0.05, 800), (0.10, 300), (0.20, 300)])
 def test_a_fall_is_found_within_one_and_a_half_times_the_reference_delay(
     bank: Bank, drop: float, reference_rollouts: float
 ) -> None:
@@ -314,10 +323,10 @@ def test_a_short_history_counts_for_what_it_is_worth() -> None:
     values = noise(20)
     monitor = DriftMonitor(config(lanes=(Lane("only", 0.5),)))
     feed(monitor, values)
-    reading = monitor.tick(2.4)
+    reading = monitor.tick(2.7)
     sd = math.sqrt(np.mean(np.diff(values) ** 2) / 2)
     assert reading.sd == pytest.approx(sd)
-    expected = (np.mean(values) - 2.4) / sd * math.sqrt(20 / 21) - 0.5
+    expected = (np.mean(values) - 2.7) / sd * math.sqrt(20 / 21) - 0.5
     assert reading.lanes["only"].statistic == pytest.approx(expected)
 
 
