@@ -299,8 +299,8 @@ def test_a_verdict_states_the_promise_its_bounds_and_the_error_that_it_is_allowe
     assert (verdict.gain, verdict.low, verdict.high) == pytest.approx(
         tuple(math.expm1(trial.mean + part) for part in (0, -reach, reach))
     )
-    said = f"expected gain {verdict.gain:+.2%} ({verdict.low:+.2%} to {verdict.high:+.2%}) after 1 look; "
-    said += f"an equal one comes so far in {trial.error:.2g} of all runs, 0.1 allowed"
+    said = f"not enough evidence yet: expected gain {verdict.gain:+.2%} ({verdict.low:+.2%} to {verdict.high:+.2%}) "
+    said += f"after 1 look; an equal one comes so far in {trial.error:.2g} of all runs, 0.1 allowed"
     assert verdict.reason == said
     assert trial.verdict(confidence=0.9, min_gain=0.5).reason == said + "; a swap is worth +50.00%"
     trial.take(Look(0.04, 0.02, 32, 32, 2.08, 2.0))

@@ -395,7 +395,10 @@ def test_a_version_that_comes_after_the_first_tick_moves_the_baseline_and_one_th
 # --- the statistic, tick by tick
 @pytest.mark.parametrize("band", [0.0, 0.02])
 def test_each_lane_is_pages_cusum_of_losses_in_standard_deviations(band: float) -> None:
-    """Against the mean of the ticks before, whose own error counts, until that is frozen; held 5 above the limit."""
+    """Against the mean of the ticks before, whose own error counts, until that is frozen; held 5 above the limit.
+
+    A tick counts for 2.5 standard deviations at most.
+    """
     lanes = (Lane("fast", 0.5), Lane("slow", 0.1))
     monitor = DriftMonitor(config(baseline_ticks=100, lanes=lanes, dead_band=band))
     values = [*noise(150), *noise(40, seed=1, level=2.7), *noise(60, seed=2, level=3.2)]
@@ -415,7 +418,7 @@ def test_each_lane_is_pages_cusum_of_losses_in_standard_deviations(band: float) 
         loss = (mean - value) / math.sqrt(1 + 1 / known) - band * mean
         for lane in lanes:
             limit = monitor.config.limit(lane)
-            grown = max(0.0, statistic[lane.name] + loss / reading.sd - lane.k)
+            grown = max(0.0, statistic[lane.name] + min(loss / reading.sd, 2.5) - lane.k)
             statistic[lane.name] = min(grown, limit + 5)
             capped += grown > limit + 5
             found = reading.lanes[lane.name]
@@ -607,7 +610,7 @@ def test_a_tick_is_remembered_with_what_its_strata_lead_one_to_expect() -> None:
     assert reading.value == pytest.approx(level + alphas[:48].mean() - expected)
     unsure = 0.25**2 / (25 * 0.75) + 0.75**2 / (25 * 0.25)  # at this mix; a stratum is known by its rollouts
     assert reading.sd is not None
-    statistic = before + (expected - alphas[:48].mean()) / math.sqrt(1 + unsure) / reading.sd - 0.5
+    statistic = before + min((expected - alphas[:48].mean()) / math.sqrt(1 + unsure) / reading.sd, 2.5) - 0.5
     assert 1 < statistic == pytest.approx(reading.lanes["fast"].statistic)
     assert row.entropy == pytest.approx(entropies[:48].mean())
     assert row.entropy_expected == pytest.approx(0.25 * usual[0] + 0.75 * usual[1])
