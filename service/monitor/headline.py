@@ -172,9 +172,9 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
         yield from _no_worker(facts, waits)
         return
     age = abs(facts.now - facts.heartbeat)  # one from ahead of now was made before the clock was set back
-    if facts.heartbeat <= facts.now:  # not while it was paused, nor while nothing ran
-        age = min(age, *(facts.now - at for at in (facts.state.since, facts.api_began) if at and at <= facts.now), age)
-    if age > (_REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS):
+    # It may have been paused, or nothing ran: then it has some time to come.
+    begun = (facts.now - at for at in (facts.state.since, facts.api_began) if at is not None and at <= facts.now)
+    if min([age, *begun]) > (_REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS):
         nothing = "nothing is scored or trained"
         yield _found(
             "bad", "worker_silent", "Worker silent", f" for {duration(age)}: {nothing}{waits and '; ' + waits}."

@@ -427,7 +427,7 @@ def test_a_worker_is_not_called_silent_for_a_pause_or_for_a_time_when_nothing_ra
     assert headline(facts(**silent, state=replace(resumed, since=NOW - 300))).word == "Worker silent"
     assert headline(facts(**silent, api_began=NOW - 2)).state != "worker_silent"
     late = headline(facts(**silent, api_began=NOW - 100))
-    assert late.text.startswith("Worker silent for 2 min")
+    assert late.text.startswith("Worker silent for 8 min")
 
 
 def test_a_run_from_scratch_is_not_told_that_training_gained_nothing() -> None:
