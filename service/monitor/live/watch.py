@@ -131,7 +131,7 @@ def _together(
     if len(others) <= (1 - _ALL) * alive:
         return True
     began = min(judged[r].blocks[0].block.policy_version for r in low)
-    scan, found = Scan(replays.spread or 0.0), None
+    scan, found = Scan(replays.spread or 0.0, replays.outlier), None
     for reporter in others:
         for block in engines[reporter]:
             if block.policy_version >= began and (known := at_common_depth(block, replays, rule)) is not None:
