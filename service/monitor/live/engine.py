@@ -15,6 +15,8 @@ from service.monitor.live.replays import Cell, Replays
 _LEAST: Final = 1e-8
 #: Drafts that replay expects at a position where the engine has none, before they are called missing.
 MISSING: Final = 20.0
+#: Rounds in a row with nothing accepted after which an engine is dead, whatever its prompts may be.
+DEAD_ROUNDS: Final = 1536
 #: Standard errors by which a newer stretch must lie above half of a fall for the fall to be over.
 OVER: Final = 3.0
 
@@ -112,10 +114,14 @@ def _drafts(block: Block, cell: Cell) -> float | None:
 
 
 class Scan:
-    """Sums over the newest blocks, one more with each call of `add`."""
+    """Sums over the newest blocks, one more with each call of `add`.
 
-    def __init__(self, spread: float) -> None:
-        self._spread = spread
+    `outlier`: tokens by which a single prompt may be off (`Replays`). A stretch may hold little else, so such a prompt
+    by itself must stay within `OVER` standard errors.
+    """
+
+    def __init__(self, spread: float, outlier: float = 0.0) -> None:
+        self._spread, self._outlier = spread, outlier
         self._tokens = self._expected = self._flips = self._rounds = 0.0
         self._replayed = 0.0  # sum of expected_i² / replayed rounds_i
         self._of: defaultdict[int, float] = defaultdict(float)
@@ -132,7 +138,7 @@ class Scan:
         self._flips += known.cell.flips * known.block.rounds
         ratio = max(self._tokens, 1.0) / self._expected
         variance = (self._spread + self._flips / self._rounds) / self._rounds
-        variance += self._spread * self._replayed / self._expected**2
+        variance += (self._spread * self._replayed + (self._outlier / OVER) ** 2) / self._expected**2
         rounds, error = self._rounds, math.sqrt(max(variance, _LEAST))
         return Stretch(int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), error)
 
@@ -162,8 +168,8 @@ def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
         return Finding("unknown", "too few rollouts are scored to say how far live and replay α may differ")
     if rounds < rule.min_rounds:
         return Finding("unknown", f"{rounds} rounds so far; {rule.min_rounds} are needed to judge")
-    begin, kind = _change(known, replays.spread, replace(rule, above_band=_above_band(known, replays, rule)))
-    about, scan = known[begin:], Scan(replays.spread)
+    begin, kind = _change(known, replays, replace(rule, above_band=_above_band(known, replays, rule)))
+    about, scan = known[begin:], Scan(replays.spread, replays.outlier)
     stretch = [scan.add(k) for k in reversed(about)][-1]
     if kind == "healthy":
         depth = _other_depth(about, rule)
@@ -185,11 +191,11 @@ def _above_band(known: Sequence[Known], replays: Replays, rule: LiveRule) -> flo
     return rule.above_band + math.log1p(rule.depth / replays.response_tokens)
 
 
-def _change(known: Sequence[Known], spread: float, rule: LiveRule) -> tuple[int, Literal["healthy", "low", "above"]]:
+def _change(known: Sequence[Known], replays: Replays, rule: LiveRule) -> tuple[int, Literal["healthy", "low", "above"]]:
     """Where the newest stretch that differs begins, and how; 0 and healthy where none does."""
     begin = 0
     while True:
-        scan, stretches = Scan(spread), []
+        scan, stretches = Scan(replays.spread or 0.0, replays.outlier), []
         for one in reversed(known[begin:]):
             stretches.append(scan.add(one))
         low = min(range(len(stretches)), key=lambda i: (stretches[i].log_ratio + rule.dead_band) / stretches[i].error)
@@ -208,24 +214,34 @@ def _change(known: Sequence[Known], spread: float, rule: LiveRule) -> tuple[int,
 
 
 def _find_dead(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding | None:
-    """The old rule, which needs no variance: nothing is accepted of what replay accepts."""
+    """Nothing is accepted of what replay accepts, over more rounds than hard prompts explain, or over `DEAD_ROUNDS`.
+
+    It needs no replay on rollouts of the same policy version: a worker may be far behind an engine that is dead.
+    """
+    version = blocks[-1].drafter_version
+    replayed, hidden = replays.alpha(version), False
     tokens = rounds = 0
     for block in reversed(blocks):
-        if block.drafter_version != blocks[-1].drafter_version:
-            return None
-        tokens, rounds = tokens + block.tokens, rounds + block.rounds
-        if rounds >= rule.min_rounds:
+        if block.drafter_version != version:
             break
-    if rounds < rule.min_rounds or tokens > rule.live_alpha * rounds:
-        return None
-    live, replayed = tokens / rounds, replays.alpha(blocks[-1].drafter_version)
-    if replayed is None:
-        return Finding("unknown", f"live α {live:.2f}, but no replay α of this version to compare with")
-    text = f"live α {live:.2f} over {rounds:,} rounds against replay α {replayed:.2f}"
-    if replayed <= rule.replay_alpha:
-        return Finding("healthy", f"{text}: they agree; it is bad, not dead")
-    stretch = Stretch(rounds, live, replayed, math.log(max(live, 0.5) / replayed), 1 / math.sqrt(rounds))
-    return Finding("dead", text, stretch, since=blocks[-1].since)
+        tokens, rounds = tokens + block.tokens, rounds + block.rounds
+        if rounds < rule.min_rounds:
+            continue
+        if tokens > rule.live_alpha * rounds:
+            break
+        live = tokens / rounds
+        if replayed is None:
+            return Finding("unknown", f"live α {live:.2f}, but no replay α of this version to compare with")
+        text = f"live α {live:.2f} over {rounds:,} rounds against replay α {replayed:.2f}"
+        if replayed <= rule.replay_alpha:
+            return Finding("healthy", f"{text}: they agree; it is bad, not dead")
+        ratio = math.log(max(live, 0.5) / replayed)
+        variance = ((replays.spread or 0.0) + (replays.outlier / OVER / replayed) ** 2 / rounds) / rounds
+        if ratio + rule.dead_band < -rule.certain * math.sqrt(variance) or rounds >= DEAD_ROUNDS:
+            stretch = Stretch(rounds, live, replayed, ratio, math.sqrt(max(variance, 1 / rounds)))
+            return Finding("dead", text, stretch, since=blocks[-1].since)
+        hidden = True
+    return Finding("unknown", f"{text}: a hard prompt may do that") if hidden else None
 
 
 def _evidence(stretch: Stretch) -> str:

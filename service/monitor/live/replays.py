@@ -17,6 +17,9 @@ REPLAYED_BATCHES: Final = 256
 _CLUSTERS: Final = 8
 #: Variance of clustered rounds over that of rollouts taken for independent, where no sums by prompt are known.
 _DESIGN_EFFECT: Final = 4.0
+#: A step's prompts are taken to bring up to so many times what they bring in the calmest quarter of the steps. What is
+#: beyond is one prompt's: chance alone makes 16 prompts of a step bring 2.5 times that in one of 64 steps.
+_USUAL: Final = 3.0
 #: Variance of log α from one round's coin flips, at most, for depths up to 4, where no positions are known.
 COIN_FLIPS: Final = 0.45
 
@@ -54,6 +57,8 @@ class Replays:
     """Replay of every drafter version that was scored of late, by policy version.
 
     `spread`: variance of log α that one round's worth of text brings; None where there are too few rollouts to say.
+    `outlier`: the most tokens by which a single prompt was off what its rounds should have emitted; `spread` is an
+    average and hides such a prompt. 0 where no step's prompts are farther off than prompts usually are.
     """
 
     def __init__(self, scores: Iterable[ScoreRecord]) -> None:
@@ -73,6 +78,7 @@ class Replays:
             self._of[policy][version] = cell
         spread = _spread([*prompts.values()], 1.0)
         self.spread = _spread(rollouts, _DESIGN_EFFECT) if spread is None else spread
+        self.outlier = _outlier([*prompts.values()])
         responses = math.fsum(sums.rollouts for sums in rollouts)
         #: Tokens that rounds emit in one response, on average; None where nobody knows.
         self.response_tokens = math.fsum(sums.tokens for sums in rollouts) / responses if responses > 0 else None
@@ -124,12 +130,24 @@ def _spread(clustered: Sequence[DrafterSums], effect: float) -> float | None:
     clusters = math.fsum(s.rollouts for s in known) - len(known)
     if clusters < _CLUSTERS:
         return None
-    residual = math.fsum(
-        (s.tokens_squared - 2 * s.alpha * s.tokens_rounds + s.alpha**2 * s.rounds_squared)
-        / s.alpha**2
-        * s.rollouts
-        / (s.rollouts - 1)
-        for s in known
-    )
+    residual = math.fsum(_residual(s) / s.alpha**2 * s.rollouts / (s.rollouts - 1) for s in known)
     within = max(residual, 0.0) / math.fsum(s.rounds for s in known)
     return effect * within * (1 + 2 * math.sqrt(2 / clusters))
+
+
+def _residual(sums: DrafterSums) -> float:
+    """Sum of squares of the tokens by which each prompt is off what its rounds should have emitted."""
+    return sums.tokens_squared - 2 * sums.alpha * sums.tokens_rounds + sums.alpha**2 * sums.rounds_squared
+
+
+def _outlier(steps: Sequence[DrafterSums]) -> float:
+    """The most tokens by which one prompt can be off, from sums by prompt of each step.
+
+    A step tells the sum of its prompts' squares only. What is beyond the usual in it is taken for one prompt's.
+    """
+    known = [s for s in steps if s.rollouts >= 2 and s.tokens > 0]
+    if not known:
+        return 0.0
+    shares = sorted(_residual(s) * s.rollouts / s.tokens**2 for s in known)
+    usual = _USUAL * shares[len(shares) // 4]
+    return math.sqrt(max(0.0, *(_residual(s) - usual * s.tokens**2 / s.rollouts for s in known)))

@@ -16,10 +16,10 @@ The rule is sequential. Of each engine the last stretches of rounds (`Block`) ar
 newest stretches are tested at once, so that a change shows however old the engine is. The statistic of a stretch is
 
     d = log(tokens emitted / sum of rounds_i · replay α_i),   i: drafter version and policy version
-    var d = (s + r)/rounds + s · sum w_i²/replayed rounds_i,   w_i: share of the expected tokens
+    var d = (s + r)/rounds + s · sum w_i²/replayed rounds_i + (o/3/expected tokens)²,  w_i: share of the expected tokens
 
-with s the variance of log α that one round's worth of text brings (prompts differ: measured between them), and r that
-of the coin flips in one round. It is called low where
+with s the variance of log α that one round's worth of text brings (prompts differ: measured between them), r that of
+the coin flips in one round, and o the tokens by which one prompt alone may be off. It is called low where
 (d + `dead_band`)/sd < -`certain`: a scan over change points with a fixed limit. Its error over a whole run is measured,
 not derived: benchmarks/live_replay.py.
 
@@ -131,7 +131,7 @@ def _together(
     if len(others) <= (1 - _ALL) * alive:
         return True
     began = min(judged[r].blocks[0].block.policy_version for r in low)
-    scan, found = Scan(replays.spread or 0.0), None
+    scan, found = Scan(replays.spread or 0.0, replays.outlier), None
     for reporter in others:
         for block in engines[reporter]:
             if block.policy_version >= began and (known := at_common_depth(block, replays, rule)) is not None:
