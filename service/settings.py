@@ -148,7 +148,11 @@ class Settings(BaseSettings):
     )
     claim_idle_seconds: float = Field(60.0, gt=0, description="Idle time after which another worker claims an entry.")
 
-    dead_min_rounds: int = Field(200, ge=1, description="Live rounds needed before a drafter may be called dead.")
+    dead_min_rounds: int = Field(
+        200,
+        ge=1,
+        description="Live rounds needed before a drafter may be called dead. Where hard prompts may explain it: 1,536.",
+    )
     dead_live_alpha: float = Field(1.05, ge=1.0, description="Live α at or below which a drafter may be dead.")
     dead_replay_alpha: float = Field(
         1.3, ge=1.0, description="Replay α above which a live α near 1 is the engine's fault and not the drafter's."
