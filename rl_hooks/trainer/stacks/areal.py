@@ -45,14 +45,14 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
             return  # the reference model, or a teacher
         self.hook = attached("AReaL", self.data_parallel_rank, self._attach)
 
-    def _attach(self, url: str, run: str, token: str | None) -> DrafterHook:
+    def _attach(self, options: dict[str, Any]) -> DrafterHook:
         if self.parallel_helper.tp_size > 1 or self.parallel_helper.sp_size > 1 or self.enable_tree_training:
             raise UnsupportedTrainerError("only data parallelism: no tensor or sequence parallelism, no tree training")
         if not self.config.should_compute_prox_logp():
             needed = "use_decoupled_loss with prox_logp_method=recompute, or recompute_logprob"
             raise UnsupportedTrainerError(f"there is no pass for proximal log-probabilities to capture: set {needed}")
         rank, world_size = self.data_parallel_rank, self.data_parallel_world_size
-        return DrafterHook(self.model, url, run=run, token=token, rank=rank, world_size=world_size)
+        return DrafterHook(self.model, **options, rank=rank, world_size=world_size)
 
     def compute_logp(self, *args: Any, **more: Any) -> Any:
         """As AReaL's; its micro-batches are captured."""

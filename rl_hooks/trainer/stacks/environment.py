@@ -5,27 +5,49 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from rl_hooks.errors import AuxLayersError
 
 #: What a trainer's processes need of it.
-VARIABLES = ("DRAFTALIGN_URL", "DRAFTALIGN_RUN", "DRAFTALIGN_TOKEN")
+VARIABLES = (
+    "DRAFTALIGN_URL",
+    "DRAFTALIGN_RUN",
+    "DRAFTALIGN_TOKEN",
+    "DRAFTALIGN_INITIAL_DRAFTER",
+    "DRAFTALIGN_AUX_LAYERS",
+)
 _log = logging.getLogger("rl_hooks")
 _Made = TypeVar("_Made")
 
 
-def attached(trainer: str, rank: int, attach: Callable[[str, str, str | None], _Made]) -> _Made | None:
-    """What `attach(url, run, token)` makes; None where it fails. The trainer goes on without us then.
+def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made]) -> _Made | None:
+    """What `attach(options)` makes, of `DrafterHook`'s; None where it fails. The trainer goes on without us then.
 
     `trainer`, `rank`: for the log.
     """
-    url, run = os.environ.get("DRAFTALIGN_URL", ""), os.environ.get("DRAFTALIGN_RUN", "default")
+    url = os.environ.get("DRAFTALIGN_URL", "")
     if not url:
         _log.error("draftalign is OFF: DRAFTALIGN_URL=http://host:port is not set")
         return None
     try:
-        made = attach(url, run, os.environ.get("DRAFTALIGN_TOKEN"))
+        made = attach(_options(url))
     except Exception:  # noqa: BLE001 - the trainer goes on without us
         _log.exception("draftalign is OFF: this policy's rollouts are not sent")
         return None
     _log.warning("draftalign is on: %s's rank %d sends rollouts to %s", trainer, rank, url)
     return made
+
+
+def _options(url: str) -> dict[str, Any]:
+    """`DrafterHook`'s, as the environment has them."""
+    options: dict[str, Any] = {"url": url, "run": os.environ.get("DRAFTALIGN_RUN", "default")}
+    options["token"] = os.environ.get("DRAFTALIGN_TOKEN")
+    if drafter := os.environ.get("DRAFTALIGN_INITIAL_DRAFTER"):
+        options["initial_drafter"] = drafter
+    if layers := os.environ.get("DRAFTALIGN_AUX_LAYERS"):
+        try:
+            options["aux_layers"] = tuple(int(layer) for layer in layers.split(","))
+        except ValueError as error:
+            raise AuxLayersError(f"DRAFTALIGN_AUX_LAYERS must be numbers like 2,14,25, got {layers[:80]!r}") from error
+    return options

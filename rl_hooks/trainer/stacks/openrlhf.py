@@ -118,5 +118,5 @@ def extend(strategy: Any) -> None:
     strategy.prepare = prepared
 
 
-def _put_on(strategy: Any, actor: Any, url: str, run: str, token: str | None) -> DrafterHook:
-    return attach(actor, url, rank=strategy.get_rank(), world_size=strategy.world_size, run=run, token=token)
+def _put_on(strategy: Any, actor: Any, options: dict[str, Any]) -> DrafterHook:
+    return attach(actor, **options, rank=strategy.get_rank(), world_size=strategy.world_size)

@@ -28,7 +28,7 @@ from rl_hooks.trainer.stacks.openrlhf import experience_rollouts
 class _Policy:
     """One worker's hook, and which weights it trains."""
 
-    def __init__(self, worker: Any, url: str, run: str, token: str | None) -> None:
+    def __init__(self, worker: Any, options: dict[str, Any]) -> None:
         if worker.sequence_parallel_size > 1:
             raise UnsupportedTrainerError("only data parallelism: set sequence_parallel_size to 1")
         if worker.cfg.fully_async.enabled:
@@ -36,7 +36,7 @@ class _Policy:
         self._worker = worker
         self.version, self.trained = 0, False
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        self.hook = DrafterHook(worker.model.model, url, run=run, token=token, rank=rank, world_size=world_size)
+        self.hook = DrafterHook(worker.model.model, **options, rank=rank, world_size=world_size)
 
     def told(
         self, experience: Any, _weight: float = 1.0, loss_fn: str | None = None, **_: Any

@@ -85,11 +85,11 @@ def register() -> type:
                 return  # the reference model, or a teacher
             self.hook = attached("verl", self.rank, self._attach)
 
-        def _attach(self, url: str, run: str, token: str | None) -> DrafterHook:
+        def _attach(self, options: dict[str, Any]) -> DrafterHook:
             if self.ulysses_sequence_parallel_size > 1 or not self.use_remove_padding:
                 raise UnsupportedTrainerError("only use_remove_padding=True without Ulysses sequence parallelism")
             rank, world_size = self.get_data_parallel_rank(), self.get_data_parallel_size()
-            return DrafterHook(self.module, url, run=run, token=token, rank=rank, world_size=world_size)
+            return DrafterHook(self.module, **options, rank=rank, world_size=world_size)
 
         @contextmanager
         def disable_adapter(self) -> Iterator[None]:
