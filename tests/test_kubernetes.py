@@ -161,7 +161,7 @@ def test_the_query_wants_a_worker_for_each_run_that_has_work(tmp_path: Path) -> 
         series = {}
         for api in range(apis):
             labels = f'instance="api-{api}"'
-            series[f"draftalign_queue_limit_bytes{{{labels}}}"] = "1000"
+            series[f"draftalign_runs{{{labels}}}"] = str(len(runs))
             for run_name, (entries, arrival, state) in runs.items():
                 own = f'{labels},run="{run_name}"'
                 series[f"draftalign_queue_entries{{{own}}}"] = entries

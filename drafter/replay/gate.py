@@ -132,6 +132,7 @@ class Trial:
     rise: float = 0.0  # by which one whole training moves it on average
     step: float = _STEP_SD**2  # and the variance of that
     spread: float = 0.0  # of looks, summed: error² times prompts
+    spread_looks: int = 0
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
 
@@ -148,7 +149,8 @@ class Trial:
         # A look without one of the few prompts on which the challenger is much worse shows a small gain and a small
         # error, one with such a prompt a large loss and a large error: what all looks showed is the least for each.
         self.spread += look.error**2 * look.prompts
-        noise = max(look.error**2, self.spread / (self.looks + 1.0) / look.prompts) + CLAIM_SD**2
+        self.spread_looks += 1
+        noise = max(look.error**2, self.spread / self.spread_looks / look.prompts) + CLAIM_SD**2
         z, weight = look.log_gain / math.sqrt(noise), math.sqrt(look.prompts)
         share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # of the error, for this look and what begins with it
         self.single = min(self.single, _NORMAL.cdf(-z) / share)

@@ -244,8 +244,8 @@ async def post_drafter(
     async def on_header(header: Header) -> None:
         read_sent_header(context.layout, run, header)
 
-    check_room(context, 2 * length)  # the upload, and the version that is made of it
-    with context.spool.reserve(2 * length), context.spool.upload() as upload:
+    check_room(context, 2 * length, run)  # the upload, and the version that is made of it
+    with context.spool.reserve(2 * length, run), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         manifest, new = await context.locking(admit, context.layout, run, upload.path, reason, by)
     audit(request, "send a drafter", version=manifest.version, reason=reason)

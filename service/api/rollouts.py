@@ -95,7 +95,7 @@ async def post_rollouts(
 ) -> Receipt:
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
-    check_room(context, length)
+    check_room(context, length, run or "")
     limit_bytes = 0
     if run is None:
         await context.check_redis()  # without it the body could not be queued
@@ -418,7 +418,8 @@ async def retry_dead(
     if batch["state"] == "dead":
         _kept(context, run, batch_id, batch)
     seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
-    limit_bytes = context.queue_limit_bytes((await context.queue(run).depth()).bytes, run)
+    held = (await context.queue(run).depth()).bytes + int(batch["bytes"])  # its file is there already
+    limit_bytes = context.queue_limit_bytes(held, run)
     outcome = await context.dead(run).put_back(
         batch_id, seen, max_items=settings.queue_max_items, max_bytes=limit_bytes
     )

@@ -280,8 +280,8 @@ class Controller:
 
     def _hear(self, version_seconds: float | None) -> None:
         if version_seconds is not None:
-            known = self.version_seconds
-            self.version_seconds = _smoothed(known, version_seconds) if known else version_seconds
+            weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING  # it is a mean over many versions already
+            self.version_seconds += weight * (version_seconds - self.version_seconds)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the worker's checkpoint."""
@@ -298,5 +298,4 @@ class Controller:
 
 
 def _smoothed(known: float, seconds: float) -> float:
-    least, most = known / _MOST_AT_ONCE, known * _MOST_AT_ONCE
-    return known + _SMOOTHING * (min(max(seconds, least), most) - known) if known else seconds
+    return known + _SMOOTHING * (min(seconds, _MOST_AT_ONCE * known) - known) if known else seconds

@@ -132,6 +132,8 @@ class _Snapshots(Collector):
         for run in self._unreadable:
             text = "1 for a run whose state could not be read; the API's log says why."
             families.gauge("draftalign_run_unreadable", text, 1, run=run)
+        text = "Runs that are registered, as far as the token may read them. Always there."
+        families.gauge("draftalign_runs", text, len(self._stores) + len(self._unreadable))
         families.gauge(
             "draftalign_token_file_broken",
             "1 while the token file cannot be used and the tokens before it stay valid.",

@@ -96,7 +96,8 @@ class _Run:
     opening: bool = False  # this very process began to open it, and has not noted the end: no death
     lost: bool = False  # another worker took the lease while this one was stopped
     empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
-    free_since: float | None = None  # that this worker leaves to others: since when none has taken it (monotonic)
+    waits_since: float | None = None  # left to others: since when (monotonic)
+    left: bool = False  # this worker handed it over, and nobody has taken it yet
 
     def back_off(self, first: float) -> float:
         """Count a failure; how long to wait after it, in seconds."""
@@ -260,7 +261,9 @@ class Worker:
         self._tell(run, seconds, str(error))
 
     def _close_until(self, run: str, seconds: float, error: str) -> None:
-        self._runs[run].worker = None
+        with self._giving_back:  # another worker may have more memory, say
+            self._runs[run].worker = None
+            self._leases.give_back(run)
         self._tell(run, seconds, error)
 
     def _tell(self, run: str, seconds: float, error: str) -> None:
@@ -285,7 +288,7 @@ class Worker:
         for run in self._runs.keys() - names:
             self._let_go(run)
         others = self._leases.others(len(self.served))
-        wanted = [run for run in names if read_state(self._layout, run).worked_on]
+        wanted = [run for run in names if self._is_wanted(run, now)]
         self._share = math.ceil(len(wanted) / (1 + len(others)))
         if len(self.served) > 1 + min(others, default=math.inf) and now >= self._hand_over_at:
             self._hand_over(now)
@@ -330,26 +333,37 @@ class Worker:
                 return
             self._open(run, state, file)
 
+    def _is_wanted(self, run: str, now: float) -> bool:
+        """Whether a run is to be worked on, and can be as far as this worker knows."""
+        state = self._runs.get(run)
+        return read_state(self._layout, run).worked_on and (state is None or state.retry_at <= now)
+
     def _is_mine_to_take(self, run: str, state: _Run, now: float) -> bool:
-        """Whether this worker has less than its share of the runs, or nobody else takes this one."""
-        if len(self.served) < self._share:
+        """Whether this worker has less than its share of the runs, or nobody else serves this one."""
+        if len(self.served) < self._share and not state.left:
             return True
         if not self._leases.is_free(run):
-            state.free_since = None
+            state.left = False
             return False
-        state.free_since = now if state.free_since is None else state.free_since
-        if now - state.free_since < _LEFT_SECONDS:
+        state.waits_since = now if state.waits_since is None else state.waits_since
+        beat = Store(self._redis, run).last_served()  # a lease alone may be of one that cannot open it
+        lately = beat is not None and time.time() - beat < _LEFT_SECONDS
+        if lately or now - state.waits_since < _LEFT_SECONDS:
             return False
-        self._hand_over_at = now + _UNWANTED_SECONDS
+        if state.left:
+            self._hand_over_at = now + _UNWANTED_SECONDS
+        state.left, state.waits_since = False, None
         return True
 
     def _hand_over(self, now: float) -> None:
-        """Give one run up, after a checkpoint: another worker has fewer by two or more."""
+        """Give one run up, after a checkpoint: another worker has fewer by two or more. The next once that is taken."""
+        if any(state.left for state in self._runs.values()):
+            return
         run = self._turns.order(self.served)[-2]  # the second at work: so those that work most come to be parted
         state, self._hand_over_at = self._runs[run], now + _HAND_OVER_SECONDS
         log.info("run %s is left to another worker, which has fewer", run)
         self._rest(run, state)
-        state.free_since = now
+        state.left, state.waits_since = True, now
 
     def _let_go(self, run: str) -> None:
         """Close a run that was deleted, without a checkpoint, and let its files go."""

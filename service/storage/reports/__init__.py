@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import redis.asyncio
 from redis import Redis
@@ -136,6 +136,13 @@ class Store:
         found = self._redis.hmget(self._keys.scores, newest) if newest else []
         blocks = {reporter: account.blocks for reporter, account in accounts.items()}
         return watch(blocks, Replays(_known(ScoreRecord, found)), rule)
+
+    def last_served(self) -> float | None:
+        """When a worker last worked on the run (Unix seconds); None: never, or the last one could not."""
+        beat, error = cast("list[bytes | None]", self._redis.hmget(self._keys.worker, "heartbeat", "error"))
+        if beat is None or error not in (None, b"null"):
+            return None
+        return float(beat)
 
     def set_worker(self, gauges: Mapping[str, object]) -> None:
         """Update some fields of `WorkerGauges`, and its `heartbeat` (Unix seconds).

@@ -53,6 +53,7 @@ NAMES = {
     "draftalign_queue_bytes": {"run"},
     "draftalign_queue_limit_bytes": {"run"},
     "draftalign_token_file_broken": set(),
+    "draftalign_runs": set(),
     "draftalign_rollouts_accepted_total": {"run"},
     "draftalign_rollouts_duplicate_total": {"run"},
     "draftalign_rollouts_dead_total": {"run"},
@@ -217,13 +218,13 @@ def test_a_run_that_the_worker_refuses_shows_until_it_works_again() -> None:
 
 
 def test_a_metric_without_data_is_absent() -> None:
-    assert render({}) == b""
-    assert render({"new": stored()}) == b""
+    assert samples(render({})) == {("draftalign_runs", ()): 0.0}
+    assert samples(render({"new": stored()})) == {("draftalign_runs", ()): 1.0}
     partial = stored(
         scores=[{"policy_version": 3, "served": {"tokens": 0.0, "rounds": 0.0}}],
         worker={"heartbeat": math.nan, "rounds_total": {"served": None}, "drift": {}, "action": None},
     )
-    assert {name for name, _ in samples(render({"r": partial}))} == {"draftalign_policy_version"}
+    assert {name for name, _ in samples(render({"r": partial}))} == {"draftalign_policy_version", "draftalign_runs"}
 
 
 def scored(entry: str, policy_version: int, alpha: float, **more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
-from storage_fixtures import RolloutQueue
+from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench, Nest, nest
 
 from service.storage.lease import WORKERS, Leases
@@ -65,35 +65,96 @@ def test_a_worker_that_comes_later_gets_its_share_and_a_dead_ones_runs_go_back(b
     assert bench.redis.hlen(WORKERS) <= 1, "who ends leaves; who was killed is forgotten by the next"
 
 
-def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobody_wants(
+def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobody_serves(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin(bench)
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
-    monkeypatch.setattr(process, "_LEFT_SECONDS", 0.5)
+    begin(bench)
     other = Leases(Redis.from_url(bench.redis_url))
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
     assert other.others(0) == []
+    for _ in range(3):
+        other.others(0)
+        worker._find_runs()
+        assert len(worker.served) == 2, "the other one lives, and may want two"
+    first, second = sorted(set(RUNS) - set(worker.served))
+    Store(bench.redis, first).set_worker({"action": "train"})
+    Store(bench.redis, second).set_worker({"error": "the GPU's memory ran out"})
+    for state in worker._runs.values():
+        state.waits_since = None if state.waits_since is None else state.waits_since - 40.0  # time passes
+    assert other.hold(second)  # one that cannot open it, now and then
     worker._find_runs()
-    assert len(worker.served) == 2, "the other one lives, and may want two"
+    other.give_back(second)
+    other.others(0)
     worker._find_runs()
-    assert len(worker.served) == 2, "it waits"
-    taken = {run for run in RUNS if other.hold(run)}
-    assert taken == set(RUNS) - set(worker.served)
-    time.sleep(0.6)
+    assert set(RUNS) - set(worker.served) == {first}, "that was served just now, the other by nobody"
+    Store(bench.redis, first).set_worker({"heartbeat": time.time() - 40.0})
+    other.others(0)
     worker._find_runs()
-    other.give_back(taken.pop())
-    worker._find_runs()
-    assert len(worker.served) == 2, "it waits from now on"
-    time.sleep(0.6)
-    worker._find_runs()
-    assert len(worker.served) == 3, "for nobody else took it"
-    other.give_back(taken.pop())
-    other.leave()
-    worker._find_runs()
-    assert len(worker.served) == 4, "there is no other one"
+    assert len(worker.served) == 4
     worker._close()
-    assert not bench.redis.exists(WORKERS)
+
+
+def handed_over(bench: Bench, monkeypatch: pytest.MonkeyPatch, has: int) -> tuple[Worker, Leases, set[str]]:
+    """A worker with all four runs that has handed one over to another, which has so many; and which one."""
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_HAND_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_LEFT_SECONDS", 0.5)
+    begin(bench)
+    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker._find_runs()
+    assert len(worker.served) == 4
+    other = Leases(Redis.from_url(bench.redis_url))
+    other.others(has)
+    worker._find_runs()
+    gone = set(RUNS) - set(worker.served)
+    assert len(gone) == 1
+    return worker, other, gone
+
+
+def test_a_run_that_is_handed_over_is_left_alone_and_the_next_waits_until_it_is_taken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, other, gone = handed_over(bench, monkeypatch, 0)
+    for _ in range(3):
+        worker._find_runs()
+        assert set(RUNS) - set(worker.served) == gone, "it does not take it itself, nor hands over the next"
+    assert other.hold(*gone)
+    for _ in range(2):
+        other.others(0)
+        worker._find_runs()
+    assert len(worker.served) == 2, "the next one, once that is taken"
+    worker._close()
+
+
+def test_a_run_that_nobody_takes_comes_back_and_none_is_handed_over_for_long(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, other, _ = handed_over(bench, monkeypatch, 0)
+    time.sleep(0.6)
+    for _ in range(3):
+        other.others(0)
+        worker._find_runs()
+        assert len(worker.served) == 4
+    worker._close()
+
+
+def test_a_run_that_cannot_be_opened_is_given_back_for_others_and_is_in_nobodys_share(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(bench)
+    bench.layout.target(RUNS[0]).write_bytes(b"damaged")
+    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker._find_runs()
+    assert set(worker.served) == set(RUNS[1:])
+    assert not bench.redis.exists(Leases.key(RUNS[0]))
+    other = Leases(Redis.from_url(bench.redis_url))
+    other.others(2)
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    for _ in range(3):
+        worker._find_runs()
+    assert set(worker.served) == set(RUNS[1:]), "three and two are shared out well"
+    worker._close()
 
 
 def test_paused_runs_are_nobodys_share(bench: Bench) -> None:
