@@ -94,8 +94,8 @@ def compare(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | 
 def _widened(centre: float, error: float, degrees: float) -> float:
     """The standard error at which `centre` is as unlikely by the normal law as it is by Student's t at `error`.
 
-    Wallace's approximation; at a centre of 0, its limit. At most 0.01 of the deviate too sure, and too careful of few
-    degrees of freedom: at a deviate of 2 by 0.12 of it with 1 degree, 0.03 with 2, 0.004 with 5.
+    Wallace's approximation; at a centre of 0, its limit. The deviate is at most 0.01 too large, and of few degrees of
+    freedom too small, which is careful: at 2 by 0.12 with 1 degree, 0.03 with 2, 0.004 with 5.
     """
     t = abs(centre) / error
     scale = (8.0 * degrees + 1.0) / (8.0 * degrees + 3.0)

@@ -327,6 +327,46 @@ def test_the_live_interval_is_of_95_percent_and_stays_below_depth_plus_one() -> 
     assert replay.live_interval(0.1)[1] < 2.0
 
 
+@pytest.mark.parametrize(
+    ("numerator", "denominator", "clusters"),
+    [
+        ([0.0, 0.0], [1.0, 2.0], 2),
+        ([1.0, 2.0], [0.0, 0.0], 2),
+        ([math.inf], [1.0], 1),
+        ([1.0], [math.inf], 1),
+        ([], [], 0),
+    ],
+)
+def test_a_ratio_of_what_is_not_positive_has_no_logarithm(
+    numerator: list[float], denominator: list[float], clusters: int
+) -> None:
+    ratio = log_ratio(np.array(numerator), np.array(denominator))
+    assert np.isnan([ratio.centre, ratio.error, ratio.effective]).all()
+    assert ratio.clusters == clusters
+
+
+def test_a_ratio_is_known_from_two_clusters_on_and_those_without_anything_are_none() -> None:
+    ratio = log_ratio(np.array([0.3, 0.0, 0.0]), np.array([0.2, 0.3, 0.0]))
+    assert (ratio.clusters, ratio.centre) == pytest.approx((2, math.log(0.3 / 0.5)))
+    weight = np.array([(1 + 0.4) / 2, 0.6 / 2])
+    assert ratio.error == pytest.approx(math.sqrt((0.6**2 / (1 - weight)).sum()))
+    assert ratio.effective == pytest.approx(1 / (weight**2).sum())
+    alone = log_ratio(np.array([0.3]), np.array([0.2]))
+    assert (alone.clusters, alone.effective, alone.centre) == pytest.approx((1, 1.0, math.log(1.5)))
+    assert math.isnan(alone.error)
+    crumb = log_ratio(np.array([1.0, 1e-20]), np.array([2.0, 1e-20]))
+    assert crumb.error < 1e-9, "a weight of 1 divides by no 0"
+
+
+@pytest.mark.parametrize("wrong", range(5))
+def test_a_replay_whose_parts_are_of_other_rollouts_is_refused(wrong: int) -> None:
+    parts = [*(np.zeros(3) for _ in range(3)), *(np.zeros((3, 2)) for _ in range(2))]
+    Replay(*parts)
+    parts[wrong] = parts[wrong][:2]
+    with pytest.raises(ValueError, match="variances"):
+        Replay(*parts)
+
+
 def test_the_reach_of_a_ratio_over_equal_clusters_is_students_with_one_degree_less() -> None:
     ratio = log_ratio(np.full(8, 100.0), 40.0 + np.array([1.0, -1.0] * 4))
     assert ratio.effective == pytest.approx(8.0, rel=1e-3)
