@@ -208,7 +208,7 @@ class Trial:
         error = self.error
         sure, worth = error <= (1.0 - confidence) * (1.0 + 1e-9), gain >= min_gain
         looks = "1 look" if self.looks == 1 else f"{self.looks} looks"
-        reason = "" if sure else "not enough evidence yet: "
+        reason = "not enough evidence yet: " if worth and not sure else ""
         reason += f"expected gain {gain:+.2%} ({low:+.2%} to {high:+.2%}) after {looks}; an equal one comes so far in "
         reason += f"{error:.2g} of all runs, {1.0 - confidence:.2g} allowed"
         if not worth:

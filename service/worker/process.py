@@ -289,7 +289,7 @@ class Worker:
             self._let_go(run)
         others = self._leases.others(len(self.served))
         wanted = [run for run in names if self._is_wanted(run, now)]
-        self._share = math.ceil(len(wanted) / (1 + len(others)))
+        self._share = math.ceil(len(wanted) / (1 + len(others))) if others else math.inf
         if len(self.served) > 1 + min(others, default=math.inf) and now >= self._hand_over_at:
             self._hand_over(now)
         for run in names:
@@ -336,7 +336,8 @@ class Worker:
     def _is_wanted(self, run: str, now: float) -> bool:
         """Whether a run is to be worked on, and can be as far as this worker knows."""
         state = self._runs.get(run)
-        return read_state(self._layout, run).worked_on and (state is None or state.retry_at <= now)
+        tried = state is None or state.retry_at <= now or state.file != file_id(self._layout.target(run))
+        return tried and read_state(self._layout, run).worked_on
 
     def _is_mine_to_take(self, run: str, state: _Run, now: float) -> bool:
         """Whether this worker has less than its share of the runs, or nobody else serves this one."""

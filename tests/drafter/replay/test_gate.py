@@ -302,6 +302,7 @@ def test_a_verdict_states_the_promise_its_bounds_and_the_error_that_it_is_allowe
     said = f"not enough evidence yet: expected gain {verdict.gain:+.2%} ({verdict.low:+.2%} to {verdict.high:+.2%}) "
     said += f"after 1 look; an equal one comes so far in {trial.error:.2g} of all runs, 0.1 allowed"
     assert verdict.reason == said
+    said = said.removeprefix("not enough evidence yet: ")
     assert trial.verdict(confidence=0.9, min_gain=0.5).reason == said + "; a swap is worth +50.00%"
     trial.take(Look(0.04, 0.02, 32, 32, 2.08, 2.0))
     assert "after 2 looks;" in trial.verdict().reason

@@ -424,5 +424,5 @@ def test_a_url_that_obstore_refuses_names_the_setting() -> None:
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ConfigurationError, match=r"draftalign\[s3\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[s3\]'"):
         Objects(URL)

@@ -22,7 +22,7 @@ from redis import Redis
 from worker_fixtures import Bench
 
 import rl_hooks.durable
-import service.storage.registry
+import service.storage.drafters.versions
 import service.worker.checkpoint
 import service.worker.lineage
 from drafter.replay.gate import Trial
@@ -63,7 +63,7 @@ STEPS_OF_A_TURN = [
     *STEPS_OF_A_SAVE,
     (service.worker.lineage, "write_kind"),
     (rl_hooks.durable, "write_synced"),
-    (service.storage.registry, "write_synced"),
+    (service.storage.drafters.versions, "write_synced"),
     (DrafterTrainer, "step"),
     (Redis, "execute_command"),
     (Path, "replace"),
