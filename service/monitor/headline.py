@@ -172,7 +172,7 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
         yield from _no_worker(facts, waits)
         return
     age = abs(facts.now - facts.heartbeat)  # one from ahead of now was made before the clock was set back
-    # It may have been paused, or nothing ran: then it has some time to come.
+    # A worker of a run that was paused, or of a service that was stopped, gets as long to come back.
     begun = (facts.now - at for at in (facts.state.since, facts.api_began) if at is not None and at <= facts.now)
     if min([age, *begun]) > (_REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS):
         nothing = "nothing is scored or trained"

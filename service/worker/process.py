@@ -311,6 +311,7 @@ class Worker:
             if state.worker is not None:
                 log.warning("run %s is not worked on until it is active again, as a person wants it", run)
             self._rest(run, state)
+            state.left, state.waits_since = False, None  # nobody is to take it
             if state.worker is None and state.retry_at:  # once it is active again, it is tried at once
                 Store(self._redis, run).end("opening", "working")
                 state.retry_at = 0.0
@@ -341,7 +342,8 @@ class Worker:
 
     def _is_mine_to_take(self, run: str, state: _Run, now: float) -> bool:
         """Whether this worker has less than its share of the runs, or nobody else serves this one."""
-        if len(self.served) < self._share and not state.left:
+        if math.isinf(self._share) or (len(self.served) < self._share and not state.left):
+            state.left, state.waits_since = False, None
             return True
         if not self._leases.is_free(run):
             state.left = False

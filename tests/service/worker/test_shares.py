@@ -127,6 +127,29 @@ def test_a_run_that_is_handed_over_is_left_alone_and_the_next_waits_until_it_is_
     worker._close()
 
 
+def test_a_run_that_is_left_is_taken_back_at_once_where_no_other_worker_lives(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, other, _ = handed_over(bench, monkeypatch, 0)
+    monkeypatch.setattr(process, "_LEFT_SECONDS", 60.0)
+    other.leave()
+    worker._find_runs()
+    assert len(worker.served) == 4
+    worker._close()
+
+
+def test_a_run_that_is_left_and_paused_keeps_no_other_from_being_handed_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, other, gone = handed_over(bench, monkeypatch, 0)
+    change_state(bench.layout, gone.pop(), "paused", "for a test")
+    for _ in range(2):
+        other.others(0)
+        worker._find_runs()
+    assert len(worker.served) == 2
+    worker._close()
+
+
 def test_a_run_that_nobody_takes_comes_back_and_none_is_handed_over_for_long(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
