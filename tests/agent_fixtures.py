@@ -330,6 +330,7 @@ class Engine(Peer):
         self.misread = 0  # so many of the next loads find other bytes than lie there
         self.swap_asked, self.swap_allowed = threading.Event(), threading.Event()
         self.swap_allowed.set()
+        self.swap_turns: threading.Semaphore | None = None  # where set, each swap takes one
         self._start()
         super().__init__()
 
@@ -397,6 +398,8 @@ class Engine(Peer):
             return
         self.swap_asked.set()
         self.swap_allowed.wait(60)
+        if self.swap_turns is not None:
+            self.swap_turns.acquire(timeout=60)
         read = {name: sha256((Path(body["path"]) / name).read_bytes()) for name in ("model.safetensors", "config.json")}
         self.read.append(read)
         digest = read["model.safetensors"]

@@ -130,6 +130,7 @@ class EngineFollower:
     def _account(self, snapshot: Snapshot | None, state: EngineState) -> Verdict | None:
         since = self.seen.look(snapshot, state, self._clock())
         before, snapshot = since.snapshot, self.seen.snapshot
+        repeated = self._process.repeated(since.known, self.seen.known)
         if since.restarted:
             self._forget_process(state, since.known)
         verdict = None
@@ -151,7 +152,7 @@ class EngineFollower:
             if state.swaps == 0:  # every round since its start belongs to the drafter that it started with
                 return self._book(snapshot, Snapshot.zero(snapshot), since.seconds, state)
             self.ledger.set_aside(snapshot.rounds)
-        elif before is not None and since.known == self.seen.known:
+        elif before is not None and (repeated or since.known == self.seen.known):
             return self._book(snapshot, before, since.seconds, state)
         elif before is not None:
             log.warning("%s: another client changed the drafter from %s to %s", self.url, since.known, self.seen.known)
@@ -209,12 +210,13 @@ class EngineFollower:
             after, confirmed = await self._load(release)
         except SwapRefusedError:
             self._give_up(release)
-            self._process.pending = None
+            self._process.did_nothing()
             raise
         except EngineError:
             self._metrics.swap(self.url, "failed")
             raise
         since = self.seen.look(after, confirmed, self._clock())
+        self._process.repeated(since.known, self.seen.known)
         if after is not None and after.exact is not None:
             verdict = self.books.book_exact(before, after, state, since.seconds, self._clock())
             if verdict is not None:
@@ -236,7 +238,7 @@ class EngineFollower:
         again = False
         while True:
             verified = await self._verify(release, again=again)
-            self._process.pending = release
+            self._process.asks(release)
             try:
                 self._store(durable=True)
             except OSError as error:  # a full disk must not keep a drafter from its engine
@@ -244,7 +246,7 @@ class EngineFollower:
             try:
                 answered = await self._engine.swap(release)
             except OtherBytesError as error:  # nothing was loaded
-                self._process.pending = None
+                self._process.did_nothing()
                 self._note_mismatch(str(error))
                 if again or self._process.fetched_again == release.version:
                     raise

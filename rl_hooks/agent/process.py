@@ -90,7 +90,32 @@ class EngineProcess:
     fetched_again: str | None = None
     #: Sequences that the engine refused for good.
     given_up: set[int] = field(default_factory=set)
+    #: Requests to swap in `_asked_for` that no swap has been seen for: the engine may still be at them.
+    unseen_swaps: int = 0
+    _asked_for: str | None = None
     _shape: tuple[str, str] | None = None  # (config fingerprint, d2t digest) that it takes
+
+    def asks(self, release: Release) -> None:
+        """It is asked to load the release."""
+        if release.version != self._asked_for:
+            self._asked_for, self.unseen_swaps = release.version, 0
+        self.pending, self.unseen_swaps = release, self.unseen_swaps + 1
+
+    def did_nothing(self) -> None:
+        """It answered that it did not load the release."""
+        self.pending, self.unseen_swaps = None, self.unseen_swaps - 1
+
+    def repeated(self, before: Known | None, now: Known | None) -> bool:
+        """Whether the swaps between two looks are the agent's own and left the version as it was.
+
+        The answer to a request may be lost while the engine is busy. The agent asks again, and the engine then does
+        both: the second swap puts in what the first did.
+        """
+        if before is None or now is None or now.version != self._asked_for:
+            return False
+        swaps, asked = now.swaps - before.swaps, self.unseen_swaps
+        self.unseen_swaps = max(0, asked - swaps)
+        return before.version == now.version and swaps <= asked
 
     def took(self, release: Release) -> None:
         """It has loaded the release that it was asked for."""

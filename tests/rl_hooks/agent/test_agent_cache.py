@@ -8,6 +8,7 @@ import logging
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -318,6 +319,44 @@ def test_a_swap_whose_answer_was_lost_is_on_trial(service: Service, engine: Engi
         eventually(lambda: engine.version == first)
         (verdict,) = eventually(service.verdicts)
     assert (verdict["version"], verdict["outcome"]) == (second, "rolled_back")
+
+
+def test_the_engine_is_still_at_a_repeated_swap_when_the_trial_begins(
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL, swap_timeout_seconds=0.3):
+        baseline(engine, first)
+        engine.swap_turns = turns = threading.Semaphore(0)
+        second = service.publish(2)
+        eventually(lambda: failed(engine) >= 1)
+        turns.release()
+        eventually(lambda: engine.version == second)
+        settle(engine, 6)
+        engine.play(150, 0)
+        settle(engine, 6)
+        asked = engine.swaps
+        turns.release(100)
+        eventually(lambda: engine.swaps > asked)
+        settle(engine, 6)
+        engine.play(250, 0)
+        eventually(lambda: engine.version == first)
+        (verdict,) = eventually(service.verdicts)
+    assert (verdict["version"], verdict["outcome"]) == (second, "rolled_back")
+    assert "another client" not in caplog.text
+
+
+def test_a_swap_by_another_client_that_keeps_the_version_ends_the_trial(
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        baseline(engine, first)
+        second = service.publish(2)
+        eventually(lambda: engine.version == second)
+        settle(engine, 6)
+        engine.swaps += 1
+        eventually(lambda: "another client" in caplog.text)
 
 
 def failed(engine: Engine) -> int:
