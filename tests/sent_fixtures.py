@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import safetensors.numpy
 import torch
-from hooks_fixtures import Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
+from hooks_fixtures import Received, Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_hooks import wire
+
+DRAFTER = np.arange(6, dtype=np.float32).reshape(2, 3)
+DRAFTER_CONFIG = {"model_type": "llama", "hidden_size": 3}
 
 #: What one run finds, as JSON.
 Found = dict[str, Any]
@@ -98,10 +104,26 @@ def compare(service: Receiver, found: Found, expected: dict[tuple[int, ...], Alo
     return result
 
 
+def first_drafter(directory: Path) -> str:
+    """Write what stands for a run's first drafter; returns its folder, for DRAFTALIGN_INITIAL_DRAFTER."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(DRAFTER_CONFIG))
+    (directory / "model.safetensors").write_bytes(safetensors.numpy.save({"fc.weight": DRAFTER}))
+    return str(directory)
+
+
+def brought_the_first_drafter(requests: Sequence[Received], directory: Path) -> bool:
+    """Whether the run was registered with that drafter, to the bit."""
+    run = mapped(requests[0], directory)
+    same = json.loads(run.header.metadata["drafter_config"]) == DRAFTER_CONFIG
+    return same and np.array_equal(run.array("drafter.fc.weight"), DRAFTER)
+
+
 def with_and_without(rank: int, out: Path, train: Train) -> tuple[Found, Found]:
     """Train with a service that wants few last states, then without one; what each found.
 
-    The first also has `weights`, whether both end with the same, and what the hook's package has `said`.
+    The first also has `weights`, whether both end with the same, `first_drafter`, whether the run was registered with
+    the one in the environment, and what the hook's package has `said`.
     """
     said: list[str] = []
     handler = logging.Handler()
@@ -112,8 +134,11 @@ def with_and_without(rank: int, out: Path, train: Train) -> tuple[Found, Found]:
     found: Found = {"directory": str(files)}
     with receiver() as service:
         service.answer = only_predicting_rows
+        os.environ["DRAFTALIGN_INITIAL_DRAFTER"] = first_drafter(out / f"first{rank}")
         with_us = train(rank, service, found)
-        found["heads"] = [r.path for r in service.requests if r.method == "PUT"]
+        puts = [r for r in service.requests if r.method == "PUT"]
+        found["heads"] = [r.path for r in puts]
+        found["first_drafter"] = brought_the_first_drafter(puts, files) if puts else None
     own: Found = {}
     without = train(rank, None, own)
     found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from hooks_fixtures import mapped, receiver, tiny_qwen3
+from sent_fixtures import brought_the_first_drafter, first_drafter
 
 STEPS = 2
 
@@ -89,11 +90,13 @@ def main(out: Path) -> None:
         probe.close()
         variables = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         hook = {"worker_process_setup_hook": "rl_hooks.trainer.stacks.on_ray.install"}
+        ours = {"DRAFTALIGN_URL": service.url, "DRAFTALIGN_RUN": "r"}
+        ours["DRAFTALIGN_INITIAL_DRAFTER"] = first_drafter(out / "first")
         ray.init(
             num_cpus=2,
             include_dashboard=False,
             object_store_memory=80_000_000,
-            runtime_env=hook | {"env_vars": variables | {"DRAFTALIGN_URL": service.url, "DRAFTALIGN_RUN": "r"}},
+            runtime_env=hook | {"env_vars": variables | ours},
         )
         kind = ray.remote(Policy)
         policies = [kind.remote() for _ in range(2)]
@@ -103,7 +106,9 @@ def main(out: Path) -> None:
             time.sleep(0.1)
         versions = [int(mapped(r, out).header.metadata["policy_version"]) for r in service.rollouts()]
         asked = sorted({f"{r.method} {r.path}" for r in service.requests if r.method != "GET"})
-        (out / "requests.json").write_text(json.dumps({"asked": asked, "versions": sorted(versions)}))
+        registered = [r for r in service.requests if r.path == "/runs/r"]
+        came = {"first_drafter": brought_the_first_drafter(registered, out)}
+        (out / "requests.json").write_text(json.dumps({"asked": asked, "versions": sorted(versions)} | came))
         for rank, one in enumerate(found):
             (out / f"{rank}.json").write_text(json.dumps(one))
         ray.shutdown()

@@ -41,6 +41,7 @@ def test_what_areal_logs_of_a_step_has_the_hooks_numbers(ranks: list[dict[str, A
 
 def test_rank_0_registers_the_run_and_sends_heads(ranks: list[dict[str, Any]]) -> None:
     assert [found["heads"] for found in ranks] == [["/runs/default", "/runs/default/head"], []]
+    assert [found["first_drafter"] for found in ranks] == [True, None]
 
 
 def test_nothing_is_sent_by_the_update_which_is_bit_identical_to_areals_own(ranks: list[dict[str, Any]]) -> None:

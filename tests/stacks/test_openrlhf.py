@@ -66,3 +66,4 @@ def test_on_ray_each_rank_sends_its_rollouts_of_each_version(
 ) -> None:
     assert on_ray[1]["versions"] == [0, 0, 1, 1]
     assert on_ray[1]["asked"] == ["POST /rollouts?run=r", "PUT /runs/r", "PUT /runs/r/head"]
+    assert on_ray[1]["first_drafter"]

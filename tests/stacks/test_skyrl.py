@@ -49,6 +49,7 @@ def test_supervised_batches_are_left_out(ranks: list[dict[str, Any]]) -> None:
 
 def test_rank_0_registers_the_run_and_sends_heads(ranks: list[dict[str, Any]]) -> None:
     assert [found["heads"] for found in ranks] == [["/runs/default", "/runs/default/head"], []]
+    assert [found["first_drafter"] for found in ranks] == [True, None]
 
 
 def test_the_update_is_bit_identical_to_skyrls_own(ranks: list[dict[str, Any]]) -> None:

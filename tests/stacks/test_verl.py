@@ -43,6 +43,7 @@ def test_rank_0_registers_the_run_from_inside_the_first_forward_and_then_sends_h
     ranks: list[dict[str, Any]],
 ) -> None:
     assert [found["heads"] for found in ranks] == [["/runs/default", "/runs/default/head"], []]
+    assert [found["first_drafter"] for found in ranks] == [True, None]
 
 
 def test_nothing_is_sent_by_the_update_which_is_bit_identical_to_verls_own_engines(ranks: list[dict[str, Any]]) -> None:
