@@ -115,7 +115,7 @@ class _Watch:
         self._answered += sent.rollouts
         self._wait(_BATCHES_AHEAD)
         # What the headroom says before a batch of this warm-up was trained on is of an earlier one.
-        return self._report() == "converged" and self._trained > _BATCHES_AHEAD
+        return self._report() in ("converged", "resting") and self._trained > _BATCHES_AHEAD
 
     def settle(self) -> None:
         """Wait until the worker is done with all of it."""

@@ -360,7 +360,8 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
 
 def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
     """What more training would do: a trouble where it harms, else a note where there is something to say."""
-    words = {"hurt": "Training hurts", "training_bound": "Training-bound", "unpaid": "Unpaid", "converged": "Converged"}
+    words = {"hurt": "Training hurts", "training_bound": "Training-bound", "unpaid": "Unpaid"}
+    words |= {"converged": "Converged", "resting": "Resting"}
     if advice is not None and advice.state in words:
         level: Level = "warn" if advice.state == "hurt" else "note"
         yield _found(level, advice.state, words[advice.state], f": {advice.text}.".replace("%", " %"))

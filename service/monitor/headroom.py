@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import NormalDist
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from service.monitor.records import Z_95, Headroom, ScoreRecord
 
@@ -131,10 +131,8 @@ _BUSY: Final = 0.8
 TRAINER_SILENT_SECONDS: Final = 600.0
 _LONGEST_PAUSES: Final = 3.0
 
-State = Literal["converged", "training_bound", "learning", "unpaid", "starved", "hurt", "behind", "unknown"]
-STATES: Final[tuple[State, ...]] = (
-    *("converged", "training_bound", "learning", "unpaid", "starved", "hurt", "behind", "unknown"),
-)
+State = Literal["converged", "resting", "training_bound", "learning", "unpaid", "starved", "hurt", "behind", "unknown"]
+STATES: Final[tuple[State, ...]] = get_args(State)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +164,10 @@ def advise(found: Headroom | None, *, action: str | None, starved: bool) -> Advi
         return Advice("learning", f"{left}: the worker is at it, do nothing")
     if busy and action == "defer":
         return Advice("behind", "rollouts are passed over, and what training on them would bring is not known")
-    if action in ("idle", "probe") or found.high < _RULED_OUT:
+    if found.high < _RULED_OUT:
         return Advice("converged", f"{left}: do nothing")
+    if action in ("idle", "probe"):
+        return Advice("resting", f"training is not expected to pay now, though {left}: do nothing")
     return Advice("unknown", f"{left}: the verdicts do not tell yet")
 
 
