@@ -289,8 +289,8 @@ def test_whatever_the_worker_sets_is_a_gauge() -> None:
     for module, function in (
         ("journal", "_set_gauges"),
         ("journal", "_drift_gauges"),
-        ("process", "_note_work"),
-        ("process", "_tell"),
+        ("process/__init__", "_note_work"),
+        ("process/__init__", "_tell"),
     ):
         kinds = (records.WorkerGauges, records.Lane)
         assert dict_keys(f"service/worker/{module}.py", function) <= {name for kind in kinds for name in fields(kind)}
