@@ -38,7 +38,7 @@ from service.settings import Settings
 from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.lease import Leases
-from service.storage.queue import RolloutQueue
+from service.storage.queue.deliveries import RolloutQueue
 from service.storage.ready import why_unusable
 from service.storage.reports import Store
 from service.storage.runs import read_state

@@ -11,7 +11,7 @@ import time
 
 from redis import Redis
 
-from service.storage.queue import MAX_DELIVERIES
+from service.storage.queue.deliveries import MAX_DELIVERIES
 from service.storage.reports import Store
 
 #: A run is set aside once the process has died so often while it opened it; then for `_DIED_SECONDS`, and twice as long
