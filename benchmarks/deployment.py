@@ -31,7 +31,7 @@ from service.capacity.work import Work
 from service.monitor import controller
 from service.settings import Settings
 from service.worker import learner
-from service.worker.process import Turns
+from service.worker.process.turns import Turns
 
 _STEPS: Final = 12
 _WARM: Final = 3

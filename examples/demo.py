@@ -404,7 +404,7 @@ def forget_run(redis_url: str) -> None:
     """Leave nothing of the demo's run in a Redis that is not its own."""
     import redis
 
-    from service.storage.queue import Keys
+    from service.storage.queue.keys import Keys
 
     client = redis.Redis.from_url(redis_url)
     for key in client.scan_iter(match=f"{Keys(RUN).prefix}*"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from service.monitor.records import AcceptanceRecord, WorkerGauges
-from service.storage import queue, reports
-from service.storage.queue import COUNTERS
+from service.storage import reports
+from service.storage.queue import deliveries
+from service.storage.queue.keys import COUNTERS, counts, strings
 
 
 class Depth(NamedTuple):
@@ -16,7 +17,7 @@ class Depth(NamedTuple):
     bytes: int
 
 
-class RolloutQueue(queue.RolloutQueue):
+class RolloutQueue(deliveries.RolloutQueue):
     """The worker's queue, and what the API reads of it."""
 
     def depth(self) -> Depth:
@@ -27,15 +28,15 @@ class RolloutQueue(queue.RolloutQueue):
     def counters(self) -> dict[str, int]:
         """All counters, zero where nothing was counted yet."""
         values = self._redis.hmget(self._keys.counters, *COUNTERS)
-        return queue.counts(values, self._redis.get(self._keys.held))
+        return counts(values, self._redis.get(self._keys.held))
 
     def batch(self, batch_id: str) -> dict[str, str] | None:
         """The fate of one batch, or None if it is unknown or was forgotten."""
-        return queue._record(self._redis.hgetall(self._keys.batch(batch_id)))
+        return strings(self._redis.hgetall(self._keys.batch(batch_id))) or None
 
     def dead_letters(self, count: int = 100) -> list[dict[str, str]]:
         """The newest dead letters, newest first."""
-        return [queue._strings(fields) for _, fields in self._redis.xrevrange(self._keys.dead, count=count)]
+        return [strings(fields) for _, fields in self._redis.xrevrange(self._keys.dead, count=count)]
 
 
 class Store(reports.Store):

@@ -90,9 +90,10 @@ def files(package: str) -> list[Path]:
 
 
 def module_of(name: str) -> Path | None:
-    """The file of a dotted name, if it is a module of ours and not a room or something in a module."""
-    path = ROOT / (name.replace(".", "/") + ".py")
-    return path if path.is_file() else None
+    """The file of a dotted name: of a module of ours, or of a room in a room. None for other names."""
+    path = ROOT / name.replace(".", "/")
+    file = path / "__init__.py" if name.count(".") > 1 and path.is_dir() else path.with_suffix(".py")
+    return file if file.is_file() else None
 
 
 def room_of(path: Path) -> str:
@@ -157,25 +158,24 @@ def test_the_rooms_that_the_api_lives_in_never_import_torch(room: str) -> None:
         assert not tops(path) & {"torch", "drafter", "transformers"}, path
 
 
-def reachable(module: str) -> set[str]:
-    """Modules of `service` that `module` imports, directly or through others, lazily or not."""
-    found: set[str] = set()
+def reachable(module: str) -> set[Path]:
+    """Files of `service` that `module` imports, directly or through others, lazily or not."""
+    found: set[Path] = set()
     waiting = [module]
     while waiting:
-        name = waiting.pop()
-        path = ROOT / (name.replace(".", "/") + ".py")
-        if name in found or not path.is_file():
+        path = module_of(waiting.pop())
+        if path is None or path in found:
             continue
-        found.add(name)
+        found.add(path)
         waiting += [other for other in imported(path) if other.startswith("service.")]
     return found
 
 
 def test_nothing_that_the_api_can_reach_imports_torch_or_drafter() -> None:
-    modules = reachable("service.api.app")
-    assert len(modules) > 15
-    for name in modules:
-        assert not tops(ROOT / (name.replace(".", "/") + ".py")) & {"torch", "drafter", "transformers"}, name
+    paths = reachable("service.api.app")
+    assert len(paths) > 15
+    for path in paths:
+        assert not tops(path) & {"torch", "drafter", "transformers"}, path
 
 
 @pytest.mark.parametrize("path", [*files("service"), *files("drafter"), *files("rl_hooks")], ids=lambda p: p.name)

@@ -31,13 +31,13 @@ from service.reading.shared import Shared
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.queue import AsyncRolloutQueue, fair_bound
+from service.storage.queue.dead import DeadLetters
 from service.storage.ready import PROBE_SECONDS, WriteTest
 from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
 from service.storage.reports.engine_counts import Account
 from service.storage.runs import RunRecord, load_run, sweep_deleted
 from service.storage.spool import Spool
-from service.storage.spool.dead import DeadLetters
 
 log = logging.getLogger("draftalign.api")
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rl_hooks.agent.cli import agent
 from service.cli import access, remote
 from service.cli.checks import check_redis, checked_redis, unknown_variables
-from service.cli.commands import add_commands
+from service.cli.drafters import add_commands
 from service.cli.plan import plan
 from service.cli.remote import call
 from service.cli.warmup import warmup

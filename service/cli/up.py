@@ -23,7 +23,7 @@ def _check_device(name: str) -> None:
 
     Checked in a child process, because this process lives as long as the service and should not load torch.
     """
-    code = "import sys; from service.worker.process import checked_device; checked_device(sys.argv[1])"
+    code = "import sys; from service.worker.process.device import checked_device; checked_device(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigurationError(done.stderr.strip().rpartition("ConfigurationError: ")[2])

@@ -20,7 +20,7 @@ from redis.connection import parse_url
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from service.settings import redis_members
-from service.storage.queue import Keys
+from service.storage.queue.keys import Keys
 
 #: Most seconds that a probe of Redis waits: a command by itself would wait 15 s for one that hangs.
 PROBE_SECONDS: Final = 1.5

@@ -12,7 +12,7 @@ from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
 from service.settings import Settings
-from service.storage.queue import EndState
+from service.storage.queue.deliveries import EndState
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage

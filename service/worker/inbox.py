@@ -30,7 +30,7 @@ from rl_hooks.wire import WireError
 from service.errors import ServiceError
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.queue import EndState, Entry, RolloutQueue
+from service.storage.queue.deliveries import EndState, Entry, RolloutQueue
 from service.worker.recent import without
 
 log = logging.getLogger("draftalign.worker")

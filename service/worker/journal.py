@@ -23,7 +23,7 @@ from service.monitor.live.watch import EVIDENCE_SECONDS
 from service.monitor.records import Headroom, ScoreRecord
 from service.monitor.worth import DraftingTime
 from service.settings import Settings
-from service.storage.queue import Entry
+from service.storage.queue.deliveries import Entry
 from service.storage.reports import MAX_SCORES, Store
 from service.worker.promotion import Contest
 from service.worker.scoring import Scores

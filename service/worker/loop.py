@@ -25,7 +25,7 @@ from drafter.device import is_device_fault
 from service.errors import WorkerError
 from service.settings import Settings
 from service.storage.layout import Layout, file_id
-from service.storage.queue import MAX_DELIVERIES, Entry, RolloutQueue
+from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
 from service.storage.reports import Store
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.inbox import Inbox, Loaded, Phase, error_text, is_batch_fault

@@ -18,7 +18,7 @@ from service_fixtures import HEADERS
 from storage_fixtures import RolloutQueue
 from worker_fixtures import ONE_BY_ONE, World
 
-from service.storage.queue import Keys
+from service.storage.queue.keys import Keys
 from service.storage.ready import connect
 
 KINDS: dict[str, Callable[[Path], Servers]] = {

@@ -41,7 +41,7 @@ from drafter.training.ranks import JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.ranks import FollowedRun, Follower
 from service.settings import Settings
-from service.storage.queue import MAX_DELIVERIES, RolloutQueue
+from service.storage.queue.deliveries import MAX_DELIVERIES, RolloutQueue
 from service.storage.registry import Registry
 from service.storage.runs import change_state
 from service.worker.checkpoint import WorkerCheckpoint, hand_over, taken_over

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import redis.asyncio
@@ -29,7 +28,8 @@ from service.monitor.live.replays import REPLAYED_BATCHES, Replays
 from service.monitor.live.watch import Watch, watch
 from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
 from service.storage.layout import FileId
-from service.storage.queue import Keys
+from service.storage.queue.keys import Keys, lua
+from service.storage.queue.keys import text as _text
 from service.storage.reports.engine_counts import (
     KEPT_CHANGES,
     Account,
@@ -50,7 +50,7 @@ _AWAITED_SECONDS: Final = 24 * 3600
 NEWEST_REPORTS: Final = 8
 #: Records that are read at once.
 _AT_ONCE: Final = 256
-_FOLLOW: Final = (Path(__file__).parents[1] / "lua" / "follow.lua").read_text(encoding="utf-8")
+_FOLLOW: Final = lua("follow")
 #: Holder of the lease on a run that is being deleted, and how long at most.
 _DELETING: Final = b"deleting"
 _DELETING_SECONDS: Final = 600
@@ -413,7 +413,3 @@ def _scores(table: Mapping[Any, Any]) -> dict[str, ScoreRecord]:
 def _gauges(table: Mapping[Any, Any]) -> WorkerGauges:
     values = ",".join(f"{json.dumps(_text(name))}:{_text(value)}" for name, value in table.items())
     return read(WorkerGauges, f"{{{values}}}") or WorkerGauges()
-
-
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

@@ -18,13 +18,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from service.errors import TooManyReporters
 from service.monitor.counts import since, total
 from service.monitor.live.blocks import Block, counted
 from service.monitor.records import AcceptanceRecord, StepSample, read, written
+from service.storage.queue.keys import lua
 
 #: Records of a reporter that stay apart: twice what an agent keeps, which reports all of them again after a restart.
 KEPT_APART: Final = 64
@@ -40,7 +40,7 @@ MAX_LIVE: Final = 4096
 KEPT_CHANGES: Final = 16 * 1024
 #: Most records that one report adds up. A report adds at most one; an unbounded, old table shrinks by this many.
 _FOLDED_AT_ONCE: Final = 64
-BOOK: Final = (Path(__file__).parents[1] / "lua" / "book.lua").read_text(encoding="utf-8")
+_BOOK: Final = lua("book")
 
 
 class Keys(Protocol):
@@ -172,7 +172,7 @@ class EngineCounts:
         self._redis = redis
         self._keys = keys
         self._most = max_reporters
-        self._book = redis.register_script(BOOK)
+        self._book = redis.register_script(_BOOK)
 
     async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
         """Take a report in; returns its reporter's last rounds, oldest first. `steps` replace what it said before.

@@ -25,7 +25,8 @@ from worker_fixtures import Bench
 from rl_hooks import wire
 from service.api.context import ServiceContext
 from service.cli.main import app as command_line
-from service.storage.queue import Entry, Keys, RolloutQueue
+from service.storage.queue.deliveries import Entry, RolloutQueue
+from service.storage.queue.keys import Keys
 
 Serve = Callable[..., RunningService]
 DEAD = "/runs/default/dead"

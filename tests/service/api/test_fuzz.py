@@ -31,7 +31,7 @@ from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from rl_hooks.format.drafter import vocabulary_digest
 from service.storage.layout import Layout
-from service.storage.queue import RolloutQueue
+from service.storage.queue.deliveries import RolloutQueue
 from service.storage.registry import Registry
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")

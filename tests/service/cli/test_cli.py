@@ -24,7 +24,8 @@ from service.cli.up import _check_device
 from service.errors import ConfigurationError
 from service.ranks import run_on_ranks
 from service.settings import Settings, redis_place
-from service.worker.process import checked_device, run_worker, use_device
+from service.worker.process import run_worker
+from service.worker.process.device import checked_device, use_device
 
 ROOT = Path(__file__).parents[3]
 HEADERS = {"Content-Type": "application/x-safetensors"}

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 from failover_fixtures import Cluster
 
+import service.storage
 from service.monitor.live.engine import LiveRule
 from service.monitor.records import AcceptanceRecord, ScoreRecord
-from service.storage import queue as of_queue
-from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued, RolloutQueue, lua, text
+from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
+from service.storage.queue.dead import DeadLetters
+from service.storage.queue.deliveries import RolloutQueue
+from service.storage.queue.keys import Keys, lua, text
 from service.storage.ready import connect, connect_async
 from service.storage.reports import AsyncStore, Store
-from service.storage.spool.dead import DeadLetters
 
-SCRIPTS = {path.stem for path in Path(of_queue.__file__).with_name("lua").glob("*.lua")}
+SCRIPTS = {path.stem for path in (Path(service.storage.__file__).parent / "lua").glob("*.lua")}
 CLASSES = (RolloutQueue, AsyncRolloutQueue, DeadLetters, Store, AsyncStore)
 RUNS = ("alpha", "beta", "gamma", "delta")  # in slots of more than one primary
 HOUR = 3600.0
@@ -97,7 +99,7 @@ def test_every_script_and_every_public_method_runs_on_a_cluster(tmp_path: Path) 
 
         for run in RUNS:
             asyncio.run(live(run))
-        primaries = {servers.primary_of(of_queue.Keys(run).queue).port for run in RUNS}
+        primaries = {servers.primary_of(Keys(run).queue).port for run in RUNS}
     assert len(primaries) > 1
     assert ran == SCRIPTS, f"never ran on a cluster: {sorted(SCRIPTS - ran)}"
     assert sorted(public_methods(CLASSES) - called) == []

@@ -21,7 +21,7 @@ from drafter.replay.acceptance import Replay
 from drafter.replay.gate import Trial, compare
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
-from service.storage.queue import Entry
+from service.storage.queue.deliveries import Entry
 from service.storage.registry import Registry
 from service.worker.inbox import Loaded
 from service.worker.lineage import CANDIDATE

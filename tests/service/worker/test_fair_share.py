@@ -13,16 +13,15 @@ from worker_fixtures import Bench
 
 from service.worker import process
 from service.worker.loop import RunWorker
-from service.worker.process import Turns, Worker
-
-AHEAD = process._AHEAD_SECONDS
+from service.worker.process import Worker, turns
+from service.worker.process.turns import AHEAD_SECONDS, Turns
 
 
 def one_pass(turns: Turns, runs: list[str], cycle: Callable[[str], float]) -> dict[str, float]:
     """What `Worker._turn` does, on a clock of its own. Returns the seconds that runs worked; 0: it had nothing."""
     took: dict[str, float] = {}
     for run in turns.order(runs):
-        if sum(took.values()) > AHEAD:
+        if sum(took.values()) > AHEAD_SECONDS:
             break
         if turns.may(run):
             seconds = cycle(run)
@@ -39,7 +38,7 @@ def test_runs_that_always_have_work_get_equal_seconds_however_long_their_claims(
     while sum(total.values()) < 3000:
         for run, seconds in one_pass(turns, list(longest), lambda r: rng.uniform(0.1, 1) * longest[r]).items():
             total[run] += seconds
-    assert max(total.values()) - min(total.values()) < max(longest.values()) + AHEAD + max(longest.values())
+    assert max(total.values()) - min(total.values()) < max(longest.values()) + AHEAD_SECONDS + max(longest.values())
 
 
 @pytest.mark.parametrize("floods", [1, 3, 8])
@@ -94,7 +93,8 @@ def test_beside_four_floods_an_honest_run_is_trained_after_the_claim_in_hand(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the real worker: its batch comes amid a flood's claim, and no other claim begins before its own."""
-    monkeypatch.setattr(process, "_AHEAD_SECONDS", 1e-6)  # claims are short here
+    for module in (process, turns):
+        monkeypatch.setattr(module, "AHEAD_SECONDS", 1e-6)  # claims are short here
     runs = ["a-flood", "b-flood", "honest", "y-flood", "z-flood"]
     for run in runs:
         bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=run)

@@ -13,7 +13,7 @@ from worker_fixtures import VOCAB, Bench
 
 from drafter.batch import load_batch
 from drafter.training.trainer import DrafterTrainer
-from service.storage.queue import MAX_DELIVERIES, EndState, Entry, RolloutQueue
+from service.storage.queue.deliveries import MAX_DELIVERIES, EndState, Entry, RolloutQueue
 from service.worker.inbox import RECENT_BATCHES, Inbox, Loaded, Phase, PolicyVersions
 from service.worker.learner import Learner
 

@@ -16,7 +16,7 @@ from worker_fixtures import Bench, Nest, nest
 from service.storage.lease import WORKERS, Leases
 from service.storage.runs import change_state
 from service.worker import process
-from service.worker.process import Worker
+from service.worker.process import Worker, share
 
 RUNS = [f"run{n}" for n in range(4)]
 
@@ -80,8 +80,8 @@ def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobod
     first, second = sorted(set(RUNS) - set(worker.served))
     Store(bench.redis, first).set_worker({"action": "train"})
     Store(bench.redis, second).set_worker({"error": "the GPU's memory ran out"})
-    for state in worker._runs.values():
-        state.waits_since = None if state.waits_since is None else state.waits_since - 40.0  # time passes
+    for run in worker._share._left_since:
+        worker._share._left_since[run] -= 40.0  # time passes
     assert other.hold(second)  # one that cannot open it, now and then
     worker._find_runs()
     other.give_back(second)
@@ -98,8 +98,8 @@ def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobod
 def handed_over(bench: Bench, monkeypatch: pytest.MonkeyPatch, has: int) -> tuple[Worker, Leases, set[str]]:
     """A worker with all four runs that has handed one over to another, which has so many; and which one."""
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
-    monkeypatch.setattr(process, "_HAND_OVER_SECONDS", 0.0)
-    monkeypatch.setattr(process, "_LEFT_SECONDS", 0.5)
+    monkeypatch.setattr(share, "_HAND_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(share, "_LEFT_SECONDS", 0.5)
     begin(bench)
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
     worker._find_runs()
@@ -131,7 +131,7 @@ def test_a_run_that_is_left_is_taken_back_at_once_where_no_other_worker_lives(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, other, _ = handed_over(bench, monkeypatch, 0)
-    monkeypatch.setattr(process, "_LEFT_SECONDS", 60.0)
+    monkeypatch.setattr(share, "_LEFT_SECONDS", 60.0)
     other.leave()
     worker._find_runs()
     assert len(worker.served) == 4

@@ -13,7 +13,7 @@ from worker_fixtures import Bench
 from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
 from service.monitor.controller import Economy
-from service.storage.queue import RolloutQueue
+from service.storage.queue.deliveries import RolloutQueue
 from service.worker import learner
 from service.worker.claim import ClaimScorer
 from service.worker.learner import Learner

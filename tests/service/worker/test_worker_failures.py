@@ -19,7 +19,6 @@ from service_fixtures import HEADERS, RunningService
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench, alive, nest, wait_until_gone
 
-import service.storage.queue
 import service.worker.claim
 import service.worker.inbox
 import service.worker.process
@@ -29,8 +28,8 @@ from drafter.training.trainer import DrafterTrainer
 from service.errors import WorkerError
 from service.storage.layout import file_id
 from service.storage.lease import Leases
-from service.storage.queue import MAX_DELIVERIES
-from service.storage.queue import RolloutQueue as WorkersQueue
+from service.storage.queue.deliveries import MAX_DELIVERIES
+from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
 from service.storage.reports import Store as WorkersStore
 from service.storage.runs import change_state, untouched
 from service.worker.checkpoint import WorkerCheckpoint

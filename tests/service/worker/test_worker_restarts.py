@@ -19,7 +19,6 @@ from worker_fixtures import Bench, final_state, states
 
 import rl_hooks.durable
 import service.storage.lease
-import service.storage.queue
 import service.worker.inbox
 import service.worker.process
 import service.worker.promotion
@@ -28,8 +27,8 @@ from drafter.files.checkpoint import write_drafter
 from drafter.training.trainer import DrafterTrainer
 from service.storage.history.events import History
 from service.storage.lease import Leases
-from service.storage.queue import MAX_DELIVERIES
-from service.storage.queue import RolloutQueue as WorkersQueue
+from service.storage.queue.deliveries import MAX_DELIVERIES
+from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
 from service.storage.registry import Registry
 from service.storage.reports import Store as WorkersStore
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import redis.asyncio
 
-from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued, Keys, lua, sweep_bounds, text
+from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
+from service.storage.queue.keys import NUMBERS, Keys, lua, strings, sweep_bounds, text
 
 #: Rollout ids of a letter that are listed; `GET /rollouts/{id}` has all.
 _IDS_LISTED: Final = 16
-_NUMBERS: Final = ("bytes", "tokens", "rollouts", "policy_version", "policy_version_max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class DeadLetters:
     async def page(self, count: int, before: str | None = None) -> list[DeadLetter]:
         """The newest ones first; with `before`, those that died before the letter with that id."""
         found = await self._redis.xrevrange(self._keys.dead, f"({before}" if before else "+", "-", count=count)
-        letters = [(text(letter_id), {text(k): text(v) for k, v in fields.items()}) for letter_id, fields in found]
+        letters = [(text(letter_id), strings(fields)) for letter_id, fields in found]
         async with self._redis.pipeline(transaction=False) as pipe:
             for _, fields in letters:
                 pipe.zscore(self._keys.dead_files, f"{fields['blob']}:{fields['bytes']}")
@@ -70,7 +70,7 @@ class DeadLetters:
         batch = Batch(
             batch_id,
             known["blob"],
-            **{name: int(known[name]) for name in _NUMBERS},
+            **{name: int(known[name]) for name in NUMBERS},
             rollout_ids=tuple(json.loads(known["rollout_ids"])),
         )
         return await self._queue.enqueue(
@@ -93,7 +93,7 @@ class DeadLetters:
 
 
 def _letter(letter_id: str, fields: Mapping[str, str], kept: object, ids: bytes | None) -> DeadLetter:
-    numbers = {name: int(fields[name]) for name in _NUMBERS}
+    numbers = {name: int(fields[name]) for name in NUMBERS}
     return DeadLetter(
         letter_id=letter_id,
         batch_id=fields["batch_id"],

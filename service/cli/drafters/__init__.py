@@ -5,38 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from service.cli.decoding import check_decodable, decode_with
+from service.cli.drafters.decoding import check_decodable, decode_with
+from service.cli.drafters.policy import open_policy
+from service.cli.drafters.told import decoded_table, facts_of, mtp_facts, table
 from service.errors import ConfigurationError
 from service.settings import Settings
-from service.storage.layout import Layout
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from drafter.batch import RolloutBatch
     from drafter.files.formats import Imported, Verifier
     from drafter.model.draft_model import DraftModel
     from drafter.policy import Policy
-    from drafter.replay.evaluate import Evaluation
 
-#: Names of a target's token embedding: a run's own, and those of transformers checkpoints.
-_EMBEDDINGS: Final = (
-    "embed_tokens",
-    "embed_tokens.weight",
-    "model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-    "transformer.wte.weight",
-    "gpt_neox.embed_in.weight",
-)
-_HEADS: Final = ("lm_head", "lm_head.weight", "language_model.lm_head.weight", "output.weight")
 _NORM: Final = "What norm_before_residual is, where the config does not say."
 
 Source = Annotated[Path, typer.Argument(help="Directory with a drafter's weights and config.json, in any layout.")]
@@ -123,9 +109,9 @@ def inspect(
     """Check a drafter's files and say what it is: layout, sizes, layers, vocabulary, and who cannot serve it."""
     with _explained():
         if _is_mtp(source):
-            facts = _mtp_facts(source)
+            facts = mtp_facts(source)
         else:
-            facts = _facts(_read(source, from_, aux_layers, norm_before_residual))
+            facts = facts_of(_read(source, from_, aux_layers, norm_before_residual))
         if as_json:
             typer.echo(json.dumps(facts, indent=1))
             return
@@ -168,7 +154,7 @@ def evaluate(
 
         files = _rollout_files(rollouts)
         mtp = _is_mtp(drafter)
-        policy = _policy(target, state_dir, with_head=mtp)
+        policy = open_policy(target, state_dir, with_head=mtp)
         model: DraftModel
         if mtp:
             model = read_mtp(drafter, policy.registered)
@@ -179,7 +165,7 @@ def evaluate(
         gaps: list[tuple[float, int]] = []
         result = replay_all(
             model.eval(),
-            (_compared(_load(path, model.config.vocab_size), policy, gaps) for path in files),
+            (_compared(_load(path, model.config.vocab_size), policy.at, gaps) for path in files),
             policy.at,
             depth=depth,
             drafting=drafting,  # type: ignore[arg-type]
@@ -205,9 +191,9 @@ def evaluate(
             typer.echo(line)
 
 
-def _compared(batch: RolloutBatch, policy: _Policies, gaps: list[tuple[float, int]]) -> RolloutBatch:
+def _compared(batch: RolloutBatch, at: Callable[[int], Policy], gaps: list[tuple[float, int]]) -> RolloutBatch:
     """The batch; its log-probabilities are compared with its features where the policy's head is there."""
-    head = policy.at(batch.policy_version).head
+    head = at(batch.policy_version).head
     if head is not None and batch.normalised:
         gaps.append(head.logprob_gap(batch))
     return batch
@@ -216,42 +202,6 @@ def _compared(batch: RolloutBatch, policy: _Policies, gaps: list[tuple[float, in
 def _mean_gap(gaps: Sequence[tuple[float, int]]) -> float | None:
     tokens = sum(n for _, n in gaps)
     return sum(gap * n for gap, n in gaps if n) / tokens if tokens else None
-
-
-def decoded_table(decoded: Mapping[str, Any]) -> Iterator[str]:
-    """The reference decoders' results, line by line."""
-    from drafter.reference.decoders import NODES
-
-    yield ""
-    yield f"{decoded['prompts']} prompts decoded with the policy"
-    yield f"{'':<20}{'α, sampled':>12}{'α, greedy':>12}"
-    for name, key in (("chain", "chain"), (f"tree of {NODES} nodes", "tree")):
-        sampled, greedy = (_number(decoded[f"alpha_{key}{how}"]) for how in ("", "_greedy"))
-        yield f"{name:<20}{sampled:>12}{greedy:>12}"
-    yield f"greedy text the same with chain, tree and neither: {decoded['greedy_texts_equal']} of {decoded['prompts']}"
-    if decoded["warped"]:
-        yield "note: rollouts were drawn with top-p or top-k, these texts without: sampled α is of another distribution"
-
-
-def table(result: Evaluation, files: int, level: float = 0.95) -> Iterator[str]:
-    """The report, line by line: one row per drafter, then one per position."""
-    facts = result.summary(level)
-    low, high = facts["policy_versions"]
-    yield (
-        f"{facts['rollouts']} rollouts of {facts['prompts']} prompts in {files} files, policy versions {low} to "
-        f"{high}, {facts['tokens_by_rounds']:.0f} tokens emitted by rounds of depth {facts['depth']}"
-    )
-    yield ""
-    yield f"{'':<20}{'α':>8}   {f'{level:.0%} interval':<18}{'rounds':>10}"
-    for name, figures in facts["drafters"].items():
-        interval = f"[{_number(figures['interval'][0])}, {_number(figures['interval'][1])}]"
-        yield f"{name:<20}{_number(figures['alpha']):>8}   {interval:<18}{figures['rounds']:>10.0f}"
-    yield ""
-    yield "share of rounds that kept the draft at position and all before it (of the rounds that came to it)"
-    yield f"{'':<20}" + "".join(f"{j:>16}" for j in range(1, facts["depth"] + 1))
-    for name, figures in facts["drafters"].items():
-        pairs = zip(figures["position_acceptance"], figures["conditional_acceptance"], strict=True)
-        yield f"{name:<20}" + "".join(f"{f'{_number(joint)} ({_number(given)})':>16}" for joint, given in pairs)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -326,64 +276,10 @@ def _is_mtp(source: Path) -> bool:
     return (source / "config.json").is_file() and is_mtp(read_config(source / "config.json"))
 
 
-def _mtp_facts(source: Path) -> dict[str, Any]:
-    from drafter.files.checkpoint import config_fingerprint
-    from drafter.files.formats import engine_limits
-    from drafter.files.mtp import prefix, read_stored_mtp
-    from drafter.vocabulary import DraftVocabulary
-    from rl_hooks.format.mtp import GroupedSizes
-
-    config, tensors = read_stored_mtp(source)
-    experts, kind = config.experts, "grouped" if isinstance(config.attention, GroupedSizes) else "latent"
-    return {
-        "layout": "mtp",
-        "policy": config.model_type,
-        "tensors": f"{prefix(config)}* ({len(tensors)})",
-        "parameters": sum(t.numel() for t in tensors.values()),
-        "dtype": str(tensors["eh_proj.weight"].dtype).removeprefix("torch."),
-        "hidden_size": config.hidden_size,
-        "attention": f"{kind}, {config.attention.heads} heads",
-        "feed_forward": "dense" if experts is None else f"{experts.routed} experts, {experts.chosen} chosen",
-        "draft_vocabulary": f"all {config.vocab_size} tokens, by the policy's head",
-        "zero_first_embedding": config.zero_first_embedding,
-        "normed_feedback": config.normed_feedback,
-        "config_fingerprint": config_fingerprint(config, DraftVocabulary.full(config.vocab_size)),
-        "notes": [
-            "an engine starts with the one in the policy's checkpoint (docs/guide/vllm.md)",
-            *engine_limits(config),
-        ],
-    }
-
-
 def _verifier(own: Verifier, name: str | None) -> Verifier:
     from drafter.files.formats import Verifier
 
     return own if name is None else Verifier(name, own.architectures if name == own.name_or_path else ())
-
-
-def _facts(imported: Imported) -> dict[str, Any]:
-    from drafter.files.checkpoint import config_fingerprint
-
-    stored = imported.stored
-    config, vocabulary = stored.config, stored.vocabulary
-    parameters = sum(t.numel() for t in stored.weights.values())
-    return {
-        "layout": imported.layout,
-        "parameters": parameters,
-        "dtype": str(stored.dtype).removeprefix("torch."),
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "heads": f"{config.num_attention_heads} queries, {config.num_key_value_heads} keys, of {config.head_dim}",
-        "rope_theta": config.rope_theta,
-        "aux_layers_entering": list(config.aux_layers),
-        "aux_layers_outputs": [layer - 1 for layer in config.aux_layers],
-        "draft_vocabulary": f"{len(vocabulary)} of {vocabulary.vocab_size} tokens",
-        "d2t_sha256": vocabulary.digest,
-        "norm_before_residual": config.norm_before_residual,
-        "config_fingerprint": config_fingerprint(config, vocabulary),
-        "verifier": imported.verifier.name_or_path,
-        "notes": list(imported.notes),
-    }
 
 
 def _rollout_files(paths: Sequence[Path]) -> list[Path]:
@@ -404,100 +300,3 @@ def _load(path: Path, vocab_size: int) -> RolloutBatch:
         return load_batch(path, vocab_size=vocab_size)
     except WireError as error:
         raise ConfigurationError(f"{path}: {error}") from error
-
-
-class _Policies(Protocol):
-    """What drafters are evaluated with: of a run's target, or of files."""
-
-    @property
-    def registered(self) -> Policy:
-        """The first one known."""
-
-    def at(self, policy_version: int) -> Policy:
-        """For rollouts of this version."""
-
-
-class _FixedPolicy:
-    """Of a safetensors file or of a model's directory, sharded or not: the same for all versions."""
-
-    def __init__(self, path: Path, *, with_head: bool) -> None:
-        from drafter.policy import Policy, TargetHead
-
-        self._path = path
-        embed_tokens = self._find(_EMBEDDINGS)
-        if embed_tokens is None:
-            raise ConfigurationError(f"{path} holds no token embedding; looked for {', '.join(_EMBEDDINGS)}")
-        head = TargetHead(self._lm_head(embed_tokens)) if with_head else None
-        self.registered = Policy(0, embed_tokens, head)
-
-    def at(self, policy_version: int) -> Policy:
-        """The same, under this version."""
-        return replace(self.registered, version=policy_version)
-
-    def _lm_head(self, embed_tokens: Tensor) -> Tensor:
-        head = self._find(_HEADS)
-        if head is None and not self._tied():
-            raise ConfigurationError(
-                f"{self._path} holds no head (looked for {', '.join(_HEADS)}) and no config.json that says that it is "
-                "the embedding (tie_word_embeddings true); give a file or directory that has the policy's head"
-            )
-        return embed_tokens if head is None else head
-
-    def _tied(self) -> bool:
-        """Whether the embedding is the head, by config.json; without one, true of a single file."""
-        from drafter.files.checkpoint import CONFIG_FILE, read_config, read_index
-
-        directory = self._path if self._path.is_dir() else self._path.parent
-        if (directory / CONFIG_FILE).exists():
-            return read_config(directory / CONFIG_FILE).get("tie_word_embeddings") is True
-        # Of several shards, another may hold the head.
-        return not self._path.is_dir() and read_index(directory) is None
-
-    def _find(self, names: Sequence[str]) -> Tensor | None:
-        from rl_hooks.wire import MappedFile
-        from service.worker.target import read_tensor
-
-        files = [MappedFile(path) for path in (_shards(self._path) if self._path.is_dir() else [self._path])]
-        for name in names:
-            for file in files:
-                if name in file:
-                    return read_tensor(file, name).float()
-        return None
-
-
-def _policy(target: str, state_dir: Path | None, *, with_head: bool) -> _Policies:
-    from service.worker.target import Target
-
-    path = Path(target)
-    if path.is_dir() or path.suffix == ".safetensors":
-        return _FixedPolicy(path, with_head=with_head)
-    layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]
-    if target not in layout.run_names():
-        raise ConfigurationError(
-            f"no run {target!r} under {layout.runs}, and no such file; --target takes a run's name, a safetensors file "
-            "with the target's embedding, or the directory of a transformers model"
-        )
-    return Target.open(layout, target)
-
-
-def _shards(directory: Path) -> list[Path]:
-    """Files of a model: all those that its index names; without an index, all in the directory."""
-    from drafter.files.checkpoint import INDEX_FILE, read_index
-
-    index = read_index(directory)
-    if index is not None:
-        files = [directory / name for name in sorted(set(index.values()))]
-        absent = [path.name for path in files if not path.is_file()]
-        if absent:
-            raise ConfigurationError(
-                f"{directory} lacks {', '.join(absent)}, which {INDEX_FILE} names; fetch the model again"
-            )
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigurationError(f"{directory} holds no safetensors file to take the target's embedding from")
-    return files
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -17,11 +17,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,46 +38,31 @@ from service.settings import Settings
 from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.lease import Leases
-from service.storage.queue import MAX_DELIVERIES, RolloutQueue
+from service.storage.queue.deliveries import RolloutQueue
 from service.storage.ready import why_unusable
 from service.storage.reports import Store
 from service.storage.runs import read_state
 from service.worker.checkpoint import CheckpointSuperseded
 from service.worker.inbox import CONSUMER
 from service.worker.loop import LeaseLost, RegisteredAnew, RunWorker
+from service.worker.process.deaths import Deaths
+from service.worker.process.device import advised, use_device
+from service.worker.process.share import Share
+from service.worker.process.turns import AHEAD_SECONDS, Turns
 
 log = logging.getLogger("draftalign.worker")
 
 _BEAT_SECONDS = 3.0
 _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
-#: How far a run may be ahead of another one that has work; after this time at work, the runs that had none are asked.
-_AHEAD_SECONDS = 0.25
 #: After an error of the disk; twice as long after each further one in a row, up to `_REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
-#: A worker that has its share of the runs takes one more only if nobody else has for so long.
-_LEFT_SECONDS = 30.0
-#: Between two runs that are handed to other workers: each begins with a checkpoint that is read. And how long none is
-#: handed over after one that nobody took: whoever has fewer cannot open it.
-_HAND_OVER_SECONDS = 5.0
-_UNWANTED_SECONDS = 600.0
 #: The queue of an archived run is looked at again after this: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
-#: A run is set aside once the process has died so often while it opened it; then for `_DIED_SECONDS`, and twice as long
-#: after each further death, up to `_DIED_MOST_SECONDS`: each try interrupts all other runs.
-_DEATHS = 3
-#: The same for deaths at work on it, without a turn between them that went well: a batch alone is dead after one less.
-_DEATHS_AT_WORK = MAX_DELIVERIES + 1
-_DIED_SECONDS = 20.0
-_DIED_MOST_SECONDS = 86_400.0
 _ERROR_CHARACTERS = 2000
-_MEMORY_ADVICE = (
-    "the GPU's memory ran out: lower DRAFTALIGN_TRAIN_STEP_TOKENS, raise DRAFTALIGN_GPU_MEMORY_SHARE where it is set, "
-    "or stop what else runs on this GPU"
-)
 #: After an exception that nobody foresaw; twice as long after each further one, up to `_REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
 
@@ -93,49 +76,13 @@ class _Run:
     retry_at: float = 0.0  # not opened nor asked before this (monotonic), unless its target is another file
     failures: int = 0  # unforeseen exceptions, and errors of the disk, since it last worked
     proven: bool = True  # it has worked since it was opened
-    opening: bool = False  # this very process began to open it, and has not noted the end: no death
     lost: bool = False  # another worker took the lease while this one was stopped
     empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
-    waits_since: float | None = None  # left to others: since when (monotonic)
-    left: bool = False  # this worker handed it over, and nobody has taken it yet
 
     def back_off(self, first: float) -> float:
         """Count a failure; how long to wait after it, in seconds."""
         self.failures += 1
         return min(first * 2.0 ** min(self.failures - 1, 10), _REFUSED_SECONDS)
-
-
-class Turns:
-    """Whose turn it is: the run that took the fewest of the worker's seconds (start-time fair queueing).
-
-    A run that has work again, and a new one, begin beside the run at work that took the fewest: nobody saves seconds
-    up, and nobody who took many in the past is kept waiting for that.
-    """
-
-    def __init__(self) -> None:
-        self._taken: dict[str, float] = {}  # seconds; of a run that is not at work, where it begins again at the least
-        self._at_work: set[str] = set()  # had work when they were asked last
-        self._fewest = 0.0  # seconds that the hindmost run at work took; it never falls
-
-    def order(self, runs: Collection[str]) -> list[str]:
-        """The runs that can be asked for work, in the order in which to ask; of equals, who had none comes first."""
-        self._at_work &= set(runs)
-        return sorted(runs, key=lambda run: (self._stands_at(run), run in self._at_work))
-
-    def may(self, run: str) -> bool:
-        """Whether it is not far ahead of another one that has work."""
-        hindmost = min((self._taken[other] for other in self._at_work), default=math.inf)
-        return self._stands_at(run) <= hindmost + _AHEAD_SECONDS
-
-    def asked(self, run: str, seconds: float, *, at_work: bool) -> None:
-        """Note what came of asking it: seconds of work, and whether more is to be expected."""
-        self._taken[run] = self._stands_at(run) + seconds
-        self._at_work = self._at_work | {run} if at_work else self._at_work - {run}
-        self._fewest = max(self._fewest, min((self._taken[other] for other in self._at_work), default=0.0))
-
-    def _stands_at(self, run: str) -> float:
-        taken = self._taken.get(run, 0.0)
-        return taken if run in self._at_work else max(taken, self._fewest)
 
 
 class Worker:
@@ -149,8 +96,8 @@ class Worker:
         self._runs: dict[str, _Run] = {}
         self._recent_suspected: set[str] = set()  # runs in which training failed with recent rollouts mixed in
         self._looked = 0.0
-        self._share = math.inf  # runs that this worker may have
-        self._hand_over_at = -math.inf  # it hands no run over before this (monotonic)
+        self._share = Share(redis, self._leases)
+        self._deaths = Deaths(redis)
         self._turns = Turns()
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
@@ -202,7 +149,7 @@ class Worker:
         worked = False
         began = time.monotonic()
         for run in self._turns.order(self.served):
-            if self._stopping or (worked and time.monotonic() - began > _AHEAD_SECONDS):
+            if self._stopping or (worked and time.monotonic() - began > AHEAD_SECONDS):
                 break
             worker = self._runs[run].worker  # the one before is freed here, if its run was closed
             if worker is None or self._runs[run].retry_at > began or not self._turns.may(run):
@@ -215,33 +162,37 @@ class Worker:
                 found, failed = worker.cycle(), False
                 worked |= found
                 self._note_work(run)
-            except RedisError:
-                raise
-            except (LeaseLost, CheckpointSuperseded) as error:
-                self._drop(run, str(error))
-            except RegisteredAnew as error:
-                log.warning("%s", error)
-                self._runs[run].worker = None  # to be opened again at once
-            except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
-                self._refuse(run, error)  # one run's trouble is not the others'
-            except OSError as error:
-                self._leave_alone(run, error)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-                self._fail(run, error)
+                self._end_at(run, error)
             finally:
                 seconds = time.monotonic() - asked if found or failed else 0.0
                 self._turns.asked(run, seconds, at_work=found)
         return worked
 
+    def _end_at(self, run: str, error: Exception) -> None:
+        """Do what an exception asks for of the run in which it was raised.
+
+        Raises it again where it is of no single run: where Redis is away, or the device has failed.
+        """
+        match error:
+            case RedisError():
+                raise error
+            case LeaseLost() | CheckpointSuperseded():
+                self._drop(run, str(error))
+            case RegisteredAnew():
+                log.warning("%s", error)
+                self._runs[run].worker = None  # to be opened again at once
+            case ServiceError() | DrafterError() | torch.OutOfMemoryError():
+                self._close_until(run, _REFUSED_SECONDS, advised(str(error)))
+            case OSError():
+                self._leave_alone(run, error)
+            case _:
+                self._fail(run, error)
+
     def _drop(self, run: str, reason: str) -> None:
         """Leave a run to another worker, without a checkpoint: theirs is newer."""
         log.warning("run %s is another worker's now: %s", run, reason)
         self._runs[run].worker = None
-
-    def _refuse(self, run: str, error: Exception) -> None:
-        told = advised(str(error))
-        log.error("run %s: %s", run, told)
-        self._close_until(run, _REFUSED_SECONDS, told)
 
     def _fail(self, run: str, error: Exception) -> None:
         """Close a run for an exception that nobody foresaw; raises it again where the whole process is of no use."""
@@ -250,7 +201,8 @@ class Worker:
         told = advised(f"{type(error).__name__}: {error}")
         log.error("run %s: %s; it is closed, and opened again from its last checkpoint", run, told, exc_info=error)
         state = self._runs.setdefault(run, _Run())
-        self._close_until(run, state.back_off(_FAILED_SECONDS), told)
+        self._give_back(run)
+        self._tell(run, state.back_off(_FAILED_SECONDS), told)
 
     def _leave_alone(self, run: str, error: OSError) -> None:
         """Neither open nor close a run for a while: its part of the disk fails, and nothing of it was acknowledged."""
@@ -261,9 +213,8 @@ class Worker:
         self._tell(run, seconds, str(error))
 
     def _close_until(self, run: str, seconds: float, error: str) -> None:
-        with self._giving_back:  # another worker may have more memory, say
-            self._runs[run].worker = None
-            self._leases.give_back(run)
+        log.error("run %s: %s", run, error)
+        self._give_back(run)  # another worker may have more memory, say
         self._tell(run, seconds, error)
 
     def _tell(self, run: str, seconds: float, error: str) -> None:
@@ -287,21 +238,18 @@ class Worker:
         names = self._layout.run_names()
         for run in self._runs.keys() - names:
             self._let_go(run)
-        others = self._leases.others(len(self.served))
-        wanted = [run for run in names if self._is_wanted(run, now)]
-        self._share = math.ceil(len(wanted) / (1 + len(others))) if others else math.inf
-        if len(self.served) > 1 + min(others, default=math.inf) and now >= self._hand_over_at:
-            self._hand_over(now)
+        wanted = sum(self._is_wanted(run, now) for run in names)
+        if self._share.look(len(self.served), wanted, now):
+            run = self._turns.order(self.served)[-2]  # the second at work: so those that work most come to be parted
+            log.info("run %s is left to another worker, which has fewer", run)
+            self._share.hand_over(run, now)
+            self._rest(run, self._runs[run])
         for run in names:
             state = self._runs.setdefault(run, _Run())
             try:
                 self._look_after(run, state, now)
-            except RedisError:
-                raise
-            except OSError as error:
-                self._leave_alone(run, error)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-                self._fail(run, error)
+                self._end_at(run, error)
 
     def _look_after(self, run: str, state: _Run, now: float) -> None:
         """Open, close or rest a run, as its files say."""
@@ -311,9 +259,9 @@ class Worker:
             if state.worker is not None:
                 log.warning("run %s is not worked on until it is active again, as a person wants it", run)
             self._rest(run, state)
-            state.left, state.waits_since = False, None  # nobody is to take it
+            self._share.forget(run)
             if state.worker is None and state.retry_at:  # once it is active again, it is tried at once
-                Store(self._redis, run).end("opening", "working")
+                self._deaths.forget(run)
                 state.retry_at = 0.0
             if wanted.state == "archived" and state.empty_until <= now:
                 try:
@@ -328,45 +276,19 @@ class Worker:
             state.worker = None
             log.warning("run %s was registered anew", run)
         refused = state.retry_at > now and state.file == file
-        if state.worker is None and not refused and self._is_mine_to_take(run, state, now) and self._leases.hold(run):
-            if not self._layout.run_json(run).exists():  # it was deleted meanwhile
+        if state.worker is not None or refused or not self._share.may_take(run, len(self.served), now):
+            return
+        if self._leases.hold(run):
+            if self._layout.run_json(run).exists():
+                self._open(run, state, file)
+            else:  # it was deleted meanwhile
                 self._let_go(run)
-                return
-            self._open(run, state, file)
 
     def _is_wanted(self, run: str, now: float) -> bool:
         """Whether a run is to be worked on, and can be as far as this worker knows."""
         state = self._runs.get(run)
         tried = state is None or state.retry_at <= now or state.file != file_id(self._layout.target(run))
         return tried and read_state(self._layout, run).worked_on
-
-    def _is_mine_to_take(self, run: str, state: _Run, now: float) -> bool:
-        """Whether this worker has less than its share of the runs, or nobody else serves this one."""
-        if math.isinf(self._share) or (len(self.served) < self._share and not state.left):
-            state.left, state.waits_since = False, None
-            return True
-        if not self._leases.is_free(run):
-            state.left = False
-            return False
-        state.waits_since = now if state.waits_since is None else state.waits_since
-        beat = Store(self._redis, run).last_served()  # a lease alone may be of one that cannot open it
-        lately = beat is not None and time.time() - beat < _LEFT_SECONDS
-        if lately or now - state.waits_since < _LEFT_SECONDS:
-            return False
-        if state.left:
-            self._hand_over_at = now + _UNWANTED_SECONDS
-        state.left, state.waits_since = False, None
-        return True
-
-    def _hand_over(self, now: float) -> None:
-        """Give one run up, after a checkpoint: another worker has fewer by two or more. The next once that is taken."""
-        if any(state.left for state in self._runs.values()):
-            return
-        run = self._turns.order(self.served)[-2]  # the second at work: so those that work most come to be parted
-        state, self._hand_over_at = self._runs[run], now + _HAND_OVER_SECONDS
-        log.info("run %s is left to another worker, which has fewer", run)
-        self._rest(run, state)
-        state.left, state.waits_since = True, now
 
     def _let_go(self, run: str) -> None:
         """Close a run that was deleted, without a checkpoint, and let its files go."""
@@ -375,6 +297,7 @@ class Worker:
         if held:
             log.warning("run %s was deleted", run)
         self._recent_suspected.discard(run)
+        self._share.forget(run)
         self._leases.give_back(run)
 
     def _rest(self, run: str, state: _Run) -> None:
@@ -382,8 +305,13 @@ class Worker:
         if state.worker is None:
             return
         self._end(run, state.worker)
+        state.retry_at = 0.0
+        self._give_back(run)
+
+    def _give_back(self, run: str) -> None:
+        """Serve the run no more, and let other workers have it."""
         with self._giving_back:
-            state.worker, state.retry_at = None, 0.0
+            self._runs[run].worker = None
             self._leases.give_back(run)
 
     def _clear(self, run: str, state: _Run) -> None:
@@ -405,14 +333,15 @@ class Worker:
     def _open(self, run: str, state: _Run, file: FileId) -> None:
         state.file, state.retry_at, state.lost = file, 0.0, False
         store = Store(self._redis, run)
-        if file is not None and not self._begin_opening(run, state, store, file):
+        if file is not None and (aside := self._deaths.begin(run, file)) is not None:
+            self._close_until(run, *aside)
             return
         try:
             opened = RunWorker(
                 self._settings,
                 self._layout,
                 self._queue(run),
-                Store(self._redis, run),
+                store,
                 run,
                 holds_lease=functools.partial(self._leases.hold, run),
                 stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
@@ -422,51 +351,11 @@ class Worker:
             store.forget_former()
             state.worker, state.proven = opened, False
             log.info("serving run %s", run)
-        except RedisError:
-            raise
-        except (ServiceError, DrafterError, torch.OutOfMemoryError) as error:
+        except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
             if _is_the_files(error):
                 store.set_worker({"refused": file})
-            self._refuse(run, error)
-        except OSError as error:
-            self._leave_alone(run, error)
-        except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-            self._fail(run, error)
-        store.end("opening")
-        state.opening = False
-
-    def _begin_opening(self, run: str, state: _Run, store: Store, file: tuple[int, int]) -> bool:
-        """Note that the run is being opened. False: it is set aside, for processes before this one died of that.
-
-        A process that is killed, for memory say, catches no exception; without the note its successor opens the run
-        again and dies again, and no other run is ever served.
-        """
-        deaths, since = store.begun("opening", file)
-        if state.opening:
-            deaths = max(deaths - 1, 0)  # Redis went away meanwhile, and this process lives
-        elif self._set_aside(run, file, "opened", deaths, since, _DEATHS):
-            return False
-        if self._set_aside(run, file, "worked on", *store.begun("working", file), _DEATHS_AT_WORK):
-            return False
-        store.begin("opening", file, deaths + 1)
-        state.opening = True
-        return True
-
-    def _set_aside(self, run: str, file: tuple[int, int], done: str, deaths: int, since: float, most: int) -> bool:
-        """Leave a run alone for a while whose processes died `most` times or more at this, the last one `since`."""
-        pause = min(_DIED_SECONDS * 2.0 ** min(deaths - most, 20), _DIED_MOST_SECONDS)
-        seconds = min(since + pause - time.time(), pause)
-        if deaths < most or seconds <= 0:
-            return False
-        error = (
-            f"the worker died {deaths} times while it {done} this run (memory?). It is tried again {pause:.0f} s after"
-            f" the last time; at once after another PUT /runs/{run} with a smaller drafter, or once it was paused and"
-            " made active again"
-        )
-        log.error("run %s: %s", run, error)
-        Store(self._redis, run).set_worker({"refused": file})  # so that the next PUT replaces the file
-        self._close_until(run, seconds, error)
-        return True
+            self._end_at(run, error)
+        self._deaths.end(run)
 
     def _beat(self) -> None:
         """Renew leases, holds on entries and the sign of life, also during a long training step or the last save.
@@ -513,9 +402,8 @@ class Worker:
             self._leases.leave()
         for run, worker in self.served.items():
             if self._end(run, worker):
-                with contextlib.suppress(RedisError), self._giving_back:  # else the lease expires
-                    self._runs[run].worker = None
-                    self._leases.give_back(run)
+                with contextlib.suppress(RedisError):  # else the lease expires
+                    self._give_back(run)
 
     @staticmethod
     def _end(run: str, worker: RunWorker) -> bool:
@@ -523,13 +411,8 @@ class Worker:
         try:
             worker.close()
         except Exception as error:
-            foreseen = isinstance(error, RedisError | OSError | ServiceError | DrafterError)
-            log.warning(
-                "%s: not closed in order (%s); its entries will be delivered again",
-                run,
-                error,
-                exc_info=None if foreseen else error,
-            )
+            trace = None if isinstance(error, RedisError | OSError | ServiceError | DrafterError) else error
+            log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error, exc_info=trace)
             return False
         return True
 
@@ -551,43 +434,12 @@ def connect(url: str) -> Redis:
     return client
 
 
-def checked_device(name: str) -> torch.device:
-    """The device of that name. Raises `ConfigurationError` when there is none."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigurationError(f"DRAFTALIGN_DEVICE={name!r} names no device: cpu, cuda or cuda:1, say") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        build = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
-        raise ConfigurationError(
-            f"DRAFTALIGN_DEVICE={name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices{build}"
-        )
-    return device
-
-
-def use_device(name: str, memory_share: float = 1.0) -> torch.device:
-    """Make a device, and that share of its memory, this process's. Raises `ConfigurationError` when there is none."""
-    device = checked_device(name)
-    if name == "cpu":
-        torch.set_num_threads(1)  # on shared cores, threads that wait for each other are far slower than one
-    elif device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # Triton starts its kernels on the current one
-        if memory_share < 1:
-            torch.cuda.set_per_process_memory_fraction(memory_share, device.index or 0)
-    return device
-
-
-def advised(error: str) -> str:
-    """What is said of an error: of a GPU's memory that ran out, with what to do. That first: the rest is cut off."""
-    return f"{_MEMORY_ADVICE}: {error}" if "CUDA out of memory" in error else error
-
-
-def run_worker(settings: Settings, on_signal: Callable[[int, Callable[..., None]], Any] = signal.signal) -> None:
+def run_worker(settings: Settings) -> None:
     """Run a worker in this process until SIGTERM or SIGINT."""
     if settings.redis_url is None:
         raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
     use_device(settings.device, settings.gpu_memory_share)
     worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
     for number in (signal.SIGTERM, signal.SIGINT):
-        on_signal(number, lambda *_: worker.stop())
+        signal.signal(number, lambda *_: worker.stop())
     worker.serve()

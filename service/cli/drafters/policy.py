@@ -1,0 +1,113 @@
+"""The policy that a drafter is evaluated with: of a run, or of files of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from service.errors import ConfigurationError
+from service.settings import Settings
+from service.storage.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from drafter.policy import Policy
+    from service.worker.target import Target
+
+#: Names of a target's token embedding: a run's own, and those of transformers checkpoints.
+_EMBEDDINGS: Final = (
+    "embed_tokens",
+    "embed_tokens.weight",
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "gpt_neox.embed_in.weight",
+)
+_HEADS: Final = ("lm_head", "lm_head.weight", "language_model.lm_head.weight", "output.weight")
+
+
+class _FixedPolicy:
+    """Of a safetensors file or of a model's directory, sharded or not: the same for all versions."""
+
+    def __init__(self, path: Path, *, with_head: bool) -> None:
+        from drafter.policy import Policy, TargetHead
+
+        self._path = path
+        embed_tokens = self._find(_EMBEDDINGS)
+        if embed_tokens is None:
+            raise ConfigurationError(f"{path} holds no token embedding; looked for {', '.join(_EMBEDDINGS)}")
+        head = TargetHead(self._lm_head(embed_tokens)) if with_head else None
+        self.registered = Policy(0, embed_tokens, head)
+
+    def at(self, policy_version: int) -> Policy:
+        """The same, under this version."""
+        return replace(self.registered, version=policy_version)
+
+    def _lm_head(self, embed_tokens: Tensor) -> Tensor:
+        head = self._find(_HEADS)
+        if head is None and not self._tied():
+            raise ConfigurationError(
+                f"{self._path} holds no head (looked for {', '.join(_HEADS)}) and no config.json that says that it is "
+                "the embedding (tie_word_embeddings true); give a file or directory that has the policy's head"
+            )
+        return embed_tokens if head is None else head
+
+    def _tied(self) -> bool:
+        """Whether the embedding is the head, by config.json; without one, true of a single file."""
+        from drafter.files.checkpoint import CONFIG_FILE, read_config, read_index
+
+        directory = self._path if self._path.is_dir() else self._path.parent
+        if (directory / CONFIG_FILE).exists():
+            return read_config(directory / CONFIG_FILE).get("tie_word_embeddings") is True
+        # Of several shards, another may hold the head.
+        return not self._path.is_dir() and read_index(directory) is None
+
+    def _find(self, names: Sequence[str]) -> Tensor | None:
+        from rl_hooks.wire import MappedFile
+        from service.worker.target import read_tensor
+
+        files = [MappedFile(path) for path in (_shards(self._path) if self._path.is_dir() else [self._path])]
+        for name in names:
+            for file in files:
+                if name in file:
+                    return read_tensor(file, name).float()
+        return None
+
+
+def open_policy(target: str, state_dir: Path | None, *, with_head: bool) -> _FixedPolicy | Target:
+    """The policy that `--target` names; it has a `Policy` for each version (`at`), and the first one (`registered`)."""
+    from service.worker.target import Target
+
+    path = Path(target)
+    if path.is_dir() or path.suffix == ".safetensors":
+        return _FixedPolicy(path, with_head=with_head)
+    layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]
+    if target not in layout.run_names():
+        raise ConfigurationError(
+            f"no run {target!r} under {layout.runs}, and no such file; --target takes a run's name, a safetensors file "
+            "with the target's embedding, or the directory of a transformers model"
+        )
+    return Target.open(layout, target)
+
+
+def _shards(directory: Path) -> list[Path]:
+    """Files of a model: all those that its index names; without an index, all in the directory."""
+    from drafter.files.checkpoint import INDEX_FILE, read_index
+
+    index = read_index(directory)
+    if index is not None:
+        files = [directory / name for name in sorted(set(index.values()))]
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise ConfigurationError(
+                f"{directory} lacks {', '.join(absent)}, which {INDEX_FILE} names; fetch the model again"
+            )
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigurationError(f"{directory} holds no safetensors file to take the target's embedding from")
+    return files

@@ -1,0 +1,267 @@
+"""The worker's side of the queue: deliveries, from a claim to the end of an entry.
+
+An entry stays pending until it is ended, by `ack` or as a dead letter. The next claim takes the entries of a dead
+worker. One that was delivered more than `MAX_DELIVERIES` times becomes a dead letter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from redis import Redis
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from service.storage.queue.keys import (
+    ENDED_SECONDS,
+    GROUP,
+    NUMBERS,
+    REMEMBERED_BYTES,
+    Keys,
+    lua,
+    strings,
+    sweep_bounds,
+    text,
+)
+
+#: Most deliveries of an entry. One that was delivered this often without an ack is taken to kill its worker.
+MAX_DELIVERIES: Final = 3
+KILLER: Final = f"killed its worker {MAX_DELIVERIES} times"
+DEAD_LETTERS_KEPT: Final = 10_000
+EndState = Literal["trained", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One claimed batch. `deliveries` counts this one; `bytes` and `tokens` are of the spooled file `blob`.
+
+    `known`: places in the file of the rollouts that came in an earlier batch. They are not to be used again.
+    `put_back`: it had died, and a person wants it to be worked on however old it is. `first_id`: of one that was put
+    back when newer policies had come, the entry as which it came first.
+    """
+
+    entry_id: str
+    batch_id: str
+    blob: str
+    bytes: int
+    tokens: int
+    rollouts: int
+    policy_version: int
+    policy_version_max: int
+    deliveries: int
+    known: tuple[int, ...] = ()
+    put_back: bool = False
+    first_id: str = ""
+
+    @property
+    def belated(self) -> bool:
+        """Whether it is of another time than now: it says nothing about the newest policy."""
+        return bool(self.first_id)
+
+    @property
+    def arrived(self) -> str:
+        """The id that says when its rollouts came."""
+        return self.first_id or self.entry_id
+
+    @property
+    def suspect(self) -> bool:
+        """True on the last delivery: work on it alone, and checkpoint before the next entry."""
+        return self.deliveries >= MAX_DELIVERIES
+
+
+class RolloutQueue:
+    """The queue of one run. Blocking.
+
+    `remembered_bytes`: of Redis, for batches that ended and their rollouts; beyond it those that ended first are
+    forgotten before `ENDED_SECONDS` are over.
+    """
+
+    def __init__(self, redis: Redis, run: str, remembered_bytes: int = REMEMBERED_BYTES) -> None:
+        self.run = run
+        self._redis: Any = redis  # redis-py types every reply as "maybe awaitable"
+        self._keys = Keys(run)
+        self._remembered_bytes = remembered_bytes
+        self._finish = redis.register_script(lua("held") + lua("remember") + lua("finish"))
+        self._sweep = redis.register_script(lua("sweep"))
+        self._heartbeat = redis.register_script(lua("heartbeat"))
+
+    def ensure_group(self) -> None:
+        """Create the stream and its consumer group; idempotent. Left to `claim` while Redis is full."""
+        try:
+            self._redis.xgroup_create(self._keys.queue, GROUP, id="0", mkstream=True)
+        except OutOfMemoryError:  # raised also if the group exists, whose entries can be worked on
+            return
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    def claim(self, consumer: str, max_tokens: int, min_idle_seconds: float) -> list[Entry]:
+        """Take entries until `max_tokens` is reached: those of dead workers first, then new ones.
+
+        A suspect comes alone, so that a death it causes is not counted as a delivery of other entries. An entry above
+        `MAX_DELIVERIES` becomes a dead letter and is not returned.
+        """
+        entries: list[Entry] = []
+        tokens = 0
+        stale = self._stale(consumer, min_idle_seconds)
+        try:
+            while tokens < max_tokens:
+                entry = next(stale, None) or self._claim_new(consumer)
+                if entry is None:
+                    break
+                entries.append(entry)
+                tokens += entry.tokens
+                if entry.suspect:
+                    break
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            self.ensure_group()  # the server was emptied meanwhile
+        return entries
+
+    def own_pending(self, consumer: str, skip: Collection[str] = ()) -> list[Entry]:
+        """Deliver again the entries that are pending under this consumer name, oldest first.
+
+        A suspect is returned alone: call again until the list is empty. `skip`: ids of entries that are in hand now;
+        they are not delivered again.
+        """
+        entries: list[Entry] = []
+        last = ""
+        while True:
+            try:
+                pending = self._redis.xpending_range(
+                    self._keys.queue,
+                    GROUP,
+                    f"({last}" if last else "-",
+                    "+",
+                    1,
+                    consumername=consumer,
+                )
+            except ResponseError as error:
+                if "NOGROUP" not in str(error):
+                    raise
+                self.ensure_group()  # the server was emptied meanwhile
+                return entries
+            if not pending:
+                return entries
+            if entries and int(pending[0]["times_delivered"]) >= MAX_DELIVERIES - 1:
+                return entries
+            entry_id = last = text(pending[0]["message_id"])
+            if entry_id in skip:
+                continue
+            claimed = self._redis.xclaim(self._keys.queue, GROUP, consumer, 0, [entry_id])
+            if not claimed or claimed[0][0] is None:  # deleted from the stream: drop it from the pending list
+                self._redis.xack(self._keys.queue, GROUP, entry_id)
+                continue
+            entry = self._delivered(claimed[0])
+            if entry is None:
+                continue
+            entries.append(entry)
+            if entry.suspect:
+                return entries
+
+    def heartbeat(self, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        """Reset the idle time of entries; returns those still held. Other consumers have claimed the rest."""
+        if not entry_ids:
+            return []
+        return [text(i) for i in self._heartbeat(keys=[self._keys.queue], args=[GROUP, consumer, "", *entry_ids])]
+
+    def release(self, consumer: str, entries: Sequence[Entry]) -> None:
+        """Take this delivery back from the count of each entry, e.g. before an orderly stop."""
+        for entry in entries:
+            self._heartbeat(
+                keys=[self._keys.queue], args=[GROUP, consumer, max(0, entry.deliveries - 1), entry.entry_id]
+            )
+
+    def ack(self, entry: Entry, state: EndState = "trained", reason: str = "") -> bool:
+        """End an entry. False if it had ended before (another worker claimed and finished it)."""
+        return self._end(entry, state, reason)
+
+    def dead_letter(self, entry: Entry, reason: str, *, keep_file: bool = True) -> bool:
+        """End an entry as undeliverable; its fields and the reason go to the dead-letter stream.
+
+        `keep_file`: its file stays in the spool, where it can be put back from, until `sweep_dead` names it.
+        """
+        return self._end(entry, "dead", reason, keep_file=keep_file)
+
+    def sweep_dead(self, *, older_than_seconds: float, max_bytes: int) -> list[str]:
+        """Give up files of dead batches, the oldest first; returns their names. Delete them."""
+        args = sweep_bounds(older_than_seconds, max_bytes)
+        return [text(blob) for blob in self._sweep(keys=[self._keys.counters, self._keys.dead_files], args=args)]
+
+    def newest_policy(self, after: str | None = None) -> int | None:
+        """Highest policy version of the newest 16 entries that have not ended; None when there are none.
+
+        `after`: of those that arrived after the entry with this id. Belated ones do not count.
+        """
+        found: list[int] = []
+        newest, least = "+", "-" if after is None else f"({after}"
+        while len(found) < 16 and (page := self._redis.xrevrange(self._keys.queue, newest, least, count=64)):
+            entries = [_entry(message, 0) for message in page]
+            found += [entry.policy_version_max for entry in entries if not entry.belated]
+            newest = f"({entries[-1].entry_id}"
+        return max(found[:16], default=None)
+
+    def _end(self, entry: Entry, state: str, reason: str, *, keep_file: bool = False) -> bool:
+        keys = self._keys
+        reason = reason[:2000].encode("utf-8", "backslashreplace").decode()  # it may quote bytes that are not UTF-8
+        return bool(
+            self._finish(
+                keys=[keys.queue, keys.counters, keys.batch(entry.batch_id), keys.dead, keys.dead_files],
+                args=[
+                    *(GROUP, entry.entry_id, state, reason),
+                    *(ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT, int(keep_file), self._remembered_bytes),
+                ],
+            )
+        )
+
+    def _stale(self, consumer: str, min_idle_seconds: float) -> Iterator[Entry]:
+        """Claim entries that were idle too long, one at a time, in one pass over the pending ones."""
+        cursor = "0-0"
+        while True:
+            reply = self._redis.xautoclaim(
+                self._keys.queue, GROUP, consumer, int(min_idle_seconds * 1000), cursor, count=1
+            )
+            cursor = text(reply[0])
+            for message in reply[1]:
+                if message[0] is None:  # Redis 6.2 returns deleted entries as nil
+                    continue
+                entry = self._delivered(message)
+                if entry is not None:
+                    yield entry
+            if cursor == "0-0":
+                return
+
+    def _claim_new(self, consumer: str) -> Entry | None:
+        reply = self._redis.xreadgroup(GROUP, consumer, {self._keys.queue: ">"}, count=1)
+        if not reply:
+            return None
+        streams = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
+        message = streams[0][0] if isinstance(streams[0], list) else streams[0]
+        return _entry(message, 1)
+
+    def _delivered(self, message: Any) -> Entry | None:
+        """Entry of a redelivered message; None if it was above `MAX_DELIVERIES` and became a dead letter."""
+        entry_id = text(message[0])
+        pending = self._redis.xpending_range(self._keys.queue, GROUP, entry_id, entry_id, 1)
+        entry = _entry(message, int(pending[0]["times_delivered"]) if pending else 1)
+        if entry.deliveries > MAX_DELIVERIES:
+            self.dead_letter(entry, KILLER)
+            return None
+        return entry
+
+
+def _entry(message: Any, deliveries: int) -> Entry:
+    fields = strings(message[1])
+    return Entry(
+        entry_id=text(message[0]),
+        batch_id=fields["batch_id"],
+        blob=fields["blob"],
+        **{name: int(fields[name]) for name in NUMBERS},
+        deliveries=deliveries,
+        put_back=fields.get("put_back") == "1",
+        first_id=fields.get("arrived", ""),
+        known=tuple(json.loads(fields.get("known", "[]"))),  # of an older service: none
+    )

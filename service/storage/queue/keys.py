@@ -1,0 +1,94 @@
+"""What both sides of the queue and its dead batches share: Redis keys, counters, scripts, and how replies are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+GROUP: Final = "workers"
+#: How long a batch's state is kept after its end, to answer for it and to recognise duplicates: 7 days.
+ENDED_SECONDS: Final = 7 * 86_400
+#: Redis' memory for that, of one run; those that ended first are forgotten sooner where it is full: 128 MiB.
+REMEMBERED_BYTES: Final = 128 * 2**20
+COUNTERS: Final = (
+    "items",
+    "bytes",
+    "accepted_total",
+    "duplicates_total",
+    "rejected_total",
+    "acked_total",
+    "skipped_total",
+    "dead_total",
+    "dropped_total",
+    "put_back_total",
+    "dead_file_bytes",
+)
+#: What `held.lua` keeps in one string: all but the last are counters.
+HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total", "newest")
+#: What an entry, a batch's state and a dead letter say in numbers.
+NUMBERS: Final = ("bytes", "tokens", "rollouts", "policy_version", "policy_version_max")
+_LUA: Final = Path(__file__).parents[1] / "lua"
+
+
+class Keys:
+    """Redis keys of one run. The braces are a literal hash tag: a cluster keeps one run in one slot."""
+
+    RUNS: Final = "da:runs"
+    #: Written by a probe: two slots, so a single node of a cluster refuses them.
+    READY: Final = ("da:ready:1", "da:ready:2")
+    #: The same through a cluster's client: one slot, as a run's keys.
+    READY_CLUSTER: Final = ("da:{ready}:1", "da:{ready}:2")
+
+    def __init__(self, run: str) -> None:
+        self.prefix = f"da:{{{run}}}:"
+        self.queue = self.prefix + "queue"
+        self.counters = self.prefix + "counters"
+        self.held = self.prefix + "held"
+        self.last_death = self.prefix + "last_death"
+        self.dead = self.prefix + "dead"
+        self.dead_files = self.prefix + "dead_files"
+
+    def batch(self, batch_id: str) -> str:
+        """Hash with the state of one batch."""
+        return f"{self.prefix}batch:{batch_id}"
+
+    def orphan(self, blob: str) -> str:
+        """Exists while the reaper has marked a spooled file as an orphan: `enqueue` refuses to name it."""
+        return f"{self.prefix}orphan:{blob}"
+
+    def rollout(self, rollout_id: str) -> str:
+        """String: the batch that a rollout came in."""
+        return f"{self.prefix}rollout:{rollout_id}"
+
+
+def parts(held: object) -> dict[str, str]:
+    """The string `held` by the names in `HELD`."""
+    return dict(zip(HELD, text(held).split(" "), strict=True))
+
+
+def counts(values: Sequence[Any], held: object) -> dict[str, int]:
+    """All `COUNTERS` from the hash's values and the string `held`, None where there is none yet."""
+    both = dict(zip(COUNTERS, values, strict=True)) | (parts(held) if held else {})
+    return {name: int(both[name] or 0) for name in COUNTERS}
+
+
+def lua(name: str) -> str:
+    """Text of one of the scripts."""
+    return (_LUA / f"{name}.lua").read_text(encoding="utf-8")
+
+
+def text(value: object) -> str:
+    """Replies are bytes or text, depending on the client's `decode_responses`."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def strings(fields: Mapping[Any, Any]) -> dict[str, str]:
+    """The same of a hash, or of a stream's entry."""
+    return {text(k): text(v) for k, v in fields.items()}
+
+
+def sweep_bounds(older_than_seconds: float, max_bytes: int) -> list[int]:
+    """Arguments of the script `sweep`: Unix milliseconds, bytes."""
+    return [int((time.time() - older_than_seconds) * 1000), max_bytes]

@@ -1,0 +1,72 @@
+"""Which runs this worker takes and which it leaves to other workers, where several share the runs of one service.
+
+Each is to have as many runs as the others. A worker that has its share takes a further run only where no other worker
+has served that for a while. One that has two runs more than another hands one over: it closes that run and gives its
+lease back.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from redis import Redis
+
+from service.storage.lease import Leases
+from service.storage.reports import Store
+
+#: A worker that has its share of the runs takes one more only if nobody else has for so long.
+_LEFT_SECONDS = 30.0
+#: Between two runs that are handed to other workers: each begins with a checkpoint that is read. And how long none is
+#: handed over after one that nobody took: whoever has fewer cannot open it.
+_HAND_OVER_SECONDS = 5.0
+_UNWANTED_SECONDS = 600.0
+
+
+class Share:
+    """The share of one worker. `now` is monotonic; `served`: how many runs this worker has open."""
+
+    def __init__(self, redis: Redis, leases: Leases) -> None:
+        self._redis = redis
+        self._leases = leases
+        self._most = math.inf  # runs that this worker may have
+        self._hand_over_at = -math.inf  # it hands no run over before this (monotonic)
+        self._handed_over: str | None = None  # the run that it handed over last, until another worker takes it
+        self._left_since: dict[str, float] = {}  # runs that are left to other workers (monotonic)
+
+    def look(self, served: int, wanted: int, now: float) -> bool:
+        """Ask how many runs the others have; returns whether to hand one over. `wanted`: runs to be worked on."""
+        others = self._leases.others(served)
+        self._most = math.ceil(wanted / (1 + len(others))) if others else math.inf
+        more = served > 1 + min(others, default=math.inf)
+        return more and self._handed_over is None and now >= self._hand_over_at
+
+    def hand_over(self, run: str, now: float) -> None:
+        """Note that this run is handed over. The next one waits until another worker has taken it."""
+        self._handed_over, self._hand_over_at = run, now + _HAND_OVER_SECONDS
+        self._left_since[run] = now
+
+    def may_take(self, run: str, served: int, now: float) -> bool:
+        """Whether this worker has less than its share of the runs, or no other one serves this run."""
+        if math.isinf(self._most) or (served < self._most and run != self._handed_over):
+            self.forget(run)
+            return True
+        if not self._leases.is_free(run):
+            if run == self._handed_over:
+                self._handed_over = None
+            return False
+        since = self._left_since.setdefault(run, now)
+        beat = Store(self._redis, run).last_served()  # a lease alone may be of one that cannot open it
+        lately = beat is not None and time.time() - beat < _LEFT_SECONDS
+        if lately or now - since < _LEFT_SECONDS:
+            return False
+        if run == self._handed_over:
+            self._hand_over_at = now + _UNWANTED_SECONDS
+        self.forget(run)
+        return True
+
+    def forget(self, run: str) -> None:
+        """Leave the run to other workers no more: this one takes it, or nobody is to work on it."""
+        self._left_since.pop(run, None)
+        if run == self._handed_over:
+            self._handed_over = None
