@@ -182,6 +182,11 @@ def test_the_query_wants_a_worker_for_each_run_that_has_work(tmp_path: Path) -> 
         case(f"{name}, {apis} APIs", runs, apis, wanted) for name, (runs, wanted) in CASES.items() for apis in (1, 3)
     ]
     tests.append(case("no API answers", {}, 0, None))
+    for waiting, workers in (("0", None), ("3", 1)):
+        unreadable = case(f"of two runs one cannot be read, {waiting} wait", {"a": (waiting, "0", "")}, 1, workers)
+        series = {"series": 'draftalign_run_unreadable{instance="api-0",run="b"}', "values": "1x70"}
+        unreadable["input_series"].append(series)
+        tests.append(unreadable)
     (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "tests": tests}))
     result = run("promtool", "test", "rules", "test.yml", cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -95,6 +95,10 @@ class EngineProcess:
     _asked_for: str | None = None
     _shape: tuple[str, str] | None = None  # (config fingerprint, d2t digest) that it takes
 
+    def __post_init__(self) -> None:
+        if self.pending is not None:  # the agent before this one asked for it
+            self._asked_for, self.unseen_swaps = self.pending.version, 1
+
     def asks(self, release: Release) -> None:
         """It is asked to load the release."""
         if release.version != self._asked_for:

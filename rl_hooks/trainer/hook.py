@@ -114,7 +114,7 @@ class DrafterHook:
                 aux_layers=self._features.aux_layers,
                 policy_version=policy_version,
                 draft_vocab_size=draft_vocab_size,
-                initial_drafter=initial_drafter,
+                initial_drafter=None if rank else initial_drafter,  # rank 0 sends it; no other node needs the folder
                 logit_map=logit_map,
             )
         except BaseException:

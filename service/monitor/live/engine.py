@@ -158,20 +158,23 @@ class Finding:
 def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
     """Judge an engine by its own blocks, oldest first."""
     dead = _find_dead(blocks, replays, rule)
-    if dead is not None:
+    if dead is not None and dead.kind != "unknown":
         return dead
     known = [found for block in blocks if (found := at_common_depth(block, replays, rule)) is not None]
     rounds = sum(k.block.rounds for k in known)
     if not known:
-        return Finding("unknown", "no replay α of what it drafts with, on rollouts of the same policy version, so far")
+        text = "no replay α of what it drafts with, on rollouts of the same policy version, so far"
+        return dead or Finding("unknown", text)
     if replays.spread is None:
-        return Finding("unknown", "too few rollouts are scored to say how far live and replay α may differ")
+        return dead or Finding("unknown", "too few rollouts are scored to say how far live and replay α may differ")
     if rounds < rule.min_rounds:
-        return Finding("unknown", f"{rounds} rounds so far; {rule.min_rounds} are needed to judge")
+        return dead or Finding("unknown", f"{rounds} rounds so far; {rule.min_rounds} are needed to judge")
     begin, kind = _change(known, replays, replace(rule, above_band=_above_band(known, replays, rule)))
     about, scan = known[begin:], Scan(replays.spread, replays.outlier)
     stretch = [scan.add(k) for k in reversed(about)][-1]
     if kind == "healthy":
+        if dead is not None:
+            return dead
         depth = _other_depth(about, rule)
         if depth is not None:
             return Finding("depth", depth, stretch, tuple(about))

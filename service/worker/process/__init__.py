@@ -193,6 +193,7 @@ class Worker:
         """Leave a run to another worker, without a checkpoint: theirs is newer."""
         log.warning("run %s is another worker's now: %s", run, reason)
         self._runs[run].worker = None
+        self._recent_suspected.discard(run)
 
     def _fail(self, run: str, error: Exception) -> None:
         """Close a run for an exception that nobody foresaw; raises it again where the whole process is of no use."""
@@ -201,7 +202,7 @@ class Worker:
         told = advised(f"{type(error).__name__}: {error}")
         log.error("run %s: %s; it is closed, and opened again from its last checkpoint", run, told, exc_info=error)
         state = self._runs.setdefault(run, _Run())
-        self._give_back(run)
+        state.worker = None  # its lease is kept: another worker does not know whether the recent rollouts are to blame
         self._tell(run, state.back_off(_FAILED_SECONDS), told)
 
     def _leave_alone(self, run: str, error: OSError) -> None:
@@ -214,8 +215,9 @@ class Worker:
 
     def _close_until(self, run: str, seconds: float, error: str) -> None:
         log.error("run %s: %s", run, error)
+        self._runs[run].worker = None
+        self._tell(run, seconds, error)  # first: whoever serves it next takes it back
         self._give_back(run)  # another worker may have more memory, say
-        self._tell(run, seconds, error)
 
     def _tell(self, run: str, seconds: float, error: str) -> None:
         state = self._runs[run]
@@ -278,7 +280,9 @@ class Worker:
         refused = state.retry_at > now and state.file == file
         if state.worker is not None or refused or not self._share.may_take(run, len(self.served), now):
             return
-        if self._leases.hold(run):
+        if not self._leases.hold(run):
+            self._recent_suspected.discard(run)
+        else:
             if self._layout.run_json(run).exists():
                 self._open(run, state, file)
             else:  # it was deleted meanwhile
@@ -310,6 +314,7 @@ class Worker:
 
     def _give_back(self, run: str) -> None:
         """Serve the run no more, and let other workers have it."""
+        self._recent_suspected.discard(run)  # the next worker finds that out by itself
         with self._giving_back:
             self._runs[run].worker = None
             self._leases.give_back(run)
@@ -354,8 +359,11 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
             if _is_the_files(error):
                 store.set_worker({"refused": file})
+            if not is_device_fault(error):
+                self._deaths.end(run)  # before the run is given back: another worker may begin to open it then
             self._end_at(run, error)
-        self._deaths.end(run)
+        else:
+            self._deaths.end(run)
 
     def _beat(self) -> None:
         """Renew leases, holds on entries and the sign of life, also during a long training step or the last save.

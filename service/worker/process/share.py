@@ -38,7 +38,10 @@ class Share:
         """Ask how many runs the others have; returns whether to hand one over. `wanted`: runs to be worked on."""
         others = self._leases.others(served)
         self._most = math.ceil(wanted / (1 + len(others))) if others else math.inf
-        more = served > 1 + min(others, default=math.inf)
+        fewest = min(others, default=math.inf)
+        if served <= fewest:  # then others have not less than this worker, and take nothing that it handed over
+            self._handed_over = None
+        more = served > 1 + fewest
         return more and self._handed_over is None and now >= self._hand_over_at
 
     def hand_over(self, run: str, now: float) -> None:
@@ -52,18 +55,28 @@ class Share:
             self.forget(run)
             return True
         if not self._leases.is_free(run):
+            self._note_left(run, now)
             if run == self._handed_over:
                 self._handed_over = None
             return False
-        since = self._left_since.setdefault(run, now)
-        beat = Store(self._redis, run).last_served()  # a lease alone may be of one that cannot open it
-        lately = beat is not None and time.time() - beat < _LEFT_SECONDS
-        if lately or now - since < _LEFT_SECONDS:
+        if now - self._note_left(run, now) < _LEFT_SECONDS:
             return False
         if run == self._handed_over:
             self._hand_over_at = now + _UNWANTED_SECONDS
         self.forget(run)
         return True
+
+    def _note_left(self, run: str, now: float) -> float:
+        """Since when nobody has served this run, as far as this worker knows.
+
+        A lease alone says nothing: its holder may be unable to open the run.
+        """
+        since = self._left_since.get(run, now)
+        beat = Store(self._redis, run).last_served()
+        if beat is not None and (ago := time.time() - beat) >= 0.0:  # not from a clock that is ahead
+            since = max(since, now - ago)
+        self._left_since[run] = since
+        return since
 
     def forget(self, run: str) -> None:
         """Leave the run to other workers no more: this one takes it, or nobody is to work on it."""

@@ -95,3 +95,17 @@ def test_a_restart_is_seen_by_counters_that_fell_or_by_fewer_swaps() -> None:
     assert seen.look(None, EngineState("a", True, 1), 5.0).restarted
     assert not seen.look(scrape(0), EngineState("a", True, 1), 6.0).restarted
     assert Seen.restore(json.loads(json.dumps(seen.dump())), 6.0).known == Known("a", 1)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_engine_does_each_of_two_requests_whose_answers_were_lost(restarted: bool) -> None:
+    wanted = release(2)
+    process = EngineProcess()
+    process.asks(wanted)
+    if restarted:
+        process = EngineProcess(pending=process.pending)  # what an agent leaves to the next one
+    process.asks(wanted)
+    first, second = Known(wanted.version, 2), Known(wanted.version, 3)
+    assert not process.repeated(Known("before", 1), first), "this one changed the version"
+    assert process.repeated(first, second)
+    assert not process.repeated(second, Known(wanted.version, 4)), "nobody asked here for a third"

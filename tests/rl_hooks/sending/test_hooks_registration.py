@@ -162,6 +162,14 @@ def test_a_missing_initial_drafter_is_named() -> None:
         RunRegistration(tiny_qwen3(), aux_layers=(1, 2, 3), initial_drafter="/nonexistent")
 
 
+def test_only_rank_0_reads_the_initial_drafter() -> None:
+    """It alone registers the run: other nodes need not have the folder."""
+    facts: dict[str, Any] = {"aux_layers": (1, 2), "initial_drafter": "/on/the/first/node/only", "world_size": 2}
+    DrafterHook(tiny_qwen3(), "http://127.0.0.1:9", rank=1, **facts).close()
+    with pytest.raises(FileNotFoundError):
+        DrafterHook(tiny_qwen3(), "http://127.0.0.1:9", rank=0, **facts)
+
+
 @pytest.mark.parametrize("bad", [{"sample_fraction": 0.0}, {"sample_fraction": 1.5}, {"max_tokens_per_step": 1}])
 def test_impossible_limits_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="sample_fraction"):

@@ -109,3 +109,25 @@ def test_an_engine_that_lost_its_drafter_is_named_dead_beside_hard_prompts(share
             if (verdict := found.get("engine 0")) is not None and verdict.name == "dead" and rounds
         )
         assert 0 < next(answers, 0) <= 2000
+
+
+def test_one_report_of_a_hard_prompt_does_not_hide_what_was_proven_of_an_engine() -> None:
+    """Nor end the hold on publishing, which needs that no engine of several is sound."""
+    version, accepted = "v000001-0a1b2c3d", (110_000.0, 60_000.0, 20_000.0, 10_000.0)
+    sums = DrafterSums.of([300_000.0], [100_000.0])
+    told = Replayed(version, sums, accepted, (100_000.0, *accepted[:-1]))
+    score = ScoreRecord(served=sums, replayed=(told,), drafter_version=version, policy_version=1, entry_id="1-0")
+    replays = Replays([score])
+    replays.spread, replays.outlier = 0.3, 1500.0  # of rollouts of which a few are very hard
+
+    def block(alpha: float, rounds: int) -> Block:
+        drafts = [int(rounds * (alpha - 1) * part) for part in (0.55, 0.28, 0.12, 0.05)]
+        tokens = rounds + sum(drafts)
+        return Block(version, 1, rounds, tokens, 4 * rounds, tuple(drafts), 0.0)
+
+    low = tuple(block(2.0, 256) for _ in range(28))
+    before = watch({"a": low, "b": low}, replays, LiveRule())
+    after = watch({"a": (*low, block(1.03, 512)), "b": low}, replays, LiveRule())
+    assert before.hold is not None
+    assert [one.name for one in after.engines] == [one.name for one in before.engines] == ["trainer features"] * 2
+    assert after.hold is not None

@@ -7,8 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from redis import Redis
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench, Nest, nest
@@ -16,6 +18,7 @@ from worker_fixtures import Bench, Nest, nest
 from service.storage.lease import WORKERS, Leases
 from service.storage.runs import change_state
 from service.worker import process
+from service.worker.loop import RunWorker
 from service.worker.process import Worker, share
 
 RUNS = [f"run{n}" for n in range(4)]
@@ -89,6 +92,7 @@ def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobod
     worker._find_runs()
     assert set(RUNS) - set(worker.served) == {first}, "that was served just now, the other by nobody"
     Store(bench.redis, first).set_worker({"heartbeat": time.time() - 40.0})
+    worker._share._left_since[first] -= 40.0  # time passes
     other.others(0)
     worker._find_runs()
     assert len(worker.served) == 4
@@ -172,12 +176,110 @@ def test_a_run_that_cannot_be_opened_is_given_back_for_others_and_is_in_nobodys_
     assert set(worker.served) == set(RUNS[1:])
     assert not bench.redis.exists(Leases.key(RUNS[0]))
     other = Leases(Redis.from_url(bench.redis_url))
-    other.others(2)
+    other.others(1)
+    bench.register(bench.world.run_file(drafter=bench.world.drafter()), run="run4")
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
-    for _ in range(3):
-        worker._find_runs()
-    assert set(worker.served) == set(RUNS[1:]), "three and two are shared out well"
+    worker._find_runs()
+    # Three is half of five, but of the four that can be opened it is more than half.
+    assert worker._share._most == 2
     worker._close()
+
+
+def test_a_run_that_the_other_one_leaves_as_it_has_its_share_is_served_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many runs the other one has is known late: two workers that start together both open two."""
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    begin(bench)
+    other, worker = Leases(Redis.from_url(bench.redis_url)), Worker(bench.settings, Redis.from_url(bench.redis_url))
+    other.others(0)
+    assert other.hold(RUNS[0])
+    assert other.hold(RUNS[1])
+    for _ in range(2):
+        worker._find_runs()
+    assert len(worker.served) == 1, "it hands one over to a worker that says it has none"
+    other.others(2)
+    worker._find_runs()
+    assert set(worker.served) == set(RUNS[2:])
+    worker._close()
+
+
+def test_the_first_error_of_a_run_that_another_worker_serves_is_no_reason_to_take_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, other, gone = handed_over(bench, monkeypatch, 0)
+    monkeypatch.setattr(share, "_LEFT_SECONDS", 30.0)
+    (run,) = gone
+    worker._share._left_since[run] -= 60.0
+    assert other.hold(run)
+    Store(bench.redis, run).set_worker({"heartbeat": time.time()})
+    other.others(1)
+    worker._find_runs()
+    Store(bench.redis, run).set_worker({"error": "ValueError: one time"})
+    other.give_back(run)
+    other.others(2)
+    worker._find_runs()
+    assert run not in worker.served
+    worker._close()
+
+
+def test_a_sign_of_life_from_a_clock_that_is_ahead_keeps_no_run_from_being_served(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, other, gone = handed_over(bench, monkeypatch, 0)
+    Store(bench.redis, *gone).set_worker({"heartbeat": time.time() + 3600.0})
+    time.sleep(0.6)
+    other.others(0)
+    worker._find_runs()
+    assert len(worker.served) == 4
+    worker._close()
+
+
+def test_what_a_worker_says_of_a_run_that_it_gives_back_is_said_before_another_one_takes_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    bench.begin()
+    worker, other = (Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2))
+    memory = iter([torch.OutOfMemoryError("too little here")])
+
+    def open_it(self: RunWorker, *arguments: Any, **options: Any) -> None:
+        for error in memory:
+            raise error
+        opened(self, *arguments, **options)
+
+    def then_the_other(run: str) -> None:
+        give_back(run)
+        other._find_runs()
+        other._turn()
+
+    opened, give_back = RunWorker.__init__, worker._leases.give_back
+    monkeypatch.setattr(RunWorker, "__init__", open_it)
+    monkeypatch.setattr(worker._leases, "give_back", then_the_other)
+    worker._find_runs()
+    assert set(other.served) == {"default"}
+    assert bench.store.worker().error is None, "the other one serves it"
+    assert worker._runs["default"].retry_at > time.monotonic()
+    other._close()
+
+
+def test_a_failed_training_leaves_the_run_with_its_worker_which_alone_knows_what_may_be_to_blame(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    bench.begin()
+    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker._find_runs()
+    worker._end_at("default", ValueError("one time"))
+    assert not worker.served
+    other = Leases(Redis.from_url(bench.redis_url))
+    assert not other.hold("default")
+    worker._recent_suspected.add("default")
+    bench.redis.delete(Leases.key("default"))  # its time is over
+    assert other.hold("default")
+    worker._runs["default"].retry_at = 0.0
+    worker._find_runs()
+    assert not worker._recent_suspected, "another worker finds that out by itself now"
 
 
 def test_paused_runs_are_nobodys_share(bench: Bench) -> None:
