@@ -58,6 +58,8 @@ _RETRY_SECONDS = 0.5
 #: After an error of the disk; twice as long after each further one in a row, up to `_REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
+#: A worker that has not looked for so long is at a long turn, and is handed no run before its end.
+_BUSY_SECONDS = 10.0
 #: The queue of an archived run is looked at again after this: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
 #: A run that cannot be worked on is tried again after this.
@@ -380,7 +382,8 @@ class Worker:
     def _beat_once(self) -> None:
         if not self._stopping:
             with contextlib.suppress(RedisError):
-                self._leases.others(len(self.served))  # a training may take longer than a lease
+                busy = time.monotonic() - self._looked > _BUSY_SECONDS
+                self._leases.others(len(self.served), busy=busy)  # a training may take longer than a lease
         for run, worker in self.served.items():
             try:
                 self._beat_run(run, worker)

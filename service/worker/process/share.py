@@ -38,7 +38,7 @@ class Share:
         """Ask how many runs the others have; returns whether to hand one over. `wanted`: runs to be worked on."""
         others = self._leases.others(served)
         self._most = math.ceil(wanted / (1 + len(others))) if others else math.inf
-        fewest = min(others, default=math.inf)
+        fewest = min((runs for runs, looks in others if looks), default=math.inf)
         if served <= fewest:  # then others have not less than this worker, and take nothing that it handed over
             self._handed_over = None
         more = served > 1 + fewest

@@ -296,11 +296,29 @@ def test_paused_runs_are_nobodys_share(bench: Bench) -> None:
 
 def test_a_full_redis_keeps_no_worker_from_its_runs(bench: Bench) -> None:
     leases, other = (Leases(Redis.from_url(bench.redis_url)) for _ in range(2))
-    assert (leases.others(3), other.others(1)) == ([], [3])
+    assert (leases.others(3), other.others(1)) == ([], [(3, True)])
     bench.redis.config_set("maxmemory", 1)
     try:
         assert leases.others(3) == [], "as it was before"
-        assert other.others(1) == [3]
+        assert other.others(1) == [(3, True)]
     finally:
         bench.redis.config_set("maxmemory", 0)
-    assert leases.others(3) == [1]
+    assert leases.others(3) == [(1, True)]
+
+
+def test_no_run_is_handed_to_a_worker_in_a_long_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look for the run only afterwards, and nobody would serve it until then."""
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    begin(bench)
+    worker, other = (Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2))
+    worker._find_runs()
+    other._looked = time.monotonic() - 60.0
+    other._beat_once()
+    for _ in range(2):
+        worker._find_runs()
+        assert len(worker.served) == 4
+    other._looked = time.monotonic()
+    other._beat_once()
+    worker._find_runs()
+    assert len(worker.served) == 3
+    worker._close()
