@@ -38,6 +38,7 @@ from service.api.context import Context, ServiceContext
 from service.api.drafters import tagged
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.problems import Problem
+from service.api.rollouts import dead as dead_api
 from service.api.snapshot import read_now, watch_headlines
 from service.errors import ConfigurationError, RunNotFound
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
@@ -101,7 +102,7 @@ def create_app(settings: Settings) -> FastAPI:
     context = app.state.context = ServiceContext(settings, client)
     app.add_middleware(Guard, tokens=context.tokens, audit_log=AuditLog(context.layout))
     problems.install(app, settings.retry_after_seconds)
-    for part in (runs_api, rollouts_api, drafters_api, acceptance_api):
+    for part in (runs_api, rollouts_api, dead_api, drafters_api, acceptance_api):
         app.include_router(part.router)
     app.include_router(router)
     return app

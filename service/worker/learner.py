@@ -13,11 +13,10 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,11 +137,10 @@ class Learner:
 
     def save(self, checkpoint: WorkerCheckpoint, applied: Sequence[str]) -> None:
         """Write a checkpoint, which names the `applied` batches; what it lists of the recent rollouts moves there."""
-        if self.lineage.trainer is None:
-            raise RuntimeError("the lineage has not begun")
+        trainer = self.lineage.needed_trainer
         self.journal.send()  # first: what a checkpoint holds is not scored again
         checkpoint.save(
-            self.lineage.trainer,
+            trainer,
             {
                 "controller": self.controller.to_json(),
                 **self.journal.state,
@@ -220,7 +218,9 @@ class Learner:
             elif scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
                 self._conclude(contests, newest_version)
             if passed_over:
-                self._keep(passed_over, fates)
+                for loaded, _ in passed_over:
+                    self._remember(loaded)
+                self._finish(passed_over, fates)
                 self._record(passed_over, DEFERRED)
         except Exception:  # a full disk, say: the same batches come again, and must not count twice
             if self.gate.served == looked["served"]:
@@ -236,9 +236,9 @@ class Learner:
         trained = decision.action is not Action.IDLE
         never = isolated or passed_over_enough  # who comes to train in one claim of nine does all of it
         try:
-            with self._without_recent() if isolated else contextlib.nullcontext():
-                ends = (lambda: False) if never else newer_waits
-                seconds, share = self.train(newest, ends) if trained else (0.0, 1.0)
+            older = [] if isolated else self.recent.but(newest)
+            ends = (lambda: False) if never else newer_waits
+            seconds, share = self.train(newest, older, ends) if trained else (0.0, 1.0)
         except OSError as error:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
@@ -273,21 +273,8 @@ class Learner:
         curve = LearningCurve() if self.lineage.warming_up else self.controller.curve
         self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest)
 
-    @contextlib.contextmanager
-    def _without_recent(self) -> Iterator[None]:
-        recent, self.recent = self.recent, self._empty_memory()
-        try:
-            yield
-        finally:
-            self.recent = recent
-
     def _remember(self, loaded: Loaded) -> KeptBatch:
         return self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
-
-    def _keep(self, scored: Sequence[Scored], fates: Fates) -> None:
-        for loaded, _ in scored:
-            self._remember(loaded)
-        self._finish(scored, fates)
 
     def _finish(self, scored: Sequence[Scored], fates: Fates) -> None:
         for loaded, _ in scored:
@@ -297,18 +284,18 @@ class Learner:
         latest = self.lineage.served_version()
         self.journal.record([(loaded.entry, scores) for loaded, scores in scored], decision, seconds, latest=latest)
 
-    def train(self, newest: Sequence[KeptBatch], ends: Callable[[], bool] = lambda: False) -> tuple[float, float]:
-        """Train on the newest batches mixed with recent ones; returns the seconds it took, and what share was done.
+    def train(
+        self, newest: Sequence[KeptBatch], older: Sequence[KeptBatch], ends: Callable[[], bool]
+    ) -> tuple[float, float]:
+        """Train on the newest batches mixed with older ones; returns the seconds it took, and what share was done.
 
         Once `_LEAST_PART` of it is done, it ends where `ends` says so.
         """
-        trainer = self.lineage.trainer
-        if trainer is None:
-            raise RuntimeError("the lineage has not begun")
+        trainer = self.lineage.needed_trainer
         started = time.perf_counter()
         task = Task(
             newest,
-            self.recent.but(newest),
+            older,
             passes=self._settings.train_passes,
             step_tokens=self._settings.train_step_tokens,
             seed=self._settings.seed * 1_000_003 + self.journal.totals.batches,

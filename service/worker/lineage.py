@@ -129,9 +129,14 @@ class Lineage:
     @property
     def candidate(self) -> DraftModel:
         """The drafter that is being trained."""
+        return self.needed_trainer.drafter
+
+    @property
+    def needed_trainer(self) -> DrafterTrainer:
+        """What trains the candidate; an error before the lineage has begun."""
         if self.trainer is None:
             raise RuntimeError("the lineage has not begun")
-        return self.trainer.drafter
+        return self.trainer
 
     @property
     def ranks(self) -> Ranks:
@@ -143,12 +148,11 @@ class Lineage:
 
         `service.ranks.Follower` is their side of it. Call it `in_step`.
         """
-        if self.trainer is None:
-            raise RuntimeError("the lineage has not begun")
-        whole = {"run": self._run, "config": asdict(self.trainer.config), **order}
+        trainer = self.needed_trainer
+        whole = {"run": self._run, "config": asdict(trainer.config), **order}
         self.ranks.shared(lambda: whole, idle=True)
         self.ranks.together(lambda: None)  # they map the files
-        hand_over(self.trainer, self._layout.worker(self._run))
+        hand_over(trainer, self._layout.worker(self._run))
 
     @property
     def warming_up(self) -> bool:

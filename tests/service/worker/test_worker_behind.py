@@ -33,9 +33,9 @@ def scored_and_trained(
     """Drain; by batch, the drafters it was scored with; by training, whose new rollouts it was about."""
     train, about = Learner.train, []
 
-    def watched(self: Learner, newest: Any, ends: Any) -> tuple[float, float]:
+    def watched(self: Learner, newest: Any, older: Any, ends: Any) -> tuple[float, float]:
         about.append({kept.name.partition(".")[0][:32] for kept in newest})
-        return train(self, newest, ends)
+        return train(self, newest, older, ends)
 
     monkeypatch.setattr(Learner, "train", watched)
     bench.drain(worker)
@@ -164,9 +164,9 @@ def stepped(monkeypatch: pytest.MonkeyPatch, then: Any) -> list[list[int]]:
     train, step = Learner.train, DrafterTrainer.step
     parts: list[list[int]] = []
 
-    def trained(self: Learner, newest: Any, ends: Any) -> tuple[float, float]:
+    def trained(self: Learner, newest: Any, older: Any, ends: Any) -> tuple[float, float]:
         parts.append([])
-        return train(self, newest, ends)
+        return train(self, newest, older, ends)
 
     def counted(self: DrafterTrainer, window: Any) -> Any:
         if not parts[-1]:
@@ -333,8 +333,8 @@ def test_who_trains_in_one_claim_of_nine_does_all_of_it(bench: Bench, monkeypatc
     bench.begin()
     train, shares = Learner.train, []
 
-    def watched(self: Learner, newest: Any, ends: Any) -> tuple[float, float]:
-        seconds, share = train(self, newest, ends)
+    def watched(self: Learner, newest: Any, older: Any, ends: Any) -> tuple[float, float]:
+        seconds, share = train(self, newest, older, ends)
         shares.append(share)
         return seconds, share
 

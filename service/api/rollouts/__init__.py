@@ -1,4 +1,4 @@
-"""`POST /rollouts`, `GET /rollouts/{id}`, and a run's dead batches: `/runs/{run}/dead`.
+"""`POST /rollouts` and `GET /rollouts/{id}`.
 
 An upload is refused as early as possible: by the request's header fields (before a byte of the body is read), by the
 safetensors header (before the features arrive), by the small integer tensors (at the end). The features are not read
@@ -11,19 +11,15 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from redis.exceptions import OutOfMemoryError
-from starlette.responses import FileResponse
 
 from rl_hooks.wire import (
     AUX_CONVENTION,
-    CONTENT_TYPE,
     FORMATS,
     Header,
     LastRows,
@@ -33,7 +29,7 @@ from rl_hooks.wire import (
     check_index,
     check_rollout_header,
 )
-from service.api.auth import Caller, audit, check_covers
+from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem
 from service.api.runs import check_room
@@ -180,11 +176,12 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
     if full:
         await context.soon(context.queue(run).count_rejected())
         held = f"{items} batches, {size} bytes and {coming} on their way, {rollouts} rollouts"
-        raise _queue_full(context, run, held, limit_bytes)
+        raise queue_full(context, run, held, limit_bytes)
     return limit_bytes
 
 
-def _queue_full(context: ServiceContext, run: str, held: str, limit_bytes: int) -> Problem:
+def queue_full(context: ServiceContext, run: str, held: str, limit_bytes: int) -> Problem:
+    """The answer to a batch that finds the run's queue full. `held`: what is in it."""
     settings = context.settings
     return Problem(
         429,
@@ -223,8 +220,7 @@ def _check_run(record: RunRecord, header: RolloutHeader) -> None:
 def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None:
     """Verify the integer tensors; no other tensor is read."""
     file = MappedFile(upload.path)
-    arrays = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
-    input_ids, cu_seqlens, loss_mask = arrays
+    input_ids, cu_seqlens, loss_mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     aux_rows = file.array("aux_rows") if "aux_rows" in file else None
     check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size, aux_rows)
 
@@ -319,7 +315,7 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, limit
             headers={"Retry-After": str(settings.retry_after_seconds)},
         )
     if outcome.outcome == "full":
-        raise _queue_full(context, run, outcome.state, limit_bytes)
+        raise queue_full(context, run, outcome.state, limit_bytes)
     return outcome
 
 
@@ -345,141 +341,3 @@ async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "defaul
         "known_rollouts": int(batch.get("known_rollouts", 0)),  # of an older service: none were left out
         "rollout_ids": json.loads(batch["rollout_ids"]),
     }
-
-
-# --- dead batches -----------------------------------------------------------------------------------------------------
-
-
-@router.get("/runs/{run}/dead")
-async def get_dead(
-    run: str,
-    context: Context,
-    count: Annotated[int, Query(ge=1, le=100, description="Most batches of one answer.")] = 50,
-    before: Annotated[
-        str | None, Query(pattern=r"^[1-9][0-9]{0,17}-[0-9]{1,18}$", description="`older` of the page before.")
-    ] = None,
-) -> dict[str, Any]:
-    """List the dead batches, newest first: why, when, and whether the file is kept (`has_file`), to be put back."""
-    context.run(run)
-    await context.check_redis()
-    letters = context.dead(run)
-    found = await letters.page(count, before)
-    return {
-        "run": run,
-        "total": await letters.total(),
-        "file_bytes": (await context.queue(run).counters())["dead_file_bytes"],
-        "dead": [
-            {name: value for name, value in asdict(one).items() if name != "blob"}
-            | {"has_file": one.has_file and context.spool.path(run, one.blob).exists()}
-            for one in found
-        ],
-        "older": found[-1].letter_id if len(found) == count else None,
-    }
-
-
-@router.get(
-    "/runs/{run}/dead/{batch_id}/file",
-    response_class=FileResponse,
-    responses={409: {"description": "The batch is not dead."}, 410: {"description": "The file is not kept any more."}},
-)
-async def get_dead_file(run: str, batch_id: str, context: Context) -> FileResponse:
-    """Download the rollout file of a dead batch, as it came."""
-    batch = await _batch(context, run, batch_id)
-    if batch["state"] != "dead":
-        raise _not_dead(run, batch_id, batch["state"])
-    path = _kept(context, run, batch_id, batch)
-    return FileResponse(path, media_type=CONTENT_TYPE, filename=f"{batch_id}.safetensors")
-
-
-@router.post(
-    "/runs/{run}/dead/{batch_id}/retry",
-    status_code=202,
-    responses={
-        200: {"description": "It is not dead any more; `state` says what it is."},
-        410: {"description": "The file is not kept any more."},
-        429: {"description": "The queue is full."},
-    },
-)
-async def retry_dead(
-    run: str,
-    batch_id: str,
-    request: Request,
-    response: Response,
-    context: Context,
-    letter_id: str | None = Query(None, max_length=64, description="Of the death that you saw, as `dead` lists it."),
-) -> dict[str, Any]:
-    """Put a dead batch back into the queue. Rollouts that came again are left out.
-
-    Once for each time that it died: with `letter_id`, however often and however late it is asked.
-    """
-    audit(request, "put back", batch_id=batch_id)
-    settings, batch = context.settings, await _batch(context, run, batch_id)
-    check_open(context.layout, run, for_rollouts=True)
-    if batch["state"] == "dead":
-        _kept(context, run, batch_id, batch)
-    seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
-    held = (await context.queue(run).depth()).bytes + int(batch["bytes"])  # its file is there already
-    limit_bytes = context.queue_limit_bytes(held, run)
-    outcome = await context.dead(run).put_back(
-        batch_id, seen, max_items=settings.queue_max_items, max_bytes=limit_bytes
-    )
-    if outcome.outcome == "full":
-        raise _queue_full(context, run, outcome.state, limit_bytes)
-    if outcome.outcome in ("gone", "disowned"):
-        raise _gone(run, batch_id)
-    if outcome.outcome == "accepted":
-        log.warning("%s: batch %s is put back into the queue; it was dead: %s", run, batch_id, batch["reason"])
-    else:
-        response.status_code = 200
-        if outcome.state == "skipped":
-            context.spool.delete(run, batch["blob"])
-    return {
-        "run": run,
-        "batch_id": batch_id,
-        "state": outcome.state,
-        "put_back": outcome.outcome == "accepted",
-        "known_rollouts": outcome.known,
-    }
-
-
-@router.delete(
-    "/runs/{run}/dead/{batch_id}", status_code=204, responses={409: {"description": "The batch is not dead."}}
-)
-async def discard_dead(run: str, batch_id: str, request: Request, context: Context) -> None:
-    """Take a dead batch from the list and delete its file. It stays dead, and a duplicate when it is sent again."""
-    audit(request, "discard", batch_id=batch_id)
-    batch = await _batch(context, run, batch_id)
-    state, blob = await context.dead(run).discard(batch_id)
-    if state != "dead":
-        raise _not_dead(run, batch_id, state or "unknown")
-    if blob is not None:
-        context.spool.delete(run, blob)
-        log.warning("%s: dead batch %s is discarded; it died of: %s", run, batch_id, batch["reason"])
-
-
-async def _batch(context: ServiceContext, run: str, batch_id: str) -> dict[str, str]:
-    context.run(run)
-    await context.check_redis()
-    found = await context.queue(run).batch(batch_id) if BATCH_ID.fullmatch(batch_id) else None
-    if found is None:
-        raise Problem(404, "no-such-batch", f"run {run!r} knows no batch {batch_id[:80]!r} (any more)")
-    return found
-
-
-def _kept(context: ServiceContext, run: str, batch_id: str, batch: Mapping[str, str]) -> Path:
-    path = context.spool.path(run, batch["blob"])
-    if not path.exists():
-        raise _gone(run, batch_id)
-    return path
-
-
-def _gone(run: str, batch_id: str) -> Problem:
-    return Problem(
-        410,
-        "file-gone",
-        f"the file of batch {batch_id} of run {run!r} is not kept any more (dead_letter_seconds, dead_letter_bytes)",
-    )
-
-
-def _not_dead(run: str, batch_id: str, state: str) -> Problem:
-    return Problem(409, "not-dead", f"batch {batch_id} of run {run!r} is not dead, it is {state}")
