@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: threads th
 
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,9 +48,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)  # after pytest-randomly: the order stays random within both parts
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files of long tests first: processes that share the tests then end together."""
+    """The files of long tests first, then by how many are not quick: processes that share the tests end together."""
     marked = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}
-    items.sort(key=lambda item: item.path not in marked and item.path.parent.name not in _ENGINES)
+    slow = Counter(item.path for item in items if item.get_closest_marker("quick") is None)
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        return item.path not in marked and item.path.parent.name not in _ENGINES, -slow[item.path]
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
