@@ -9,6 +9,9 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: threads that share two cores wait for each other
 
+import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 _NOT_QUICK = frozenset(Path(__file__).with_name("not_quick.txt").read_text().split())  # written by seconds.py
 _LONG = "chaos", "demo", "slow"
 _ENGINES = "vllm_server", "sglang_server"
+_MEMORY = Path("/dev/shm")  # noqa: S108 - a tmpfs on Linux
 _KERNELS = Path(__file__).parent / "drafter/training/test_triton_loss.py"
 
 
@@ -44,20 +48,30 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)  # after pytest-randomly: the order stays random within both parts
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files of long tests first: processes that share the tests then end together."""
+    """The files of long tests first, then by how many are not quick: processes that share the tests end together."""
     marked = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}
-    items.sort(key=lambda item: item.path not in marked and item.path.parent.name not in _ENGINES)
+    slow = Counter(item.path for item in items if item.get_closest_marker("quick") is None)
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        return item.path not in marked and item.path.parent.name not in _ENGINES, -slow[item.path]
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    """A real server on a unix socket, for the whole session."""
+def valkey() -> Iterator[EmbeddedValkey]:
+    """A real server on a unix socket, for the whole session.
+
+    It syncs its file before each answer: in memory where there is room. What needs a disk has a server of its own.
+    """
     from service.cli.valkey import EmbeddedValkey
 
-    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
+    roomy = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 1 << 29
+    with tempfile.TemporaryDirectory(prefix="valkey", dir=_MEMORY if roomy else None) as name:
+        server = EmbeddedValkey(Path(name))
+        server.start()
+        yield server
+        server.stop()
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ class Process:
             assert self.process.poll() is None, (directory / "serve.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        self.fresh_bytes = self.peak_bytes()
 
     def answers(self) -> bool:
         """Whether a new connection is served."""

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 def run_two_ranks(work: Callable[[int], None], before: Callable[[], None] = lambda: None) -> int:
     """Call `work(rank)` on both, in a gloo group; `before` the group begins, in each process. Not 0: one failed."""
+    import_module("torch._dynamo")  # or each rank would, with its first optimizer
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])

@@ -388,8 +388,10 @@ class _Node:
         self._process.wait(30)
         self._start()
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         self._process.terminate()
+
+    def wait(self) -> None:
         self._process.wait(90)
 
 
@@ -418,8 +420,10 @@ def test_ranks_on_two_nodes_train_on_when_one_is_replaced(tmp_path: Path, redis_
             bench.post("b", policy_version=0, rollouts=3)
             bench.wait(all_trained, 150)
         finally:
+            for node in nodes:  # all at once: a rank other than 0 ends when rank 0 says so
+                node.terminate()
             for node in nodes:
-                node.stop()
+                node.wait()
 
 
 @pytest.mark.parametrize("overlay", SERVICE)

@@ -1,13 +1,16 @@
 """A tiny world for the worker: a Markov policy whose next token a drafter can learn, its files, and worker processes.
 
-`World` makes run, head and rollout files and puts them where the API would. `Nest` starts workers as processes: it is
-one Python that has imported torch, and forks, so that killing a dozen workers costs a dozen forks.
+`World` makes run, head and rollout files and puts them where the API would. `Nest` starts workers as processes: one
+Python that has imported torch forks all of a test process, so that killing a dozen workers costs a dozen forks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import copy
+import functools
 import json
 import os
 import select
@@ -214,15 +217,22 @@ class World:
         return drafter
 
     def trained_drafter(self, tmp_path: Path, steps: int = 60, policy_version: int = 0) -> Eagle3Drafter:
-        """A drafter that knows this world well."""
-        drafter = self.drafter()
-        path = tmp_path / "schooling.safetensors"
-        path.write_bytes(self.rollout_file("schooling", policy_version=policy_version, rollouts=48))
-        batch = load_batch(path)
-        trainer = DrafterTrainer(drafter, TrainConfig(learning_rate=1e-2))
-        for _ in range(steps):
-            trainer.step([(batch, self.policy(policy_version))])
-        return drafter
+        """A drafter that knows this world well; trained once in a process."""
+        heads = (bytes(as_wire(self.heads[0]).data), bytes(as_wire(self.head_at(policy_version)).data))
+        key = (self.tied, self.seed, steps, policy_version, heads)
+        if key not in _TRAINED:
+            drafter = self.drafter()
+            path = tmp_path / "schooling.safetensors"
+            path.write_bytes(self.rollout_file("schooling", policy_version=policy_version, rollouts=48))
+            batch = load_batch(path)
+            trainer = DrafterTrainer(drafter, TrainConfig(learning_rate=1e-2))
+            for _ in range(steps):
+                trainer.step([(batch, self.policy(policy_version))])
+            _TRAINED[key] = drafter
+        return copy.deepcopy(_TRAINED[key])
+
+
+_TRAINED: dict[object, Eagle3Drafter] = {}
 
 
 def recorded_windows(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, Policy]]]:
@@ -388,32 +398,49 @@ def final_state(bench: Bench) -> dict[str, Any]:
     }
 
 
+class _Forker:
+    """One Python that has imported torch, for all nests of this process: it ends when its standard input does."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
+        )
+        atexit.register(self._end)
+
+    def ask(self, request: dict[str, Any]) -> int:
+        """The process id of the worker that it forked."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+        ready, _, _ = select.select([self.process.stdout], [], [], 60.0)
+        assert ready, "no worker was forked"
+        return int(self.process.stdout.readline())
+
+    def _end(self) -> None:
+        self.process.communicate()
+
+
+_forker = functools.cache(_Forker)
+
+
 class Nest:
-    """A process that forks workers on demand."""
+    """Forks workers on demand; they write to its own log."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
-            )
+        log.touch()
         self._pids: list[int] = []
 
     def start(self, bench: Bench, **options: Any) -> int:
         """Start a worker; returns its process id. Options: see `_become_worker`."""
         given = json.loads(bench.settings.model_dump_json()) | {"redis_url": bench.redis_url, "tokens": ""}
         given |= options.pop("settings", {})
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"settings": given, **options}).encode() + b"\n")
-        self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], 60.0)
-        assert ready, f"no worker was forked; see {self.log}"
-        pid = int(self._process.stdout.readline())
+        options |= {"log": str(self.log), "environment": dict(os.environ) | {"OMP_NUM_THREADS": "1"}}
+        pid = _forker().ask({"settings": given, **options})
         self._pids.append(pid)
         return pid
 
@@ -429,14 +456,6 @@ class Nest:
             if alive(pid):
                 self.kill(pid)
         self._pids.clear()
-
-    def close(self) -> None:
-        self.kill_all()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(20)
-        self._process.stdout.close()
 
 
 def alive(pid: int) -> bool:
@@ -456,7 +475,9 @@ def wait_until_gone(pid: int, seconds: float = 20.0) -> None:
 
 def _nest() -> None:
     """Fork a worker for every line of options on standard input; answer with its process id."""
-    import service.worker.process  # noqa: F401 - imported once, before the forks
+    import torch._dynamo
+
+    import service.worker.process  # noqa: F401 - imported once, before the forks; the first optimizer would import dynamo
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
@@ -479,6 +500,8 @@ def _nest() -> None:
 
 def _become_worker(
     settings: dict[str, Any],
+    log: str,
+    environment: dict[str, str],
     lease_seconds: float = 0.5,
     beat_seconds: float = 0.1,
     dies_of: str = "",
@@ -496,6 +519,11 @@ def _become_worker(
     """
     import logging
     import resource
+
+    with Path(log).open("ab") as output:
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
 
     import drafter.batch
     import service.storage.lease
@@ -558,7 +586,7 @@ def nest(log: Path) -> Iterator[Nest]:
     try:
         yield found
     finally:
-        found.close()
+        found.kill_all()
 
 
 if __name__ == "__main__":

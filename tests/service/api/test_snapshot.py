@@ -21,6 +21,7 @@ from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
 import service.api.snapshot
+import service.monitor.headline
 from service.api.context import ServiceContext
 from service.api.snapshot import facts_of
 from service.monitor.headline import Headline, RunFacts
@@ -137,12 +138,13 @@ def test_the_log_says_the_headline_when_it_becomes_another(
 ) -> None:
     bench.begin()
     monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(service.monitor.headline, "SILENT_SECONDS", 3.0)
     caplog.set_level(logging.INFO, logger="draftalign.api")
     serve()
     bench.wait(lambda: "default: Waiting for the first rollouts." in caplog.text)
     bench.worker()  # takes the run up, then says nothing more
     bench.store.set_worker({"heartbeat": time.time() - 71})
-    bench.wait(lambda: re.search(r"default: Worker silent for [78]\d s", caplog.text))  # not in the API's first 10 s
+    bench.wait(lambda: re.search(r"default: Worker silent for [78]\d s", caplog.text))  # not in the API's first 3 s
     lines = [record for record in caplog.records if record.getMessage().startswith("default: ")]
     assert [record.levelname for record in lines] == ["INFO", "WARNING"], "each once, however often it is looked"
 

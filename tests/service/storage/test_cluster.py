@@ -86,6 +86,7 @@ def test_a_cluster_that_lacks_a_primary_counts_as_away_also_in_pipelines(tmp_pat
             piped = _piped(servers.url, key, transaction=transaction)
             with pytest.raises(RedisConnectionError):
                 asyncio.run(piped)
+        for key in (Keys("alpha").queue, other):
             with pytest.raises(RedisConnectionError):
                 client.exists(key)
 
