@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from service.monitor.records import AcceptanceRecord, WorkerGauges
 from service.storage import reports
-from service.storage.queue import deliveries
-from service.storage.queue.keys import COUNTERS, counts, strings
+from service.storage.queue import COUNTERS, counts, deliveries
+from service.storage.queue.keys import strings
 
 
 class Depth(NamedTuple):

@@ -26,7 +26,8 @@ from service.cli.main import app as command_line
 from service.monitor import records
 from service.settings import SCOPES, Settings
 from service.storage.layout import Layout
-from service.storage.queue.keys import COUNTERS, Keys
+from service.storage.queue import COUNTERS
+from service.storage.queue.keys import Keys
 from service.storage.reports import StoreKeys
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,7 +21,7 @@ from service.cli import access, remote
 from service.cli.checks import check_redis, checked_redis, unknown_variables
 from service.cli.drafters import add_commands
 from service.cli.plan import plan
-from service.cli.remote import call
+from service.cli.remote import LOCAL, Run, Service, call
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
@@ -154,8 +154,8 @@ def drift(
         DriftAction,
         typer.Argument(help="`acknowledge`: the cause is dealt with. `reset`: this level is the right one."),
     ],
-    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
-    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+    service: Service = LOCAL,
+    run: Run = "default",
 ) -> None:
     """Take a drift alarm back: keep its baseline, or learn a new one.
 
@@ -171,7 +171,7 @@ def runs(
         str | None, typer.Option(help="Name of a run to delete, with all that was received of it.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
-    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+    service: Service = LOCAL,
 ) -> None:
     """List the runs with their headlines, or delete one.
 
@@ -189,13 +189,13 @@ def runs(
 
 @app.command()
 def dead(
-    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+    run: Run = "default",
     retry: Annotated[str | None, typer.Option(help="Id of a batch to put back into the queue.")] = None,
     discard: Annotated[str | None, typer.Option(help="Id of a batch to take from the list, with its file.")] = None,
     save: Annotated[
         tuple[str, Path] | None, typer.Option(help="Id of a batch, and where its file is to be written.")
     ] = None,
-    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+    service: Service = LOCAL,
 ) -> None:
     """List the dead batches, newest first, with why they died; or put one back, discard it, or save its file.
 
@@ -243,8 +243,8 @@ def worth(
         float | None,
         typer.Option(min=0.001, max=1, help="Share of an RL step that generation takes without speculation, e.g. 0.7."),
     ] = None,
-    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
-    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+    service: Service = LOCAL,
+    run: Run = "default",
 ) -> None:
     """Show what acceptance is worth in time: speed-up and best draft depth by batch size.
 

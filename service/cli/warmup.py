@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from service.cli.remote import client_of
+from service.cli.remote import LOCAL, Service, client_of
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def warmup(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write the drafter to, for the engine's start.")] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts' order and the answers.")] = 0,
-    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
+    service: Service = LOCAL,
     run: Annotated[str, typer.Option(help="Name that the RL run will have.")] = "default",
 ) -> None:
     """Train a run's first drafter on the policy's own answers, before RL begins.

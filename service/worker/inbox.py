@@ -41,8 +41,6 @@ CONSUMER: Final = "worker"
 #: is followed after as many.
 RECENT_BATCHES: Final = 8
 _ARRIVALS_KEPT: Final = 16
-
-
 #: In memory while the draft vocabulary is gathered, which may need many prompts for a few response tokens.
 _MOST_WAITING_TOKENS: Final = 1 << 20
 
@@ -194,8 +192,7 @@ class Inbox:
             self._applied.discard(entry.batch_id)
             return None
         path = self._layout.blob(self._queue.run, entry.blob)
-        lag = self._settings.max_policy_lag
-        lag = None if entry.put_back else lag
+        lag = None if entry.put_back else self._settings.max_policy_lag
         if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:
             if self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}"):
                 path.unlink(missing_ok=True)  # else another worker ended it, and it may be put back by now
@@ -204,15 +201,15 @@ class Inbox:
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
             screen(batch)
         except FileNotFoundError:
-            self._bury(entry, "blob_missing")
+            self._end_dead(entry, "blob_missing")
         except (WireError, BatchRejected) as error:
-            self._bury(entry, str(error))
+            self._end_dead(entry, str(error))
         except OSError as error:  # too many open files, a bad sector: the others are not to wait for it
             log.error("%s: batch %s cannot be read now: %s", self._queue.run, entry.batch_id, error)
             self._set(Delivery(entry, Phase.UNREADABLE, uncounted=True))
             self._tell_uncounted()
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            self._bury_for(entry, error, "cannot be loaded")
+            self._end_for(entry, error, "cannot be loaded")
         else:
             return Loaded(entry, path, batch)
         return None
@@ -232,13 +229,13 @@ class Inbox:
 
     def reject(self, loaded: Loaded, reason: str) -> None:
         """End a batch as a dead letter."""
-        self._bury(loaded.entry, reason)
+        self._end_dead(loaded.entry, reason)
 
     def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
         """End a batch for an unforeseen exception, or raise that again where it cannot be the batch's fault."""
-        self._bury_for(loaded.entry, error, what)
+        self._end_for(loaded.entry, error, what)
 
-    def _bury(self, entry: Entry, reason: str) -> None:
+    def _end_dead(self, entry: Entry, reason: str) -> None:
         log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
         exists = self._layout.blob(self._queue.run, entry.blob).exists()
         self._queue.dead_letter(entry, reason, keep_file=exists)
@@ -247,11 +244,11 @@ class Inbox:
         for blob in self._queue.sweep_dead(older_than_seconds=seconds, max_bytes=most):
             self._layout.blob(self._queue.run, blob).unlink(missing_ok=True)
 
-    def _bury_for(self, entry: Entry, error: Exception, what: str) -> None:
+    def _end_for(self, entry: Entry, error: Exception, what: str) -> None:
         if not is_batch_fault(error):
             raise error
         log.error("%s: batch %s %s", self._queue.run, entry.batch_id, what, exc_info=error)
-        self._bury(entry, f"{what}: {error_text(error)}")
+        self._end_dead(entry, f"{what}: {error_text(error)}")
 
     def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:
         ended = self._queue.ack(entry, end, reason)

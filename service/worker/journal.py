@@ -279,7 +279,6 @@ class Journal:
     def _set_gauges(self, decision: Decision, draft_vocab_size: int, headroom: Headroom | None) -> None:
         self._store.set_worker(
             {
-                "heartbeat": time.time(),
                 "action": decision.action.value,
                 "action_reason": decision.reason,
                 "trained_tokens_total": self.totals.trained_tokens,

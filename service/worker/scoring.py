@@ -148,8 +148,7 @@ def score(
             replays[role] = by_version[version]
     best_version = None
     if "candidate" in drafters:  # without it, what served would be the best of itself
-        best_version = max(by_version, key=lambda v: _or_zero(by_version[v].alpha))
-    if best_version is not None:
+        best_version = max(by_version, key=lambda v: np.nan_to_num(by_version[v].alpha))
         replays["best"] = by_version[best_version]
     response = batch.logprobs[batch.loss_mask]
     vocabularies = [drafter.vocabulary for _, drafter in drafters.values()]  # one, in a lineage
@@ -214,7 +213,3 @@ def _entropies(batch: RolloutBatch) -> tuple[float, ...]:
     totals = torch.zeros(batch.rollouts, dtype=torch.float64).index_add_(0, rollout, surprise)
     counts = torch.zeros(batch.rollouts, dtype=torch.float64).index_add_(0, rollout, mask.double())
     return tuple((totals / counts).tolist())
-
-
-def _or_zero(alpha: float) -> float:
-    return 0.0 if math.isnan(alpha) else alpha

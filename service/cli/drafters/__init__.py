@@ -19,7 +19,7 @@ from service.settings import Settings
 
 if TYPE_CHECKING:
     from drafter.batch import RolloutBatch
-    from drafter.files.formats import Imported, Verifier
+    from drafter.files.formats import Imported
     from drafter.model.draft_model import DraftModel
     from drafter.policy import Policy
 
@@ -63,7 +63,7 @@ def convert(
     """
     with _explained():
         from drafter.files.checkpoint import CONFIG_FILE, MODEL_FILE
-        from drafter.files.formats import export_drafter
+        from drafter.files.formats import Verifier, export_drafter
         from drafter.files.mtp import extract_mtp
 
         imported = None
@@ -79,12 +79,12 @@ def convert(
             if imported is None:
                 extract_mtp(source, destination)
             else:
-                named = _verifier(imported.verifier, verifier)
+                own = imported.verifier
                 export_drafter(
                     destination,
                     imported.stored,
                     to,  # type: ignore[arg-type]
-                    verifier=named,
+                    verifier=own if verifier in (None, own.name_or_path) else Verifier(verifier),
                     speculative_tokens=imported.speculative_tokens,
                 )
         except Exception:
@@ -274,12 +274,6 @@ def _is_mtp(source: Path) -> bool:
     from drafter.files.formats import is_mtp
 
     return (source / "config.json").is_file() and is_mtp(read_config(source / "config.json"))
-
-
-def _verifier(own: Verifier, name: str | None) -> Verifier:
-    from drafter.files.formats import Verifier
-
-    return own if name is None else Verifier(name, own.architectures if name == own.name_or_path else ())
 
 
 def _rollout_files(paths: Sequence[Path]) -> list[Path]:

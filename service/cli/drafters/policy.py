@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 
 #: Names of a target's token embedding: a run's own, and those of transformers checkpoints.
 _EMBEDDINGS: Final = (
-    "embed_tokens",
-    "embed_tokens.weight",
-    "model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-    "transformer.wte.weight",
-    "gpt_neox.embed_in.weight",
+    *("embed_tokens", "embed_tokens.weight", "model.embed_tokens.weight", "model.language_model.embed_tokens.weight"),
+    *("language_model.model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight"),
 )
 _HEADS: Final = ("lm_head", "lm_head.weight", "language_model.lm_head.weight", "output.weight")
 
@@ -71,11 +66,7 @@ class _FixedPolicy:
         from service.worker.target import read_tensor
 
         files = [MappedFile(path) for path in (_shards(self._path) if self._path.is_dir() else [self._path])]
-        for name in names:
-            for file in files:
-                if name in file:
-                    return read_tensor(file, name).float()
-        return None
+        return next((read_tensor(file, name).float() for name in names for file in files if name in file), None)
 
 
 def open_policy(target: str, state_dir: Path | None, *, with_head: bool) -> _FixedPolicy | Target:

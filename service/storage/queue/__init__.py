@@ -18,22 +18,16 @@ from typing import Any, Final, Literal, NamedTuple
 import redis.asyncio
 from redis.exceptions import ResponseError
 
-from service.storage.queue.keys import (
-    COUNTERS,
-    ENDED_SECONDS,
-    GROUP,
-    HELD,
-    REMEMBERED_BYTES,
-    Keys,
-    counts,
-    lua,
-    parts,
-    strings,
-    text,
-)
+from service.storage.queue.keys import ENDED_SECONDS, GROUP, REMEMBERED_BYTES, Keys, lua, strings, text
 
 #: Rollouts that may wait in one run's queue: Redis has a key of some 270 bytes for each, so 35 MiB.
 QUEUED_ROLLOUTS: Final = 131_072
+COUNTERS: Final = (
+    *("items", "bytes", "accepted_total", "duplicates_total", "rejected_total", "acked_total", "skipped_total"),
+    *("dead_total", "dropped_total", "put_back_total", "dead_file_bytes"),
+)
+#: What `held.lua` keeps in one string: all but the last are counters.
+HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total", "newest")
 #: Batches that one call of `shorten.lua` looks at, and bytes of them after which it stops: Redis does nothing else for
 #: up to 8 ms, with batches of 2,000 rollouts.
 _SHORTENED_AT_ONCE: Final = 64
@@ -223,6 +217,17 @@ class AsyncRolloutQueue:
             pipe.hmget(self._keys.counters, *HELD)
             value, before = await pipe.execute()
         return parts(value) if value else dict(zip(HELD, before, strict=True))
+
+
+def parts(held: object) -> dict[str, str]:
+    """The string `held` by the names in `HELD`."""
+    return dict(zip(HELD, text(held).split(" "), strict=True))
+
+
+def counts(values: Sequence[Any], held: object) -> dict[str, int]:
+    """All `COUNTERS` from the hash's values and the string `held`, None where there is none yet."""
+    both = dict(zip(COUNTERS, values, strict=True)) | (parts(held) if held else {})
+    return {name: int(both[name] or 0) for name in COUNTERS}
 
 
 def fair_bound(held: Sequence[int], most: int) -> int:

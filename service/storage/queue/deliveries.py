@@ -131,14 +131,8 @@ class RolloutQueue:
         last = ""
         while True:
             try:
-                pending = self._redis.xpending_range(
-                    self._keys.queue,
-                    GROUP,
-                    f"({last}" if last else "-",
-                    "+",
-                    1,
-                    consumername=consumer,
-                )
+                after = f"({last}" if last else "-"
+                pending = self._redis.xpending_range(self._keys.queue, GROUP, after, "+", 1, consumername=consumer)
             except ResponseError as error:
                 if "NOGROUP" not in str(error):
                     raise

@@ -1,9 +1,9 @@
-"""What both sides of the queue and its dead batches share: Redis keys, counters, scripts, and how replies are read."""
+"""What both sides of the queue and its dead batches share: Redis keys, scripts, and how replies are read."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,21 +12,6 @@ GROUP: Final = "workers"
 ENDED_SECONDS: Final = 7 * 86_400
 #: Redis' memory for that, of one run; those that ended first are forgotten sooner where it is full: 128 MiB.
 REMEMBERED_BYTES: Final = 128 * 2**20
-COUNTERS: Final = (
-    "items",
-    "bytes",
-    "accepted_total",
-    "duplicates_total",
-    "rejected_total",
-    "acked_total",
-    "skipped_total",
-    "dead_total",
-    "dropped_total",
-    "put_back_total",
-    "dead_file_bytes",
-)
-#: What `held.lua` keeps in one string: all but the last are counters.
-HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total", "newest")
 #: What an entry, a batch's state and a dead letter say in numbers.
 NUMBERS: Final = ("bytes", "tokens", "rollouts", "policy_version", "policy_version_max")
 _LUA: Final = Path(__file__).parents[1] / "lua"
@@ -61,17 +46,6 @@ class Keys:
     def rollout(self, rollout_id: str) -> str:
         """String: the batch that a rollout came in."""
         return f"{self.prefix}rollout:{rollout_id}"
-
-
-def parts(held: object) -> dict[str, str]:
-    """The string `held` by the names in `HELD`."""
-    return dict(zip(HELD, text(held).split(" "), strict=True))
-
-
-def counts(values: Sequence[Any], held: object) -> dict[str, int]:
-    """All `COUNTERS` from the hash's values and the string `held`, None where there is none yet."""
-    both = dict(zip(COUNTERS, values, strict=True)) | (parts(held) if held else {})
-    return {name: int(both[name] or 0) for name in COUNTERS}
 
 
 def lua(name: str) -> str:

@@ -1,7 +1,7 @@
 """The worker process: serves every registered run, holds a lease on each, and says that it is alive.
 
-Its time is shared fairly between the runs that have work, by the seconds that they took (`Turns`): a batch of a run
-that took less than others waits for what is in hand, and for nothing else, however much the others have queued.
+Its time is shared fairly between the runs that have work, by the seconds that they took (`Turns`). A batch of a run
+that took less than others waits for the claim in hand, and for nothing else, however much the others have queued.
 
 An exception ends at the run in which it was raised: the run is closed, its error is told (`worker_error`), and it is
 opened again from its last checkpoint later. Where the disk failed it stays open, with what it holds in memory, and is

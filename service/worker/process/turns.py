@@ -12,8 +12,8 @@ AHEAD_SECONDS = 0.25
 class Turns:
     """Whose turn it is: the run that took the fewest of the worker's seconds (start-time fair queueing).
 
-    A run that has work again, and a new one, begin beside the run at work that took the fewest: nobody saves seconds
-    up, and nobody who took many in the past is kept waiting for that.
+    A run that has work again, and a new one, begin with as many seconds as the run at work that took the fewest. So no
+    run saves seconds up while it has no work, and none waits for seconds that it took long ago.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,8 @@ from service.api import rollouts as rollouts_api
 from service.cli.valkey import EmbeddedValkey
 from service.storage.history import events
 from service.storage.layout import Layout
-from service.storage.queue.keys import Keys, parts
+from service.storage.queue import parts
+from service.storage.queue.keys import Keys
 from service.storage.ready import WriteTest
 from service.storage.registry import Registry
 
