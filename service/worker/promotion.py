@@ -14,8 +14,9 @@ What a published version then really gains over the one before it is measured on
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self
@@ -39,6 +40,8 @@ _ARCHIVE_SHARE: Final = 0.1
 _FIRST_ROUND: Final = 4
 #: Standard errors by which the served drafter must fall for the archive to be asked.
 _FALL: Final = 3.0
+#: The archived version that fits best then is looked at so often at most where claims are pooled, if it seems better.
+_ASKED_LOOKS: Final = 4
 _LEVEL_MEMORY: Final = 0.25  # weight of the newest claim in the level that it falls from
 #: Logarithmic gain that promises are taken to have kept exactly before the first was measured: some two publishes'.
 _KEPT_BEFORE: Final = 0.1
@@ -48,10 +51,12 @@ _KEPT_MEMORY: Final = 0.87
 _LARGEST_CORRECTION: Final = 2.0
 #: What a version gains is settled after so many rollouts.
 _SETTLED_ROLLOUTS: Final = 256
-#: The candidate is looked at on so many prompts at least; claims of fewer are pooled.
+#: The candidate is looked at on so many prompts at least; claims of fewer are pooled, and so is whatever is pooled.
 _FEWEST_PROMPTS: Final = 4
 #: After so many claims two prompts are enough: a run may not have more.
 _POOLED_CLAIMS: Final = 4
+#: So many prompts bound something: what is not trained in between need not wait for more.
+_LEAST_PROMPTS: Final = 2
 #: A version that a person sent is given up after so many looks against one served drafter,
 SENT_LOOKS: Final = 64
 #: or after so many others were published: its trial begins again with each of them.
@@ -95,10 +100,40 @@ class Fresh:
         of_batches = zip(self.batches, self.looked, parts, strict=True)
         return [batch.select([places[i] for i in part]) for batch, places, part in of_batches if part.size]
 
-    def look(self, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
-        """Compare two replays of `rollouts`, in ascending order."""
-        _, groups = np.unique([self.prompts[i] for i in rollouts], return_inverse=True)
-        return compare(challenger, incumbent, groups.astype(np.int64) if self.by_prompt else None)
+
+@dataclass(slots=True)
+class Pool:
+    """Claims that say too little alone: a batch may hold a single group. Those of late, until they say enough."""
+
+    claims: list[tuple[tuple[Replay, ...], tuple[str, ...]]] = field(default_factory=list)
+
+    def add(
+        self,
+        fresh: Fresh,
+        replays: Sequence[Replay],
+        rollouts: Sequence[int],
+        *,
+        alone: int = _LEAST_PROMPTS,
+    ) -> tuple[list[Replay], npt.NDArray[np.int64] | None] | None:
+        """Replays of `rollouts` of a claim with those that wait, and the prompt of each.
+
+        The prompts are None where each rollout is an observation. None: more claims are to come. `alone`: prompts of a
+        claim that needs no others.
+        """
+        prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)
+        if prompts:
+            self.claims.append((tuple(replays), prompts))
+        names = [prompt for _, of_one in self.claims for prompt in of_one]
+        fewest = alone if len(self.claims) <= 1 else _FEWEST_PROMPTS
+        if not fresh.by_prompt or len(self.claims) >= _POOLED_CLAIMS:
+            fewest = _LEAST_PROMPTS
+        if len(set(names)) < fewest:
+            self.claims = self.claims[-_POOLED_CLAIMS:]
+            return None
+        pooled = [Replay.concat(parts) for parts in zip(*(parts for parts, _ in self.claims), strict=True)]
+        self.claims = []
+        _, groups = np.unique(names, return_inverse=True)
+        return pooled, groups.astype(np.int64) if fresh.by_prompt else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +210,9 @@ class Promise:
     policy_version: int | None = None  # newest of the rollouts
     after: str | None = None  # newest queue entry of those that chose it; None: not known
 
-    def add(self, new: Replay, old: Replay, fresh: Fresh) -> None:
-        """Count a claim's rollouts."""
-        index = np.array(fresh.evidence, dtype=np.int64)
-        new, old = new.select(index), old.select(index)
-        look = fresh.look(new, old, fresh.evidence)
+    def add(self, new: Replay, old: Replay, groups: npt.NDArray[np.int64] | None, policy_version: int) -> None:
+        """Count rollouts of a claim, or of several together; the newest are of that policy version."""
+        look = compare(new, old, groups)
         if not math.isfinite(look.error):
             return
         rounds = float(old.rounds.sum())
@@ -187,7 +220,7 @@ class Promise:
         self.rounds_before += rounds
         self.variance += (rounds * look.error) ** 2
         self.rollouts += look.rollouts
-        self.policy_version = max(batch.policy_version for batch in fresh.batches)
+        self.policy_version = policy_version
 
     @property
     def log_gain(self) -> float:
@@ -244,8 +277,11 @@ class Gate:
         self.served: str | None = None  # the version that all trials are against
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
         self._level = Level()
-        self._few: list[tuple[Replay, Replay, tuple[str, ...]]] = []  # candidate, incumbent, prompts; not in `state`
         self._promise: Promise | None = None
+        # Not in `state`: a restart begins to pool from nothing.
+        self._pools = defaultdict[str, Pool](Pool)  # by challenger
+        self._level_pool, self._promise_pool = Pool(), Pool()
+        self._asked: str | None = None  # the archived version that was chosen at a fall, and is not judged yet
         self._kept = Kept()
         self.trained_to: int | None = None  # newest policy version that the candidate was trained on
         self.untested: float | None = None  # seconds of the last training, parts together, until it has been judged
@@ -272,7 +308,8 @@ class Gate:
         """Go on from `state`; without one, from nothing: a checkpoint of a version before there was any."""
         if state is None:
             return
-        self.served, self._few = state["served"], []
+        self.served = state["served"]
+        self._forget_pools()
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self._level = Level(**state["level"] or {})
         promise = state["promise"]
@@ -324,47 +361,57 @@ class Gate:
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
         index = np.array(fresh.evidence, dtype=np.int64)
         found = []
-        prompts = {fresh.prompts[rollout] for rollout in fresh.evidence}
         for version, replay in fresh.replays.items():
             if version != served:
                 pair = replay.select(index), incumbent.select(index)
-                look = fresh.look(*pair, fresh.evidence)
-                self.tested += look.rollouts if version == CANDIDATE else 0
-                if version == CANDIDATE and fresh.by_prompt and (self._few or len(prompts) < _FEWEST_PROMPTS):
-                    look = self._pooled(look, *pair, [fresh.prompts[rollout] for rollout in fresh.evidence])
-                found.append(self._take(version, look))
+                self.tested += int(np.count_nonzero(pair[1].tokens)) if version == CANDIDATE else 0
+                found.append(self._take(version, self._look(version, fresh, *pair, fresh.evidence)))
         for version in wider.replays.keys() - fresh.replays.keys():
-            replays = wider.replays[version], wider.replays[str(served)]
             part = np.array(wider.evidence, dtype=np.int64)
-            look = wider.look(replays[0].select(part), replays[1].select(part), wider.evidence)
-            found.append(self._take(version, look))
-        _, groups = np.unique(fresh.prompts, return_inverse=True)
-        if served is not None:
-            self._level.take(incumbent, groups.astype(np.int64) if fresh.by_prompt else None)
-        if self._level.fallen and len(prompts) > 1:
-            archive = [v for v in self._lineage.archived() if v not in wider.replays]
-            if archive:
-                self._level.fallen = False
-                found.append(self._fittest(fresh, incumbent, archive))
+            pair = wider.replays[version].select(part), wider.replays[str(served)].select(part)
+            found.append(self._take(version, self._look(version, wider, *pair, wider.evidence)))
+        if served is not None and (pooled := self._level_pool.add(fresh, [incumbent], range(len(fresh.prompts)))):
+            (replay,), groups = pooled
+            self._level.take(replay, groups)
+        archive = [v for v in self._lineage.archived() if v not in wider.replays] if self._level.fallen else []
+        if archive and fresh.evidence:
+            found.append(self._ask(fresh, incumbent, archive))
         return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
 
-    def _pooled(self, look: Look, candidate: Replay, incumbent: Replay, prompts: Sequence[str]) -> Look:
-        """A look at the candidate on the claims of late, where one has few prompts: a batch may hold a single group.
+    def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
+        """A look at `rollouts` of a claim, of which both replays are; where they say too little, at claims of late too.
 
         The candidate was trained in between. One that never was better passes no more often for that.
         """
-        if prompts:
-            self._few.append((candidate, incumbent, tuple(prompts)))
-        names = [prompt for _, _, of_one in self._few for prompt in of_one]
-        distinct = len(set(names))
-        if distinct < (_FEWEST_PROMPTS if len(self._few) < _POOLED_CLAIMS else 2):
-            self._few = self._few[-_POOLED_CLAIMS:]
-            return replace(look, prompts=0, fault=look.fault or f"too little evidence: {distinct} prompts so far")
-        ours = Replay.concat([ours for ours, _, _ in self._few])
-        theirs = Replay.concat([theirs for _, theirs, _ in self._few])
-        self._few = []
-        _, groups = np.unique(names, return_inverse=True)
-        return compare(ours, theirs, groups.astype(np.int64))
+        alone = _FEWEST_PROMPTS if version == CANDIDATE else _LEAST_PROMPTS
+        pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=alone)
+        if pooled is not None:
+            (ours, theirs), groups = pooled
+            return compare(ours, theirs, groups)
+        look = compare(challenger, incumbent)
+        waiting = self._pools[version].claims
+        known = len({prompt for _, of_one in waiting for prompt in of_one})
+        why = f"too little evidence: {known} prompts in {len(waiting)} claims so far"
+        return replace(look, prompts=0, fault=why if rollouts else look.fault)
+
+    def _ask(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
+        """Look at the archived version that fits best; where a claim says too little, also on the next ones.
+
+        One look of four claims of a prompt each is not enough: the archive has a small part of the error.
+        """
+        version, judging = self._asked, list(fresh.evidence)
+        if version is None or version not in versions:
+            version, judging = self._fittest(fresh, versions)
+        ours = self._replay(version, fresh.select(judging)) if judging else incumbent.select([])
+        theirs = incumbent.select(np.array(judging, dtype=np.int64))
+        look = self._look(version, fresh, ours, theirs, judging)
+        contest = self._take(version, look)
+        verdict, few = contest.verdict, len({fresh.prompts[rollout] for rollout in fresh.evidence}) < _LEAST_PROMPTS
+        hopes = few and verdict.gain >= self._settings.gate_min_gain and verdict.looks < _ASKED_LOOKS
+        waits = bool(look.fault) and (bool(self._pools[version].claims) or not judging)
+        self._level.fallen = not verdict.promote and (hopes or waits)
+        self._asked = version if self._level.fallen else None
+        return contest
 
     def _take(self, version: str, look: Look) -> Contest:
         trial = self._trial(version)
@@ -382,9 +429,14 @@ class Gate:
         """
         event = self._settled() if self._promise is not None and self._promise.rollouts else None
         known = self._trials[CANDIDATE]
-        self.served, self._level, self._few, self._promise = served, Level(), [], None
+        self.served, self._level, self._promise = served, Level(), None
+        self._forget_pools()
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
         return event
+
+    def _forget_pools(self) -> None:
+        self._pools.clear()
+        self._level_pool, self._promise_pool, self._asked = Pool(), Pool(), None
 
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
@@ -422,8 +474,11 @@ class Gate:
                 if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
                     self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 
-    def _fittest(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
-        """The archived version that fits best, by successive halving, judged on prompts that did not choose it."""
+    def _fittest(self, fresh: Fresh, versions: Sequence[str]) -> tuple[str, list[int]]:
+        """The archived version that fits best, by successive halving, and rollouts of prompts that did not choose it.
+
+        Those of a single prompt all choose, and the next claims judge.
+        """
         order: dict[str, list[int]] = {}
         for rollout in fresh.evidence:
             order.setdefault(fresh.prompts[rollout], []).append(rollout)
@@ -435,9 +490,7 @@ class Gate:
             for version in left:
                 rounds[version] += float(self._replay(version, part).rounds.sum())
             left, wanted = sorted(left, key=rounds.__getitem__)[: (len(left) + 1) // 2], 2 * wanted
-        winner = left[0]
-        replay = self._replay(winner, fresh.select(judging))
-        return self._take(winner, fresh.look(replay, incumbent.select(np.array(judging, dtype=np.int64)), judging))
+        return left[0], judging
 
     def _replay(self, version: str, batches: Sequence[RolloutBatch]) -> Replay:
         drafter, depth, drafting = self._lineage.version(version), self._settings.depth, self._settings.drafting
@@ -458,7 +511,11 @@ class Gate:
         promise = self._promise
         if promise is None or not {promise.version, promise.before} <= fresh.replays.keys():
             return None
-        promise.add(fresh.replays[promise.version], fresh.replays[promise.before], fresh)
+        index = np.array(fresh.evidence, dtype=np.int64)
+        pair = [fresh.replays[version].select(index) for version in (promise.version, promise.before)]
+        if (pooled := self._promise_pool.add(fresh, pair, fresh.evidence)) is not None:
+            (new, old), groups = pooled
+            promise.add(new, old, groups, max(batch.policy_version for batch in fresh.batches))
         return self._settled() if promise.rollouts >= _SETTLED_ROLLOUTS else None
 
     def promoted(
