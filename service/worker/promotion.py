@@ -57,6 +57,9 @@ _FEWEST_PROMPTS: Final = 4
 _POOLED_CLAIMS: Final = 4
 #: So many prompts bound something: what is not trained in between need not wait for more.
 _LEAST_PROMPTS: Final = 2
+#: An archived version whose wins brought less than this part of what was expected of them wins by `_POOLED_CLAIMS`
+#: together. Where claims alternate, a win brings -1 if each is unlike the one before, 0 if two are alike, 1/3 if three.
+_LASTED: Final = 1.0 / 6.0
 #: A version that a person sent is given up after so many looks against one served drafter,
 SENT_LOOKS: Final = 64
 #: or after so many others were published: its trial begins again with each of them.
@@ -114,11 +117,12 @@ class Pool:
         rollouts: Sequence[int],
         *,
         alone: int = _LEAST_PROMPTS,
+        claims: int = 1,
     ) -> tuple[list[Replay], npt.NDArray[np.int64] | None] | None:
         """Replays of `rollouts` of a claim with those that wait, and the prompt of each.
 
-        The prompts are None where each rollout is an observation. None: more claims are to come. `alone`: prompts of a
-        claim that needs no others.
+        The prompts are None where each rollout is an observation. None: more claims are to come, `claims` in all at
+        least. `alone`: prompts of a claim that needs no others.
         """
         prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)
         if prompts:
@@ -127,7 +131,7 @@ class Pool:
         fewest = alone if len(self.claims) <= 1 else _FEWEST_PROMPTS
         if not fresh.by_prompt or len(self.claims) >= _POOLED_CLAIMS:
             fewest = _LEAST_PROMPTS
-        if len(set(names)) < fewest:
+        if len(set(names)) < fewest or len(self.claims) < claims:
             self.claims = self.claims[-_POOLED_CLAIMS:]
             return None
         pooled = [Replay.concat(parts) for parts in zip(*(parts for parts, _ in self.claims), strict=True)]
@@ -191,8 +195,12 @@ class Kept:
     @property
     def correction(self) -> float:
         """Realised to expected logarithmic gain, 1 where nothing is known."""
-        found = (_KEPT_BEFORE + self.realised) / max(_KEPT_BEFORE + self.expected, 1e-9)
-        return min(max(found, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+        return min(max(self.share, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+
+    @property
+    def share(self) -> float:
+        """The same without bounds."""
+        return (_KEPT_BEFORE + self.realised) / max(_KEPT_BEFORE + self.expected, 1e-9)
 
 
 @dataclass(slots=True)
@@ -209,6 +217,7 @@ class Promise:
     rollouts: int = 0
     policy_version: int | None = None  # newest of the rollouts
     after: str | None = None  # newest queue entry of those that chose it; None: not known
+    archived: bool = False  # it was one already when it won
 
     def add(self, new: Replay, old: Replay, groups: npt.NDArray[np.int64] | None, policy_version: int) -> None:
         """Count rollouts of a claim, or of several together; the newest are of that policy version."""
@@ -278,6 +287,7 @@ class Gate:
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
         self._level = Level()
         self._promise: Promise | None = None
+        self._won: dict[str, Kept] = {}  # archived versions that won, and what came of it
         # Not in `state`: a restart begins to pool from nothing.
         self._pools = defaultdict[str, Pool](Pool)  # by challenger
         self._level_pool, self._promise_pool = Pool(), Pool()
@@ -298,6 +308,7 @@ class Gate:
             "level": None if math.isnan(self._level.mean) else asdict(self._level),
             "promise": None if self._promise is None else asdict(self._promise),
             "kept": asdict(self._kept),
+            "won": {version: asdict(won) for version, won in self._won.items()},
             "trained_to": self.trained_to,
             "untested": self.untested,
             "done": self.done,
@@ -315,6 +326,7 @@ class Gate:
         promise = state["promise"]
         self._promise = None if promise is None else Promise(**{"expected": promise["promised"]} | promise)
         self._kept = Kept(**state.get("kept", {}))
+        self._won = {version: Kept(**won) for version, won in state.get("won", {}).items()}
         self.trained_to, self.done = state.get("trained_to"), state.get("done", 1.0)
         self.untested, self.tested = state["untested"], state["tested"]
 
@@ -381,10 +393,14 @@ class Gate:
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
         """A look at `rollouts` of a claim, of which both replays are; where they say too little, at claims of late too.
 
-        The candidate was trained in between. One that never was better passes no more often for that.
+        The candidate was trained in between. One that never was better passes no more often for that. An archived
+        version whose wins did not last is looked at on several claims together, however many prompts they have: the
+        kind of the prompts may alternate, and then one claim does not tell what the next one brings.
         """
+        won = self._won.get(version)
+        claims = 1 if won is None or won.share >= _LASTED else _POOLED_CLAIMS
         alone = _FEWEST_PROMPTS if version == CANDIDATE else _LEAST_PROMPTS
-        pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=alone)
+        pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=alone, claims=claims)
         if pooled is not None:
             (ours, theirs), groups = pooled
             return compare(ours, theirs, groups)
@@ -529,7 +545,8 @@ class Gate:
         event = self.begin(version)
         if before is not None:
             gain = facts["gain"]
-            self._promise = Promise(version, before, facts.get("promised", gain), gain, after=facts.get("judged_to"))
+            promised, after = facts.get("promised", gain), facts.get("judged_to")
+            self._promise = Promise(version, before, promised, gain, after=after, archived="train_on" in facts)
         if is_candidate:
             self._trials[CANDIDATE].variance = 0.0
         return event
@@ -539,6 +556,9 @@ class Gate:
         if promise is None:
             return None
         self._kept.add(promise)
+        if promise.archived:
+            self._won.setdefault(promise.version, Kept()).add(promise)
+            self._won = {version: won for version, won in self._won.items() if self._lineage.existing(version)}
         return promise.event()
 
 
