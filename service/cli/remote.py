@@ -52,7 +52,7 @@ def drafters(service: Service = LOCAL, run: Run = "default") -> None:
     found = call("GET", service, "/drafters", params={"run": run}).json()
     served = (found["latest"] or {}).get("version")
     for one in reversed(found["versions"]):
-        alpha = (one["alpha"] or {}).get("candidate")
+        alpha = (one["gate"] or {}).get("alpha_candidate")
         facts = [f"policy {one['policy_version']}", "" if alpha is None else f"α {alpha:.2f} when it was published"]
         when = datetime.fromtimestamp(one["created"]).astimezone().isoformat(sep=" ", timespec="seconds")
         said = "  ".join([when, *filter(None, facts)])

@@ -32,8 +32,7 @@ return 1
 _DELETE_IF: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
-#: Hash: each worker's name, when it was last heard of (milliseconds, by the clock of Redis), how many runs it had, and
-#: `busy` where it had not looked for runs for a while.
+#: Hash: each worker's name, when it last looked (milliseconds, by the clock of Redis) and how many runs it had.
 WORKERS: Final = "da:workers"
 _NOTE: Final = """
 local time = redis.call('TIME')
@@ -42,7 +41,7 @@ redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now, ARGV[2]))
 local others = redis.call('HGETALL', KEYS[1])
 local living = {}
 for i = 1, #others, 2 do
-  local seen, runs = string.match(others[i + 1], '^(%d+) (.+)$')
+  local seen, runs = string.match(others[i + 1], '^(%d+) (%d+)$')
   if now - tonumber(seen) > tonumber(ARGV[3]) then
     redis.call('HDEL', KEYS[1], others[i])
   elseif others[i] ~= ARGV[1] then
@@ -60,7 +59,7 @@ class Leases:
     def __init__(self, redis: Redis) -> None:
         self.holder = f"{_machine()}/{os.getpid()}/{uuid.uuid4().hex}"
         self._redis: Any = redis
-        self._others: list[tuple[int, bool]] = []
+        self._others: list[int] = []
 
     @staticmethod
     def key(run: str) -> str:
@@ -77,21 +76,17 @@ class Leases:
         # Of a worker killed on this machine: no need to wait for its lease to expire.
         return name is not None and _died_here(name) and self._take(key, name)
 
-    def is_free(self, run: str) -> bool:
-        """Whether no worker has the lease on a run."""
-        return not self._redis.exists(self.key(run))
+    def is_anothers(self, run: str) -> bool:
+        """Whether another worker has the lease on a run."""
+        holder = self._redis.get(self.key(run))
+        return holder is not None and holder not in (self.holder, self.holder.encode())
 
-    def others(self, runs: int, *, busy: bool = False) -> list[tuple[int, bool]]:
-        """Note that this worker lives and has so many runs; returns how many each other one has that lives.
-
-        And whether it looks for runs now: a `busy` worker is at a turn that takes long, and takes none before its end.
-        """
-        told = f"{runs} busy" if busy else str(runs)
+    def others(self, runs: int) -> list[int]:
+        """Note that this worker lives and has so many runs; returns how many each other one has that lives."""
         with contextlib.suppress(OutOfMemoryError):  # then as it was before
-            found = self._redis.eval(_NOTE, 1, WORKERS, self.holder, told, int(LEASE_SECONDS * 1000))
-            names, notes = ([t.decode() if isinstance(t, bytes) else str(t) for t in found[i::2]] for i in (0, 1))
-            parts = [note.split() for name, note in zip(names, notes, strict=True) if not _died_here(name)]
-            self._others = [(int(runs), not busy) for runs, *busy in parts]
+            found = self._redis.eval(_NOTE, 1, WORKERS, self.holder, runs, int(LEASE_SECONDS * 1000))
+            names = (name.decode() if isinstance(name, bytes) else str(name) for name in found[::2])
+            self._others = [int(n) for name, n in zip(names, found[1::2], strict=True) if not _died_here(name)]
         return self._others
 
     def leave(self) -> None:

@@ -14,8 +14,9 @@ What a published version then really gains over the one before it is measured on
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self
@@ -39,6 +40,8 @@ _ARCHIVE_SHARE: Final = 0.1
 _FIRST_ROUND: Final = 4
 #: Standard errors by which the served drafter must fall for the archive to be asked.
 _FALL: Final = 3.0
+#: The archived version that fits best then is looked at so often at most where claims are pooled, if it seems better.
+_ASKED_LOOKS: Final = 4
 _LEVEL_MEMORY: Final = 0.25  # weight of the newest claim in the level that it falls from
 #: Logarithmic gain that promises are taken to have kept exactly before the first was measured: some two publishes'.
 _KEPT_BEFORE: Final = 0.1
@@ -48,10 +51,15 @@ _KEPT_MEMORY: Final = 0.87
 _LARGEST_CORRECTION: Final = 2.0
 #: What a version gains is settled after so many rollouts.
 _SETTLED_ROLLOUTS: Final = 256
-#: The candidate is looked at on so many prompts at least; claims of fewer are pooled.
+#: The candidate is looked at on so many prompts at least; claims of fewer are pooled, and so is whatever is pooled.
 _FEWEST_PROMPTS: Final = 4
 #: After so many claims two prompts are enough: a run may not have more.
 _POOLED_CLAIMS: Final = 4
+#: So many prompts bound something: what is not trained in between need not wait for more.
+_LEAST_PROMPTS: Final = 2
+#: An archived version whose wins brought less than this part of what was expected of them wins by `_POOLED_CLAIMS`
+#: together. Where claims alternate, a win brings -1 if each is unlike the one before, 0 if two are alike, 1/3 if three.
+_LASTED: Final = 1.0 / 6.0
 #: A version that a person sent is given up after so many looks against one served drafter,
 SENT_LOOKS: Final = 64
 #: or after so many others were published: its trial begins again with each of them.
@@ -95,10 +103,41 @@ class Fresh:
         of_batches = zip(self.batches, self.looked, parts, strict=True)
         return [batch.select([places[i] for i in part]) for batch, places, part in of_batches if part.size]
 
-    def look(self, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
-        """Compare two replays of `rollouts`, in ascending order."""
-        _, groups = np.unique([self.prompts[i] for i in rollouts], return_inverse=True)
-        return compare(challenger, incumbent, groups.astype(np.int64) if self.by_prompt else None)
+
+@dataclass(slots=True)
+class Pool:
+    """Claims that say too little alone: a batch may hold a single group. Those of late, until they say enough."""
+
+    claims: list[tuple[tuple[Replay, ...], tuple[str, ...]]] = field(default_factory=list)
+
+    def add(
+        self,
+        fresh: Fresh,
+        replays: Sequence[Replay],
+        rollouts: Sequence[int],
+        *,
+        alone: int = _LEAST_PROMPTS,
+        claims: int = 1,
+    ) -> tuple[list[Replay], npt.NDArray[np.int64] | None] | None:
+        """Replays of `rollouts` of a claim with those that wait, and the prompt of each.
+
+        The prompts are None where each rollout is an observation. None: more claims are to come, `claims` in all at
+        least. `alone`: prompts of a claim that needs no others.
+        """
+        prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)
+        if prompts:
+            self.claims.append((tuple(replays), prompts))
+        names = [prompt for _, of_one in self.claims for prompt in of_one]
+        fewest = alone if len(self.claims) <= 1 else _FEWEST_PROMPTS
+        if not fresh.by_prompt or len(self.claims) >= _POOLED_CLAIMS:
+            fewest = _LEAST_PROMPTS
+        if len(set(names)) < fewest or len(self.claims) < claims:
+            self.claims = self.claims[-_POOLED_CLAIMS:]
+            return None
+        pooled = [Replay.concat(parts) for parts in zip(*(parts for parts, _ in self.claims), strict=True)]
+        self.claims = []
+        _, groups = np.unique(names, return_inverse=True)
+        return pooled, groups.astype(np.int64) if fresh.by_prompt else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +195,12 @@ class Kept:
     @property
     def correction(self) -> float:
         """Realised to expected logarithmic gain, 1 where nothing is known."""
-        found = (_KEPT_BEFORE + self.realised) / max(_KEPT_BEFORE + self.expected, 1e-9)
-        return min(max(found, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+        return min(max(self.share, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+
+    @property
+    def share(self) -> float:
+        """The same without bounds."""
+        return (_KEPT_BEFORE + self.realised) / max(_KEPT_BEFORE + self.expected, 1e-9)
 
 
 @dataclass(slots=True)
@@ -174,12 +217,11 @@ class Promise:
     rollouts: int = 0
     policy_version: int | None = None  # newest of the rollouts
     after: str | None = None  # newest queue entry of those that chose it; None: not known
+    archived: bool = False  # it was one already when it won
 
-    def add(self, new: Replay, old: Replay, fresh: Fresh) -> None:
-        """Count a claim's rollouts."""
-        index = np.array(fresh.evidence, dtype=np.int64)
-        new, old = new.select(index), old.select(index)
-        look = fresh.look(new, old, fresh.evidence)
+    def add(self, new: Replay, old: Replay, groups: npt.NDArray[np.int64] | None, policy_version: int) -> None:
+        """Count rollouts of a claim, or of several together; the newest are of that policy version."""
+        look = compare(new, old, groups)
         if not math.isfinite(look.error):
             return
         rounds = float(old.rounds.sum())
@@ -187,7 +229,7 @@ class Promise:
         self.rounds_before += rounds
         self.variance += (rounds * look.error) ** 2
         self.rollouts += look.rollouts
-        self.policy_version = max(batch.policy_version for batch in fresh.batches)
+        self.policy_version = policy_version
 
     @property
     def log_gain(self) -> float:
@@ -244,8 +286,12 @@ class Gate:
         self.served: str | None = None  # the version that all trials are against
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
         self._level = Level()
-        self._few: list[tuple[Replay, Replay, tuple[str, ...]]] = []  # candidate, incumbent, prompts; not in `state`
         self._promise: Promise | None = None
+        self._won: dict[str, Kept] = {}  # archived versions that won, and what came of it
+        # Not in `state`: a restart begins to pool from nothing.
+        self._pools = defaultdict[str, Pool](Pool)  # by challenger
+        self._level_pool, self._promise_pool = Pool(), Pool()
+        self._asked: str | None = None  # the archived version that was chosen at a fall, and is not judged yet
         self._kept = Kept()
         self.trained_to: int | None = None  # newest policy version that the candidate was trained on
         self.untested: float | None = None  # seconds of the last training, parts together, until it has been judged
@@ -262,6 +308,7 @@ class Gate:
             "level": None if math.isnan(self._level.mean) else asdict(self._level),
             "promise": None if self._promise is None else asdict(self._promise),
             "kept": asdict(self._kept),
+            "won": {version: asdict(won) for version, won in self._won.items()},
             "trained_to": self.trained_to,
             "untested": self.untested,
             "done": self.done,
@@ -272,12 +319,14 @@ class Gate:
         """Go on from `state`; without one, from nothing: a checkpoint of a version before there was any."""
         if state is None:
             return
-        self.served, self._few = state["served"], []
+        self.served = state["served"]
+        self._forget_pools()
         self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self._level = Level(**state["level"] or {})
         promise = state["promise"]
         self._promise = None if promise is None else Promise(**{"expected": promise["promised"]} | promise)
         self._kept = Kept(**state.get("kept", {}))
+        self._won = {version: Kept(**won) for version, won in state.get("won", {}).items()}
         self.trained_to, self.done = state.get("trained_to"), state.get("done", 1.0)
         self.untested, self.tested = state["untested"], state["tested"]
 
@@ -324,47 +373,61 @@ class Gate:
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
         index = np.array(fresh.evidence, dtype=np.int64)
         found = []
-        prompts = {fresh.prompts[rollout] for rollout in fresh.evidence}
         for version, replay in fresh.replays.items():
             if version != served:
                 pair = replay.select(index), incumbent.select(index)
-                look = fresh.look(*pair, fresh.evidence)
-                self.tested += look.rollouts if version == CANDIDATE else 0
-                if version == CANDIDATE and fresh.by_prompt and (self._few or len(prompts) < _FEWEST_PROMPTS):
-                    look = self._pooled(look, *pair, [fresh.prompts[rollout] for rollout in fresh.evidence])
-                found.append(self._take(version, look))
+                self.tested += int(np.count_nonzero(pair[1].tokens)) if version == CANDIDATE else 0
+                found.append(self._take(version, self._look(version, fresh, *pair, fresh.evidence)))
         for version in wider.replays.keys() - fresh.replays.keys():
-            replays = wider.replays[version], wider.replays[str(served)]
             part = np.array(wider.evidence, dtype=np.int64)
-            look = wider.look(replays[0].select(part), replays[1].select(part), wider.evidence)
-            found.append(self._take(version, look))
-        _, groups = np.unique(fresh.prompts, return_inverse=True)
-        if served is not None:
-            self._level.take(incumbent, groups.astype(np.int64) if fresh.by_prompt else None)
-        if self._level.fallen and len(prompts) > 1:
-            archive = [v for v in self._lineage.archived() if v not in wider.replays]
-            if archive:
-                self._level.fallen = False
-                found.append(self._fittest(fresh, incumbent, archive))
+            pair = wider.replays[version].select(part), wider.replays[str(served)].select(part)
+            found.append(self._take(version, self._look(version, wider, *pair, wider.evidence)))
+        if served is not None and (pooled := self._level_pool.add(fresh, [incumbent], range(len(fresh.prompts)))):
+            (replay,), groups = pooled
+            self._level.take(replay, groups)
+        archive = [v for v in self._lineage.archived() if v not in wider.replays] if self._level.fallen else []
+        if archive and fresh.evidence:
+            found.append(self._ask(fresh, incumbent, archive))
         return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
 
-    def _pooled(self, look: Look, candidate: Replay, incumbent: Replay, prompts: Sequence[str]) -> Look:
-        """A look at the candidate on the claims of late, where one has few prompts: a batch may hold a single group.
+    def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
+        """A look at `rollouts` of a claim, of which both replays are; where they say too little, at claims of late too.
 
-        The candidate was trained in between. One that never was better passes no more often for that.
+        The candidate was trained in between. One that never was better passes no more often for that. An archived
+        version whose wins did not last is looked at on several claims together, however many prompts they have: the
+        kind of the prompts may alternate, and then one claim does not tell what the next one brings.
         """
-        if prompts:
-            self._few.append((candidate, incumbent, tuple(prompts)))
-        names = [prompt for _, _, of_one in self._few for prompt in of_one]
-        distinct = len(set(names))
-        if distinct < (_FEWEST_PROMPTS if len(self._few) < _POOLED_CLAIMS else 2):
-            self._few = self._few[-_POOLED_CLAIMS:]
-            return replace(look, prompts=0, fault=look.fault or f"too little evidence: {distinct} prompts so far")
-        ours = Replay.concat([ours for ours, _, _ in self._few])
-        theirs = Replay.concat([theirs for _, theirs, _ in self._few])
-        self._few = []
-        _, groups = np.unique(names, return_inverse=True)
-        return compare(ours, theirs, groups.astype(np.int64))
+        won = self._won.get(version)
+        claims = 1 if won is None or won.share >= _LASTED else _POOLED_CLAIMS
+        alone = _FEWEST_PROMPTS if version == CANDIDATE else _LEAST_PROMPTS
+        pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=alone, claims=claims)
+        if pooled is not None:
+            (ours, theirs), groups = pooled
+            return compare(ours, theirs, groups)
+        look = compare(challenger, incumbent)
+        waiting = self._pools[version].claims
+        known = len({prompt for _, of_one in waiting for prompt in of_one})
+        why = f"too little evidence: {known} prompts in {len(waiting)} claims so far"
+        return replace(look, prompts=0, fault=why if rollouts else look.fault)
+
+    def _ask(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
+        """Look at the archived version that fits best; where a claim says too little, also on the next ones.
+
+        One look of four claims of a prompt each is not enough: the archive has a small part of the error.
+        """
+        version, judging = self._asked, list(fresh.evidence)
+        if version is None or version not in versions:
+            version, judging = self._fittest(fresh, versions)
+        ours = self._replay(version, fresh.select(judging)) if judging else incumbent.select([])
+        theirs = incumbent.select(np.array(judging, dtype=np.int64))
+        look = self._look(version, fresh, ours, theirs, judging)
+        contest = self._take(version, look)
+        verdict, few = contest.verdict, len({fresh.prompts[rollout] for rollout in fresh.evidence}) < _LEAST_PROMPTS
+        hopes = few and verdict.gain >= self._settings.gate_min_gain and verdict.looks < _ASKED_LOOKS
+        waits = bool(look.fault) and (bool(self._pools[version].claims) or not judging)
+        self._level.fallen = not verdict.promote and (hopes or waits)
+        self._asked = version if self._level.fallen else None
+        return contest
 
     def _take(self, version: str, look: Look) -> Contest:
         trial = self._trial(version)
@@ -382,9 +445,14 @@ class Gate:
         """
         event = self._settled() if self._promise is not None and self._promise.rollouts else None
         known = self._trials[CANDIDATE]
-        self.served, self._level, self._few, self._promise = served, Level(), [], None
+        self.served, self._level, self._promise = served, Level(), None
+        self._forget_pools()
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
         return event
+
+    def _forget_pools(self) -> None:
+        self._pools.clear()
+        self._level_pool, self._promise_pool, self._asked = Pool(), Pool(), None
 
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
@@ -422,8 +490,11 @@ class Gate:
                 if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
                     self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 
-    def _fittest(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
-        """The archived version that fits best, by successive halving, judged on prompts that did not choose it."""
+    def _fittest(self, fresh: Fresh, versions: Sequence[str]) -> tuple[str, list[int]]:
+        """The archived version that fits best, by successive halving, and rollouts of prompts that did not choose it.
+
+        Those of a single prompt all choose, and the next claims judge.
+        """
         order: dict[str, list[int]] = {}
         for rollout in fresh.evidence:
             order.setdefault(fresh.prompts[rollout], []).append(rollout)
@@ -435,9 +506,7 @@ class Gate:
             for version in left:
                 rounds[version] += float(self._replay(version, part).rounds.sum())
             left, wanted = sorted(left, key=rounds.__getitem__)[: (len(left) + 1) // 2], 2 * wanted
-        winner = left[0]
-        replay = self._replay(winner, fresh.select(judging))
-        return self._take(winner, fresh.look(replay, incumbent.select(np.array(judging, dtype=np.int64)), judging))
+        return left[0], judging
 
     def _replay(self, version: str, batches: Sequence[RolloutBatch]) -> Replay:
         drafter, depth, drafting = self._lineage.version(version), self._settings.depth, self._settings.drafting
@@ -458,7 +527,11 @@ class Gate:
         promise = self._promise
         if promise is None or not {promise.version, promise.before} <= fresh.replays.keys():
             return None
-        promise.add(fresh.replays[promise.version], fresh.replays[promise.before], fresh)
+        index = np.array(fresh.evidence, dtype=np.int64)
+        pair = [fresh.replays[version].select(index) for version in (promise.version, promise.before)]
+        if (pooled := self._promise_pool.add(fresh, pair, fresh.evidence)) is not None:
+            (new, old), groups = pooled
+            promise.add(new, old, groups, max(batch.policy_version for batch in fresh.batches))
         return self._settled() if promise.rollouts >= _SETTLED_ROLLOUTS else None
 
     def promoted(
@@ -472,7 +545,8 @@ class Gate:
         event = self.begin(version)
         if before is not None:
             gain = facts["gain"]
-            self._promise = Promise(version, before, facts.get("promised", gain), gain, after=facts.get("judged_to"))
+            promised, after = facts.get("promised", gain), facts.get("judged_to")
+            self._promise = Promise(version, before, promised, gain, after=after, archived="train_on" in facts)
         if is_candidate:
             self._trials[CANDIDATE].variance = 0.0
         return event
@@ -482,6 +556,9 @@ class Gate:
         if promise is None:
             return None
         self._kept.add(promise)
+        if promise.archived:
+            self._won.setdefault(promise.version, Kept()).add(promise)
+            self._won = {version: won for version, won in self._won.items() if self._lineage.existing(version)}
         return promise.event()
 
 

@@ -47,7 +47,7 @@ from service.worker.inbox import CONSUMER
 from service.worker.loop import LeaseLost, RegisteredAnew, RunWorker
 from service.worker.process.deaths import Deaths
 from service.worker.process.device import advised, use_device
-from service.worker.process.share import Share
+from service.worker.process.share import BUSY, Share
 from service.worker.process.turns import AHEAD_SECONDS, Turns
 
 log = logging.getLogger("draftalign.worker")
@@ -105,6 +105,7 @@ class Worker:
         self._stopping = False
         self._ended = False
         self._beat_failures: set[type[Exception]] = set()  # kinds that were logged
+        self._opening: str | None = None  # the run that is being opened, which may take longer than a lease
         self._giving_back = threading.Lock()  # or a heartbeat would take a lease again that was just given back
 
     @property
@@ -204,8 +205,10 @@ class Worker:
         told = advised(f"{type(error).__name__}: {error}")
         log.error("run %s: %s; it is closed, and opened again from its last checkpoint", run, told, exc_info=error)
         state = self._runs.setdefault(run, _Run())
-        state.worker = None  # its lease is kept: another worker does not know whether the recent rollouts are to blame
+        state.worker = None
         self._tell(run, state.back_off(_FAILED_SECONDS), told)
+        if run not in self._recent_suspected:  # another worker would not know of the suspicion
+            self._give_back(run)
 
     def _leave_alone(self, run: str, error: OSError) -> None:
         """Neither open nor close a run for a while: its part of the disk fails, and nothing of it was acknowledged."""
@@ -224,6 +227,8 @@ class Worker:
     def _tell(self, run: str, seconds: float, error: str) -> None:
         state = self._runs[run]
         state.proven, state.retry_at = False, time.monotonic() + seconds
+        if self._leases.is_anothers(run):
+            return  # that one says how it is, and would not take this back
         error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
         Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
 
@@ -280,15 +285,18 @@ class Worker:
             state.worker = None
             log.warning("run %s was registered anew", run)
         refused = state.retry_at > now and state.file == file
-        if state.worker is not None or refused or not self._share.may_take(run, len(self.served), now):
+        if state.worker is not None or refused:
             return
-        if not self._leases.hold(run):
+        if not self._share.may_take(run, len(self.served), now) or not self._leases.hold(run):
             self._recent_suspected.discard(run)
-        else:
-            if self._layout.run_json(run).exists():
+        elif self._layout.run_json(run).exists():
+            self._opening = run
+            try:
                 self._open(run, state, file)
-            else:  # it was deleted meanwhile
-                self._let_go(run)
+            finally:
+                self._opening = None
+        else:  # it was deleted meanwhile
+            self._let_go(run)
 
     def _is_wanted(self, run: str, now: float) -> bool:
         """Whether a run is to be worked on, and can be as far as this worker knows."""
@@ -318,7 +326,7 @@ class Worker:
         """Serve the run no more, and let other workers have it."""
         self._recent_suspected.discard(run)  # the next worker finds that out by itself
         with self._giving_back:
-            self._runs[run].worker = None
+            self._runs[run].worker = self._opening = None
             self._leases.give_back(run)
 
     def _clear(self, run: str, state: _Run) -> None:
@@ -383,7 +391,11 @@ class Worker:
         if not self._stopping:
             with contextlib.suppress(RedisError):
                 busy = time.monotonic() - self._looked > _BUSY_SECONDS
-                self._leases.others(len(self.served), busy=busy)  # a training may take longer than a lease
+                # A training may take longer than a lease.
+                self._leases.others(len(self.served) + (BUSY if busy else 0))
+            with self._giving_back, contextlib.suppress(RedisError):
+                if self._opening is not None:
+                    self._leases.hold(self._opening)
         for run, worker in self.served.items():
             try:
                 self._beat_run(run, worker)
@@ -415,6 +427,9 @@ class Worker:
             if self._end(run, worker):
                 with contextlib.suppress(RedisError):  # else the lease expires
                     self._give_back(run)
+        with contextlib.suppress(RedisError):
+            for run in self._runs.keys() - self.served.keys():
+                self._leases.give_back(run)
 
     @staticmethod
     def _end(run: str, worker: RunWorker) -> bool:

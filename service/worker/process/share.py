@@ -15,6 +15,9 @@ from redis import Redis
 from service.storage.lease import Leases
 from service.storage.reports import Store
 
+#: A worker at a turn that takes long looks for runs at its end only. Until then it says that it has so many more, and
+#: nobody hands it one.
+BUSY = 1_000_000
 #: A worker that has its share of the runs takes one more only if nobody else has for so long.
 _LEFT_SECONDS = 30.0
 #: Between two runs that are handed to other workers: each begins with a checkpoint that is read. And how long none is
@@ -38,8 +41,8 @@ class Share:
         """Ask how many runs the others have; returns whether to hand one over. `wanted`: runs to be worked on."""
         others = self._leases.others(served)
         self._most = math.ceil(wanted / (1 + len(others))) if others else math.inf
-        fewest = min((runs for runs, looks in others if looks), default=math.inf)
-        if served <= fewest:  # then others have not less than this worker, and take nothing that it handed over
+        fewest = min(others, default=BUSY)
+        if served <= fewest < BUSY:  # then others have not less than this worker, and take nothing that it handed over
             self._handed_over = None
         more = served > 1 + fewest
         return more and self._handed_over is None and now >= self._hand_over_at
@@ -54,7 +57,7 @@ class Share:
         if math.isinf(self._most) or (served < self._most and run != self._handed_over):
             self.forget(run)
             return True
-        if not self._leases.is_free(run):
+        if self._leases.is_anothers(run):
             self._note_left(run, now)
             if run == self._handed_over:
                 self._handed_over = None

@@ -35,8 +35,8 @@ def test_a_version_is_held_and_released(service: RunningService) -> None:
 
 
 def test_versions_are_listed_and_an_earlier_one_is_served_again(service: RunningService) -> None:
-    first = service.publish(alpha={"candidate": 3.25})
-    second = service.publish(content=b"second", alpha=None)
+    first = service.publish(gate={"alpha_candidate": 3.25})
+    second = service.publish(content=b"second", gate=None)
     newest, oldest, said = typed(service, "drafters").splitlines()
     assert newest.startswith(f"* {second.version}  ")
     assert oldest.startswith(f"  {first.version}  ")

@@ -129,3 +129,21 @@ def test_a_first_drafter_that_was_worse_in_every_claim_serves_again_when_the_pol
     assert {claim(bench, worker, f"b{n}", B + n) for n in range(16)} == {of_b.version}
     assert worker.learner.gate.state["trials"][first]["looks"] >= 8, "else this shows nothing"
     assert claim(bench, worker, "a", A_AGAIN) == first
+
+
+def test_where_each_batch_holds_one_prompt_a_fall_is_found_and_the_drafter_of_that_time_serves_again(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """One prompt bounds nothing, so four claims make a look: one finds the fall, others the better one."""
+    worker, of_a, of_b = begun(bench, tmp_path, decoys=1)
+
+    def one_prompt(number: int, policy_version: int) -> str:
+        bench.post(f"p{number}", policy_version=policy_version, prompts=[1000 + number] * 16)
+        bench.drain(worker)
+        latest = Registry(bench.layout).latest("default")
+        assert latest is not None
+        return latest.version
+
+    assert {one_prompt(number, B + number) for number in range(12)} == {of_b.version}
+    after = [one_prompt(16 + number, A_AGAIN) for number in range(20)]
+    assert after[-1] == of_a.version

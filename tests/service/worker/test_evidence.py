@@ -262,6 +262,22 @@ def test_what_a_version_gains_is_measured_on_rollouts_that_came_after_it(bench: 
     assert 0.6 < promised / found < 1.4
 
 
+def test_where_each_batch_holds_one_prompt_promises_are_measured_too(bench: Bench) -> None:
+    bench.begin()
+    worker = bench.worker(gate_min_gain=0.005, recent_tokens=100_000, learning_rate=5e-3)
+    for number in range(48):
+        bench.post(f"group{number}", prompts=[1000 + number] * 32)
+        bench.drain(worker)
+    realised = [e for e in Registry(bench.layout).history.read("default") if e["event"] == "realised"]
+    assert realised
+    assert worker.learner.gate.state["level"] is not None
+    for event in realised:
+        assert event["low"] < event["realised"] < event["high"]
+        assert event["rollouts"] >= 128, "four claims together at least"
+    promised, found = (sum(e[kind] for e in realised) for kind in ("promised", "realised"))
+    assert 0.6 < promised / found < 1.6
+
+
 def test_claims_of_one_prompt_are_pooled(bench: Bench) -> None:
     """A trainer may send each group of rollouts as a batch of its own."""
     worker = trained(bench)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from redis import Redis
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench, Nest, nest
 
+from service.storage import lease
+from service.storage.layout import file_id
 from service.storage.lease import WORKERS, Leases
 from service.storage.runs import change_state
 from service.worker import process
@@ -270,11 +273,11 @@ def test_a_failed_training_leaves_the_run_with_its_worker_which_alone_knows_what
     bench.begin()
     worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
     worker._find_runs()
+    worker._recent_suspected.add("default")
     worker._end_at("default", ValueError("one time"))
     assert not worker.served
     other = Leases(Redis.from_url(bench.redis_url))
     assert not other.hold("default")
-    worker._recent_suspected.add("default")
     bench.redis.delete(Leases.key("default"))  # its time is over
     assert other.hold("default")
     worker._runs["default"].retry_at = 0.0
@@ -296,14 +299,14 @@ def test_paused_runs_are_nobodys_share(bench: Bench) -> None:
 
 def test_a_full_redis_keeps_no_worker_from_its_runs(bench: Bench) -> None:
     leases, other = (Leases(Redis.from_url(bench.redis_url)) for _ in range(2))
-    assert (leases.others(3), other.others(1)) == ([], [(3, True)])
+    assert (leases.others(3), other.others(1)) == ([], [3])
     bench.redis.config_set("maxmemory", 1)
     try:
         assert leases.others(3) == [], "as it was before"
-        assert other.others(1) == [(3, True)]
+        assert other.others(1) == [3]
     finally:
         bench.redis.config_set("maxmemory", 0)
-    assert leases.others(3) == [(1, True)]
+    assert leases.others(3) == [1]
 
 
 def test_no_run_is_handed_to_a_worker_in_a_long_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,3 +325,113 @@ def test_no_run_is_handed_to_a_worker_in_a_long_turn(bench: Bench, monkeypatch: 
     worker._find_runs()
     assert len(worker.served) == 3
     worker._close()
+
+
+def test_beside_a_worker_of_long_turns_one_run_is_handed_over_in_vain_and_then_none_for_long(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for runs at the beginning of each turn only, and may not see the one that is left to it."""
+    worker, other, gone = handed_over(bench, monkeypatch, 0)
+    other.others(share.BUSY)
+    worker._find_runs()
+    assert set(RUNS) - set(worker.served) == gone
+    time.sleep(0.6)
+    worker._find_runs()
+    assert len(worker.served) == 4
+    for _ in range(3):
+        other.others(0)
+        worker._find_runs()
+        assert len(worker.served) == 4
+    worker._close()
+
+
+def test_a_run_that_takes_longer_to_open_than_a_lease_lasts_stays_with_one_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(process, "_BEAT_SECONDS", 0.1)
+    bench.begin()
+    opened, openings = RunWorker.__init__, []
+
+    def slowly(self: RunWorker, *arguments: Any, **options: Any) -> None:
+        openings.append(self)
+        time.sleep(2.0)
+        opened(self, *arguments, **options)
+
+    monkeypatch.setattr(RunWorker, "__init__", slowly)
+    workers = [Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2)]
+    threads = [threading.Thread(target=worker.serve) for worker in workers]
+    for thread in threads:
+        thread.start()
+    try:
+        batch = bench.post("a")
+        bench.wait(lambda: trained(bench, "default", batch))
+    finally:
+        for worker in workers:
+            worker.stop()
+        for thread in threads:
+            thread.join()
+    assert len(openings) == 1
+
+
+def test_a_worker_that_has_lost_a_run_says_nothing_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    bench.begin()
+    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker._find_runs()
+    worker._turn()
+    bench.redis.delete(Leases.key("default"))
+    assert Leases(Redis.from_url(bench.redis_url)).hold("default")
+    worker._end_at("default", OSError("the checkpoint is gone"))
+    assert bench.store.worker().error is None, "the other one would not take it back"
+
+
+@pytest.mark.parametrize("serves", [0, 1])
+def test_what_a_worker_suspects_of_a_run_ends_where_another_one_serves_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, serves: int
+) -> None:
+    """Also where this worker has its share of the runs, and so does not try to take it."""
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    bench.begin()
+    worker, other = Worker(bench.settings, Redis.from_url(bench.redis_url)), Leases(Redis.from_url(bench.redis_url))
+    assert other.hold("default")
+    other.others(serves)
+    worker._recent_suspected.add("default")
+    worker._find_runs()
+    assert not worker._recent_suspected
+
+
+def test_an_orderly_end_gives_back_the_runs_that_wait_for_another_try(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    bench.begin()
+    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker._find_runs()
+    worker._recent_suspected.add("default")
+    worker._end_at("default", ValueError("one time"))
+    worker._close()
+    assert Leases(Redis.from_url(bench.redis_url)).hold("default")
+
+
+def test_a_run_is_given_back_with_nothing_noted_of_its_opening(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker may begin to open it at once; a fault of the device, after which nothing works, is noted."""
+    bench.begin()
+    worker, found = Worker(bench.settings, Redis.from_url(bench.redis_url)), []
+    errors: Iterator[Exception] = iter([torch.OutOfMemoryError("too little"), RuntimeError("CUDA error: gone")])
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise next(errors)
+
+    def given_back(run: str) -> None:
+        found.append((bench.store.begun("opening", file_id(bench.layout.target(run)))[0], worker._opening))
+
+    monkeypatch.setattr(RunWorker, "__init__", fail)
+    monkeypatch.setattr(worker._leases, "give_back", given_back)
+    monkeypatch.setattr(process, "is_device_fault", lambda error: "CUDA" in str(error))
+    worker._find_runs()
+    assert found == [(0, None)]
+    worker._looked = worker._runs["default"].retry_at = 0.0
+    with pytest.raises(RuntimeError, match="CUDA"):
+        worker._find_runs()
+    assert bench.store.begun("opening", file_id(bench.layout.target("default")))[0] == 1
