@@ -29,7 +29,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
         total = 0
         for path in (tmp_path / "state").rglob("*"):
             with contextlib.suppress(FileNotFoundError):
-                total += path.stat().st_size if path.is_file() else 0
+                # Not the audit log: on a disk that small its lines on refused uploads are many files' worth.
+                total += path.stat().st_size if path.is_file() and path.parent.name != "audit" else 0
         return total
 
     def resize(free: int) -> None:
@@ -104,8 +105,10 @@ def test_uploads_that_stay_on_their_way_leave_room_for_others(serve: Serve, disk
     disk(12 * BODY)
     with slow_uploads(service, path, BODY if "drafters" not in path else BODY // 2, 12) as let_in:
         assert 1 <= let_in <= 9
-        assert service.post(rollout_file(("1",), run="other"), "other").status_code == 202
-    assert service.post(rollout_file(("2",), run="other"), "other").status_code == 202
+        reply = service.post(rollout_file(("1",), run="other"), "other")
+        assert reply.status_code == 202, reply.json()
+    reply = service.post(rollout_file(("2",), run="other"), "other")
+    assert reply.status_code == 202, reply.json()
 
 
 def test_heads_of_a_run_leave_room_for_others(serve: Serve, disk: Disk) -> None:
