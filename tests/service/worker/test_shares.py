@@ -386,19 +386,24 @@ def test_a_worker_that_has_lost_a_run_says_nothing_of_it(bench: Bench, monkeypat
     assert bench.store.worker().error is None, "the other one would not take it back"
 
 
-@pytest.mark.parametrize("serves", [0, 1])
+@pytest.mark.parametrize("full", [False, True])
 def test_what_a_worker_suspects_of_a_run_ends_where_another_one_serves_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, serves: int
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     """Also where this worker has its share of the runs, and so does not try to take it."""
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     bench.begin()
+    if full:
+        bench.register(bench.world.run_file(drafter=bench.world.drafter()), run="second")
     worker, other = Worker(bench.settings, Redis.from_url(bench.redis_url)), Leases(Redis.from_url(bench.redis_url))
     assert other.hold("default")
-    other.others(serves)
+    other.others(1)
+    worker._find_runs()
+    assert len(worker.served) == full
     worker._recent_suspected.add("default")
     worker._find_runs()
     assert not worker._recent_suspected
+    worker._close()
 
 
 def test_an_orderly_end_gives_back_the_runs_that_wait_for_another_try(
