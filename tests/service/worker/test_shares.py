@@ -39,6 +39,15 @@ def holders(bench: Bench) -> Counter[str]:
     return Counter(name.decode() for name in found if name is not None)
 
 
+def a_worker(bench: Bench) -> Worker:
+    return Worker(bench.settings, Redis.from_url(bench.redis_url))
+
+
+def other_worker(bench: Bench) -> Leases:
+    """All that the others see of a worker."""
+    return Leases(Redis.from_url(bench.redis_url))
+
+
 def begin(bench: Bench) -> None:
     for run in RUNS:
         bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=run)
@@ -76,8 +85,8 @@ def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobod
 ) -> None:
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     begin(bench)
-    other = Leases(Redis.from_url(bench.redis_url))
-    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    other = other_worker(bench)
+    worker = a_worker(bench)
     assert other.others(0) == []
     for _ in range(3):
         other.others(0)
@@ -108,10 +117,10 @@ def handed_over(bench: Bench, monkeypatch: pytest.MonkeyPatch, has: int) -> tupl
     monkeypatch.setattr(share, "_HAND_OVER_SECONDS", 0.0)
     monkeypatch.setattr(share, "_LEFT_SECONDS", 0.5)
     begin(bench)
-    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker = a_worker(bench)
     worker._find_runs()
     assert len(worker.served) == 4
-    other = Leases(Redis.from_url(bench.redis_url))
+    other = other_worker(bench)
     other.others(has)
     worker._find_runs()
     gone = set(RUNS) - set(worker.served)
@@ -174,11 +183,11 @@ def test_a_run_that_cannot_be_opened_is_given_back_for_others_and_is_in_nobodys_
 ) -> None:
     begin(bench)
     bench.layout.target(RUNS[0]).write_bytes(b"damaged")
-    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker = a_worker(bench)
     worker._find_runs()
     assert set(worker.served) == set(RUNS[1:])
     assert not bench.redis.exists(Leases.key(RUNS[0]))
-    other = Leases(Redis.from_url(bench.redis_url))
+    other = other_worker(bench)
     other.others(1)
     bench.register(bench.world.run_file(drafter=bench.world.drafter()), run="run4")
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
@@ -194,7 +203,7 @@ def test_a_run_that_the_other_one_leaves_as_it_has_its_share_is_served_at_once(
     """How many runs the other one has is known late: two workers that start together both open two."""
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     begin(bench)
-    other, worker = Leases(Redis.from_url(bench.redis_url)), Worker(bench.settings, Redis.from_url(bench.redis_url))
+    other, worker = other_worker(bench), a_worker(bench)
     other.others(0)
     assert other.hold(RUNS[0])
     assert other.hold(RUNS[1])
@@ -243,7 +252,7 @@ def test_what_a_worker_says_of_a_run_that_it_gives_back_is_said_before_another_o
 ) -> None:
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     bench.begin()
-    worker, other = (Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2))
+    worker, other = (a_worker(bench) for _ in range(2))
     memory = iter([torch.OutOfMemoryError("too little here")])
 
     def open_it(self: RunWorker, *arguments: Any, **options: Any) -> None:
@@ -271,12 +280,12 @@ def test_a_failed_training_leaves_the_run_with_its_worker_which_alone_knows_what
 ) -> None:
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     bench.begin()
-    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker = a_worker(bench)
     worker._find_runs()
     worker._recent_suspected.add("default")
     worker._end_at("default", ValueError("one time"))
     assert not worker.served
-    other = Leases(Redis.from_url(bench.redis_url))
+    other = other_worker(bench)
     assert not other.hold("default")
     bench.redis.delete(Leases.key("default"))  # its time is over
     assert other.hold("default")
@@ -289,16 +298,16 @@ def test_paused_runs_are_nobodys_share(bench: Bench) -> None:
     begin(bench)
     for run in RUNS[:2]:
         change_state(bench.layout, run, "paused", "for a test")
-    other = Leases(Redis.from_url(bench.redis_url))
+    other = other_worker(bench)
     other.others(0)
-    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker = a_worker(bench)
     worker._find_runs()
     assert len(worker.served) == 1
     worker._close()
 
 
 def test_a_full_redis_keeps_no_worker_from_its_runs(bench: Bench) -> None:
-    leases, other = (Leases(Redis.from_url(bench.redis_url)) for _ in range(2))
+    leases, other = (other_worker(bench) for _ in range(2))
     assert (leases.others(3), other.others(1)) == ([], [3])
     bench.redis.config_set("maxmemory", 1)
     try:
@@ -313,7 +322,7 @@ def test_no_run_is_handed_to_a_worker_in_a_long_turn(bench: Bench, monkeypatch: 
     """It would look for the run only afterwards, and nobody would serve it until then."""
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     begin(bench)
-    worker, other = (Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2))
+    worker, other = (a_worker(bench) for _ in range(2))
     worker._find_runs()
     other._looked = time.monotonic() - 60.0
     other._beat_once()
@@ -359,7 +368,7 @@ def test_a_run_that_takes_longer_to_open_than_a_lease_lasts_stays_with_one_worke
         opened(self, *arguments, **options)
 
     monkeypatch.setattr(RunWorker, "__init__", slowly)
-    workers = [Worker(bench.settings, Redis.from_url(bench.redis_url)) for _ in range(2)]
+    workers = [a_worker(bench) for _ in range(2)]
     threads = [threading.Thread(target=worker.serve) for worker in workers]
     for thread in threads:
         thread.start()
@@ -377,11 +386,11 @@ def test_a_run_that_takes_longer_to_open_than_a_lease_lasts_stays_with_one_worke
 def test_a_worker_that_has_lost_a_run_says_nothing_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     bench.begin()
-    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker = a_worker(bench)
     worker._find_runs()
     worker._turn()
     bench.redis.delete(Leases.key("default"))
-    assert Leases(Redis.from_url(bench.redis_url)).hold("default")
+    assert other_worker(bench).hold("default")
     worker._end_at("default", OSError("the checkpoint is gone"))
     assert bench.store.worker().error is None, "the other one would not take it back"
 
@@ -395,7 +404,7 @@ def test_what_a_worker_suspects_of_a_run_ends_where_another_one_serves_it(
     bench.begin()
     if full:
         bench.register(bench.world.run_file(drafter=bench.world.drafter()), run="second")
-    worker, other = Worker(bench.settings, Redis.from_url(bench.redis_url)), Leases(Redis.from_url(bench.redis_url))
+    worker, other = a_worker(bench), other_worker(bench)
     assert other.hold("default")
     other.others(1)
     worker._find_runs()
@@ -411,18 +420,18 @@ def test_an_orderly_end_gives_back_the_runs_that_wait_for_another_try(
 ) -> None:
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     bench.begin()
-    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    worker = a_worker(bench)
     worker._find_runs()
     worker._recent_suspected.add("default")
     worker._end_at("default", ValueError("one time"))
     worker._close()
-    assert Leases(Redis.from_url(bench.redis_url)).hold("default")
+    assert other_worker(bench).hold("default")
 
 
 def test_a_run_is_given_back_with_nothing_noted_of_its_opening(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another worker may begin to open it at once; a fault of the device, after which nothing works, is noted."""
     bench.begin()
-    worker, found = Worker(bench.settings, Redis.from_url(bench.redis_url)), []
+    worker, found = a_worker(bench), []
     errors: Iterator[Exception] = iter([torch.OutOfMemoryError("too little"), RuntimeError("CUDA error: gone")])
 
     def fail(*_: Any, **__: Any) -> None:
