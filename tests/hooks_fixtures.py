@@ -133,7 +133,7 @@ def receiver(port: int = 0) -> Iterator[Receiver]:
                 self.close_connection = True
                 return False
             if state.misbehave == "slow":
-                time.sleep(3.0)
+                time.sleep(20.0)
             refusal = state.refuse()
             if refusal is not None:
                 self._reply(*refusal)

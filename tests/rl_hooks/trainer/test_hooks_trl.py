@@ -139,7 +139,7 @@ def test_training_is_bit_identical_whatever_the_service_does(tmp_path: Path, tro
         assert (stats["captured_rollouts"], stats["failures"]) == (24, 0)
         started = time.monotonic()
         attachment.detach(0.5)
-        assert time.monotonic() - started < 2.5
+        assert time.monotonic() - started < 10, "nobody waits for an answer that takes 20 s"
 
 
 def test_a_capture_that_fails_at_every_step_leaves_training_bit_identical(service: Receiver, tmp_path: Path) -> None:
