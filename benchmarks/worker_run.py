@@ -123,10 +123,10 @@ class WorkerRun:
         )
         body = _joined(wire.encode(rollout_tensors(batch), facts))
         header = wire.check_rollout_header(wire.parse_header(body))
-        blob = self._spool.new_blob(header.batch_id)
-        path = self.layout.blob(NAME, blob)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(body)
+        with self._spool.upload() as upload:
+            upload.write(body)
+            blob = self._spool.new_blob(header.batch_id, upload.digest)
+            upload.keep(self._spool.path(NAME, blob))
         queued = Batch(
             header.batch_id, blob, len(body), header.tokens, header.rollouts,
             header.policy_version, header.policy_version_max, header.rollout_ids,

@@ -6,6 +6,7 @@
     ├── RunConflict             the run exists with another target
     ├── RunClosed               a person has closed the run for what was sent
     ├── RunDamaged              a file of the run on the service's disk is not what was written
+    ├── BlobDamaged             a rollout file on the service's disk is not what was uploaded
     ├── TooManyReporters        a run has as many reporters as it may, and none was silent for long
     ├── VersionNotFound         no such drafter version, or no such file in it
     ├── RegistryError           the registry on disk contradicts itself, or a staged drafter is unusable
@@ -51,6 +52,10 @@ class RunDamaged(ServiceError):  # noqa: N818
     def __init__(self, run: str, path: Path, why: object) -> None:
         said = " ".join(str(why).partition("For further information")[0].split())[:300]
         super().__init__(f"{path.name} of run {run!r} is damaged: {said}; put a copy of it back, or DELETE /runs/{run}")
+
+
+class BlobDamaged(ServiceError):  # noqa: N818
+    """A rollout file on the service's disk has not the bytes that were uploaded."""
 
 
 class TooManyReporters(ServiceError):  # noqa: N818

@@ -1,12 +1,14 @@
 """Files of accepted rollouts, beside the queue whose entries name them.
 
 An upload is written to `spool/tmp/<uuid>` and appears in a run's spool by one rename, so a file there is complete.
-Names hold the batch id *and* a new uuid, so a duplicate upload can delete its own file and no other.
+Names hold the batch id *and* a new uuid, so a duplicate upload can delete its own file and no other. They hold the
+digest of the bytes that came as well (XXH3, 64 bits), which `check_blob` compares: it goes wherever the file goes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 import uuid
@@ -14,6 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from xxhash import xxh3_64
+
+from service.errors import BlobDamaged
 from service.storage.layout import BLOB_NAME, Layout
 
 
@@ -24,6 +29,7 @@ class Upload:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / uuid.uuid4().hex
         self.written_bytes = 0
+        self._digest = xxh3_64()
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def __enter__(self) -> Upload:
@@ -35,11 +41,17 @@ class Upload:
 
     def write(self, chunk: bytes | memoryview) -> None:
         """Append. Runs on the event loop: a chunk is at most 1 MiB and goes to the page cache."""
+        self._digest.update(chunk)
         view = memoryview(chunk)
         while view:
             done = os.write(self._descriptor, view)
             view = view[done:]
             self.written_bytes += done
+
+    @property
+    def digest(self) -> str:
+        """XXH3 of what was written, 16 hexadecimal digits."""
+        return self._digest.hexdigest()
 
     def sync(self) -> None:
         """Force the bytes to the disk. Slow: call it in a thread."""
@@ -89,9 +101,9 @@ class Spool:
         status = os.statvfs(self._layout.spool_tmp)
         return status.f_bavail * status.f_frsize - self._reserved.total()
 
-    def new_blob(self, batch_id: str) -> str:
-        """A fresh name for a batch's file."""
-        return f"{batch_id}.{uuid.uuid4().hex}.safetensors"
+    def new_blob(self, batch_id: str, digest: str) -> str:
+        """A fresh name for a batch's file. `digest`: as `Upload.digest`."""
+        return f"{batch_id}.{uuid.uuid4().hex}.{digest}.safetensors"
 
     def path(self, run: str, blob: str) -> Path:
         """Where a queue entry's file lies."""
@@ -124,3 +136,17 @@ class Spool:
                         path.unlink()
                         gone += 1
         return gone
+
+
+def check_blob(path: Path) -> None:
+    """BlobDamaged when a rollout file, in the spool or kept by the worker, has not the bytes that were uploaded.
+
+    It reads the whole file. One of an older service has no digest in its name, and passes.
+    """
+    name = BLOB_NAME.fullmatch(path.name)
+    if name is None or name[1] is None:
+        return
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, xxh3_64).hexdigest()
+    if found != name[1]:
+        raise BlobDamaged(f"{path} is damaged: its bytes have the XXH3 {found}, those that came had {name[1]}")

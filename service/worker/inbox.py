@@ -27,10 +27,11 @@ from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
 from rl_hooks.wire import WireError
-from service.errors import ServiceError
+from service.errors import BlobDamaged, ServiceError
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue.deliveries import EndState, Entry, RolloutQueue
+from service.storage.spool import check_blob
 from service.worker.recent import without
 
 log = logging.getLogger("draftalign.worker")
@@ -198,10 +199,14 @@ class Inbox:
                 path.unlink(missing_ok=True)  # else another worker ended it, and it may be put back by now
             return None
         try:
+            check_blob(path)
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
             screen(batch)
         except FileNotFoundError:
             self._end_dead(entry, "blob_missing")
+        except BlobDamaged as error:
+            log.error("%s: %s", self._queue.run, error)
+            self._end_dead(entry, "blob_damaged")
         except (WireError, BatchRejected) as error:
             self._end_dead(entry, str(error))
         except OSError as error:  # too many open files, a bad sector: the others are not to wait for it

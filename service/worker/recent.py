@@ -24,6 +24,8 @@ from drafter.policy import Policy
 from drafter.training.ranks import ALONE, Ranks
 from drafter.training.trainer import DrafterTrainer, Prepared
 from rl_hooks.wire import WireError
+from service.errors import BlobDamaged
+from service.storage.spool import check_blob
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -120,10 +122,11 @@ class RecentRollouts:
             if path is None:
                 continue
             try:
+                check_blob(path)
                 places = left_out.get(name, ())
                 self._keep(name, complete(without(load_batch(path), places)), places)
-            # Torn by loss of power, or without a head; what was learnt from it is in the checkpoint.
-            except (WireError, TargetHeadError) as error:
+            # Damaged, or without a head; what was learnt from it is in the checkpoint.
+            except (BlobDamaged, WireError, TargetHeadError) as error:
                 log.warning("%s is left out of the recent rollouts: %s", name, error)
                 continue
             if path.parent == spool:

@@ -234,7 +234,7 @@ async def _enqueue(
     the file; with one, the client's next try is answered as a duplicate.
     """
     spool, settings, run = context.spool, context.settings, header.run
-    blob = spool.new_blob(header.batch_id)
+    blob = spool.new_blob(header.batch_id, upload.digest)
     if settings.spool_fsync:
         await asyncio.to_thread(upload.sync)
     upload.keep(spool.path(run, blob))

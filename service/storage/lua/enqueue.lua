@@ -7,7 +7,7 @@
 --       7 batch_id  8 blob  9 bytes  10 tokens  11 rollouts  12 policy_version  13 policy_version_max
 --       14 rollout_ids (JSON)  15 to put a dead batch back: the letter of the death that was seen; else ''
 --       16 bytes that may be remembered of batches that ended  17 rollouts that may wait: each is a key of Redis
--- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, dropped blobs...}
+-- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, blobs that nothing needs now...}
 --       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
 --       | {"full", items, bytes, rollouts, dropped blobs...} | {"disowned"} | {"gone"}: the dead batch's file is not kept
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
@@ -38,22 +38,27 @@ local function duplicate(state, known)
   return { 'duplicate', state, total, reason, tostring(known) }
 end
 
-local state, why, letter = unpack(redis.call('HMGET', batch, 'state', 'reason', 'letter_id'))
+local state, why, letter, old, old_bytes =
+  unpack(redis.call('HMGET', batch, 'state', 'reason', 'letter_id', 'blob', 'bytes'))
 local died = state == 'dead'
--- A batch that died because its file was lost may be sent again: nothing was trained on it.
-if state and not (died and (back or why == 'blob_missing')) then
+-- A batch that died because its file was lost or damaged may be sent again: nothing was trained on it.
+if state and not (died and (back or why == 'blob_missing' or why == 'blob_damaged')) then
   return duplicate(state, redis.call('HGET', batch, 'known_rollouts') or '0')
 end
 -- It was put back already, and has died again since it was asked for.
 if back and died and letter and letter ~= ARGV[15] then return duplicate(state, '0') end
 if back and not (died and redis.call('ZSCORE', KEYS[5], file)) then return { 'gone' } end
 
+local dropped = {}
 local function leave_the_dead()
   if letter then
     redis.call('XDEL', KEYS[4], letter)
     total, reason = tell_last_death(prefix, total)
   end
-  if redis.call('ZREM', KEYS[5], file) == 1 then redis.call('HINCRBY', counters, 'dead_file_bytes', -bytes) end
+  if redis.call('ZREM', KEYS[5], old .. ':' .. old_bytes) == 1 then
+    redis.call('HINCRBY', counters, 'dead_file_bytes', -old_bytes)
+    if not back then dropped[#dropped + 1] = old end -- the damaged one, in whose place another came
+  end
 end
 
 -- Rollouts that another batch brought before, by their place in the file. A batch that died or was skipped trained
@@ -89,7 +94,6 @@ local function over()
     or held[3] + tonumber(ARGV[11]) > tonumber(ARGV[17])
 end
 
-local dropped = {}
 if ARGV[3] == 'drop_oldest' and over() then
   local last = '0-0'
   for _, group in ipairs(redis.call('EXISTS', queue) == 1 and redis.call('XINFO', 'GROUPS', queue) or {}) do

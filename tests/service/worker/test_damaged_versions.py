@@ -1,4 +1,4 @@
-"""A bit flips on the service's own disk: the worker uses no drafter and no checkpoint that is not as written.
+"""A bit flips on the service's own disk: the worker uses no drafter, checkpoint or rollouts that are not as written.
 
 `DRAFTALIGN_FLIPS` sets how many flips a checkpoint gets (100; `make chaos` 1,000), `DRAFTALIGN_CHAOS_SEED` where.
 """
@@ -13,22 +13,24 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from redis import Redis
 from service_fixtures import HEADERS, RunningService
 from storage_fixtures import Store
-from worker_fixtures import Bench, joined
+from worker_fixtures import Bench, joined, name_rollouts_without_digest
+from xxhash import xxh3_64
 
 import service.worker.process
 from drafter.errors import CheckpointError
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
-from service.errors import RegistryError, RunDamaged
+from service.errors import BlobDamaged, RegistryError, RunDamaged
 from service.storage.registry import Registry
-from service.storage.spool import Upload
+from service.storage.spool import Upload, check_blob
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.process import Worker
 from service.worker.target import Target
@@ -130,6 +132,77 @@ def test_a_bit_that_flips_in_a_checkpoint_is_refused(bench: Bench, worker: Worke
             checkpoint.drafter()
         path.write_bytes(before)
     checkpoint.drafter()
+
+
+def test_rollouts_that_are_not_as_they_were_uploaded_are_not_trained_on_and_may_be_sent_again(
+    bench: Bench, worker: Worker, serve: Callable[..., RunningService], caplog: pytest.LogCaptureFixture
+) -> None:
+    service, rng = serve(), random.Random(SEED)
+    assert service.settings.state_dir == bench.layout.root
+    body = bench.world.rollout_file("a")
+
+    def post() -> tuple[int, dict[str, Any]]:
+        reply = service.client.post("/rollouts", content=body, headers=HEADERS)
+        return reply.status_code, reply.json()
+
+    status, receipt = post()
+    assert status == 202
+    batch = receipt["batch_id"]
+    (path,) = bench.layout.spool(RUN).iterdir()
+    assert path.name.split(".")[2] == xxh3_64(body).hexdigest()
+    for _ in range(FLIPS):
+        before = flip(path, rng)
+        with pytest.raises(BlobDamaged, match="is damaged: its bytes have the XXH3"):
+            check_blob(path)
+        path.write_bytes(before)
+    check_blob(path)
+    flip(path, rng)
+    other = bench.post("b")
+    while worker._turn():
+        pass
+    assert (bench.state(batch), bench.reason(batch), bench.state(other)) == ("dead", "blob_damaged", "trained")
+    assert f"{path} is damaged" in caplog.text
+    assert path.exists(), "a person may look at it, or put a copy back"
+    status, receipt = post()
+    assert (status, receipt["duplicate"], receipt["dead_total"]) == (202, False, 1)
+    assert not path.exists(), "another came in its place"
+    assert bench.queue.counters()["dead_file_bytes"] == 0
+    while worker._turn():
+        pass
+    assert bench.state(batch) == "trained"
+    assert post()[1]["duplicate"]
+
+
+def test_recent_rollouts_that_are_not_as_they_were_uploaded_are_left_out_when_a_worker_begins(
+    bench: Bench, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        bench.post(name)
+    while worker._turn():
+        pass
+    worker._close()
+    recent = bench.layout.worker(RUN) / "recent"
+    first, second = sorted(recent.iterdir())
+    flip(first, random.Random(SEED))
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    batch = bench.post("c")
+    while restarted._turn():
+        pass
+    assert bench.state(batch) == "trained"
+    assert f"{first.name} is left out of the recent rollouts: {first} is damaged" in caplog.text
+    assert second.name in restarted.served[RUN].learner.recent.names()
+    assert first.name not in restarted.served[RUN].learner.recent.names()
+    restarted._close()
+
+
+def test_rollouts_of_an_older_service_have_no_digest_and_are_trained_on(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name_rollouts_without_digest(monkeypatch)
+    batch = bench.post("a")
+    while worker._turn():
+        pass
+    assert bench.state(batch) == "trained"
 
 
 def test_a_bit_that_flips_in_what_a_run_was_registered_with_is_refused(bench: Bench) -> None:
