@@ -37,7 +37,8 @@ from service.worker.claim import ClaimScorer, Fates, Scored
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.promotion import Contest, Fresh, Gate
+from service.worker.promotion import Contest, Gate
+from service.worker.promotion.evidence import Fresh
 from service.worker.recent import KeptBatch, RecentRollouts, Task, windows
 from service.worker.scoring import Scores
 from service.worker.target import Target

@@ -26,7 +26,8 @@ from service.storage.registry import Registry
 from service.worker.inbox import Loaded
 from service.worker.lineage import CANDIDATE
 from service.worker.loop import RunWorker
-from service.worker.promotion import Contest, Fresh
+from service.worker.promotion import Contest
+from service.worker.promotion.evidence import Fresh
 from service.worker.scoring import Scores, some_siblings
 
 LENGTH, SIBLINGS = 20, 4

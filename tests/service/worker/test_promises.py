@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from worker_fixtures import Bench
 
-from service.worker.promotion import Kept, Promise
+from service.worker.promotion.promises import Kept, Promise
 
 RUNS = 200
 

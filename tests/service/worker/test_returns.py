@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.returns import OF_A, OF_B, Run, World, drift, periods, return_after, run
-from service.worker.promotion import Kept
+from service.worker.promotion.promises import Kept
 
 CLAIMS = 120
 PLAIN = World("20 %", drift)

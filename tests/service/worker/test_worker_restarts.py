@@ -21,7 +21,7 @@ import rl_hooks.durable
 import service.storage.lease
 import service.worker.inbox
 import service.worker.process
-import service.worker.promotion
+import service.worker.promotion.promises
 from drafter.batch import load_batch
 from drafter.files.checkpoint import write_drafter
 from drafter.training.trainer import DrafterTrainer
@@ -658,7 +658,7 @@ def test_a_death_right_after_a_sent_drafter_is_published_keeps_its_promise_and_w
     for name, value in better.state_dict().items():
         trained = worker.learner.lineage.candidate.state_dict()[name]
         assert torch.allclose(trained.float(), value.float(), atol=1e-3), "trained on from it"
-    monkeypatch.setattr(service.worker.promotion, "_SETTLED_ROLLOUTS", 1)
+    monkeypatch.setattr(service.worker.promotion.promises, "_SETTLED_ROLLOUTS", 1)
     bench.post("b", rollouts=32)
     bench.drain(worker)
     (realised,) = [e for e in registry.history.read("default") if e["event"] == "realised"]
@@ -700,7 +700,7 @@ def gains(bench: Bench) -> list[str]:
 
 def test_a_gain_that_is_known_half_is_written_once_whoever_dies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next publish ends the measurement; the checkpoint is from before it, so the next life finds it again."""
-    monkeypatch.setattr(service.worker.promotion, "_SETTLED_ROLLOUTS", 1_000_000)
+    monkeypatch.setattr(service.worker.promotion.promises, "_SETTLED_ROLLOUTS", 1_000_000)
     bench.begin()
     worker = bench.worker(**EAGER)
     published_by(bench, worker, "a")
@@ -734,7 +734,7 @@ def test_a_death_between_a_gain_that_is_written_and_the_checkpoint_writes_it_onc
     bench.begin()
     worker = bench.worker(**EAGER)
     published_by(bench, worker, "a")
-    monkeypatch.setattr(service.worker.promotion, "_SETTLED_ROLLOUTS", 1)
+    monkeypatch.setattr(service.worker.promotion.promises, "_SETTLED_ROLLOUTS", 1)
     bench.post("after", rollouts=64)
     with monkeypatch.context() as patch:
         die_in(patch, Lineage, "record_gain", after=True)

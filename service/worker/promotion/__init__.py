@@ -16,128 +16,38 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
-from drafter.replay.acceptance import Replay, log_ratio
+from drafter.replay.acceptance import Replay
 from drafter.replay.gate import Look, Trial, Verdict, compare
 from service.monitor.records import arrival
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.scoring import Scores, replay_each
+from service.worker.promotion.evidence import FEWEST_PROMPTS, LEAST_PROMPTS, POOLED_CLAIMS, Fresh, Pool
+from service.worker.promotion.level import Level
+from service.worker.promotion.promises import Kept, Promise
+from service.worker.scoring import replay_each
 from service.worker.target import Target
 
 #: Part of the error that archived versions may spend together; the candidate has the rest.
 _ARCHIVE_SHARE: Final = 0.1
 #: Rollouts of the first round of the halving; the next have twice as many each.
 _FIRST_ROUND: Final = 4
-#: Standard errors by which the served drafter must fall for the archive to be asked.
-_FALL: Final = 3.0
 #: The archived version that fits best then is looked at so often at most where claims are pooled, if it seems better.
 _ASKED_LOOKS: Final = 4
-_LEVEL_MEMORY: Final = 0.25  # weight of the newest claim in the level that it falls from
-#: Logarithmic gain that promises are taken to have kept exactly before the first was measured: some two publishes'.
-_KEPT_BEFORE: Final = 0.1
-#: Weight of what is older, at each promise that is measured: what kept five publishes ago counts half.
-_KEPT_MEMORY: Final = 0.87
-#: A promise is corrected by this factor at most, up or down.
-_LARGEST_CORRECTION: Final = 2.0
-#: What a version gains is settled after so many rollouts.
-_SETTLED_ROLLOUTS: Final = 256
-#: The candidate is looked at on so many prompts at least; claims of fewer are pooled, and so is whatever is pooled.
-_FEWEST_PROMPTS: Final = 4
-#: After so many claims two prompts are enough: a run may not have more.
-_POOLED_CLAIMS: Final = 4
-#: So many prompts bound something: what is not trained in between need not wait for more.
-_LEAST_PROMPTS: Final = 2
-#: An archived version whose wins brought less than this part of what was expected of them wins by `_POOLED_CLAIMS`
+#: An archived version whose wins brought less than this part of what was expected of them wins by `POOLED_CLAIMS`
 #: together. Where claims alternate, a win brings -1 if each is unlike the one before, 0 if two are alike, 1/3 if three.
 _LASTED: Final = 1.0 / 6.0
 #: A version that a person sent is given up after so many looks against one served drafter,
 SENT_LOOKS: Final = 64
 #: or after so many others were published: its trial begins again with each of them.
 _SENT_OUTRUN: Final = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Fresh:
-    """A claim's rollouts, scored and not trained on yet."""
-
-    batches: tuple[RolloutBatch, ...]
-    looked: tuple[tuple[int, ...], ...]  # of each batch, the places of those rollouts that were replayed
-    replays: Mapping[str, Replay]  # by version, of the drafters that were scored on all of them
-    prompts: tuple[str, ...]  # of each rollout that was replayed
-    evidence: tuple[int, ...]  # the rollouts that say something about prompts that nobody was trained on
-    by_prompt: bool  # False: there never was but one prompt, and its rollouts are the observations
-
-    @classmethod
-    def of(cls, scored: Sequence[tuple[RolloutBatch, Scores]], trained: Mapping[str, int]) -> Self:
-        """`trained`: prompts that the candidate was trained on of late -> newest policy version of their rollouts.
-
-        Where all prompts come again and again, those count whose earlier rollouts are of another policy: what comes
-        next is of the same kind. Siblings of one group are of one policy, whenever they arrive.
-        """
-        batches = tuple(batch for batch, _ in scored)
-        names = set.intersection(*(set(scores.versions) for _, scores in scored))
-        replays = {name: Replay.concat([scores.versions[name] for _, scores in scored]) for name in sorted(names)}
-        prompts = tuple(prompt for _, scores in scored for prompt in scores.prompts)
-        looked = tuple(scores.looked for _, scores in scored)
-        policies = [batch.policy_version for batch, scores in scored for _ in scores.looked]
-        unseen = tuple(i for i, prompt in enumerate(prompts) if prompt not in trained)
-        if len({prompts[i] for i in unseen}) < 2:
-            unseen = tuple(i for i, prompt in enumerate(prompts) if trained.get(prompt) != policies[i])
-        return cls(batches, looked, replays, prompts, unseen, by_prompt=len({*trained, *prompts}) > 1)
-
-    def select(self, rollouts: Sequence[int]) -> list[RolloutBatch]:
-        """These rollouts, in ascending order, as parts of the batches."""
-        bounds = np.cumsum([0, *(len(places) for places in self.looked)])
-        chosen = np.array(sorted(rollouts), dtype=np.int64)
-        parts = [chosen[(chosen >= low) & (chosen < high)] - low for low, high in pairwise(bounds)]
-        of_batches = zip(self.batches, self.looked, parts, strict=True)
-        return [batch.select([places[i] for i in part]) for batch, places, part in of_batches if part.size]
-
-
-@dataclass(slots=True)
-class Pool:
-    """Claims that say too little alone: a batch may hold a single group. Those of late, until they say enough."""
-
-    claims: list[tuple[tuple[Replay, ...], tuple[str, ...]]] = field(default_factory=list)
-
-    def add(
-        self,
-        fresh: Fresh,
-        replays: Sequence[Replay],
-        rollouts: Sequence[int],
-        *,
-        alone: int = _LEAST_PROMPTS,
-        claims: int = 1,
-    ) -> tuple[list[Replay], npt.NDArray[np.int64] | None] | None:
-        """Replays of `rollouts` of a claim with those that wait, and the prompt of each.
-
-        The prompts are None where each rollout is an observation. None: more claims are to come, `claims` in all at
-        least. `alone`: prompts of a claim that needs no others.
-        """
-        prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)
-        if prompts:
-            self.claims.append((tuple(replays), prompts))
-        names = [prompt for _, of_one in self.claims for prompt in of_one]
-        fewest = alone if len(self.claims) <= 1 else _FEWEST_PROMPTS
-        if not fresh.by_prompt or len(self.claims) >= _POOLED_CLAIMS:
-            fewest = _LEAST_PROMPTS
-        if len(set(names)) < fewest or len(self.claims) < claims:
-            self.claims = self.claims[-_POOLED_CLAIMS:]
-            return None
-        pooled = [Replay.concat(parts) for parts in zip(*(parts for parts, _ in self.claims), strict=True)]
-        self.claims = []
-        _, groups = np.unique(names, return_inverse=True)
-        return pooled, groups.astype(np.int64) if fresh.by_prompt else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,108 +82,6 @@ class Contest:
             "alpha_served": look.alpha_served,
             **({} if self.trained_to is None else {"trained_to": self.trained_to}),
         }
-
-
-@dataclass(slots=True)
-class Kept:
-    """What promises brought: sums of logarithmic gains, the older ones counting less.
-
-    A look says what a version gains on the rollouts of now. What it brings is measured on later ones, on which the
-    version before has grown staler still, or on which a lucky look does not repeat itself. Both last as long as the run
-    goes on in the same way, so the next promise is corrected by what the ones before brought.
-    """
-
-    expected: float = 0.0  # by the looks
-    realised: float = 0.0
-
-    def add(self, promise: Promise) -> None:
-        """Count a version whose gain was measured; on few rollouts it says less."""
-        weight = min(1.0, promise.rollouts / _SETTLED_ROLLOUTS)
-        self.expected = _KEPT_MEMORY * self.expected + weight * math.log1p(promise.expected)
-        self.realised = _KEPT_MEMORY * self.realised + weight * promise.log_gain
-
-    @property
-    def correction(self) -> float:
-        """Realised to expected logarithmic gain, 1 where nothing is known."""
-        return min(max(self.share, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
-
-    @property
-    def share(self) -> float:
-        """The same without bounds."""
-        return (_KEPT_BEFORE + self.realised) / max(_KEPT_BEFORE + self.expected, 1e-9)
-
-
-@dataclass(slots=True)
-class Promise:
-    """A published version beside the one before it, on rollouts that came after it was published."""
-
-    version: str
-    before: str
-    promised: float
-    expected: float  # by the looks, before it was corrected
-    rounds: float = 0.0  # of `version`
-    rounds_before: float = 0.0
-    variance: float = 0.0  # Σ (rounds_before · standard error of the log ratio)² over claims
-    rollouts: int = 0
-    policy_version: int | None = None  # newest of the rollouts
-    after: str | None = None  # newest queue entry of those that chose it; None: not known
-    archived: bool = False  # it was one already when it won
-
-    def add(self, new: Replay, old: Replay, groups: npt.NDArray[np.int64] | None, policy_version: int) -> None:
-        """Count rollouts of a claim, or of several together; the newest are of that policy version."""
-        look = compare(new, old, groups)
-        if not math.isfinite(look.error):
-            return
-        rounds = float(old.rounds.sum())
-        self.rounds += float(new.rounds.sum())
-        self.rounds_before += rounds
-        self.variance += (rounds * look.error) ** 2
-        self.rollouts += look.rollouts
-        self.policy_version = policy_version
-
-    @property
-    def log_gain(self) -> float:
-        """Realised; known once there are rounds."""
-        return math.log(self.rounds_before / self.rounds)
-
-    def event(self) -> dict[str, Any]:
-        """What the history keeps: relative gains, the realised one with its 95 % interval."""
-        log_gain = self.log_gain
-        reach = 1.96 * math.sqrt(self.variance) / self.rounds_before
-        return {
-            "event": "realised",
-            "version": self.version,
-            "policy_version": self.policy_version,
-            "before": self.before,
-            "promised": self.promised,
-            "realised": math.expm1(log_gain),
-            "low": math.expm1(log_gain - reach),
-            "high": math.expm1(log_gain + reach),
-            "rollouts": self.rollouts,
-        }
-
-
-@dataclass(slots=True)
-class Level:
-    """Where the served drafter's log α has been of late."""
-
-    mean: float = math.nan
-    variance: float = 0.0  # of one claim about it
-    fallen: bool = False  # and the archive was not asked since
-
-    def take(self, replay: Replay, groups: npt.NDArray[np.int64] | None) -> None:
-        """Take in a claim, and see whether α fell significantly. The level then starts there."""
-        found = log_ratio(replay.tokens, replay.rounds, groups)
-        if not math.isfinite(found.centre) or not math.isfinite(found.error):
-            return
-        change = 0.0 if math.isnan(self.mean) else found.centre - self.mean
-        fell = change < -_FALL * math.sqrt(max(self.variance, found.error**2) + _LEVEL_MEMORY * found.error**2)
-        if fell or math.isnan(self.mean):
-            self.mean, self.variance = found.centre, found.error**2
-        else:
-            self.mean += _LEVEL_MEMORY * change
-            self.variance += _LEVEL_MEMORY * (change**2 - self.variance)
-        self.fallen = self.fallen or fell
 
 
 class Gate:
@@ -398,8 +206,8 @@ class Gate:
         kind of the prompts may alternate, and then one claim does not tell what the next one brings.
         """
         won = self._won.get(version)
-        claims = 1 if won is None or won.share >= _LASTED else _POOLED_CLAIMS
-        alone = _FEWEST_PROMPTS if version == CANDIDATE else _LEAST_PROMPTS
+        claims = 1 if won is None or won.share >= _LASTED else POOLED_CLAIMS
+        alone = FEWEST_PROMPTS if version == CANDIDATE else LEAST_PROMPTS
         pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=alone, claims=claims)
         if pooled is not None:
             (ours, theirs), groups = pooled
@@ -422,7 +230,7 @@ class Gate:
         theirs = incumbent.select(np.array(judging, dtype=np.int64))
         look = self._look(version, fresh, ours, theirs, judging)
         contest = self._take(version, look)
-        verdict, few = contest.verdict, len({fresh.prompts[rollout] for rollout in fresh.evidence}) < _LEAST_PROMPTS
+        verdict, few = contest.verdict, len({fresh.prompts[rollout] for rollout in fresh.evidence}) < LEAST_PROMPTS
         hopes = few and verdict.gain >= self._settings.gate_min_gain and verdict.looks < _ASKED_LOOKS
         waits = bool(look.fault) and (bool(self._pools[version].claims) or not judging)
         self._level.fallen = not verdict.promote and (hopes or waits)
@@ -532,7 +340,7 @@ class Gate:
         if (pooled := self._promise_pool.add(fresh, pair, fresh.evidence)) is not None:
             (new, old), groups = pooled
             promise.add(new, old, groups, max(batch.policy_version for batch in fresh.batches))
-        return self._settled() if promise.rollouts >= _SETTLED_ROLLOUTS else None
+        return self._settled() if promise.settled else None
 
     def promoted(
         self, version: str, before: str | None, facts: Mapping[str, Any], *, is_candidate: bool

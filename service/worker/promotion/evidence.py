@@ -1,0 +1,96 @@
+"""What a claim says of drafters that were not trained on it, and what several claims say together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from drafter.batch import RolloutBatch
+from drafter.replay.acceptance import Replay
+from service.worker.scoring import Scores
+
+#: The candidate is looked at on so many prompts at least; claims of fewer are pooled, and so is whatever is pooled.
+FEWEST_PROMPTS: Final = 4
+#: After so many claims two prompts are enough: a run may not have more.
+POOLED_CLAIMS: Final = 4
+#: So many prompts bound something: what is not trained in between need not wait for more.
+LEAST_PROMPTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A claim's rollouts, scored and not trained on yet."""
+
+    batches: tuple[RolloutBatch, ...]
+    looked: tuple[tuple[int, ...], ...]  # of each batch, the places of those rollouts that were replayed
+    replays: Mapping[str, Replay]  # by version, of the drafters that were scored on all of them
+    prompts: tuple[str, ...]  # of each rollout that was replayed
+    evidence: tuple[int, ...]  # the rollouts that say something about prompts that nobody was trained on
+    by_prompt: bool  # False: there never was but one prompt, and its rollouts are the observations
+
+    @classmethod
+    def of(cls, scored: Sequence[tuple[RolloutBatch, Scores]], trained: Mapping[str, int]) -> Self:
+        """`trained`: prompts that the candidate was trained on of late -> newest policy version of their rollouts.
+
+        Where all prompts come again and again, those count whose earlier rollouts are of another policy: what comes
+        next is of the same kind. Siblings of one group are of one policy, whenever they arrive.
+        """
+        batches = tuple(batch for batch, _ in scored)
+        names = set.intersection(*(set(scores.versions) for _, scores in scored))
+        replays = {name: Replay.concat([scores.versions[name] for _, scores in scored]) for name in sorted(names)}
+        prompts = tuple(prompt for _, scores in scored for prompt in scores.prompts)
+        looked = tuple(scores.looked for _, scores in scored)
+        policies = [batch.policy_version for batch, scores in scored for _ in scores.looked]
+        unseen = tuple(i for i, prompt in enumerate(prompts) if prompt not in trained)
+        if len({prompts[i] for i in unseen}) < 2:
+            unseen = tuple(i for i, prompt in enumerate(prompts) if trained.get(prompt) != policies[i])
+        return cls(batches, looked, replays, prompts, unseen, by_prompt=len({*trained, *prompts}) > 1)
+
+    def select(self, rollouts: Sequence[int]) -> list[RolloutBatch]:
+        """These rollouts, in ascending order, as parts of the batches."""
+        bounds = np.cumsum([0, *(len(places) for places in self.looked)])
+        chosen = np.array(sorted(rollouts), dtype=np.int64)
+        parts = [chosen[(chosen >= low) & (chosen < high)] - low for low, high in pairwise(bounds)]
+        of_batches = zip(self.batches, self.looked, parts, strict=True)
+        return [batch.select([places[i] for i in part]) for batch, places, part in of_batches if part.size]
+
+
+@dataclass(slots=True)
+class Pool:
+    """Claims that say too little alone: a batch may hold a single group. Those of late, until they say enough."""
+
+    claims: list[tuple[tuple[Replay, ...], tuple[str, ...]]] = field(default_factory=list)
+
+    def add(
+        self,
+        fresh: Fresh,
+        replays: Sequence[Replay],
+        rollouts: Sequence[int],
+        *,
+        alone: int = LEAST_PROMPTS,
+        claims: int = 1,
+    ) -> tuple[list[Replay], npt.NDArray[np.int64] | None] | None:
+        """Replays of `rollouts` of a claim with those that wait, and the prompt of each.
+
+        The prompts are None where each rollout is an observation. None: more claims are to come, `claims` in all at
+        least. `alone`: prompts of a claim that needs no others.
+        """
+        prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)
+        if prompts:
+            self.claims.append((tuple(replays), prompts))
+        names = [prompt for _, of_one in self.claims for prompt in of_one]
+        fewest = alone if len(self.claims) <= 1 else FEWEST_PROMPTS
+        if not fresh.by_prompt or len(self.claims) >= POOLED_CLAIMS:
+            fewest = LEAST_PROMPTS
+        if len(set(names)) < fewest or len(self.claims) < claims:
+            self.claims = self.claims[-POOLED_CLAIMS:]
+            return None
+        pooled = [Replay.concat(parts) for parts in zip(*(parts for parts, _ in self.claims), strict=True)]
+        self.claims = []
+        _, groups = np.unique(names, return_inverse=True)
+        return pooled, groups.astype(np.int64) if fresh.by_prompt else None

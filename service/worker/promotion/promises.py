@@ -1,0 +1,106 @@
+"""What a published version gains over the one before it, on rollouts that come later; what promises brought so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from drafter.replay.acceptance import Replay
+from drafter.replay.gate import compare
+
+#: Logarithmic gain that promises are taken to have kept exactly before the first was measured: some two publishes'.
+_KEPT_BEFORE: Final = 0.1
+#: Weight of what is older, at each promise that is measured: what kept five publishes ago counts half.
+_KEPT_MEMORY: Final = 0.87
+#: A promise is corrected by this factor at most, up or down.
+_LARGEST_CORRECTION: Final = 2.0
+#: What a version gains is settled after so many rollouts.
+_SETTLED_ROLLOUTS: Final = 256
+
+
+@dataclass(slots=True)
+class Promise:
+    """A published version beside the one before it, on rollouts that came after it was published."""
+
+    version: str
+    before: str
+    promised: float
+    expected: float  # by the looks, before it was corrected
+    rounds: float = 0.0  # of `version`
+    rounds_before: float = 0.0
+    variance: float = 0.0  # Σ (rounds_before · standard error of the log ratio)² over claims
+    rollouts: int = 0
+    policy_version: int | None = None  # newest of the rollouts
+    after: str | None = None  # newest queue entry of those that chose it; None: not known
+    archived: bool = False  # it was one already when it won
+
+    def add(self, new: Replay, old: Replay, groups: npt.NDArray[np.int64] | None, policy_version: int) -> None:
+        """Count rollouts of a claim, or of several together; the newest are of that policy version."""
+        look = compare(new, old, groups)
+        if not math.isfinite(look.error):
+            return
+        rounds = float(old.rounds.sum())
+        self.rounds += float(new.rounds.sum())
+        self.rounds_before += rounds
+        self.variance += (rounds * look.error) ** 2
+        self.rollouts += look.rollouts
+        self.policy_version = policy_version
+
+    @property
+    def settled(self) -> bool:
+        """Whether it was measured on enough rollouts."""
+        return self.rollouts >= _SETTLED_ROLLOUTS
+
+    @property
+    def log_gain(self) -> float:
+        """Realised; known once there are rounds."""
+        return math.log(self.rounds_before / self.rounds)
+
+    def event(self) -> dict[str, Any]:
+        """What the history keeps: relative gains, the realised one with its 95 % interval."""
+        log_gain = self.log_gain
+        reach = 1.96 * math.sqrt(self.variance) / self.rounds_before
+        return {
+            "event": "realised",
+            "version": self.version,
+            "policy_version": self.policy_version,
+            "before": self.before,
+            "promised": self.promised,
+            "realised": math.expm1(log_gain),
+            "low": math.expm1(log_gain - reach),
+            "high": math.expm1(log_gain + reach),
+            "rollouts": self.rollouts,
+        }
+
+
+@dataclass(slots=True)
+class Kept:
+    """What promises brought: sums of logarithmic gains, the older ones counting less.
+
+    A look says what a version gains on the rollouts of now. What it brings is measured on later ones, on which the
+    version before has grown staler still, or on which a lucky look does not repeat itself. Both last as long as the run
+    goes on in the same way, so the next promise is corrected by what the ones before brought.
+    """
+
+    expected: float = 0.0  # by the looks
+    realised: float = 0.0
+
+    def add(self, promise: Promise) -> None:
+        """Count a version whose gain was measured; on few rollouts it says less."""
+        weight = min(1.0, promise.rollouts / _SETTLED_ROLLOUTS)
+        self.expected = _KEPT_MEMORY * self.expected + weight * math.log1p(promise.expected)
+        self.realised = _KEPT_MEMORY * self.realised + weight * promise.log_gain
+
+    @property
+    def correction(self) -> float:
+        """Realised to expected logarithmic gain, 1 where nothing is known."""
+        return min(max(self.share, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+
+    @property
+    def share(self) -> float:
+        """The same without bounds."""
+        return (_KEPT_BEFORE + self.realised) / max(_KEPT_BEFORE + self.expected, 1e-9)
