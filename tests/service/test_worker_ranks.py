@@ -28,6 +28,7 @@ from worker_fixtures import Bench, World, final_state, states, wait_until_gone
 import drafter.training.ranks
 import service.ranks
 import service.storage.lease
+import service.storage.registry
 import service.worker.checkpoint
 import service.worker.process
 import service.worker.scoring
@@ -198,11 +199,16 @@ DEATHS: dict[str, tuple[Any, str, str, int]] = {
     "after a checkpoint": (WorkerCheckpoint, "save", "after", 3),
     "before a publication": (Registry, "publish", "before", 1),
     "while a version is published": (Registry, "_point", "before", 1),
-    "between pointer and history": (Registry, "_append", "before", 1),
+    "between pointer and history": (service.storage.registry, "replace_file", "after", 1),
     "after a publication": (Registry, "publish", "after", 1),
     "before the acknowledgement": (RolloutQueue, "ack", "before", 3),
     "after the acknowledgement": (RolloutQueue, "ack", "after", 3),
 }
+
+
+def test_every_moment_at_which_a_rank_may_be_killed_exists() -> None:
+    """A name that has moved is not drawn every time."""
+    assert [moment for moment, (owner, name, _, _) in DEATHS.items() if not hasattr(owner, name)] == []
 
 
 def killed_at(moment: str, dies: int, directory: Path) -> Callable[[int], None]:
