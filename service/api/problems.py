@@ -75,6 +75,7 @@ _DISK: Final = {
     errno.EACCES,
     errno.EPERM,
     errno.ENOMEM,
+    errno.ESTALE,  # of a shared file system: another host replaced or deleted the file meanwhile
 }
 _METHODS: Final = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _LINGER_SECONDS: Final = 10.0

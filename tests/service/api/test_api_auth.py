@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -240,6 +242,20 @@ def test_a_bug_is_a_500_that_tells_no_secrets(service: RunningService, monkeypat
     reply = service.client.get("/drafters")
     assert (reply.status_code, reply.json()["type"]) == (500, "urn:draftalign:bug")
     assert "internal" not in reply.text
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE])
+def test_a_file_that_cannot_be_read_now_is_no_bug_and_may_be_asked_for_again(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(_: str) -> None:
+        raise OSError(number, "of the file system")
+
+    monkeypatch.setattr(service.server.config.app.state.context, "run", fail)  # type: ignore[union-attr]
+    reply = service.client.get("/drafters")
+    assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:disk")
+    assert os.strerror(number) in reply.json()["detail"]
+    assert reply.headers["retry-after"]
 
 
 def test_a_refused_connection_is_closed_and_a_good_one_kept(service: RunningService) -> None:
