@@ -1,4 +1,4 @@
-"""Where memory runs out, runs that are idle give theirs up, so that a run that has work is worked on. Nothing is lost."""
+"""Where memory runs out, runs that are idle give theirs up to one that has work, and go on later as they were."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_who_was_idle_longest_gives_way_to_a_run_with_work_and_goes_on_later_as_
     assert worker.served.keys() == {"b", "c", "d"}, "no more were closed than was needed, and a has nothing to do"
     assert bench.redis.get(Leases.key("a")) is None, "another worker may have it"
     seen: list[Any] = []
-    opened = service.worker.process.RunWorker
+    opened = RunWorker
 
     def watched(*args: Any, **named: Any) -> RunWorker:
         made = opened(*args, **named)
@@ -182,15 +182,16 @@ def test_a_run_that_needs_more_than_there_is_closes_ever_more_at_once(
     for run in ("e", "f", "g", "h"):
         register(bench, run)
         train(bench, worker, run, "first")
-    failed = no_room(monkeypatch, worker, "trained", NO_MEMORY[0], others=0)
     batch = post(bench, "h", "x")
     open_then = list[int]()
-    while error_of(bench, "h") is None:
-        worker._turn()
-        open_then.append(len(worker.served))
+    with monkeypatch.context() as patch:
+        failed = no_room(patch, worker, "trained", NO_MEMORY[0], others=0)
+        while error_of(bench, "h") is None:
+            worker._turn()
+            open_then.append(len(worker.served))
     assert failed == ["h"] * 4
-    assert [*dict.fromkeys(open_then)] == [6, 5, 3, 0] or [*dict.fromkeys(open_then)] == [6, 5, 6, 4, 3, 1, 0]
-    monkeypatch.undo()
+    assert open_then[-1] == 0
+    assert [few for few in dict.fromkeys(open_then) if few < 6] in ([5, 3, 0], [5, 4, 3, 1, 0]), open_then
     worker._runs["h"].retry_at = 0.0
     until_trained(bench, worker, "h", batch)
     assert worker._runs["h"].short == 0
@@ -205,7 +206,7 @@ def test_a_run_without_work_for_which_there_is_no_memory_waits_for_its_batch_and
     failed = no_room(monkeypatch, again, "opened", NO_MEMORY[0], others=2)
     for _ in range(5):
         again._turn()
-    assert (again.served.keys(), failed) == ({"a", "b"}, ["c"])
+    assert (set(again.served), failed) == ({"a", "b"}, ["c"])
     assert error_of(bench, "c") is None
     train(bench, again, "c", "second")
     assert again.served.keys() == {"b", "c"}
@@ -225,9 +226,13 @@ def test_what_a_run_has_in_hand_for_its_vocabulary_comes_again_once_more_comes(
     register(bench, "d")
     failed = no_room(monkeypatch, worker, "opened", NO_MEMORY[0], others=1)
     until_trained(bench, worker, "d", post(bench, "d", "x"))
-    opened = service.worker.process.RunWorker
     again: list[str] = []
-    monkeypatch.setattr(service.worker.process, "RunWorker", lambda *a, **n: again.append(a[4]) or opened(*a, **n))
+
+    def watched(*args: Any, **named: Any) -> RunWorker:
+        again.append(args[4])
+        return RunWorker(*args, **named)
+
+    monkeypatch.setattr(service.worker.process, "RunWorker", watched)
     for _ in range(5):
         worker._turn()
     assert worker.served.keys() == {"d"}
@@ -350,13 +355,13 @@ def test_a_rank_that_is_lost_for_memory_ends_the_process(
 
 # --- a process whose memory is bounded --------------------------------------------------------------------------------
 
-FAT = dict(CONFIG) | {"hidden_size": 256, "intermediate_size": 12_288, "vocab_size": 40}
+FAT = dict(CONFIG) | {"hidden_size": 256, "intermediate_size": 32_768, "vocab_size": 40}
 FINGERPRINT = wire.target_fingerprint(FAT, LAYERS)
 TOKENS = 20
 
 
 def fat_run() -> tuple[bytes, torch.Tensor]:
-    """Body of PUT /runs/{run} of some KiB, whose drafter takes 40 MB and twice that of moments; and its head."""
+    """Body of PUT /runs/{run} of some KiB, whose drafter takes 100 MB, and its moments as much again; and its head."""
     embed, head = torch.randn(40, 256) * 0.02, torch.randn(40, 256) * 0.02
     facts = {
         "format": wire.RUN_FORMAT,
@@ -385,7 +390,7 @@ def fat_batch(run: str, name: str, head: torch.Tensor) -> bytes:
         "logprobs": logprobs,
         "logsumexp": torch.logsumexp(logits, -1),
     }
-    facts = {"run": run, "policy_version": 0, "rollout_ids": [name], "target_fingerprint": FINGERPRINT}
+    facts: dict[str, Any] = {"run": run, "policy_version": 0, "rollout_ids": [name], "target_fingerprint": FINGERPRINT}
     metadata = wire.rollout_metadata(**facts, aux_layers=LAYERS)
     return joined(wire.encode({k: as_wire(v) for k, v in tensors.items()}, metadata))
 
@@ -396,12 +401,12 @@ def test_an_honest_run_is_trained_beside_fat_idle_ones_in_a_process_whose_memory
 ) -> None:
     """A review: some registrations of 80 KiB held 200 MB each for ever, and the next honest run was refused."""
     body, head = fat_run()
-    fat = [f"fat{number}" for number in range(6)]
+    fat = [f"fat{number}" for number in range(2)]
     with nest(tmp_path / "log") as workers:
-        pid = workers.start(bench, address_space=500 << 20, settings={"draft_vocab_size": 32})
+        pid = workers.start(bench, address_space=600 << 20, settings={"draft_vocab_size": 32})
 
         def trained(run: str, batch: str) -> None:
-            bench.wait(lambda: is_trained(bench, run, batch) or not alive(pid), 120.0)
+            bench.wait(lambda: is_trained(bench, run, batch) or not alive(pid), 60.0)
             assert alive(pid), "the process died"
             assert is_trained(bench, run, batch)
 
