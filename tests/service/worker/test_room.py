@@ -403,7 +403,7 @@ def test_an_honest_run_is_trained_beside_fat_idle_ones_in_a_process_whose_memory
     body, head = fat_run()
     fat = [f"fat{number}" for number in range(2)]
     with nest(tmp_path / "log") as workers:
-        pid = workers.start(bench, address_space=600 << 20, settings={"draft_vocab_size": 32})
+        pid = workers.start(bench, address_space=900 << 20, settings={"draft_vocab_size": 32})
 
         def trained(run: str, batch: str) -> None:
             bench.wait(lambda: is_trained(bench, run, batch) or not alive(pid), 60.0)
