@@ -201,14 +201,14 @@ class Gate:
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
         """A look at `rollouts` of a claim, of which both replays are; where they say too little, at claims of late too.
 
-        The candidate was trained in between. One that never was better passes no more often for that. An archived
+        The candidate was trained in between, and what is shown is of its mean state. One that never was better passes no
+        more often for that. An archived
         version whose wins did not last is looked at on several claims together, however many prompts they have: the
         kind of the prompts may alternate, and then one claim does not tell what the next one brings.
         """
         won = self._won.get(version)
         claims = 1 if won is None or won.share >= _LASTED else POOLED_CLAIMS
-        alone = FEWEST_PROMPTS if version == CANDIDATE else LEAST_PROMPTS
-        pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=alone, claims=claims)
+        pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=FEWEST_PROMPTS, claims=claims)
         if pooled is not None:
             (ours, theirs), groups = pooled
             return compare(ours, theirs, groups)
@@ -363,10 +363,13 @@ class Gate:
         promise, self._promise = self._promise, None
         if promise is None:
             return None
-        self._kept.add(promise)
-        if promise.archived:
-            self._won.setdefault(promise.version, Kept()).add(promise)
+        if (
+            promise.archived
+        ):  # each win is one turn, however few rollouts it had; the candidate's promises are not like it
+            self._won.setdefault(promise.version, Kept()).add(promise, weight=1.0)
             self._won = {version: won for version, won in self._won.items() if self._lineage.existing(version)}
+        else:
+            self._kept.add(promise, weight=promise.weight)
         return promise.event()
 
 
