@@ -166,9 +166,12 @@ def _warning(outcome: Enqueued, rollouts: int) -> str | None:
 async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
     """Refuse a file that would not fit the run's queue; returns the bytes at which that is full."""
     settings = context.settings
-    items, size, rollouts = await context.soon(context.queue(run).depth())
+    queue = context.queue(run)
+    items, size, rollouts = await context.soon(queue.depth())
     coming = context.spool.reserved_bytes(run)
     limit_bytes = context.queue_limit_bytes(size, run)
+    if size + coming + length + settings.dead_letter_bytes > limit_bytes:  # else it has room however many are dead
+        limit_bytes = context.queue_limit_bytes(size, run, await context.soon(queue.dead_file_bytes()))
     full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
     full = full or size + coming + length > limit_bytes
     if settings.overflow == "drop_oldest":

@@ -201,10 +201,10 @@ class Gate:
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
         """A look at `rollouts` of a claim, of which both replays are; where they say too little, at claims of late too.
 
-        The candidate was trained in between, and what is shown is of its mean state. One that never was better passes no
-        more often for that. An archived
-        version whose wins did not last is looked at on several claims together, however many prompts they have: the
-        kind of the prompts may alternate, and then one claim does not tell what the next one brings.
+        The candidate was trained in between: what is shown is of its mean state, and one that never was better passes
+        no more often for that. An archived version whose wins did not last is looked at on several claims together,
+        however many prompts they have: the kind of the prompts may alternate, and then one claim does not tell what
+        the next one brings.
         """
         won = self._won.get(version)
         claims = 1 if won is None or won.share >= _LASTED else POOLED_CLAIMS

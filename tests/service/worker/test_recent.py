@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 from unittest import mock
 
@@ -50,6 +51,25 @@ class Memory:
 
     def files(self, where: Path) -> list[str]:
         return sorted(p.stem for p in where.iterdir())
+
+
+def test_files_take_no_more_than_is_free_beside_them_and_the_newest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(tmp_path)
+    size = len(memory.world.rollout_file("a", rollouts=8))
+    free = 10 * size
+    monkeypatch.setattr("service.worker.recent.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    for name in "abcd":
+        memory.add(name)
+    assert len(memory.recent.names()) == 4
+    free = 5 * size // 2
+    memory.add("e")
+    assert memory.recent.names() == ["d.safetensors", "e.safetensors"]
+    free = 0
+    memory.add("f")
+    memory.recent.settle()
+    assert memory.files(memory.directory) == ["f"]
 
 
 @pytest.fixture
