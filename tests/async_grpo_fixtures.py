@@ -163,15 +163,22 @@ class Sent:
 def rollouts_of(file: wire.MappedFile) -> Iterator[Sent]:
     header = wire.check_rollout_header(file.header)
     shared = file.array("aux_rows") if "aux_rows" in file.header.tensors else None
-    integers = [file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask")]
-    wire.check_index(header, *integers, VOCAB, shared)
+    ids, starts, mask, logprobs = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask", "logprobs"))
+    wire.check_index(header, ids, starts, mask, VOCAB, shared)
     aux = as_float(file, "aux_hidden")
     aux = aux if shared is None else aux[torch.from_numpy(shared.astype(np.int64))]
     last, lse = (of_every_token(file, name) for name in ("last_hidden", "logsumexp"))
-    for number, (begin, end) in enumerate(pairwise(file.array("cu_seqlens").tolist())):
-        lists = [file.array(name)[begin:end].tolist() for name in ("input_ids", "loss_mask", "logprobs")]
-        reward = None if header.rewards is None else header.rewards[number]
-        yield Sent(header.policy_version, *lists, reward, aux[begin:end], last[begin:end], lse[begin:end])
+    for number, mine in enumerate(slice(*ends) for ends in pairwise(starts.tolist())):
+        yield Sent(
+            version=header.policy_version,
+            tokens=ids[mine].tolist(),
+            mask=mask[mine].tolist(),
+            logprobs=logprobs[mine].tolist(),
+            reward=None if header.rewards is None else header.rewards[number],
+            aux=aux[mine],
+            last=last[mine],
+            logsumexp=lse[mine],
+        )
 
 
 def sample_of(sent: Sent, samples: list[Any]) -> Any:

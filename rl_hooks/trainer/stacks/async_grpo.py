@@ -27,8 +27,8 @@ from rl_hooks.trainer.stacks.attachment import Attachment
 
 #: Columns of the batch. int64 [ranks, T]: where the forward has each token of the rollouts, end to end; -1: padding.
 _PLACES: Final = "draftalign_places"
-#: int64 [ranks, rollouts, 6]: tokens (-1: padding), number, whether the newest version drew it, the bits of its reward
-#: (float64); the newest version, and the optimizer steps before it, or -1 where it drew nothing of this batch.
+#: float64 [ranks, rollouts, 6]: tokens (-1: padding), number, whether the newest version drew it, reward (NaN: not
+#: known); the newest version, and the optimizer steps before it, or -1 where it drew nothing of this batch.
 _ROLLOUTS: Final = "draftalign_rollouts"
 
 
@@ -98,16 +98,18 @@ class AsyncAttachment(Attachment):
 
     def _columns(self, rows: Any) -> dict[str, Tensor]:
         self.before_optimizer()
-        found = [[(len(one["input_ids"]), one["metrics"]) for one in row.samples] for row in rows]
-        drew = any(metrics.version == self._newest for row in found for _, metrics in row)
+        drew = any(one["metrics"].version == self._newest for row in rows for one in row.samples)
         newest = (self._newest, self._newest_steps if drew else -1)
-        rollouts = [
-            torch.tensor([(n, one.number, one.version == self._newest, _bits(one), *newest) for n, one in row])
-            for row in found
-        ]
+
+        def told(sample: Any) -> tuple[float, ...]:
+            of = sample["metrics"]
+            reward = of.get("reward", math.nan)
+            return (len(sample["input_ids"]), of.number, of.version == self._newest, reward, *newest)
+
+        tables = [torch.tensor([told(sample) for sample in row.samples], dtype=torch.float64) for row in rows]
         return {
             _PLACES: pad_sequence([_paths(row) for row in rows], batch_first=True, padding_value=-1),
-            _ROLLOUTS: pad_sequence(rollouts, batch_first=True, padding_value=-1),
+            _ROLLOUTS: pad_sequence(tables, batch_first=True, padding_value=-1),
         }
 
     # --- every rank ---------------------------------------------------------------------------------------------------
@@ -115,40 +117,35 @@ class AsyncAttachment(Attachment):
     def _request(self, model: Any, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
         if _ROLLOUTS not in inputs or not model.training:
             return None
-        table = inputs[_ROLLOUTS][0].cpu()
-        lengths, numbers, of_newest, rewards, versions, steps = table[table[:, 0] >= 0].T.contiguous()
+        table = inputs[_ROLLOUTS][0]
+        lengths, numbers, of_newest, rewards, versions, steps = table[table[:, 0] >= 0].T
         fresh = (of_newest == 1) & (steps == self._steps)
         self._skipped_stale += int((~fresh).sum())
         if steps[0] != self._steps:
             return None
-        ids = inputs["input_ids"][inputs["attention_mask"].bool()].cpu()  # [N]
-        places = inputs[_PLACES][inputs[_PLACES] >= 0].cpu()  # [T]
+        version, lengths = int(versions[0]), lengths.long()
+        ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # [N]
+        places = inputs[_PLACES][inputs[_PLACES] >= 0]  # [T]
         terms = inputs["token_index"] >= 0
-        of, before, logprob = (inputs[name][terms].cpu() for name in ("segment_id", "token_index", "old_log_probs"))
+        of, before, logprob = (inputs[name][terms] for name in ("segment_id", "token_index", "old_log_probs"))
         # Rollout and place ascend along the told row; a term names the token before the one that was generated.
         told = torch.repeat_interleave(lengths) * len(ids) + places
         generated = torch.searchsorted(told, of * len(ids) + before) + 1
-        loss_mask, logprobs = torch.zeros(len(told), dtype=torch.bool), torch.full((len(told),), math.nan)
+        loss_mask, logprobs = torch.zeros_like(told, dtype=torch.bool), logprob.new_full(told.shape, math.nan)
         loss_mask[generated], logprobs[generated] = fresh[of], logprob
-        values = rewards.view(torch.float64)
         return {
             "input_ids": ids[places][None],
             "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
             "tree_places": places,
             "loss_mask": loss_mask[None],
             "logprobs": logprobs[None],
-            "policy_version": int(versions[0]),
-            "rewards": values.tolist() if bool(values.isfinite().all()) else None,
+            "policy_version": version,
+            "rewards": rewards.tolist() if bool(rewards.isfinite().all()) else None,
             "temperature": self._trainer.args.temperature,
             "top_p": self._trainer.args.top_p,
             "top_k": self._trainer.args.top_k,
-            "rollout_ids": [self.hook.rollout_id(int(versions[0]), number) for number in numbers.tolist()],
+            "rollout_ids": [self.hook.rollout_id(version, int(number)) for number in numbers.tolist()],
         }
-
-
-def _bits(metrics: Mapping[str, float]) -> int:
-    """The reward as an integer of its bits: what trainers of other devices cannot hold is float64."""
-    return int(torch.tensor(metrics.get("reward", math.nan), dtype=torch.float64).view(torch.int64))
 
 
 def _paths(row: Any) -> Tensor:
@@ -156,4 +153,4 @@ def _paths(row: Any) -> Tensor:
     numbered = copy.copy(row)  # packed once more, with its node's number in place of a token
     numbered.tokens, numbered.samples, numbered.sample_nodes = range(len(row.tokens)), [], []
     places: Tensor = numbered.pack()["input_ids"].argsort()
-    return places[[node for path in row.sample_nodes for node in path]]
+    return places[torch.tensor([node for path in row.sample_nodes for node in path])]

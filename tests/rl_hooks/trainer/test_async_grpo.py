@@ -150,7 +150,7 @@ def test_the_prompt_of_a_group_is_sent_once(service: Receiver, tmp_path: Path) -
     assert len(shared) == 7
     for file in shared:
         sent = [*rollouts_of(file)]
-        of_one_prompt = sum(sum(one.mask) and one.mask.index(1) == 5 for one in sent)  # the cut one's prompt is longer
+        of_one_prompt = sum(one.mask.index(1) == 5 for one in sent)  # the cut one's prompt is longer
         assert len(file.array("input_ids")) - len(file.array("aux_hidden")) == 5 * (of_one_prompt - 1)
         for one in sent:
             assert far_from_its_own_forward(one, sampler.weights[one.version], AUX, 1.0) <= NEAR
