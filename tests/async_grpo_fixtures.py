@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from hooks_fixtures import VOCAB, as_float, of_every_token, tiny_qwen3
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from trl_fixtures import make_tokenizer
 
 from rl_hooks import wire
@@ -46,15 +46,18 @@ class Attention:
 
 
 class Sampler:
-    """A `RolloutWorkerProtocol`: `draws(sampler, version)` is what it puts into the queue each time it gets weights."""
+    """A `RolloutWorkerProtocol` and `WeightTransferProtocol` in one, without an engine.
+
+    `draws(sampler, version)` is what it puts into the queue each time it gets weights.
+    """
 
     def __init__(self, draws: Any) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.rng = np.random.default_rng(0)
-        self.model: Any = None
-        #: The weights of each version, and what was put into the queue.
+        #: The weights of each version as TRL sends them, and what was put into the queue.
         self.weights: dict[int, dict[str, Tensor]] = {}
+        self._newest: dict[str, Tensor] = {}
         self.samples: list[Any] = []
         self._draws = draws
 
@@ -67,8 +70,16 @@ class Sampler:
     def check_health(self, stale_after_s: float) -> None:
         raise AssertionError(f"the trainer waits for rollouts ({stale_after_s})")
 
+    def init_weight_transfer(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def destroy(self) -> None: ...
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        self._newest = {name: value.detach().clone() for name, value in iterator}
+
     def update_model_version(self, model_version: int) -> None:
-        self.weights[model_version] = deepcopy(self.model.state_dict())
+        self.weights[model_version] = self._newest
         for sample in self._draws(self, model_version):
             self.samples.append(sample)
             self.rollout_buffer.put(sample)
@@ -116,13 +127,19 @@ class Micro:
     logprobs: set[float]
 
 
+def whole(weight: Any) -> Any:
+    """A weight that is sharded or not, float[...]. A collective: the test gathers, the hook does not."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 def watch(trainer: Any) -> list[Micro]:
     """Note what each `compute_loss` is given, from before the hook is attached."""
     found: list[Micro] = []
     original = trainer.compute_loss
 
     def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        weights = deepcopy(trainer.accelerator.unwrap_model(model).state_dict())
+        named = trainer.accelerator.unwrap_model(model).named_parameters()
+        weights = {name: whole(value.detach()).clone() for name, value in named}
         found.append(Micro(weights, {*inputs["old_log_probs"][inputs["token_index"] >= 0].tolist()}))
         return original(model, inputs, *args, **kwargs)
 
@@ -200,8 +217,8 @@ def far_from_its_own_forward(
 
     By an ordinary forward of one row with no padding. The embedding (layer 0) and the rounding must be exact.
     """
-    model = tiny_qwen3(tied=torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]))
-    model.load_state_dict(weights)
+    model = tiny_qwen3(tied="lm_head.weight" not in weights)
+    model.load_state_dict(weights, strict=False)
     out = model(torch.tensor([sent.tokens]), output_hidden_states=True)
     truth = torch.cat([out.hidden_states[layer][0] for layer in (*layers, -1)], dim=1)
     found = torch.cat([sent.aux, sent.last], dim=1)
@@ -216,16 +233,6 @@ def far_from_its_own_forward(
         if bool(((low <= found) & (found <= high))[known].all()):
             return max(off, tolerance)
     raise AssertionError("not reached")
-
-
-class NoTransfer:
-    """A `WeightTransferProtocol` that transfers nothing: the sampler reads the trainer's model."""
-
-    def init_weight_transfer(self) -> None: ...
-    def pause(self) -> None: ...
-    def send_weights(self, iterator: Iterator[Any]) -> None: ...
-    def resume(self) -> None: ...
-    def destroy(self) -> None: ...
 
 
 def save_policy(directory: Path, *, tied: bool = True) -> str:
@@ -258,12 +265,11 @@ def make_async_trainer(directory: Path, policy: str, draws: Any, *, steps: int =
         "gradient_checkpointing": False,
     }
     sampler = Sampler(draws)
-    trainer = AsyncGRPOTrainer(
+    trainer: Any = AsyncGRPOTrainer(
         model=policy,
         args=AsyncGRPOConfig(**options | changes),
         train_dataset=Dataset.from_dict({"prompt": ["w2"]}),
         rollout_worker=sampler,
-        weight_transfer=NoTransfer(),
+        weight_transfer=sampler,
     )
-    sampler.model = trainer.model
     return trainer

@@ -1,4 +1,7 @@
-"""TRL's AsyncGRPOTrainer on two gloo processes, with and without us: `python async_ranks.py OUT`. Under DDP."""
+"""TRL's AsyncGRPOTrainer on two gloo processes, with and without us: `python async_ranks.py OUT [fsdp2]`.
+
+Under accelerate's DDP. With `fsdp2`, under its FSDP2, which is told that the CPU is an accelerator.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +25,29 @@ from async_grpo_fixtures import (
     sample_of,
     save_policy,
     watch,
+    whole,
 )
 from hooks_fixtures import mapped, receiver
-from rank_fixtures import run_two_ranks
+from rank_fixtures import call_the_cpu_an_accelerator, run_two_ranks
+from torch.distributed.tensor import DTensor
 
 from rl_hooks.trl import attach
 
 AUX = (0, 1, 3)
+FSDP2 = sys.argv[2:] == ["fsdp2"]
 
 
 def draws(sampler: Sampler, version: int) -> Iterator[Any]:
-    """Two groups a micro-batch. In the first version one of each pair is said to be of the version before."""
+    """Two groups a micro-batch. In the first version those of rank 0 are said to be of the version before."""
     for group in range(6 + 2 * (version == 1)):
         for sample in sampler.group(version, 10 * version + group):
-            sample.model_version -= version == 1 and group % 2
+            sample.model_version -= version == 1 and group % 2 == 0
             yield sample
 
 
 def train(directory: Path, policy: str, service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
     AcceleratorState._reset_state(reset_partial_state=True)
-    trainer = make_async_trainer(directory, policy, draws, ddp_find_unused_parameters=False)
+    trainer = make_async_trainer(directory, policy, draws, **({} if FSDP2 else {"ddp_find_unused_parameters": False}))
     micros = watch(trainer)
     attachment = None if service is None else attach(trainer, service.url, run="r", aux_layers=AUX)
     trainer.train()
@@ -63,10 +69,12 @@ def train(directory: Path, policy: str, service: Any, found: dict[str, Any]) -> 
         found["numbers"] = [number for number, sample in enumerate(samples) if any(sample is one for one in of_sample)]
         pairs = list(zip(sent, of_sample, strict=True))
         found["labels"] = all((a.version, a.reward) == (b.model_version, b.metrics["reward"]) for a, b in pairs)
+        found["versions"] = sorted({one.version for one in sent})
         found["far"] = max(far_from_its_own_forward(one, weights[one.version], AUX, 1.0) for one in sent)
         found["requests"] = [f"{r.method} {r.path}" for r in service.requests]
         attachment.detach()
-    return [p.detach().clone() for p in trainer.model.parameters()]
+    found["sharded"] = all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    return [whole(p.detach()).clone() for p in trainer.model.parameters()]
 
 
 def work(rank: int, out: Path, policy: str) -> None:
@@ -85,4 +93,5 @@ def work(rank: int, out: Path, policy: str) -> None:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    sys.exit(run_two_ranks(partial(work, out=place, policy=save_policy(place))))
+    before = call_the_cpu_an_accelerator if FSDP2 else lambda: None
+    sys.exit(run_two_ranks(partial(work, out=place, policy=save_policy(place)), before=before))

@@ -41,6 +41,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
 ROOT = Path(__file__).resolve().parents[3]
+#: How `accelerate launch` says FSDP2.
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
 #: The first is the embedding, which no order of summing can change.
 AUX = (0, 1, 3)
 #: Of the largest value: a forward over a tree sums in another order than one of the sample alone.
@@ -128,7 +135,8 @@ def test_what_is_sent_equals_each_samples_own_forward_with_the_weights_that_drew
         elif number:
             header = wire.check_rollout_header(file.header)
             assert head is not None
-            assert torch.equal(head, sampler.weights[header.policy_version]["lm_head.weight"])
+            weights = sampler.weights[header.policy_version]
+            assert torch.equal(head, weights.get("lm_head.weight", weights["model.embed_tokens.weight"]))
             assert (header.temperature, header.top_p, header.top_k) == (temperature, 1.0, 0)
     assert len({i for r in service.rollouts() for i in ids_of(r, tmp_path / "files")}) == len(sent)
     attachment.detach()
@@ -253,24 +261,27 @@ def test_a_trainer_without_what_is_wrapped_is_refused_when_attaching_by_version(
         attach(strange, "http://127.0.0.1:1")
 
 
-def test_two_ranks_send_each_the_rollouts_of_its_own_row(tmp_path: Path) -> None:
-    """Under accelerate's DDP. Rank 0 takes from the queue and counts versions; rank 1 hears of both in the batch."""
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_two_ranks_send_each_the_rollouts_of_its_own_row(tmp_path: Path, how: str) -> None:
+    """Rank 0 takes from the queue and counts versions; rank 1 hears of both in the batch."""
     script = Path(__file__).with_name("async_ranks.py")
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path), how]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | (FSDP2 if how == "fsdp2" else {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for found in ranks:
+        assert found["sharded"] == (how == "fsdp2")
         assert found["stats"] == {"failures": 0, "captured_rollouts": len(found["numbers"]), "last_failure": ""}
         assert [found[name] for name in ("fresh", "labels", "same losses", "weights")] == [True] * 4
         assert found["stale"][0] == found["stale"][1] > 0
         assert found["far"] <= NEAR
     numbers = ranks[0]["numbers"] + ranks[1]["numbers"]
     assert len(numbers) == len({*numbers})
-    assert min(len(found["numbers"]) for found in ranks) > 0
-    # Rank 0 speaks of the policy for both, of a version of which only rank 1 has rollouts, too.
+    # Rank 0 speaks of the policy for both: here of a version of which only rank 1 has rollouts, too.
+    assert [found["versions"] for found in ranks] == [[2, 3], [1, 2, 3]]
+    assert ranks[0]["requests"].count("PUT /runs/r/head") == 3
     assert set(ranks[1]["requests"]) == {"POST /rollouts?run=r"}
     assert ranks[0]["requests"][0] == "PUT /runs/r"
 
