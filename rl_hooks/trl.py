@@ -17,7 +17,6 @@ log-probabilities needs no care: the first pass of `_compute_loss` sees the same
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.hook import DrafterHook
+from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
 from rl_hooks.trainer.stacks.attachment import Attachment as Attachment
 
 _NEEDED: Final = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -70,10 +70,8 @@ def attach(
 
 
 def _kind_of(trainer: Any) -> type[Attachment]:
-    if all(base.__name__ != "AsyncGRPOTrainer" for base in type(trainer).__mro__):
-        return GrpoAttachment
-    kind: type[Attachment] = importlib.import_module("rl_hooks.trainer.stacks.async_grpo").AsyncAttachment
-    return kind
+    asynchronous = any(base.__name__ == "AsyncGRPOTrainer" for base in type(trainer).__mro__)
+    return AsyncAttachment if asynchronous else GrpoAttachment
 
 
 def _check_trainer(trainer: Any, kind: type[Attachment]) -> None:

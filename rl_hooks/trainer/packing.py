@@ -245,7 +245,8 @@ def check_forward(
     and others attend to every token before.
     """
     if layout.tree is not None:
-        _refuse_another_tree(said, layout, attention, recurrent=recurrent)
+        paths = [layout.tree[rollout] for rollout in layout.rollouts]
+        _refuse_another_tree(said, paths, attention, recurrent=recurrent)
         return
     if any(name in said for name in _TREE):
         raise RolloutError(
@@ -258,19 +259,18 @@ def check_forward(
         _refuse_leak(said, told, layout, attention, recurrent=recurrent)
 
 
-def _refuse_another_tree(said: Mapping[str, Tensor | None], layout: Layout, attention: str, *, recurrent: bool) -> None:
-    """Raise where a rollout is no path of the forward's tree, whose tokens read all before them, and no others."""
-    told = {name: said.get(name) for name in ("position_ids", *_TREE)}
-    if layout.tree is None or "tree" not in attention or recurrent or any(value is None for value in told.values()):
-        missing = ", ".join(name for name, value in told.items() if value is None) or "attention or layers"
+def _refuse_another_tree(
+    said: Mapping[str, Tensor | None], paths: list[Ints], attention: str, *, recurrent: bool
+) -> None:
+    """Raise where one of `paths` is none of the forward's tree, whose tokens read all before them, and no others."""
+    told = {name: value for name in ("position_ids", *_TREE) if (value := said.get(name)) is not None}
+    if len(told) <= len(_TREE) or "tree" not in attention or recurrent:
+        missing = ", ".join({"position_ids", *_TREE} - {*told}) or "attention or layers"
         raise RolloutError(
             f"tree_places were given, but the forward is over no prefix tree that can be read: {missing}"
         )
-    positions, reads, begins, starts = (
-        host(value, np.int64).reshape(-1) for value in told.values() if value is not None
-    )
-    for number, tokens in enumerate(layout.rollouts):
-        path = layout.tree[tokens]
+    positions, reads, begins, starts = (host(value, np.int64).reshape(-1) for value in told.values())
+    for number, path in enumerate(paths):
         segments = np.searchsorted(starts, path, side="right") - 1
         found = bool((positions[path] == np.arange(len(path))).all())
         for segment in np.unique(segments):  # the last tokens that a segment reads are its own

@@ -101,7 +101,7 @@ def sent_to(service: Receiver, directory: Path) -> list[Sent]:
     ],
 )
 def test_what_is_sent_equals_each_samples_own_forward_with_the_weights_that_drew_it(
-    service: Receiver, tmp_path: Path, changes: dict[str, Any], count: int
+    service: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], count: int
 ) -> None:
     changes = {**changes}  # they are the parameters of other runs, too
     policy = save_policy(tmp_path, tied=changes.pop("tied", True))
@@ -116,6 +116,7 @@ def test_what_is_sent_equals_each_samples_own_forward_with_the_weights_that_drew
     sent = sent_to(service, tmp_path / "files")
     samples = [sample_of(one, sampler.samples) for one in sent]
     assert sorted(map(id, samples)) == sorted(map(id, fresh))
+    assert ("of all steps but the first nothing is sent" in caplog.text) == ("gradient_accumulation_steps" in changes)
     assert (len(sent), stale > 0) == (count, True)
     temperature = changes.get("temperature", 1.0)
     far = []
