@@ -61,14 +61,15 @@ class AsyncAttachment(Attachment):
             text = "with gradient_accumulation_steps=1 the trainer takes each rollout a step before it trains on it"
             hook.tally.warn("a step old", f"{text}: of all steps but the first nothing is sent (skipped_stale)")
 
-    def before_optimizer(self) -> None:
-        """A version that came since the last step is of the weights as they are now."""
+    def stepped(self) -> None:
+        """The weights are of no version now, until they are given to the sampler."""
+        self._look()
+        self._steps += 1
+
+    def _look(self) -> None:
+        """A version that came since the last step is of the weights before the next one."""
         if (version := self.policy_version(self._trainer)) != self._newest:
             self._newest, self._newest_steps = version, self._steps
-
-    def after_optimizer(self) -> None:
-        """The weights are of no version now."""
-        self._steps += 1
 
     # --- rank 0: from the queue into the batch ------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class AsyncAttachment(Attachment):
         return batch
 
     def _columns(self, rows: Any) -> dict[str, Tensor]:
-        self.before_optimizer()
+        self._look()
         drew = any(one["metrics"].version == self._newest for row in rows for one in row.samples)
         newest = (self._newest, self._newest_steps if drew else -1)
 

@@ -84,11 +84,8 @@ class Attachment:
         with self.hook.capture(**request):
             return original(model, inputs, *args, **kwargs)
 
-    def before_optimizer(self) -> None:
-        """An optimizer step comes next."""
-
-    def after_optimizer(self) -> None:
-        """The weights are others now."""
+    def stepped(self) -> None:
+        """The optimizer has changed the weights."""
 
     def _log(self, original: Callable[..., Any], logs: Any, *args: Any, **kwargs: Any) -> Any:
         # In place, as TRL adds its own: whatever `report_to` names is given them.
@@ -108,11 +105,8 @@ def _clock(attachment: Attachment) -> Any:
         def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
             self.started = time.perf_counter()
 
-        def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
-            attachment.before_optimizer()
-
         def on_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
-            attachment.after_optimizer()
+            attachment.stepped()
 
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             if self.started is not None:

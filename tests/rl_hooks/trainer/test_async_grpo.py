@@ -194,6 +194,28 @@ def test_a_training_that_goes_on_from_weights_of_no_version_sends_nothing_until_
     attachment.detach()
 
 
+def test_weights_given_to_the_sampler_before_an_optimizer_step_are_not_those_after_it(
+    service: Receiver, tmp_path: Path
+) -> None:
+    from transformers import TrainerCallback
+
+    class Early(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            trainer._sync_weight()
+
+    trainer = make_async_trainer(tmp_path, save_policy(tmp_path), draws, weight_sync_steps=100)
+    micros = watch(trainer)
+    attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True)
+    trainer.add_callback(Early())
+    trainer.train()
+    assert attachment.flush(30)
+    sampler = trainer.rollout_worker
+    fresh, stale = expected(micros, sampler.samples, sampler.weights)
+    assert (len(sent_to(service, tmp_path / "files")), attachment.stats()["skipped_stale"]) == (len(fresh), stale)
+    assert {sample.model_version for sample in fresh} == {1}
+    attachment.detach()
+
+
 @pytest.mark.parametrize("trouble", ["works", "down", "reset", "garbage"])
 def test_training_is_bit_identical_whatever_the_service_does(tmp_path: Path, trouble: str) -> None:
     expected_curve, expected_weights = trained(make_async_trainer(tmp_path, save_policy(tmp_path), draws))
