@@ -47,6 +47,11 @@ class KeptBatch:
         """The policy that generated it."""
         return self.batch.policy_version
 
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of its hidden states: nearly all of its file."""
+        return self.batch.aux_hidden.nbytes + self.batch.last_hidden.nbytes
+
 
 #: What one optimizer step trains on: rollouts of kept batches, by their places.
 Drawn = list[tuple[KeptBatch, list[int]]]
@@ -63,28 +68,25 @@ class RecentRollouts:
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
         self._kept: list[KeptBatch] = []
-        self._bytes: dict[str, int] = {}  # of the files of what is kept, by name
         self._unsettled: dict[str, Path] = {}  # name -> where the spool still holds the file
         self._dropped: list[str] = []
 
     def add(self, path: Path, batch: RolloutBatch, known: tuple[int, ...] = ()) -> KeptBatch:
         """Take in a batch whose file still lies in the spool; `settle` moves it here. `known`: see `KeptBatch`."""
         self._kept = [k for k in self._kept if k.name != path.name]  # a redelivered one takes its own place
-        kept = self._keep(path, batch, known)
+        kept = self._keep(path.name, batch, known)
         self._unsettled[path.name] = path
         most_bytes = shutil.disk_usage(self._directory).free
         while len(self._kept) > 1 and (
-            sum(k.batch.tokens for k in self._kept) > self._capacity_tokens or sum(self._bytes.values()) > most_bytes
+            sum(k.batch.tokens for k in self._kept) > self._capacity_tokens
+            or sum(k.states_bytes for k in self._kept) > most_bytes
         ):
-            dropped = self._kept.pop(0).name
-            self._dropped.append(dropped)
-            del self._bytes[dropped]
+            self._dropped.append(self._kept.pop(0).name)
         return kept
 
-    def _keep(self, path: Path, batch: RolloutBatch, known: tuple[int, ...]) -> KeptBatch:
-        kept = KeptBatch(path.name, batch, frozenset(prompt_hashes(batch)), known)
+    def _keep(self, name: str, batch: RolloutBatch, known: tuple[int, ...]) -> KeptBatch:
+        kept = KeptBatch(name, batch, frozenset(prompt_hashes(batch)), known)
         self._kept.append(kept)
-        self._bytes[path.name] = path.stat().st_size
         return kept
 
     @property
@@ -133,7 +135,7 @@ class RecentRollouts:
             try:
                 check_blob(path)
                 places = left_out.get(name, ())
-                self._keep(path, complete(without(load_batch(path), places)), places)
+                self._keep(name, complete(without(load_batch(path), places)), places)
             # Damaged, or without a head; what was learnt from it is in the checkpoint.
             except (BlobDamaged, WireError, TargetHeadError) as error:
                 log.warning("%s is left out of the recent rollouts: %s", name, error)

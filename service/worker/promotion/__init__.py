@@ -39,6 +39,8 @@ from service.worker.target import Target
 _ARCHIVE_SHARE: Final = 0.1
 #: Rollouts of the first round of the halving; the next have twice as many each.
 _FIRST_ROUND: Final = 4
+#: Claims after which it is asked without one: where the prompts become easier for all, α does not fall.
+_UNASKED_CLAIMS: Final = 16
 #: The archived version that fits best then is looked at so often at most where claims are pooled, if it seems better.
 _ASKED_LOOKS: Final = 4
 #: An archived version whose wins brought less than this part of what was expected of them wins by `POOLED_CLAIMS`
@@ -100,6 +102,7 @@ class Gate:
         self._pools = defaultdict[str, Pool](Pool)  # by challenger
         self._level_pool, self._promise_pool = Pool(), Pool()
         self._asked: str | None = None  # the archived version that was chosen at a fall, and is not judged yet
+        self._unasked = 0  # claims since the archive was asked
         self._kept = Kept()
         self.trained_to: int | None = None  # newest policy version that the candidate was trained on
         self.untested: float | None = None  # seconds of the last training, parts together, until it has been judged
@@ -193,8 +196,11 @@ class Gate:
         if served is not None and (pooled := self._level_pool.add(fresh, [incumbent], range(len(fresh.prompts)))):
             (replay,), groups = pooled
             self._level.take(replay, groups)
-        archive = [v for v in self._lineage.archived() if v not in wider.replays] if self._level.fallen else []
+        self._unasked += 1
+        asks = self._level.fallen or self._unasked > _UNASKED_CLAIMS
+        archive = [v for v in self._lineage.archived() if v not in wider.replays] if asks else []
         if archive and fresh.evidence:
+            self._unasked = 0
             found.append(self._ask(fresh, incumbent, archive))
         return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
 

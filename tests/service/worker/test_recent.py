@@ -57,10 +57,10 @@ def test_files_take_no_more_than_is_free_beside_them_and_the_newest_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory(tmp_path)
-    size = len(memory.world.rollout_file("a", rollouts=8))
+    size = memory.add("a").states_bytes
     free = 10 * size
     monkeypatch.setattr("service.worker.recent.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
-    for name in "abcd":
+    for name in "bcd":
         memory.add(name)
     assert len(memory.recent.names()) == 4
     free = 5 * size // 2

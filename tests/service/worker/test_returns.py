@@ -51,6 +51,16 @@ def test_a_policy_that_comes_back_is_followed_within_one_claim_however_short_it_
         assert return_after(world, rng, [0.0] * 12 + [1.0] * away, 0.0) == 1
 
 
+@pytest.mark.parametrize("away", [8, 16, 40])
+def test_a_policy_that_comes_back_to_easier_prompts_is_followed_though_alpha_does_not_fall(away: int) -> None:
+    world = World("10 %, B harder, 64 prompts", drift, gap=0.1, harder=0.3, prompts=64, siblings=1)
+    for seed in range(3):
+        rng = np.random.default_rng([away, seed])
+        claims = return_after(world, rng, [0.0] * 12 + [1.0] * away, 0.0)
+        assert claims is not None
+        assert claims <= 17, "the archive is asked at one claim of seventeen at least"
+
+
 def test_a_version_that_took_turns_is_followed_after_some_claims() -> None:
     turns = [float(number % 2) for number in range(20)]
     assert return_after(PLAIN, np.random.default_rng(0), [*turns, *[0.0] * 16], 1.0) in (2, 3, 4, 5, 6, 7)
