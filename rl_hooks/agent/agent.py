@@ -31,10 +31,11 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import fetch_release, in_thread, prune_cache
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics, MetricsServer
+from rl_hooks.engines.bounded import Answer, ask
 from rl_hooks.engines.counters import Bucket
 from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
-from rl_hooks.errors import AgentError, ManifestError, ReportError, SignatureError
+from rl_hooks.errors import AgentError, ManifestError, ReportError, SignatureError, cut
 from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
 from rl_hooks.sending.exchange import trusted
 
@@ -46,6 +47,8 @@ IN_PROCESS: Final = "in-process:"
 #: At least this long between two polls: a service or proxy may answer a long poll at once.
 _MIN_POLL_SECONDS: Final = 0.5
 _CANCEL_AGAIN_SECONDS: Final = 0.5
+#: Of an error in the log, whatever names and answers it quotes.
+_MAX_LOGGED: Final = 1000
 #: Answers to a report that will not change when it is sent again.
 _UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
 #: vLLM and SGLang close a connection that was idle for 5 seconds, and the agent asks them every 5 seconds. A request on
@@ -240,7 +243,7 @@ class SwapAgent:
 
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
         self.metrics.error(peer, type(error).__name__)
-        text = str(error) or repr(error)
+        text = cut(str(error) or repr(error), _MAX_LOGGED)
         if self._engine is None:
             log.warning("%s: %s", peer, text)
         else:  # the log is a trainer's: a service that is away for hours costs one line there
@@ -252,11 +255,13 @@ class SwapAgent:
         config, began, nonce = self.config, time.monotonic(), new_nonce()
         signed = {"nonce": nonce} if config.public_keys else {}
         headers = {"If-None-Match": self._etag} if self._etag else {}
-        response = await client.get(
+        response = await ask(
+            client,
+            "GET",
             "/drafter/latest",
             params={"run": config.run, "wait": config.wait_seconds, **signed},
             headers=headers,
-            timeout=config.request_timeout_seconds + config.wait_seconds,
+            timeout_seconds=config.request_timeout_seconds + config.wait_seconds,
         )
         status = response.status_code
         if status not in (200, 304, 404):
@@ -274,7 +279,7 @@ class SwapAgent:
         await self._prune()
         await asyncio.sleep(max(0.0, _MIN_POLL_SECONDS - (time.monotonic() - began)))
 
-    async def _take(self, response: httpx.Response) -> bool:
+    async def _take(self, response: Answer) -> bool:
         """Download what the manifest offers; False where that is offered already."""
         try:
             document = response.json()
@@ -298,7 +303,7 @@ class SwapAgent:
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
         version = release.version
         self._recent = [*(v for v in self._recent if v != version), version][-max(self.config.keep_versions, 1) :]
-        self.offer, self._etag = release, response.headers.get("ETag", "")
+        self.offer, self._etag = release, cut(response.headers.get("ETag", ""))
         for event in self._offered.values():
             event.set()
         return True
@@ -389,26 +394,26 @@ class SwapAgent:
         }
         if times := follower.books.step_times.document():
             document["step_times"] = times
-        response = await client.post("/acceptance", json=document)
+        response = await ask(client, "POST", "/acceptance", json=document)
         if response.status_code in _UNACCEPTABLE:
             # The same report would be refused again. A later one has other counts and may be accepted.
             self._note(
                 "report", ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
             )
-        elif not response.is_success:
+        elif not 200 <= response.status_code < 300:
             raise ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
         else:
             self._warn(follower.url, response)
         bucket.reported = mark
         self.metrics.contact(_SERVICE)
 
-    def _warn(self, engine: str, response: httpx.Response) -> None:
+    def _warn(self, engine: str, response: Answer) -> None:
         """Log the service's warning about a report, once."""
         with contextlib.suppress(ValueError, AttributeError):
             warning = response.json().get("warning")
-            if isinstance(warning, str) and self._warned.get(engine) != warning:
-                log.warning("%s: %s", engine, warning)
-                self._warned[engine] = warning
+            if isinstance(warning, str) and self._warned.get(engine) != (said := cut(warning, _MAX_LOGGED)):
+                log.warning("%s: %s", engine, said)
+                self._warned[engine] = said
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
