@@ -35,7 +35,7 @@ from rl_hooks.engines.bounded import Answer, ask
 from rl_hooks.engines.counters import Bucket
 from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
-from rl_hooks.errors import AgentError, ManifestError, ReportError, SignatureError, cut
+from rl_hooks.errors import AgentError, DownloadError, ManifestError, ReportError, SignatureError, cut
 from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
 from rl_hooks.sending.exchange import trusted
 
@@ -299,7 +299,11 @@ class SwapAgent:
                 f"sequence went from {self.offer.sequence} to {manifest.sequence}; latest never goes back "
                 "(was the service's state directory replaced? then restart the agent with an empty cache)"
             )
-        release = await in_thread(self._download, manifest)
+        try:
+            release = await in_thread(self._download, manifest)
+        except DownloadError:  # maybe the disk is full of what a newer version has taken the place of
+            await self._prune(manifest.version)
+            raise
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
         version = release.version
         self._recent = [*(v for v in self._recent if v != version), version][-max(self.config.keep_versions, 1) :]
@@ -319,12 +323,12 @@ class SwapAgent:
         ) as client:
             return fetch_release(client, manifest, config.cache_dir, again=again, stopped=self._stopped.is_set)
 
-    async def _prune(self) -> None:
-        """Once the engines had time to take the newest version, delete the versions that none of them uses."""
+    async def _prune(self, *wanted: str) -> None:
+        """Once the engines had time to take the newest version, delete those but `wanted` that none of them uses."""
         if self.offer is None:
             return
         # Asked here and not in the thread: the engines' tasks change what they use.
-        in_use = set(self._recent).union(*(f.versions_in_use() for f in self.followers.values()))
+        in_use = {*self._recent, *wanted}.union(*(f.versions_in_use() for f in self.followers.values()))
         await in_thread(prune_cache, self.config.cache_dir, self.config.run, in_use)
 
     # --- the engines

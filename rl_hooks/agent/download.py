@@ -201,7 +201,7 @@ def _check_size(staging: Path, manifest: Manifest, file: OfferedFile) -> None:
 
 def _check_room(directory: Path, wanted: int, name: str) -> None:
     free = shutil.disk_usage(directory).free
-    if wanted > free - MIN_FREE_BYTES:
+    if wanted > 0 and wanted > free - MIN_FREE_BYTES:
         raise DownloadError(
             f"{name}: expected {wanted} bytes and {MIN_FREE_BYTES} to spare free at {directory}, found {free}; nothing "
             "was written. Free some, or give the agent another cache directory"

@@ -90,7 +90,7 @@ async def ask(
 def refuse_encoded(response: httpx.Response, asked: str) -> None:
     """Raise AnswerError for an answer whose body must be decoded first; how large it then is, only decoding tells."""
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding != "identity":
+    if encoding not in ("", "identity"):
         raise AnswerError(
             f"{asked}: expected no Content-Encoding, as asked for, got {cut(encoding)!r}; nothing of it was read. "
             "Have the peer, or the proxy before it, send answers as they are"

@@ -152,21 +152,28 @@ class ServiceContext:
             self._series[run] = Series(self.store(run), self.settings.max_policy_lag)
         return self._series[run]
 
-    def share_bytes(self, held: int, run: str = "", dead: int = 0) -> int:
+    def share_bytes(self, held: int, run: str = "") -> int:
         """Bytes that one run may have of the spool's disk, where its files there take `held`, with those on their way.
 
-        Three quarters of all that it has and of what is free, so that others always find room, less what the worker
-        keeps of it and what its `dead` batches take. (Dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on
-        Networking 6(2), 1998.) Of what the worker keeps does not take, a quarter at least: a run whose drafters fill a
-        small disk goes on.
+        Three quarters of those and of what is free, so that others always find room. (Dynamic thresholds: Choudhury and
+        Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.)
         """
+        return (held + self._spare_bytes(run)) * 3 // 4
+
+    def _spare_bytes(self, run: str) -> int:
+        """What a run has on its way, and what is free."""
         free = self.spool.free_bytes() - self.settings.spool_min_free_bytes
-        there, kept = held + self.spool.reserved_bytes(run) + dead + max(free, 0), self._kept_bytes.get(run, 0)
-        return max(0, max((there + kept) * 3 // 4 - kept, there // 4) - dead)
+        return self.spool.reserved_bytes(run) + max(free, 0)
 
     def queue_limit_bytes(self, held: int, run: str, dead: int = 0) -> int:
-        """Bytes at which the queue of a run that holds `held`, beside `dead` batches, is full."""
-        share = self.share_bytes(held, run, dead)
+        """Bytes at which the queue of a run that holds `held` is full, where files of `dead` batches make room for it.
+
+        They and what the worker keeps (drafters, checkpoints, recent rollouts) count as the run's own, so that it takes
+        three quarters of the disk at most, whatever becomes of its rollouts. A quarter of what the worker's files leave
+        is the least: a run whose drafters fill a small disk goes on.
+        """
+        there, kept = held + dead + self._spare_bytes(run), self._kept_bytes.get(run, 0)
+        share = max((there + kept) * 3 // 4 - kept, there // 4)
         return share if self.settings.queue_max_bytes is None else min(share, self.settings.queue_max_bytes)
 
     def dead(self, run: str) -> DeadLetters:
@@ -267,9 +274,9 @@ class ServiceContext:
         await self._shorten_memory(registered)
         return gone
 
-    def want_room(self, length: int) -> None:
-        """Note that an upload of so many bytes found the disk too full: its share is three quarters of what is free."""
-        self._wanted_bytes.add(length * 4 // 3 + 1)
+    def want_room(self, spare_bytes: int) -> None:
+        """Note that an upload found the disk too full. `spare_bytes`: what must be free for it."""
+        self._wanted_bytes.add(spare_bytes)
         self.room_wanted.set()
 
     async def make_room(self) -> None:
@@ -287,17 +294,18 @@ class ServiceContext:
             return
         most = fair_bound(list(held.values()), total - missing)
         for run in (run for run, size in held.items() if size > most):
-            await self._sweep_dead(run, most)
+            await self.sweep_dead(run, most)
             log.warning("run %s: files of dead batches were deleted: uploads found no room on the disk", run)
 
-    async def _sweep_dead(self, run: str, most_bytes: int) -> None:
+    async def sweep_dead(self, run: str, most_bytes: int) -> None:
+        """Delete files of a run's dead batches: those that are kept for too long, and all beyond so many bytes."""
         seconds = self.settings.dead_letter_seconds
         for blob in await self.dead(run).sweep(older_than_seconds=seconds, max_bytes=most_bytes):
             self.spool.delete(run, blob)
 
     async def _reap_run(self, run: str, dead_bytes: int) -> int:
         settings, gone = self.settings, 0
-        await self._sweep_dead(run, dead_bytes)
+        await self.sweep_dead(run, dead_bytes)
         for blob in await asyncio.to_thread(self.spool.old_blobs, run, settings.orphan_age_seconds):
             # One atomic step: a paused API process may enqueue this file now (docs/guide/operating.md).
             if await self.queue(run).disown(blob.partition(".")[0], blob):

@@ -9,6 +9,7 @@ no more bytes than are free beside them.
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,6 +77,7 @@ class RecentRollouts:
         self._kept = [k for k in self._kept if k.name != path.name]  # a redelivered one takes its own place
         kept = self._keep(path.name, batch, known)
         self._unsettled[path.name] = path
+        self._dropped = [name for name in self._dropped if name != path.name]
         most_bytes = shutil.disk_usage(self._directory).free
         while len(self._kept) > 1 and (
             sum(k.batch.tokens for k in self._kept) > self._capacity_tokens
@@ -137,7 +139,9 @@ class RecentRollouts:
                 places = left_out.get(name, ())
                 self._keep(name, complete(without(load_batch(path), places)), places)
             # Damaged, or without a head; what was learnt from it is in the checkpoint.
-            except (BlobDamaged, WireError, TargetHeadError) as error:
+            except (BlobDamaged, WireError, TargetHeadError, OSError) as error:
+                if isinstance(error, OSError) and error.errno != errno.EIO:
+                    raise  # it may be read later
                 log.warning("%s is left out of the recent rollouts: %s", name, error)
                 continue
             if path.parent == spool:

@@ -163,17 +163,23 @@ def kill_all(client: Redis, run: str) -> None:
         queue.dead_letter(entry, "bad", keep_file=True)
 
 
-def test_dead_batches_count_in_their_runs_share(serve: Serve, disk: Disk, redis_client: Redis) -> None:
+def test_dead_batches_count_in_their_runs_share_and_make_room_for_its_own_rollouts(
+    serve: Serve, disk: Disk, redis_client: Redis
+) -> None:
     service = serve(spool_min_free_bytes=0)
     for run in ("flood", "other"):
         service.register(run)
     disk(80 * BODY)
-    taken = []
-    for number in range(6):
-        taken.append(flood(service, "flood", f"a{number}-"))
+    for number in range(12):
+        for place in range(10):
+            body = rollout_file((f"{number}-{place}",), run="flood")
+            assert service.post(body, "flood").status_code == 202, "its own dead batches refuse it nothing"
         kill_all(redis_client, "flood")
-    assert 58 <= sum(taken) <= 61, "three quarters of the disk, whatever became of them"
+    taken = sum(path.stat().st_size for path in service.layout.spool("flood").iterdir())
+    assert 50 * BODY < taken < 61 * BODY, "three quarters of the disk, whatever becomes of them"
     assert flood(service, "other", "b") >= 9
+    disk(2 * BODY)
+    assert service.post(rollout_file(("last",), run="flood"), "flood").status_code == 202
 
 
 def test_what_the_worker_keeps_counts_in_its_runs_share(serve: Serve, disk: Disk, redis_url: str) -> None:
