@@ -203,6 +203,8 @@ def _apart(name: str, shares: Callable[[int, np.random.Generator], list[float]])
         ),
         World(f"{name}: 30 %, noisy, 16 prompts", shares, gap=0.3, spread=0.15, siblings=1, first=OF_A),
         World(f"{name}: 12 %, 128 prompts of 4", shares, gap=0.12, prompts=128),
+        World(f"{name}: 20 %, 10 prompts of 1", shares, prompts=10, siblings=1, first=OF_A),
+        World(f"{name}: 10 %, 20 prompts of 1", shares, gap=0.1, prompts=20, siblings=1),
     ]
 
 

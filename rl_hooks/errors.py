@@ -14,6 +14,7 @@ AgentError
 │   └── SignatureError  no key that the agent trusts signed the answer to this request
 ├── DownloadError     the files could not be downloaded; nothing was swapped
 │   └── DigestError   the downloaded files differ from the manifest
+├── AnswerError       an answer was encoded, too long or too slow; nothing of it was used
 ├── ReportError       the service did not accept a report; counts are cumulative, so nothing is lost
 ├── CheckpointError   the files match the manifest, but are no drafter that is safe to load
 └── EngineError       the engine did not answer, or its answer cannot be used; try again later
@@ -23,6 +24,11 @@ AgentError
 """
 
 from __future__ import annotations
+
+from typing import Final
+
+#: Characters of a name or version that an engine or the service tells, in logs and in what is kept. Ours have 128.
+MAX_NAME: Final = 200
 
 
 class HookError(Exception):
@@ -65,6 +71,10 @@ class DownloadError(AgentError):
     """A file could not be downloaded."""
 
 
+class AnswerError(AgentError):
+    """An answer is not one of the expected size: encoded, too long or too slow."""
+
+
 class ReportError(AgentError):
     """The service did not accept an acceptance report."""
 
@@ -91,3 +101,8 @@ class OtherBytesError(EngineError):
 
 class MetricsError(EngineError):
     """The engine's /metrics lacks a counter or cannot be read."""
+
+
+def cut(text: str, most: int = MAX_NAME) -> str:
+    """The text, or its beginning where it is longer."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,15 +1,14 @@
-"""TRL's GRPO and RLOO trainers: one line after construction, before `train()`.
+"""TRL's GRPO, RLOO and AsyncGRPO trainers: one line after construction, before `train()`.
 
 >>> from rl_hooks.trl import attach
 >>> attachment = attach(trainer, "http://127.0.0.1:8400")
 >>> trainer.train()
 >>> attachment.stats(), attachment.overhead_seconds / attachment.step_seconds
 
-Callbacks never see a batch, so three private methods of the trainer are wrapped, on the instance:
-`_calculate_rewards` (the raw rewards), `_generate_and_score_completions` (its batch gets two more columns, so that
-identity and reward survive TRL's shuffle), and `_compute_loss` (its forward is captured). A trainer that lacks one of
-them is refused when attaching. `log` is wrapped too: what the trainer logs gets the hook's numbers (`draftalign/...`),
-and so does whatever `report_to` names.
+Of GRPO and RLOO three private methods are wrapped, on the instance: `_calculate_rewards` (the raw rewards),
+`_generate_and_score_completions` (its batch gets two more columns, so that identity and reward survive TRL's shuffle),
+and `_compute_loss` (its forward is captured). A trainer that lacks one of them is refused when attaching. `log` is
+wrapped too. What differs of AsyncGRPO is in `rl_hooks.trainer.stacks.async_grpo`.
 
 A rollout is captured at most once, and only with the weights that generated it. Later iterations over the same
 rollouts, and micro-batches after an optimizer step, are left out (`skipped_stale`). A separate pass for old
@@ -18,9 +17,7 @@ log-probabilities needs no care: the first pass of `_compute_loss` sees the same
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -30,8 +27,9 @@ from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.hook import DrafterHook
+from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
+from rl_hooks.trainer.stacks.attachment import Attachment as Attachment
 
-_WRAPPED: Final = ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss", "log")
 _NEEDED: Final = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 #: Columns added to TRL's batch: the rollout's number and the policy version that generated it; its reward.
 _ORIGIN_KEY: Final = "draftalign_origin"
@@ -54,7 +52,8 @@ def attach(
     `queue_bytes`, `strict`, and so on. Raises `UnsupportedTrainerError` for a trainer it cannot wrap,
     `UnsupportedModelError` and `AuxLayersError` for a model it cannot read; nothing is raised later unless `strict`.
     """
-    _check_trainer(trainer)
+    kind = _kind_of(trainer)
+    _check_trainer(trainer, kind)
     hook = DrafterHook(
         trainer.model,
         url,
@@ -62,17 +61,22 @@ def attach(
         token=token,
         aux_layers=aux_layers,
         initial_drafter=initial_drafter,
-        policy_version=int(trainer.state.global_step),
+        policy_version=kind.policy_version(trainer),
         rank=int(trainer.accelerator.process_index),
         world_size=int(trainer.accelerator.num_processes),
         **options,
     )
-    return Attachment(trainer, hook)
+    return kind(trainer, hook)
 
 
-def _check_trainer(trainer: Any) -> None:
-    missing = [name for name in _WRAPPED if not callable(getattr(trainer, name, None))]
-    missing += [name for name in ("model", "state", "accelerator", "args") if not hasattr(trainer, name)]
+def _kind_of(trainer: Any) -> type[Attachment]:
+    asynchronous = any(base.__name__ == "AsyncGRPOTrainer" for base in type(trainer).__mro__)
+    return AsyncAttachment if asynchronous else GrpoAttachment
+
+
+def _check_trainer(trainer: Any, kind: type[Attachment]) -> None:
+    missing = [name for name in kind.METHODS if not callable(getattr(trainer, name, None))]
+    missing += [name for name in kind.ATTRIBUTES if not hasattr(trainer, name)]
     if missing:
         try:
             version = importlib.metadata.version("trl")
@@ -80,87 +84,45 @@ def _check_trainer(trainer: Any) -> None:
             version = "(not installed)"
         raise UnsupportedTrainerError(
             f"{type(trainer).__name__} of TRL {version} lacks {', '.join(missing)}, which this adapter wraps. It was "
-            "written against GRPOTrainer and RLOOTrainer of TRL 1.16; use rl_hooks.hook.DrafterHook in your own loop."
+            "written against GRPOTrainer, RLOOTrainer and AsyncGRPOTrainer of TRL 1.16; use rl_hooks.hook.DrafterHook "
+            "in your own loop."
         )
 
 
-class Attachment:
-    """A trainer with the hook on it. `detach` takes it off again."""
+class GrpoAttachment(Attachment):
+    """A GRPOTrainer or RLOOTrainer with the hook on it."""
+
+    METHODS = ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss", "log")
+
+    @staticmethod
+    def policy_version(trainer: Any) -> int:
+        """As the trainer counts its optimizer steps."""
+        return int(trainer.state.global_step)
 
     def __init__(self, trainer: Any, hook: DrafterHook) -> None:
-        self.hook = hook
-        self._trainer = trainer
-        self._active = True
+        super().__init__(trainer, hook)
         self._rewards: Tensor | None = None
         self._captured: set[int] = set()
         self._numbered = 0
-        self._skipped_stale = 0
-        #: Wall time of the RL steps so far: generation, forward, backward and optimizer.
-        self.step_seconds = 0.0
-        self._originals: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in _WRAPPED}
-        self._wrappers: dict[str, Callable[..., Any]] = {
-            "_calculate_rewards": self._calculate_rewards,
-            "_generate_and_score_completions": self._generate,
-            "_compute_loss": self._compute_loss,
-            "log": self._log,
-        }
-        for name, wrapper in self._wrappers.items():
-            setattr(trainer, name, wrapper)
-        self._clock = _step_clock(self)
-        trainer.add_callback(self._clock)
-
-    @property
-    def overhead_seconds(self) -> float:
-        """Wall time that the hook took from the trainer."""
-        return self.hook.overhead_seconds
-
-    def stats(self) -> dict[str, Any]:
-        """Counters of capture and sender, with the time of the RL steps they belong to."""
-        return {**self.hook.stats(), "skipped_stale": self._skipped_stale, "step_seconds": self.step_seconds}
-
-    def flush(self, timeout_seconds: float = 30.0) -> bool:
-        """Wait until everything captured so far was sent or dropped."""
-        return self.hook.flush(timeout_seconds)
-
-    def detach(self, timeout_seconds: float = 5.0) -> bool:
-        """Restore the trainer, flush, stop the sender. True if nothing was lost."""
-        self._active = False
-        for name, wrapper in self._wrappers.items():
-            # If another tool has wrapped our wrapper since, ours stays in place, inactive.
-            if self._trainer.__dict__.get(name) == wrapper:
-                delattr(self._trainer, name)
-        self._trainer.remove_callback(self._clock)
-        return self.hook.close(timeout_seconds)
+        self._wrap(trainer, "_calculate_rewards", self._calculate_rewards)
+        self._wrap(trainer, "_generate_and_score_completions", self._generate)
+        self._wrap(trainer, "_compute_loss", self._loss)
 
     # --- the wrapped methods ----------------------------------------------------------------------------------------
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        rewards = self._originals["_calculate_rewards"](*args, **kwargs)
+    def _calculate_rewards(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        rewards = original(*args, **kwargs)
         if self._active:
             self._rewards = rewards
         return rewards
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Read before generating: this is the version of the weights that generate.
-        version = int(self._trainer.state.global_step)
-        batch = self._originals["_generate_and_score_completions"](*args, **kwargs)
+        version = self.policy_version(self._trainer)
+        batch = original(*args, **kwargs)
         if self._active and self._trainer.model.training:
             self.hook.guard(self._label, batch, version)
         return batch
-
-    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        original = self._originals["_compute_loss"]
-        request = self.hook.guard(self._request, model, inputs) if self._active else None
-        if request is None:
-            return original(model, inputs, *args, **kwargs)
-        with self.hook.capture(**request):
-            return original(model, inputs, *args, **kwargs)
-
-    def _log(self, logs: Any, *args: Any, **kwargs: Any) -> Any:
-        # In place, as TRL adds its own: whatever `report_to` names is given them.
-        if self._active:
-            self.hook.guard(lambda: logs.update(self.hook.metrics()))
-        return self._originals["log"](logs, *args, **kwargs)
 
     # --- what they add ----------------------------------------------------------------------------------------------
 
@@ -185,14 +147,13 @@ class Attachment:
         return torch.where(mine.isnan().all(dim=1), torch.full_like(total, torch.nan), total)
 
     def _request(self, model: Any, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What `DrafterHook.capture` is to be told about this micro-batch; None: do not capture it."""
         origin = inputs.get(_ORIGIN_KEY)
         if origin is None or not model.training:
             return None
         if inputs.get("pixel_values") is not None:
             self.hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
             return None
-        version = int(self._trainer.state.global_step)
+        version = self.policy_version(self._trainer)
         rows = [(int(number), int(made)) for number, made in origin.tolist()]
         fresh = [made == version and number not in self._captured for number, made in rows]
         self._captured.update(number for number, _ in rows)
@@ -219,22 +180,3 @@ class Attachment:
             "top_k": self._trainer.args.top_k,
             "rollout_ids": [self.hook.rollout_id(version, number) for number, _ in rows],
         }
-
-
-def _step_clock(attachment: Attachment) -> Any:
-    """A TrainerCallback that sums the wall time of whole RL steps."""
-    # Imported here: where there is a TRL trainer, transformers is loaded already.
-    callback_class: Any = importlib.import_module("transformers").TrainerCallback
-
-    class StepClock(callback_class):  # type: ignore[misc]
-        started: float | None = None
-
-        def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-            self.started = time.perf_counter()
-
-        def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-            if self.started is not None:
-                attachment.step_seconds += time.perf_counter() - self.started
-                self.started = None
-
-    return StepClock()

@@ -7,9 +7,24 @@ import os
 import socket
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def call_the_cpu_an_accelerator() -> None:
+    """Let accelerate shard on CPUs: it does so on accelerators only."""
+    state: Any = import_module("accelerate.state")
+    kinds: Any = import_module("accelerate.utils").DistributedType
+    make = state.PartialState.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self._shared_state["distributed_type"] == kinds.MULTI_CPU:
+            self._shared_state["distributed_type"] = kinds.MULTI_HPU
+
+    state.PartialState.__init__ = made
 
 
 def run_two_ranks(work: Callable[[int], None], before: Callable[[], None] = lambda: None) -> int:

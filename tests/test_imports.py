@@ -52,7 +52,7 @@ ARROWS = {
     "drafter.batch": "drafter.device drafter.errors rl_hooks.wire",
     "drafter.device": "",
     "drafter.errors": "rl_hooks.format",
-    "rl_hooks.trl": "rl_hooks.errors rl_hooks.hook",
+    "rl_hooks.trl": "rl_hooks.errors rl_hooks.hook rl_hooks.trainer",
     "rl_hooks.hook": "rl_hooks.trainer",
     "rl_hooks.agent": """rl_hooks.durable rl_hooks.engines rl_hooks.errors rl_hooks.format rl_hooks.lock
         rl_hooks.release rl_hooks.sending rl_hooks.wire""",

@@ -13,16 +13,20 @@ def reward_of_even_tokens(completion_ids: list[list[int]], **_: Any) -> list[flo
     return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
 
 
-def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", model: Any = None, **changes: Any) -> Any:
-    import trl
-    from datasets import Dataset
+def make_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, VOCAB))]
     inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", model: Any = None, **changes: Any) -> Any:
+    import trl
+    from datasets import Dataset
+
     rng = np.random.default_rng(0)
     prompts = [" ".join(f"w{t}" for t in rng.integers(2, VOCAB, rng.integers(2, 7))) for _ in range(32)]
     rollout_func = changes.pop("rollout_func", None)
@@ -49,6 +53,6 @@ def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", model: 
         reward_funcs=reward_of_even_tokens,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=tokenizer,
+        processing_class=make_tokenizer(),
         **extra,
     )

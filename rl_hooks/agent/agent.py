@@ -31,10 +31,11 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import fetch_release, in_thread, prune_cache
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics, MetricsServer
+from rl_hooks.engines.bounded import Answer, ask
 from rl_hooks.engines.counters import Bucket
 from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
-from rl_hooks.errors import AgentError, ManifestError, ReportError, SignatureError
+from rl_hooks.errors import AgentError, DownloadError, ManifestError, ReportError, SignatureError, cut
 from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
 from rl_hooks.sending.exchange import trusted
 
@@ -46,6 +47,8 @@ IN_PROCESS: Final = "in-process:"
 #: At least this long between two polls: a service or proxy may answer a long poll at once.
 _MIN_POLL_SECONDS: Final = 0.5
 _CANCEL_AGAIN_SECONDS: Final = 0.5
+#: Of an error in the log, whatever names and answers it quotes.
+_MAX_LOGGED: Final = 1000
 #: Answers to a report that will not change when it is sent again.
 _UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
 #: vLLM and SGLang close a connection that was idle for 5 seconds, and the agent asks them every 5 seconds. A request on
@@ -240,7 +243,7 @@ class SwapAgent:
 
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
         self.metrics.error(peer, type(error).__name__)
-        text = str(error) or repr(error)
+        text = cut(str(error) or repr(error), _MAX_LOGGED)
         if self._engine is None:
             log.warning("%s: %s", peer, text)
         else:  # the log is a trainer's: a service that is away for hours costs one line there
@@ -252,11 +255,13 @@ class SwapAgent:
         config, began, nonce = self.config, time.monotonic(), new_nonce()
         signed = {"nonce": nonce} if config.public_keys else {}
         headers = {"If-None-Match": self._etag} if self._etag else {}
-        response = await client.get(
+        response = await ask(
+            client,
+            "GET",
             "/drafter/latest",
             params={"run": config.run, "wait": config.wait_seconds, **signed},
             headers=headers,
-            timeout=config.request_timeout_seconds + config.wait_seconds,
+            timeout_seconds=config.request_timeout_seconds + config.wait_seconds,
         )
         status = response.status_code
         if status not in (200, 304, 404):
@@ -274,7 +279,7 @@ class SwapAgent:
         await self._prune()
         await asyncio.sleep(max(0.0, _MIN_POLL_SECONDS - (time.monotonic() - began)))
 
-    async def _take(self, response: httpx.Response) -> bool:
+    async def _take(self, response: Answer) -> bool:
         """Download what the manifest offers; False where that is offered already."""
         try:
             document = response.json()
@@ -294,11 +299,15 @@ class SwapAgent:
                 f"sequence went from {self.offer.sequence} to {manifest.sequence}; latest never goes back "
                 "(was the service's state directory replaced? then restart the agent with an empty cache)"
             )
-        release = await in_thread(self._download, manifest)
+        try:
+            release = await in_thread(self._download, manifest)
+        except DownloadError:  # maybe the disk is full of what a newer version has taken the place of
+            await self._prune(manifest.version)
+            raise
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
         version = release.version
         self._recent = [*(v for v in self._recent if v != version), version][-max(self.config.keep_versions, 1) :]
-        self.offer, self._etag = release, response.headers.get("ETag", "")
+        self.offer, self._etag = release, cut(response.headers.get("ETag", ""))
         for event in self._offered.values():
             event.set()
         return True
@@ -314,12 +323,12 @@ class SwapAgent:
         ) as client:
             return fetch_release(client, manifest, config.cache_dir, again=again, stopped=self._stopped.is_set)
 
-    async def _prune(self) -> None:
-        """Once the engines had time to take the newest version, delete the versions that none of them uses."""
+    async def _prune(self, *wanted: str) -> None:
+        """Once the engines had time to take the newest version, delete those but `wanted` that none of them uses."""
         if self.offer is None:
             return
         # Asked here and not in the thread: the engines' tasks change what they use.
-        in_use = set(self._recent).union(*(f.versions_in_use() for f in self.followers.values()))
+        in_use = {*self._recent, *wanted}.union(*(f.versions_in_use() for f in self.followers.values()))
         await in_thread(prune_cache, self.config.cache_dir, self.config.run, in_use)
 
     # --- the engines
@@ -389,26 +398,26 @@ class SwapAgent:
         }
         if times := follower.books.step_times.document():
             document["step_times"] = times
-        response = await client.post("/acceptance", json=document)
+        response = await ask(client, "POST", "/acceptance", json=document)
         if response.status_code in _UNACCEPTABLE:
             # The same report would be refused again. A later one has other counts and may be accepted.
             self._note(
                 "report", ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
             )
-        elif not response.is_success:
+        elif not 200 <= response.status_code < 300:
             raise ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
         else:
             self._warn(follower.url, response)
         bucket.reported = mark
         self.metrics.contact(_SERVICE)
 
-    def _warn(self, engine: str, response: httpx.Response) -> None:
+    def _warn(self, engine: str, response: Answer) -> None:
         """Log the service's warning about a report, once."""
         with contextlib.suppress(ValueError, AttributeError):
             warning = response.json().get("warning")
-            if isinstance(warning, str) and self._warned.get(engine) != warning:
-                log.warning("%s: %s", engine, warning)
-                self._warned[engine] = warning
+            if isinstance(warning, str) and self._warned.get(engine) != (said := cut(warning, _MAX_LOGGED)):
+                log.warning("%s: %s", engine, said)
+                self._warned[engine] = said
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -6,6 +6,8 @@
 Invariant: a directory without `.part` is complete, because the rename is the last step (atomic on one filesystem).
 Where the service answers 307, the bytes come from its object store, which never sees the service's token. Where that
 fails, or gives wrong bytes, the service is asked for its own.
+No file grows beyond its size in the manifest. That of the model is at most what the version's own config.json, which
+comes first, can describe; of any other 1 MiB. Neither takes the last free bytes of the disk.
 Synchronous on purpose: it runs in a thread, where hashing and writing do not delay the engines' loops.
 """
 
@@ -20,9 +22,10 @@ import os
 import shutil
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
@@ -30,8 +33,18 @@ import httpx
 
 from rl_hooks import wire
 from rl_hooks.durable import AtomicDirectory, write_synced
-from rl_hooks.errors import CheckpointError, DigestError, DownloadError
-from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, check_drafter, kind_of, parse_drafter, read_object
+from rl_hooks.engines.bounded import IDENTITY, refuse_encoded
+from rl_hooks.errors import CheckpointError, DigestError, DownloadError, ManifestError, cut
+from rl_hooks.format.drafter import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    MODEL_FILE,
+    check_drafter,
+    kind_of,
+    most_bytes,
+    parse_drafter,
+    read_object,
+)
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.lock import LockHeld, exclusive
 from rl_hooks.release import Manifest, OfferedFile, Release
@@ -42,6 +55,10 @@ log = logging.getLogger("draftalign.agent")
 LOCK_SECONDS: Final = 120.0
 #: Written last into a complete directory: what was verified, and the digests after stripping.
 RECEIPT: Final = "draftalign-receipt.json"
+#: Free bytes of the cache's disk that no download takes: engines and trainers write there too.
+MIN_FREE_BYTES: Final = 256 << 20
+#: One file's download: after that the service is asked again what it offers, and the file goes on where it was.
+DOWNLOAD_SECONDS: Final = 600.0
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -77,8 +94,8 @@ def fetch_release(
 
     A cached version that differs from its download is deleted first; with `again`, any cached version is.
 
-    Raises DownloadError (try again), DigestError or CheckpointError (the version is bad). The next call resumes the
-    download where this one stopped.
+    Raises DownloadError (try again), DigestError or CheckpointError (the version is bad), or ManifestError for sizes
+    that no drafter has. The next call resumes the download where this one stopped.
     """
     home = cache.absolute() / manifest.run
     home.mkdir(parents=True, exist_ok=True)
@@ -91,7 +108,9 @@ def fetch_release(
                     return cached
                 shutil.rmtree(final)
             staging.mkdir(exist_ok=True)
-            for file in manifest.files:
+            # The model last: the config tells how large it can be.
+            for file in sorted(manifest.files, key=lambda one: (one.name == MODEL_FILE, one.name != CONFIG_FILE)):
+                _check_size(staging, manifest, file)
                 part = staging / f"{file.name}.part"
                 _Download(client, manifest, file, part, stopped).into(staging / file.name)
             _make_safe(staging, manifest.kind)
@@ -165,6 +184,30 @@ def strip_shared(path: Path) -> list[str]:
     return poison
 
 
+def _check_size(staging: Path, manifest: Manifest, file: OfferedFile) -> None:
+    """Refuse a file that is larger than a drafter's can be, before a byte of it is asked for."""
+    most, by = MAX_CONFIG_BYTES, "of a file beside the model"
+    if file.name == MODEL_FILE:
+        try:
+            most, by = most_bytes(parse_drafter(read_object(staging / CONFIG_FILE))), f"by its {CONFIG_FILE}"
+        except (OSError, DrafterError) as error:
+            raise CheckpointError(f"the version is no drafter that an engine could serve: {error}") from error
+    if file.bytes > most:
+        raise ManifestError(
+            f"{manifest.version}/{file.name}: expected at most {most} bytes {by}, the manifest says {file.bytes}; "
+            "nothing of it was downloaded. Publish another version, and see who wrote this manifest"
+        )
+
+
+def _check_room(directory: Path, wanted: int, name: str) -> None:
+    free = shutil.disk_usage(directory).free
+    if wanted > 0 and wanted > free - MIN_FREE_BYTES:
+        raise DownloadError(
+            f"{name}: expected {wanted} bytes and {MIN_FREE_BYTES} to spare free at {directory}, found {free}; nothing "
+            "was written. Free some, or give the agent another cache directory"
+        )
+
+
 def _make_safe(directory: Path, kind: str) -> None:
     """Strip the checkpoint and verify that it is a drafter of this kind: engines load a half one without a word."""
     path = directory / MODEL_FILE
@@ -195,6 +238,7 @@ class _Download:
     stopped: Callable[[], bool]
     direct: bool = False  # never from the object store
     redirected: bool = False  # bytes may have come from there
+    deadline: float = field(default_factory=lambda: time.monotonic() + DOWNLOAD_SECONDS)
 
     def into(self, done: Path) -> None:
         """Get it, resuming a partial one, and verify it before it gets its name."""
@@ -204,6 +248,7 @@ class _Download:
                 return
             done.unlink()  # for instance stripped, then interrupted
         resumed = self._have() > 0
+        _check_room(part.parent, file.bytes - self._have(), f"{version}/{file.name}")
         self._receive()
         if not _matches(part, file) and (resumed or self.redirected):
             # The resumed part may be damaged by an interrupted write, and the object store may hold anything: download
@@ -238,18 +283,21 @@ class _Download:
                 self.redirected = self.direct = True
             except httpx.HTTPError as error:
                 if (now := self._have()) <= have:
-                    raise DownloadError(f"{file} stopped at byte {now}: {error!r}") from error
+                    raise DownloadError(f"{file} stopped at byte {now}: {cut(repr(error), 400)}") from error
+                self._check_time(now)
             else:
                 break
 
     def _ask(self, have: int) -> None:
         """Ask once, and append what comes."""
         # identity: offsets and sizes of a compressed answer would not be the file's.
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+        headers = IDENTITY | ({"Range": f"bytes={have}-"} if have else {})
         url = f"/drafter/{self.manifest.version}/{self.file.name}"
         asked = {"run": self.manifest.run} | ({"direct": "true"} if self.direct else {})
         with self.client.stream("GET", url, params=asked, headers=headers) as response:
             if response.status_code != 307 or self.direct:
+                # A store's answer is left to the digest: some stores mark their files with an encoding of their own.
+                refuse_encoded(response, f"GET {url}")
                 self._append(response, f"GET {url}", have)
                 return
             location = response.headers.get("Location", "")
@@ -263,7 +311,7 @@ class _Download:
         except (httpx.HTTPError, httpx.InvalidURL, DownloadError) as error:
             if self.stopped():
                 raise
-            raise _StoreFailed(f"the object store failed: {error or repr(error)}") from error
+            raise _StoreFailed(f"the object store failed: {cut(str(error) or repr(error), 400)}") from error
         self.redirected = True
 
     def _append(self, response: httpx.Response, asked: str, have: int) -> None:
@@ -272,22 +320,32 @@ class _Download:
             have = 0  # the answer holds the whole file, and not only the range
         elif response.status_code != 206 or not have:
             # The first characters: a hostile answer may be of any length.
-            text = next(response.iter_raw(4096), b"")[:300].decode("utf-8", "replace")
+            text = next(response.iter_raw(), b"")[:300].decode("utf-8", "replace")
             raise DownloadError(f"{asked} answered {response.status_code}: {text}")
         elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise DownloadError(f"{asked} from byte {have} answered {response.headers.get('Content-Range')!r}")
+            raise DownloadError(f"{asked} from byte {have} answered {response.headers.get('Content-Range')!r:.200}")
         with self.part.open("r+b" if have else "wb") as out:
             out.seek(have)
             # Raw: an iterator with a buffer would lose the buffered bytes when the connection breaks.
             for chunk in response.iter_raw():
+                if have + len(chunk) > file.bytes:
+                    out.truncate(0)  # what came before is not the file's either
+                    raise DigestError(f"{self.manifest.version}/{file.name} is longer than its {file.bytes} bytes")
                 out.write(chunk)
                 have += len(chunk)
-                if have > file.bytes:
-                    raise DigestError(f"{self.manifest.version}/{file.name} is longer than its {file.bytes} bytes")
                 if self.stopped():
                     raise DownloadError(f"stopped at byte {have} of {file.name}; the next start resumes it")
+                self._check_time(have)
             out.flush()
             os.fsync(out.fileno())
+
+    def _check_time(self, have: int) -> None:
+        if have < self.file.bytes and time.monotonic() > self.deadline:
+            raise DownloadError(
+                f"{self.manifest.version}/{self.file.name}: expected {self.file.bytes} bytes within "
+                f"{DOWNLOAD_SECONDS:.0f} s, got {have}; goes on from there once the service was asked again. If "
+                "this comes back, see the network to the service"
+            )
 
 
 class _StoreFailed(Exception):  # noqa: N818

@@ -10,7 +10,9 @@ trimming at EOS, so `emitted_tokens` is what compares with replay α.
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self, TypeAlias
@@ -18,7 +20,7 @@ from typing import Any, Final, Self, TypeAlias
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from rl_hooks.errors import MetricsError
+from rl_hooks.errors import MetricsError, cut
 
 ROUNDS: Final = "vllm:spec_decode_num_drafts_total"
 DRAFTED: Final = "vllm:spec_decode_num_draft_tokens_total"
@@ -41,6 +43,9 @@ _COUNTED: Final = (ROUNDS, DRAFTED, ACCEPTED, ACCEPTED_PER_POSITION)
 _TIMES: Final = (OUTPUTS, STEPS, OUTPUT_SECONDS, RUNNING)
 _NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSION, *_TIMES)
 _MAX_POSITIONS: Final = 64
+#: Characters of a page's lines of these names: 64 engine cores with 64 positions each have 0.7 million.
+_MAX_COUNTED: Final = 1 << 20
+_MAX_LINE: Final = 4096
 #: Method of counts that were made with a published drafter.
 OUR_DRAFTER: Final = "drafter"
 #: Buckets kept per engine: the oldest that the service has acknowledged goes first.
@@ -262,16 +267,30 @@ class Ledger:
 
 def read_samples(text: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:
     """The samples of a /metrics page, by name. Raises MetricsError where it is not in Prometheus's text format."""
-    # An engine's page has thousands of lines and is read every second or so: parse only the ones that matter.
-    lines = [line for line in text.splitlines() if line.startswith(names)]
+    # An engine's page has thousands of lines and is read every second or so: parse only the ones that matter. They are
+    # found one by one: a list of all lines of a hostile page would be far larger than the page.
+    lines, size = list[str](), 0
+    for found in _beginning(names).finditer(text):
+        lines.append(found.group())
+        size += len(lines[-1])
+        if size > _MAX_COUNTED or len(lines[-1]) > _MAX_LINE:  # parsed, they take many times as much, and seconds
+            raise MetricsError(
+                f"/metrics: expected at most {_MAX_COUNTED} characters of the counters that are read, and {_MAX_LINE} "
+                f"of a line, found {size} and {len(lines[-1])}; is this the engine's own page?"
+            )
     samples: dict[str, list[Sample]] = {}
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 samples.setdefault(sample.name, []).append(sample)
     except (ValueError, IndexError) as error:
-        raise MetricsError(f"/metrics is not in the Prometheus text format: {error}") from error
+        raise MetricsError(f"/metrics is not in the Prometheus text format: {cut(str(error))}") from error
     return samples
+
+
+@functools.cache
+def _beginning(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"^(?:{'|'.join(map(re.escape, names))}).*$", re.MULTILINE)
 
 
 def _whole(name: str, value: float) -> int:
@@ -319,7 +338,7 @@ def _per_position(samples: Mapping[str, list[Sample]]) -> tuple[int, ...]:
     table: dict[int, int] = {}
     for sample in samples[name]:
         position = sample.labels.get("position", "")
-        if not position.isdecimal() or int(position) >= _MAX_POSITIONS:
-            raise MetricsError(f"{name}: label position is {position!r}; expected 0 to {_MAX_POSITIONS - 1}")
+        if not position.isdecimal() or len(position) > 4 or int(position) >= _MAX_POSITIONS:
+            raise MetricsError(f"{name}: label position is {position!r:.200}; expected 0 to {_MAX_POSITIONS - 1}")
         table[int(position)] = table.get(int(position), 0) + _whole(name, sample.value)
     return tuple(table.get(position, 0) for position in range(max(table) + 1))

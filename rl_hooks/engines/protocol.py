@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import httpx
 
+from rl_hooks.engines.bounded import MAX_ANSWER_BYTES, MAX_PAGE_BYTES, Answer, ask
 from rl_hooks.engines.counters import Snapshot
-from rl_hooks.errors import EngineError, OtherBytesError, SwapRefusedError
+from rl_hooks.errors import AnswerError, EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.release import Release
 
 log = logging.getLogger("draftalign.agent")
@@ -98,25 +99,42 @@ class EngineHttp:
         self._swap_timeout_seconds = swap_timeout_seconds
 
     async def _call(
-        self, method: str, path: str, fault: Callable[[int], type[EngineError]] = lambda _: EngineError, **options: Any
-    ) -> httpx.Response:
+        self,
+        method: str,
+        path: str,
+        fault: Callable[[int], type[EngineError]] = lambda _: EngineError,
+        *,
+        most_bytes: int = MAX_ANSWER_BYTES,
+        **options: Any,
+    ) -> Answer:
         """The answer 200. Raises EngineError where none comes, and what `fault` makes of another status."""
+        url = self.url + path
         try:
-            response = await self._client.request(method, self.url + path, headers=self._headers, **options)
+            answer = await ask(self._client, method, url, most_bytes=most_bytes, headers=self._headers, **options)
         except httpx.HTTPError as error:
-            raise EngineError(f"{method} {self.url}{path}: {error!r}") from error
-        status = response.status_code
-        if status != 200:
-            raise fault(status)(f"{method} {self.url}{path} answered {status}: {response.text[:400]}")
-        return response
+            raise EngineError(f"{method} {url}: {cut(repr(error), 400)}") from error
+        except AnswerError as error:
+            raise EngineError(str(error)) from error
+        if (status := answer.status_code) != 200:
+            raise fault(status)(f"{method} {url} answered {status}: {answer.text[:400]}")
+        return answer
+
+    async def _page(self) -> str:
+        """Its metrics page. Raises MetricsError for one of no usable size: such an engine still gets its drafters."""
+        try:
+            return (await self._call("GET", "/metrics", most_bytes=MAX_PAGE_BYTES)).text
+        except EngineError as error:
+            if isinstance(error.__cause__, AnswerError):
+                raise MetricsError(str(error)) from error
+            raise
 
     async def _object(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """The answer, as a JSON object. Raises EngineError where it is none."""
-        response = await self._call(method, path, **options)
+        answer = await self._call(method, path, **options)
         try:
-            document = response.json()
+            document = answer.json()
         except ValueError as error:
-            raise EngineError(f"{self.url}{path}: the answer is not JSON: {response.text[:200]!r}") from error
+            raise EngineError(f"{self.url}{path}: the answer is not JSON: {answer.text[:200]!r}") from error
         if not isinstance(document, dict):
             raise EngineError(f"{self.url}{path}: expected a JSON object, got {str(document)[:200]}")
         return document
@@ -139,10 +157,10 @@ class SwapEngine(EngineHttp):
         body: dict[str, Any] = {"path": str(release.path), "version": version}
         if self._verifies and release.sha256s:  # a plugin of before refuses what it does not know
             body["sha256"] = dict(release.sha256s)
-        options = {"json": body, "timeout": self._swap_timeout_seconds}
+        options = {"json": body, "timeout_seconds": self._swap_timeout_seconds}
         document = await self._object("POST", "/drafter/swap", fault=failure, **options)
         if (answered := document.get("version")) != version:
-            raise EngineError(f"{self.url}/drafter/swap: asked for {version}, the engine answered {answered!r}")
+            raise EngineError(f"{self.url}/drafter/swap: asked for {version}, the engine answered {answered!r:.200}")
         digest = _digest(document)
         if digest is not None and not self._verifies and not self._warned:
             self._warned = True
@@ -151,7 +169,7 @@ class SwapEngine(EngineHttp):
 
     async def snapshot(self) -> Snapshot:
         """Its counters now."""
-        return Snapshot.parse((await self._call("GET", "/metrics")).text)
+        return Snapshot.parse(await self._page())
 
 
 def failure(status: int) -> type[EngineError]:
@@ -163,7 +181,7 @@ def failure(status: int) -> type[EngineError]:
 
 def _digest(document: dict[str, Any]) -> str | None:
     value = document.get("sha256")
-    return value if isinstance(value, str) and value else None
+    return cut(value) if isinstance(value, str) and value else None
 
 
 def engine_state(source: str, document: dict[str, Any]) -> EngineState:
@@ -180,16 +198,18 @@ def engine_state(source: str, document: dict[str, Any]) -> EngineState:
         raise EngineError(
             f"{source}: expected version (string or null), loaded (boolean), swaps (integer), got {str(document)[:200]}"
         )
+    version, fingerprint = (None if name is None else cut(name) for name in (version, fingerprint))
     method, depth, drafting = (document.get(name) for name in ("method", "depth", "drafting"))
     found = EngineState(version, loaded, swaps, fingerprint, policy)
     if isinstance(method, str) and method != "eagle3":
+        method = cut(method)
         if document.get("takes") != "mtp":
             return counting_only(None if method in _NOT_SPECULATION else method, policy)
         found = replace(found, takes="mtp", method=method)
     return replace(
         found,
         depth=depth if type(depth) is int else None,
-        drafting=drafting if isinstance(drafting, str) else None,
+        drafting=cut(drafting) if isinstance(drafting, str) else None,
         sha256=_digest(document),
         verifies=document.get("verifies") is True,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 from rl_hooks.format.eagle3 import (
     MAPS,
+    MAX_PARAMETERS,
     CheckpointError,
     DrafterConfig,
     Found,
@@ -31,6 +33,8 @@ Sizes = DrafterConfig | MtpConfig
 MODEL_FILE: Final = "model.safetensors"
 CONFIG_FILE: Final = "config.json"
 MAX_CONFIG_BYTES: Final = 1 << 20
+#: As `rl_hooks.format.container` reads it.
+_MAX_HEADER_BYTES: Final = 1 << 20
 #: A label and a limit: an engine goes on with drafters that differ in them.
 _NO_DIFFERENCE: Final = ("model_type", "max_position_embeddings")
 
@@ -89,6 +93,17 @@ def weight_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     if isinstance(sizes, MtpConfig):
         return {prefix(sizes) + name: shape for name, shape in mtp_shapes(sizes).items()}
     return {name: shape for name, shape in tensor_shapes(sizes).items() if name not in MAPS}
+
+
+def most_bytes(sizes: Sizes) -> int:
+    """What model.safetensors can have: every weight in float32, copies of embedding and head, maps, and the header.
+
+    The copies are the policy's own: published drafters carry them sometimes, and agents strip them.
+    """
+    weights = sum(math.prod(shape) for shape in weight_shapes(sizes).values())
+    copies = min(2 * sizes.vocab_size * sizes.hidden_size, MAX_PARAMETERS)
+    maps = sizes.vocab_size * (8 + 1)
+    return 4 * (weights + copies) + maps + _MAX_HEADER_BYTES
 
 
 def fingerprint(sizes: Sizes, d2t_digest: str) -> str:

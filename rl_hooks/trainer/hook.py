@@ -158,6 +158,7 @@ class DrafterHook:
         policy_version: int,
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
+        tree_places: Tensor | None = None,
         logprobs: Tensor | None = None,
         rewards: Sequence[float] | Tensor | None = None,
         temperature: float = 1.0,
@@ -176,6 +177,9 @@ class DrafterHook:
         A packed row [1, T] holds several rollouts. Say where they begin by `cu_seqlens` [R + 1], or by `position_ids`
         that begin again at 0, or give nested tensors. `rewards` and the like then have one entry per rollout. The
         forward may pad the row at its end, and must keep the rollouts apart: what it says of itself is compared.
+
+        `tree_places` int64 [T]: where the forward has each token of this row, if it is over a prefix tree, [1, N]: what
+        several rollouts begin with is there once. `input_ids` and the like then hold each rollout whole.
         """
         if self.sender.refused:
             yield
@@ -189,6 +193,7 @@ class DrafterHook:
             loss_mask=loss_mask,
             cu_seqlens=cu_seqlens,
             position_ids=position_ids,
+            tree_places=tree_places,
             logprobs=logprobs,
             rewards=rewards,
             strata=strata,
@@ -207,8 +212,9 @@ class DrafterHook:
         score = partial(self._at_head, plan, targets)
         try:
             with ExitStack() as armed:
+                may_pad = plan.layout.packed and plan.layout.tree is None
                 armed.enter_context(
-                    self._features.armed(rows=targets.rows, shape=plan.layout.shape, packed=plan.layout.packed)
+                    self._features.armed(rows=targets.rows, shape=plan.layout.forward_shape, packed=may_pad)
                 )
                 armed.enter_context(self._head.armed(score, self._features.is_past_norm))
                 if self._registrar is not None:

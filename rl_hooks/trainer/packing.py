@@ -8,13 +8,17 @@ rounds over it. Where a packed forward attends from one rollout to the one befor
 What the forward says: positions, boundaries of sequences (`cu_seq_lens_q` and the like), sequence numbers (`seq_idx`,
 or an `attention_mask` that numbers documents), and the mask that attention is computed with.
 
-Legend: B rows, S tokens of a row, padding included; T = B * S.
+A forward over a prefix tree holds what several rollouts begin with once, and each rollout is a path of it. Then the
+told row has the rollouts one after the other, `Layout.tree` says where the forward has each of its tokens, and the
+forward must say the same tree.
+
+Legend: B rows, S tokens of a row, padding included; T = B * S; N tokens of a forward over a prefix tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -36,6 +40,8 @@ _NUMBERS: Final = ("seq_idx", "attention_mask")
 _VARLEN: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: Kinds of layers, in a config, that carry a state from token to token.
 _RECURRENT: Final = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
+#: What attention over a prefix tree goes by: the tokens that each segment reads, and where segments and these begin.
+_TREE: Final = ("tree_kv_index", "tree_cu_seqlens_k", "tree_cu_seqlens_q")
 #: An additive mask hides what is below.
 _HIDDEN: Final = -1e4
 
@@ -51,6 +57,17 @@ class Layout:
     packed: bool
     #: Tokens of each sequence, where lengths told them apart: other nested tensors must have the same.
     lengths: tuple[int, ...] | None = None
+    #: Where a forward over a prefix tree has each of these tokens, [T]; None: where they are told.
+    tree: Ints | None = None
+
+    @property
+    def forward_shape(self) -> tuple[int, int]:
+        """[B, S] of the forward's tokens."""
+        return self.shape if self.tree is None else (1, int(self.tree.max()) + 1)
+
+    def in_forward(self, tokens: Ints) -> Ints:
+        """Where the flattened forward has these tokens of the flattened axis."""
+        return tokens if self.tree is None else self.tree[tokens]
 
     def owners(self) -> Ints:
         """The number of the rollout that each token belongs to, [B, S]; -1: padding."""
@@ -95,9 +112,15 @@ class Layout:
 
 
 def lay_out(
-    input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    position_ids: Tensor | None,
+    tree_places: Tensor | None = None,
 ) -> Layout:
     """Find the rollouts by what the caller says of them. Raises RolloutError for what cannot be told apart."""
+    if tree_places is not None:
+        return _lay_out_paths(lay_out(input_ids, attention_mask, cu_seqlens, position_ids), tree_places)
     packed = input_ids.is_nested or cu_seqlens is not None or position_ids is not None
     if input_ids.is_nested:
         nested = [len(one) for one in input_ids.unbind()]
@@ -145,6 +168,15 @@ def lay_out(
     return layout
 
 
+def _lay_out_paths(layout: Layout, tree_places: Tensor) -> Layout:
+    if not layout.packed or layout.shape[0] != 1:
+        raise RolloutError("tree_places are of one packed row: say where its rollouts begin, by cu_seqlens=")
+    places = layout.flat("tree_places", tree_places, np.int64)
+    if places.min(initial=0) < 0 or any((np.diff(places[path]) <= 0).any() for path in layout.rollouts):
+        raise RolloutError("tree_places must ascend in each rollout: a token comes after those that it continues")
+    return replace(layout, tree=places)
+
+
 def _checked_bounds(cu_seqlens: Tensor, shape: tuple[int, int]) -> Ints:
     bounds: Ints = host(cu_seqlens, np.int64)
     if shape[0] != 1:
@@ -186,7 +218,7 @@ def boundaries_among(kwargs: Mapping[str, Any]) -> dict[str, Tensor | None]:
     said: dict[str, Tensor | None] = {
         name: value
         for name, value in kwargs.items()
-        if isinstance(value, Tensor) and (name in ("position_ids", "seq_idx") or name.startswith("cu_seq"))
+        if isinstance(value, Tensor) and (name in ("position_ids", "seq_idx", *_TREE) or name.startswith("cu_seq"))
     }
     longest = {name: kwargs[name] for name in _VARLEN[2:] if kwargs.get(name) is not None}
     said |= {name: torch.as_tensor(value) for name, value in longest.items()}
@@ -212,10 +244,43 @@ def check_forward(
     `attention`, `recurrent`: see `how_it_reads`. Flash attention goes by boundaries and positions where it has no mask,
     and others attend to every token before.
     """
+    if layout.tree is not None:
+        paths = [layout.tree[rollout] for rollout in layout.rollouts]
+        _refuse_another_tree(said, paths, attention, recurrent=recurrent)
+        return
+    if any(name in said for name in _TREE):
+        raise RolloutError(
+            "the forward is over a prefix tree, in which rollouts share tokens. Say where it has the tokens of each: "
+            "tree_places= of `capture`"
+        )
     told = _told(said, layout.owners())
     if layout.packed:
         _refuse_cut(said, layout)
         _refuse_leak(said, told, layout, attention, recurrent=recurrent)
+
+
+def _refuse_another_tree(
+    said: Mapping[str, Tensor | None], paths: list[Ints], attention: str, *, recurrent: bool
+) -> None:
+    """Raise where one of `paths` is none of the forward's tree, whose tokens read all before them, and no others."""
+    told = {name: value for name in ("position_ids", *_TREE) if (value := said.get(name)) is not None}
+    if len(told) <= len(_TREE) or "tree" not in attention or recurrent:
+        missing = ", ".join({"position_ids", *_TREE} - {*told}) or "attention or layers"
+        raise RolloutError(
+            f"tree_places were given, but the forward is over no prefix tree that can be read: {missing}"
+        )
+    positions, reads, begins, starts = (host(value, np.int64).reshape(-1) for value in told.values())
+    for number, path in enumerate(paths):
+        segments = np.searchsorted(starts, path, side="right") - 1
+        found = bool((positions[path] == np.arange(len(path))).all())
+        for segment in np.unique(segments):  # the last tokens that a segment reads are its own
+            upto = int(np.searchsorted(segments, segment, side="right"))
+            found &= np.array_equal(reads[begins[segment] : begins[segment + 1]], path[:upto])
+        if not found:
+            raise RolloutError(
+                f"rollout {number} is no path of the forward's prefix tree: where tree_places say that its tokens are, "
+                "positions do not count up from 0, or attention read other tokens"
+            )
 
 
 def _told(said: Mapping[str, Tensor | None], owner_BS: Ints) -> dict[str, npt.NDArray[np.bool_]]:

@@ -26,7 +26,7 @@ from rl_hooks.trainer.packing import Layout, lay_out
 class BatchPlan:
     """Which rows of a batch to copy, and what is known about them."""
 
-    rows: npt.NDArray[np.int64]  # [N] into the flattened [B * S]
+    rows: npt.NDArray[np.int64]  # [N] into the forward's flattened [B * S]
     index: PackedIndex
     rollout_ids: tuple[str, ...]  # R
     rewards: tuple[float, ...] | None
@@ -122,6 +122,7 @@ def plan_batch(
     rewards: Sequence[float] | Tensor | None,
     strata: Sequence[str] | None,
     rollout_ids: Sequence[str] | None,
+    tree_places: Tensor | None,
     policy_version: int,
     temperature: float,
     top_p: float | None,
@@ -131,7 +132,7 @@ def plan_batch(
 
     Raises RolloutError for tensors that do not fit together, and for packed rows that cannot be told apart.
     """
-    layout = lay_out(input_ids, attention_mask, cu_seqlens, position_ids)
+    layout = lay_out(input_ids, attention_mask, cu_seqlens, position_ids, tree_places)
     tokens_T = layout.flat("input_ids", input_ids, np.int32)
     generated_T = layout.generated(loss_mask)
     logprobs_T = None if logprobs is None else layout.flat("logprobs", logprobs.float(), np.float32)
@@ -153,7 +154,7 @@ def plan_batch(
         return None
     rows = np.concatenate([places[b] for b in chosen])
     return BatchPlan(
-        rows=rows.astype(np.int64),
+        rows=layout.in_forward(rows).astype(np.int64),
         index=PackedIndex(
             input_ids=tokens_T[rows],
             cu_seqlens=np.cumsum([0, *(len(places[b]) for b in chosen)], dtype=np.int32),

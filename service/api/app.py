@@ -56,6 +56,8 @@ router = APIRouter(tags=["operations"])
 
 _PAGE = Path(__file__).with_name("page.html")
 _REAP_SECONDS = 300.0
+#: Between two sweeps at least, where uploads find no room.
+_MAKE_ROOM_SECONDS = 5.0
 #: Of every answer: nothing from elsewhere, and no frame around it, for what shows tokens' data must not be clicked
 #: through. FastAPI's page of the API has its script and styles in itself; ours says more in its `meta` (`page_html`).
 _HEADERS: Final = [
@@ -116,7 +118,20 @@ async def _reap(context: ServiceContext) -> None:
                 log.info("removed %d spooled files that no queue entry names", gone)
         except (RedisError, OSError) as error:
             log.warning("the spool was not swept: %s", error)
-        await asyncio.sleep(_REAP_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REAP_SECONDS):
+                await _make_room(context)
+
+
+async def _make_room(context: ServiceContext) -> None:
+    """Whenever uploads find no room. Runs until it is cancelled."""
+    while True:
+        await context.room_wanted.wait()
+        try:
+            await context.make_room()
+        except (RedisError, OSError) as error:
+            log.warning("no files of dead batches were deleted: %s", error)
+        await asyncio.sleep(_MAKE_ROOM_SECONDS)
 
 
 async def _return_memory(_context: ServiceContext) -> None:

@@ -36,7 +36,7 @@ from service.storage.ready import PROBE_SECONDS, WriteTest
 from service.storage.registry import Registry
 from service.storage.reports import AsyncStore
 from service.storage.reports.engine_counts import Account
-from service.storage.runs import RunRecord, load_run, sweep_deleted
+from service.storage.runs import RunRecord, kept_bytes, load_run, sweep_deleted
 from service.storage.spool import Spool
 
 log = logging.getLogger("draftalign.api")
@@ -110,6 +110,10 @@ class ServiceContext:
         #: Answers that are being computed: those who ask for the same share one.
         self.answers = Shared()
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
+        self._kept_bytes: dict[str, int] = {}  # what the worker keeps of each run, as of the last sweep
+        #: Set when uploads find no room: files of dead batches may be in their way. And the bytes that they need.
+        self.room_wanted = asyncio.Event()
+        self._wanted_bytes: set[int] = set()
 
     def run(self, run: str) -> RunRecord:
         """The record of a registered run; raises RunNotFound. It is read again when its file was replaced."""
@@ -120,7 +124,9 @@ class ServiceContext:
 
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""
-        for kept in (self._runs, self._recent, self._engines, self._queues, self._pointers, self._series):
+        for kept in (
+            self._runs, self._recent, self._engines, self._queues, self._pointers, self._series, self._kept_bytes
+        ):  # fmt: skip
             kept.pop(run, None)
         self.accepted_for.discard(run)
         self.registry.history.drop(run)
@@ -152,12 +158,22 @@ class ServiceContext:
         Three quarters of those and of what is free, so that others always find room. (Dynamic thresholds: Choudhury and
         Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.)
         """
-        free = self.spool.free_bytes() - self.settings.spool_min_free_bytes
-        return (held + self.spool.reserved_bytes(run) + max(free, 0)) * 3 // 4
+        return (held + self._spare_bytes(run)) * 3 // 4
 
-    def queue_limit_bytes(self, held: int, run: str) -> int:
-        """Bytes at which the queue of a run that holds `held` is full."""
-        share = self.share_bytes(held, run)
+    def _spare_bytes(self, run: str) -> int:
+        """What a run has on its way, and what is free."""
+        free = self.spool.free_bytes() - self.settings.spool_min_free_bytes
+        return self.spool.reserved_bytes(run) + max(free, 0)
+
+    def queue_limit_bytes(self, held: int, run: str, dead: int = 0) -> int:
+        """Bytes at which the queue of a run that holds `held` is full, where files of `dead` batches make room for it.
+
+        They and what the worker keeps (drafters, checkpoints, recent rollouts) count as the run's own, so that it takes
+        three quarters of the disk at most, whatever becomes of its rollouts. A quarter of what the worker's files leave
+        is the least: a run whose drafters fill a small disk goes on.
+        """
+        there, kept = held + dead + self._spare_bytes(run), self._kept_bytes.get(run, 0)
+        share = max((there + kept) * 3 // 4 - kept, there // 4)
         return share if self.settings.queue_max_bytes is None else min(share, self.settings.queue_max_bytes)
 
     def dead(self, run: str) -> DeadLetters:
@@ -241,10 +257,9 @@ class ServiceContext:
         """Delete spooled files that no entry will ever name; returns how many.
 
         They come from a crash between rename and enqueue, or between acknowledgement and deletion; or they are of dead
-        batches, and kept for too long, too large together, or in the way while the disk is nearly full.
+        batches, and kept for too long, too large together, or in the way of an upload.
         """
         settings = self.settings
-        full = self.spool.free_bytes() < settings.spool_min_free_bytes
         gone = await asyncio.to_thread(self.spool.reap_uploads, settings.orphan_age_seconds)
         await asyncio.to_thread(sweep_deleted, self.layout)
         registered = self.layout.run_names()
@@ -252,17 +267,45 @@ class ServiceContext:
             self.drop(run)  # another process deleted it
         for run in registered:
             try:
-                gone += await self._reap_run(run, 0 if full else settings.dead_letter_bytes)
+                gone += await self._reap_run(run, settings.dead_letter_bytes)
+                self._kept_bytes[run] = await asyncio.to_thread(kept_bytes, self.layout, run)
             except (redis.exceptions.RedisError, OSError) as error:  # while Redis is full, the cut below is what helps
                 log.warning("run %s: its spool was not swept: %s", run, error)
         await self._shorten_memory(registered)
         return gone
 
+    def want_room(self, spare_bytes: int) -> None:
+        """Note that an upload found the disk too full. `spare_bytes`: what must be free for it."""
+        self._wanted_bytes.add(spare_bytes)
+        self.room_wanted.set()
+
+    async def make_room(self) -> None:
+        """Give files of dead batches up for uploads that found no room, of the runs that have most of them first.
+
+        As many as the largest of those uploads needs that finds room then.
+        """
+        wanted, self._wanted_bytes = self._wanted_bytes, set()
+        self.room_wanted.clear()
+        least = self.settings.spool_min_free_bytes - self.spool.free_bytes()
+        held = {run: await self.queue(run).dead_file_bytes() for run in self.layout.run_names()}
+        total = sum(held.values())
+        missing = max((found for length in wanted if (found := least + length) <= total), default=0)
+        if missing <= 0:
+            return
+        most = fair_bound(list(held.values()), total - missing)
+        for run in (run for run, size in held.items() if size > most):
+            await self.sweep_dead(run, most)
+            log.warning("run %s: files of dead batches were deleted: uploads found no room on the disk", run)
+
+    async def sweep_dead(self, run: str, most_bytes: int) -> None:
+        """Delete files of a run's dead batches: those that are kept for too long, and all beyond so many bytes."""
+        seconds = self.settings.dead_letter_seconds
+        for blob in await self.dead(run).sweep(older_than_seconds=seconds, max_bytes=most_bytes):
+            self.spool.delete(run, blob)
+
     async def _reap_run(self, run: str, dead_bytes: int) -> int:
         settings, gone = self.settings, 0
-        given_up = await self.dead(run).sweep(older_than_seconds=settings.dead_letter_seconds, max_bytes=dead_bytes)
-        for blob in given_up:
-            self.spool.delete(run, blob)
+        await self.sweep_dead(run, dead_bytes)
         for blob in await asyncio.to_thread(self.spool.old_blobs, run, settings.orphan_age_seconds):
             # One atomic step: a paused API process may enqueue this file now (docs/guide/operating.md).
             if await self.queue(run).disown(blob.partition(".")[0], blob):

@@ -419,6 +419,8 @@ def check_room(context: ServiceContext, length: int, run: str = "", held: int = 
     """
     free, least = context.spool.free_bytes() - length, context.settings.spool_min_free_bytes
     share, coming = context.share_bytes(held, run), context.spool.reserved_bytes(run)
+    if free < least or held + coming == 0 < length - share:
+        context.want_room(length * 4 // 3 + 1)
     if free < least:
         found = f"{length} bytes would leave {max(free, 0)} free in the spool; at least {least} must stay free"
     elif held + coming + length > share:

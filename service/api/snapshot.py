@@ -121,7 +121,9 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     engines = await context.engines(run)
     moves = await asyncio.to_thread(context.registry.history.digest, run)
     counters = await queue.counters()
-    limit_bytes = await asyncio.to_thread(context.queue_limit_bytes, counters["bytes"], run)
+    limit_bytes = await asyncio.to_thread(
+        context.queue_limit_bytes, counters["bytes"], run, counters["dead_file_bytes"]
+    )
     return RunSnapshot(
         scores=(await context.recent(run)).newest,
         watch=engines.watch,

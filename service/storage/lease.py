@@ -42,7 +42,8 @@ local others = redis.call('HGETALL', KEYS[1])
 local living = {}
 for i = 1, #others, 2 do
   local seen, runs = string.match(others[i + 1], '^(%d+) (%d+)$')
-  if now - tonumber(seen) > tonumber(ARGV[3]) then
+  -- One that is ahead is of a Redis whose clock was: nobody knows when.
+  if not seen or math.abs(now - tonumber(seen)) > tonumber(ARGV[3]) then
     redis.call('HDEL', KEYS[1], others[i])
   elseif others[i] ~= ARGV[1] then
     living[#living + 1] = others[i]
@@ -59,7 +60,7 @@ class Leases:
     def __init__(self, redis: Redis) -> None:
         self.holder = f"{_machine()}/{os.getpid()}/{uuid.uuid4().hex}"
         self._redis: Any = redis
-        self._others: list[int] = []
+        self._others: dict[str, int] = {}
 
     @staticmethod
     def key(run: str) -> str:
@@ -81,12 +82,12 @@ class Leases:
         holder = self._redis.get(self.key(run))
         return holder is not None and holder not in (self.holder, self.holder.encode())
 
-    def others(self, runs: int) -> list[int]:
-        """Note that this worker lives and has so many runs; returns how many each other one has that lives."""
+    def others(self, runs: int) -> dict[str, int]:
+        """Note that this worker lives and has so many runs; returns how many each other one has that lives, by name."""
         with contextlib.suppress(OutOfMemoryError):  # then as it was before
             found = self._redis.eval(_NOTE, 1, WORKERS, self.holder, runs, int(LEASE_SECONDS * 1000))
             names = (name.decode() if isinstance(name, bytes) else str(name) for name in found[::2])
-            self._others = [int(n) for name, n in zip(names, found[1::2], strict=True) if not _died_here(name)]
+            self._others = {name: int(n) for name, n in zip(names, found[1::2], strict=True) if not _died_here(name)}
         return self._others
 
     def leave(self) -> None:

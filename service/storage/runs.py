@@ -314,6 +314,18 @@ def _sum_of(head: Path) -> Path:
     return head.with_suffix(".crc32")
 
 
+def kept_bytes(layout: Layout, run: str) -> int:
+    """Bytes of what is kept of a run but its heads: drafters, checkpoints, recent rollouts. Blocks."""
+    total, heads = 0, str(layout.heads(run))
+    for directory, _, files in os.walk(layout.run(run)):
+        if directory == heads:
+            continue
+        for name in files:
+            with contextlib.suppress(OSError):  # deleted or moved meanwhile
+                total += os.lstat(f"{directory}/{name}").st_size
+    return total
+
+
 def heads_bytes(layout: Layout, run: str) -> int:
     """Bytes of the heads that were received of a run. Blocks."""
     total = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import time
 import uuid
 from collections import Counter
@@ -143,6 +144,8 @@ def check_blob(path: Path) -> None:
 
     It reads the whole file. One of an older service has no digest in its name, and passes.
     """
+    if not stat.S_ISREG(path.lstat().st_mode):  # a device or a pipe may never end
+        raise BlobDamaged(f"{path} is damaged: it is no regular file any more")
     name = BLOB_NAME.fullmatch(path.name)
     if name is None or name[1] is None:
         return

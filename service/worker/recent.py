@@ -3,12 +3,15 @@
 No rollout is held out. The gate judges on rollouts that have just arrived, before they come in here
 (`service.worker.promotion`), and leaves out those whose prompt is in here: their siblings were trained on.
 
-Batches are kept as the files they came in (`runs/<run>/worker/recent/`); the newest `capacity_tokens` of them stay.
+Batches are kept as the files they came in (`runs/<run>/worker/recent/`); the newest `capacity_tokens` of them stay, and
+no more bytes than are free beside them.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +48,11 @@ class KeptBatch:
         """The policy that generated it."""
         return self.batch.policy_version
 
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of its hidden states: nearly all of its file."""
+        return self.batch.aux_hidden.nbytes + self.batch.last_hidden.nbytes
+
 
 #: What one optimizer step trains on: rollouts of kept batches, by their places.
 Drawn = list[tuple[KeptBatch, list[int]]]
@@ -69,7 +77,12 @@ class RecentRollouts:
         self._kept = [k for k in self._kept if k.name != path.name]  # a redelivered one takes its own place
         kept = self._keep(path.name, batch, known)
         self._unsettled[path.name] = path
-        while len(self._kept) > 1 and sum(k.batch.tokens for k in self._kept) > self._capacity_tokens:
+        self._dropped = [name for name in self._dropped if name != path.name]
+        most_bytes = shutil.disk_usage(self._directory).free
+        while len(self._kept) > 1 and (
+            sum(k.batch.tokens for k in self._kept) > self._capacity_tokens
+            or sum(k.states_bytes for k in self._kept) > most_bytes
+        ):
             self._dropped.append(self._kept.pop(0).name)
         return kept
 
@@ -126,7 +139,9 @@ class RecentRollouts:
                 places = left_out.get(name, ())
                 self._keep(name, complete(without(load_batch(path), places)), places)
             # Damaged, or without a head; what was learnt from it is in the checkpoint.
-            except (BlobDamaged, WireError, TargetHeadError) as error:
+            except (BlobDamaged, WireError, TargetHeadError, OSError) as error:
+                if isinstance(error, OSError) and error.errno != errno.EIO:
+                    raise  # it may be read later
                 log.warning("%s is left out of the recent rollouts: %s", name, error)
                 continue
             if path.parent == spool:

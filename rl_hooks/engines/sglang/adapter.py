@@ -35,7 +35,7 @@ from rl_hooks import wire
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Snapshot, read_samples
 from rl_hooks.engines.protocol import LOADS_FIRST, EngineHttp, EngineState, counting_only
-from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
+from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.engines import limits
@@ -53,6 +53,7 @@ _SESSION_OPEN: Final = "already open"
 _NO_SESSION: Final = "no weight-update session is open"
 _SESSION_RETRY_SECONDS: Final = 0.5
 _END_ATTEMPTS: Final = 4
+_MAX_RANKS: Final = 1024
 
 
 class SGLangEngine(EngineHttp):
@@ -85,7 +86,7 @@ class SGLangEngine(EngineHttp):
         version = int(policy) if isinstance(policy, str) and policy.isdecimal() and len(policy) < 16 else None
         algorithm = info.get("speculative_algorithm")
         if str(algorithm).upper() != "EAGLE3":
-            return counting_only(None if algorithm is None else str(algorithm).lower(), version)
+            return counting_only(None if algorithm is None else cut(str(algorithm)).lower(), version)
         started, loaded = process_identity(info), self._loaded
         steps = info.get("speculative_num_steps")
         depth = steps if type(steps) is int else None
@@ -98,8 +99,7 @@ class SGLangEngine(EngineHttp):
 
         Accepted tokens are counted after trimming, unlike vLLM's, and not by position.
         """
-        response = await self._call("GET", "/metrics")
-        totals = _totals(response.text)
+        totals = _totals(await self._page())
         rounds, emitted = totals[ROUNDS], totals[GENERATED] - totals[REQUESTS]
         accepted = max(emitted - rounds, 0)
         return Snapshot(rounds, max(rounds * self._depth, accepted), accepted, (), emitted, None)
@@ -112,11 +112,12 @@ class SGLangEngine(EngineHttp):
         info = await self._object("GET", "/server_info")
         check_server(info)
         check_release(release, info)
+        ranks = _ranks(info)
         outcome = release.path.parent / "engines" / f"swap-{uuid.uuid4().hex}"
         outcome.mkdir(parents=True)
         try:
-            await self._update(release, outcome, int(info.get("tp_size") or 1))
-            sha256 = self._judge(release, outcome, int(info.get("tp_size") or 1))
+            await self._update(release, outcome, ranks)
+            sha256 = self._judge(release, outcome, ranks)
         finally:
             for path in outcome.iterdir():
                 path.unlink()
@@ -145,7 +146,7 @@ class SGLangEngine(EngineHttp):
                     # True would be refused while requests run, and the answer would look like a failure.
                     "flush_cache": False,
                 }
-                await self._post("/update_weights_from_tensor", body, timeout=self._swap_timeout_seconds)
+                await self._post("/update_weights_from_tensor", body, timeout_seconds=self._swap_timeout_seconds)
             finally:
                 await self._end()
                 self._mark(engines, "paused")
@@ -254,11 +255,11 @@ class SGLangEngine(EngineHttp):
             self._loaded = None  # then the newest drafter is loaded once more
 
     async def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> None:
-        response = await self._call("POST", path, json=dict(body), **options)
+        answer = await self._call("POST", path, json=dict(body), **options)
         try:
-            document = response.json()
+            document = answer.json()
         except ValueError as error:
-            raise EngineError(f"{self.url}{path} did not answer JSON: {response.text[:200]!r}") from error
+            raise EngineError(f"{self.url}{path} did not answer JSON: {answer.text[:200]!r}") from error
         if isinstance(document, dict) and document.get("success") is False:
             raise EngineError(f"{self.url}{path}: {str(document.get('message'))[:300]}")
 
@@ -267,7 +268,7 @@ def check_server(info: Mapping[str, Any]) -> None:
     """Refuse servers whose drafter cannot be swapped this way; the message says how to start one that can."""
     faults = []
     if str(info.get("speculative_algorithm")).upper() != "EAGLE3":
-        faults.append(f"it runs speculative algorithm {info.get('speculative_algorithm')!r}, not EAGLE3")
+        faults.append(f"it runs speculative algorithm {info.get('speculative_algorithm')!r:.200}, not EAGLE3")
     if int(info.get("dp_size") or 1) != 1:
         faults.append("SGLang takes weights only with --dp-size 1; run one server per replica")
     if LOADER not in (info.get("custom_weight_loader") or []):
@@ -302,8 +303,8 @@ def check_release(release: Release, info: Mapping[str, Any]) -> None:
         if release.sha256s.get(MODEL_FILE, found) != found:  # a damaged file says nothing of what was published
             raise OtherBytesError(f"{model.name} is not what was downloaded, so {release.version} is not loaded")
         raise SwapRefusedError(
-            f"{release.version}: d2t differs from the one in {first.parent}, which the server was started with; SGLang "
-            "reads the draft vocabulary once, at its start. Restart it with this drafter"
+            f"{release.version}: d2t differs from the one in {cut(str(first.parent))}, with which the server was "
+            "started; SGLang reads the draft vocabulary once, at its start. Restart it with this drafter"
         )
 
 
@@ -336,9 +337,19 @@ def _totals(text: str) -> dict[str, int]:
     return {name: int(sum(sample.value for sample in samples.get(name, ()))) for name in wanted}
 
 
+def _ranks(info: Mapping[str, Any]) -> int:
+    """Each rank gets a copy of the request, so no server chooses how many copies the agent makes."""
+    size = info.get("tp_size") or 1
+    if type(size) is not int or not 0 < size <= _MAX_RANKS:
+        raise EngineError(f"/server_info: expected tp_size of 1 to {_MAX_RANKS}, got {size!r:.80}")
+    return size
+
+
 def process_identity(info: Mapping[str, Any]) -> str:
     """Differs from start to start of a server: SGLang reports how long the start took, and the seed that it drew."""
     if not isinstance(info.get("startup_time"), dict):
-        raise EngineError(f"/server_info has no startup_time (got {info.get('startup_time')!r}); SGLang 0.5.23 has one")
+        raise EngineError(
+            f"/server_info has no startup_time (got {info.get('startup_time')!r:.200}); SGLang 0.5.23 has one"
+        )
     facts = [info.get(name) for name in ("startup_time", "random_seed", "launch_command")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

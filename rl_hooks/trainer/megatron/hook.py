@@ -228,7 +228,9 @@ class MegatronHook:
 
     def _read(self, *, policy_version: int, **told: Any) -> tuple[BatchPlan | None, Reading]:
         """The plan of a batch, None where no rollout is chosen; and where the forward is to be read. On rank 0."""
-        plan = plan_batch(self._ids, self._choice, policy_version=policy_version, position_ids=None, **told)
+        plan = plan_batch(
+            self._ids, self._choice, policy_version=policy_version, position_ids=None, tree_places=None, **told
+        )
         if plan is None:
             none = np.empty(0, np.int64)
             return None, Reading(policy_version, 1.0, (0, 0), none, none, none)

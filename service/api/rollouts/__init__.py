@@ -166,11 +166,19 @@ def _warning(outcome: Enqueued, rollouts: int) -> str | None:
 async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
     """Refuse a file that would not fit the run's queue; returns the bytes at which that is full."""
     settings = context.settings
-    items, size, rollouts = await context.soon(context.queue(run).depth())
+    queue = context.queue(run)
+    items, size, rollouts = await context.soon(queue.depth())
     coming = context.spool.reserved_bytes(run)
-    limit_bytes = context.queue_limit_bytes(size, run)
+    limit_bytes, wanted = context.queue_limit_bytes(size, run), size + coming + length
+    if wanted + settings.dead_letter_bytes > limit_bytes:  # else there is room, however many are dead
+        dead = await context.soon(queue.dead_file_bytes())
+        limit_bytes = context.queue_limit_bytes(size, run, dead)
+        if limit_bytes - dead < wanted <= limit_bytes:
+            await context.soon(context.sweep_dead(run, limit_bytes - wanted))
+        elif size + coming == 0:
+            context.want_room(4 * length)
     full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
-    full = full or size + coming + length > limit_bytes
+    full = full or wanted > limit_bytes
     if settings.overflow == "drop_oldest":
         full = coming + length > limit_bytes  # else room is made when the entry is added
     if full:

@@ -91,8 +91,9 @@ async def retry_dead(
     if batch["state"] == "dead":
         _kept(context, run, batch_id, batch)
     seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
-    held = (await context.queue(run).depth()).bytes + int(batch["bytes"])  # its file is there already
-    limit_bytes = context.queue_limit_bytes(held, run)
+    queue, size = context.queue(run), int(batch["bytes"])
+    held, dead = (await queue.depth()).bytes + size, await queue.dead_file_bytes() - size  # its file is there already
+    limit_bytes = context.queue_limit_bytes(held, run, max(dead, 0))
     outcome = await context.dead(run).put_back(
         batch_id, seen, max_items=settings.queue_max_items, max_bytes=limit_bytes
     )

@@ -138,6 +138,10 @@ class AsyncRolloutQueue:
         held = await self._held()
         return Depth(*(int(held[name] or 0) for name in Depth._fields))
 
+    async def dead_file_bytes(self) -> int:
+        """What the files of dead batches take that are kept."""
+        return int(await self._redis.hget(self._keys.counters, "dead_file_bytes") or 0)
+
     async def arrivals(self) -> Arrivals:
         """When batches arrived, by the clock of Redis."""
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
 from redis import Redis
 
@@ -41,11 +42,25 @@ class Share:
         """Ask how many runs the others have; returns whether to hand one over. `wanted`: runs to be worked on."""
         others = self._leases.others(served)
         self._most = math.ceil(wanted / (1 + len(others))) if others else math.inf
-        fewest = min(others, default=BUSY)
+        fewest = min(others.values(), default=BUSY)
         if served <= fewest < BUSY:  # then others have not less than this worker, and take nothing that it handed over
             self._handed_over = None
-        more = served > 1 + fewest
-        return more and self._handed_over is None and now >= self._hand_over_at
+        return (
+            served > 1 + fewest
+            and self._handed_over is None
+            and now >= self._hand_over_at
+            and self._is_asked(others, served)
+        )
+
+    def _is_asked(self, others: Mapping[str, int], served: int) -> bool:
+        """Whether it is for this worker to hand a run over, of all that have more than their share.
+
+        Those that have least lack so many; as many of those that have most are asked, by name where they have the same.
+        """
+        share = (served + sum(n for n in others.values() if n < BUSY)) // (1 + len(others))
+        lacking = sum(max(0, share - n) for n in others.values())
+        before = sum((-n, name) < (-served, self._leases.holder) for name, n in others.items() if n < BUSY)
+        return before < max(1, lacking)
 
     def hand_over(self, run: str, now: float) -> None:
         """Note that this run is handed over. The next one waits until another worker has taken it."""

@@ -39,6 +39,8 @@ from service.worker.target import Target
 _ARCHIVE_SHARE: Final = 0.1
 #: Rollouts of the first round of the halving; the next have twice as many each.
 _FIRST_ROUND: Final = 4
+#: Claims after which it is asked without one: where the prompts become easier for all, α does not fall.
+_UNASKED_CLAIMS: Final = 16
 #: The archived version that fits best then is looked at so often at most where claims are pooled, if it seems better.
 _ASKED_LOOKS: Final = 4
 #: An archived version whose wins brought less than this part of what was expected of them wins by `POOLED_CLAIMS`
@@ -100,6 +102,7 @@ class Gate:
         self._pools = defaultdict[str, Pool](Pool)  # by challenger
         self._level_pool, self._promise_pool = Pool(), Pool()
         self._asked: str | None = None  # the archived version that was chosen at a fall, and is not judged yet
+        self._unasked = 0  # claims since the archive was asked
         self._kept = Kept()
         self.trained_to: int | None = None  # newest policy version that the candidate was trained on
         self.untested: float | None = None  # seconds of the last training, parts together, until it has been judged
@@ -193,22 +196,25 @@ class Gate:
         if served is not None and (pooled := self._level_pool.add(fresh, [incumbent], range(len(fresh.prompts)))):
             (replay,), groups = pooled
             self._level.take(replay, groups)
-        archive = [v for v in self._lineage.archived() if v not in wider.replays] if self._level.fallen else []
+        self._unasked += 1
+        asks = self._level.fallen or self._unasked > _UNASKED_CLAIMS
+        archive = [v for v in self._lineage.archived() if v not in wider.replays] if asks else []
         if archive and fresh.evidence:
+            self._unasked = 0
             found.append(self._ask(fresh, incumbent, archive))
         return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
 
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
         """A look at `rollouts` of a claim, of which both replays are; where they say too little, at claims of late too.
 
-        The candidate was trained in between. One that never was better passes no more often for that. An archived
-        version whose wins did not last is looked at on several claims together, however many prompts they have: the
-        kind of the prompts may alternate, and then one claim does not tell what the next one brings.
+        The candidate was trained in between: what is shown is of its mean state, and one that never was better passes
+        no more often for that. An archived version whose wins did not last is looked at on several claims together,
+        however many prompts they have: the kind of the prompts may alternate, and then one claim does not tell what
+        the next one brings.
         """
         won = self._won.get(version)
         claims = 1 if won is None or won.share >= _LASTED else POOLED_CLAIMS
-        alone = FEWEST_PROMPTS if version == CANDIDATE else LEAST_PROMPTS
-        pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=alone, claims=claims)
+        pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=FEWEST_PROMPTS, claims=claims)
         if pooled is not None:
             (ours, theirs), groups = pooled
             return compare(ours, theirs, groups)
@@ -363,10 +369,13 @@ class Gate:
         promise, self._promise = self._promise, None
         if promise is None:
             return None
-        self._kept.add(promise)
-        if promise.archived:
-            self._won.setdefault(promise.version, Kept()).add(promise)
+        if (
+            promise.archived
+        ):  # each win is one turn, however few rollouts it had; the candidate's promises are not like it
+            self._won.setdefault(promise.version, Kept()).add(promise, weight=1.0)
             self._won = {version: won for version, won in self._won.items() if self._lineage.existing(version)}
+        else:
+            self._kept.add(promise, weight=promise.weight)
         return promise.event()
 
 

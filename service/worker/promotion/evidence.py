@@ -14,11 +14,11 @@ from drafter.batch import RolloutBatch
 from drafter.replay.acceptance import Replay
 from service.worker.scoring import Scores
 
-#: The candidate is looked at on so many prompts at least; claims of fewer are pooled, and so is whatever is pooled.
+#: A challenger is looked at on so many prompts at least; claims of fewer are pooled.
 FEWEST_PROMPTS: Final = 4
 #: After so many claims two prompts are enough: a run may not have more.
 POOLED_CLAIMS: Final = 4
-#: So many prompts bound something: what is not trained in between need not wait for more.
+#: So many prompts bound something: where nobody wins by it, a claim need not wait for more.
 LEAST_PROMPTS: Final = 2
 
 
@@ -31,7 +31,7 @@ class Fresh:
     replays: Mapping[str, Replay]  # by version, of the drafters that were scored on all of them
     prompts: tuple[str, ...]  # of each rollout that was replayed
     evidence: tuple[int, ...]  # the rollouts that say something about prompts that nobody was trained on
-    by_prompt: bool  # False: there never was but one prompt, and its rollouts are the observations
+    by_prompt: bool  # False: no other prompt was trained on of late, and its rollouts are the observations
 
     @classmethod
     def of(cls, scored: Sequence[tuple[RolloutBatch, Scores]], trained: Mapping[str, int]) -> Self:
@@ -49,7 +49,7 @@ class Fresh:
         unseen = tuple(i for i, prompt in enumerate(prompts) if prompt not in trained)
         if len({prompts[i] for i in unseen}) < 2:
             unseen = tuple(i for i, prompt in enumerate(prompts) if trained.get(prompt) != policies[i])
-        return cls(batches, looked, replays, prompts, unseen, by_prompt=len({*trained, *prompts}) > 1)
+        return cls(batches, looked, replays, prompts, unseen, by_prompt=not trained or len({*trained, *prompts}) > 1)
 
     def select(self, rollouts: Sequence[int]) -> list[RolloutBatch]:
         """These rollouts, in ascending order, as parts of the batches."""
@@ -65,6 +65,7 @@ class Pool:
     """Claims that say too little alone: a batch may hold a single group. Those of late, until they say enough."""
 
     claims: list[tuple[tuple[Replay, ...], tuple[str, ...]]] = field(default_factory=list)
+    by_prompt: bool = True  # of all that wait
 
     def add(
         self,
@@ -81,6 +82,8 @@ class Pool:
         least. `alone`: prompts of a claim that needs no others.
         """
         prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)
+        if fresh.by_prompt != self.by_prompt:  # siblings that wait are no observations of their own
+            self.claims, self.by_prompt = [], fresh.by_prompt
         if prompts:
             self.claims.append((tuple(replays), prompts))
         names = [prompt for _, of_one in self.claims for prompt in of_one]

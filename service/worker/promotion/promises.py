@@ -56,6 +56,11 @@ class Promise:
         return self.rollouts >= _SETTLED_ROLLOUTS
 
     @property
+    def weight(self) -> float:
+        """Of what it brought, among promises: on few rollouts it says less."""
+        return min(1.0, self.rollouts / _SETTLED_ROLLOUTS)
+
+    @property
     def log_gain(self) -> float:
         """Realised; known once there are rounds."""
         return math.log(self.rounds_before / self.rounds)
@@ -89,9 +94,8 @@ class Kept:
     expected: float = 0.0  # by the looks
     realised: float = 0.0
 
-    def add(self, promise: Promise) -> None:
-        """Count a version whose gain was measured; on few rollouts it says less."""
-        weight = min(1.0, promise.rollouts / _SETTLED_ROLLOUTS)
+    def add(self, promise: Promise, weight: float) -> None:
+        """Count a version whose gain was measured."""
         self.expected = _KEPT_MEMORY * self.expected + weight * math.log1p(promise.expected)
         self.realised = _KEPT_MEMORY * self.realised + weight * promise.log_gain
 

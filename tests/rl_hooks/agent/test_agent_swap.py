@@ -145,11 +145,11 @@ def test_agent_starts_before_service_and_engine(service: Service, engine: Engine
 
 
 def test_a_truncated_download_is_resumed_where_it_broke(service: Service, engine: Engine, tmp_path: Path) -> None:
-    service.cut_after = 700
+    service.cut_after = 100
     version = service.publish(1)
     with running_agent(service, engine, cache=tmp_path):
         eventually(lambda: engine.version == version)
-    assert service.ranges[:2] == [None, "bytes=700-"]
+    assert service.ranges[:2] == [None, "bytes=100-"]
     assert (tmp_path / "default" / version / "model.safetensors").read_bytes() == drafter_bytes(1)
 
 
@@ -161,7 +161,7 @@ def test_a_download_survives_a_restart_of_the_agent(service: Service, engine: En
     part.write_bytes(data[:100])
     with running_agent(service, engine, cache=tmp_path):
         eventually(lambda: engine.version == version)
-    assert service.ranges[0] == "bytes=100-"
+    assert service.ranges[1] == "bytes=100-"
 
 
 def test_a_rotten_leftover_is_downloaded_from_the_start(service: Service, engine: Engine, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_rotten_leftover_is_downloaded_from_the_start(service: Service, engine
     part.write_bytes(b"x" * 100)
     with running_agent(service, engine, cache=tmp_path):
         eventually(lambda: engine.version == version)
-    assert service.ranges[:2] == ["bytes=100-", None]
+    assert service.ranges[1:3] == ["bytes=100-", None]
 
 
 @pytest.mark.parametrize("change", [lambda d: d[:-1] + bytes([d[-1] ^ 1]), lambda d: d + b"x", lambda d: d[:-1]])

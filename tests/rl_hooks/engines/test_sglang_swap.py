@@ -274,7 +274,7 @@ def test_random_bits_that_flip_before_a_load_are_refused(server: SGLangServer, h
 
 
 def test_an_answer_that_is_no_json_is_the_engines_fault_and_no_bug_of_the_agent() -> None:
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(b"<html>")))
     with pytest.raises(EngineError, match="/server_info: the answer is not JSON: '<html>'"):
         asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport)).state())
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
-from rank_fixtures import run_two_ranks
+from rank_fixtures import call_the_cpu_an_accelerator, run_two_ranks
 from torch.distributed.tensor import DTensor
 from trl_fixtures import make_trainer
 
@@ -30,17 +30,6 @@ from rl_hooks.trl import attach
 ZERO3 = sys.argv[2:] == ["zero3"]
 STEPS = 3
 AUX = (1, 2, 3)
-
-
-def _call_the_cpu_an_accelerator() -> None:
-    make: Any = PartialState.__init__
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        if self._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
-            self._shared_state["distributed_type"] = DistributedType.MULTI_HPU
-
-    PartialState.__init__ = made
 
 
 def _let_deepspeed_run_on_cpus() -> None:
@@ -148,5 +137,5 @@ def work(rank: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    before = _let_deepspeed_run_on_cpus if ZERO3 else _call_the_cpu_an_accelerator
+    before = _let_deepspeed_run_on_cpus if ZERO3 else call_the_cpu_an_accelerator
     sys.exit(run_two_ranks(partial(work, out=Path(sys.argv[1])), before=before))

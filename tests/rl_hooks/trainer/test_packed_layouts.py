@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
-from rl_hooks.trainer.packing import boundaries_among, check_forward, how_it_reads, lay_out
+from rl_hooks.trainer.packing import Layout, boundaries_among, check_forward, how_it_reads, lay_out
 
 FLASH = "flash_attention_2"
 SEAM, T = 3, 6
@@ -258,3 +258,71 @@ def test_a_longer_forward_must_have_a_boundary_where_the_told_row_ends(said: dic
 def test_a_longer_forward_cuts_no_rollout_where_the_told_row_ends_in_padding() -> None:
     layout = lay_out(ROW, None, torch.tensor([0, 3]), None)
     check_forward({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), "mask": None}, layout, FLASH)
+
+
+#: Two rollouts that share a prefix tree's first token; it forks one token before they differ, as TRL's does.
+TREE = {
+    "position_ids": torch.tensor([[0, 1, 2, 3, 1, 2]]),
+    "tree_kv_index": torch.tensor([0, 0, 1, 2, 3, 0, 4, 5]),
+    "tree_cu_seqlens_q": torch.tensor([0, 1, 4, 6]),
+    "tree_cu_seqlens_k": torch.tensor([0, 1, 5, 8]),
+    "mask": None,
+}
+PLACES = [0, 1, 2, 3, 0, 4, 5]
+
+
+def tree_layout(places: list[int], bounds: tuple[int, ...] = (0, 4, 7)) -> Layout:
+    return lay_out(torch.zeros(1, bounds[-1]), None, torch.tensor(bounds), None, torch.tensor(places))
+
+
+def test_the_paths_of_a_prefix_tree_are_read_where_the_forward_has_them() -> None:
+    layout = tree_layout(PLACES)
+    assert layout.forward_shape == (1, 6)
+    assert [layout.in_forward(rollout).tolist() for rollout in layout.rollouts] == [[0, 1, 2, 3], [0, 4, 5]]
+    check_forward(boundaries_among(TREE | {"attention_mask": None}), layout, "tree_fa3")
+
+
+@pytest.mark.parametrize(
+    ("places", "bounds"),
+    [
+        ([0, 1, 2, 3, 0, 1, 5], (0, 4, 7)),  # a sibling's token
+        ([0, 1, 2, 3, 4, 5], (0, 4, 6)),  # without the prefix
+        ([0, 1, 2, 0, 4, 5], (0, 3, 6)),  # one token short of a segment
+        ([0, 2, 3, 0, 4, 5], (0, 3, 6)),  # a token left out
+        ([0, 1, 2, 3, 0, 4, 5], (0, 3, 7)),  # a boundary one token early
+    ],
+)
+def test_what_is_no_path_of_the_forwards_prefix_tree_is_refused(places: list[int], bounds: tuple[int, ...]) -> None:
+    with pytest.raises(RolloutError, match=r"no path of the forward's prefix tree|must ascend"):
+        check_forward(TREE, tree_layout(places, bounds), "tree_fa3")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5]])},
+        {"tree_kv_index": torch.tensor([0, 0, 1, 2, 3, 0, 1, 5])},
+        {"tree_cu_seqlens_k": torch.tensor([0, 1, 6, 8])},
+    ],
+)
+def test_a_prefix_tree_that_reads_other_tokens_is_refused(said: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(RolloutError, match="no path of the forward's prefix tree"):
+        check_forward(TREE | said, tree_layout(PLACES), "tree_fa3")
+
+
+def test_a_prefix_tree_is_refused_where_one_side_does_not_say_it() -> None:
+    layout = tree_layout(PLACES)
+    with pytest.raises(RolloutError, match="tree_places= of `capture`"):
+        check_forward(TREE, lay_out(torch.zeros(1, 6), None, torch.tensor([0, 6]), None), "tree_fa3")
+    with pytest.raises(RolloutError, match="can be read: tree_kv_index"):
+        check_forward({name: value for name, value in TREE.items() if name != "tree_kv_index"}, layout, "tree_fa3")
+    with pytest.raises(RolloutError, match="can be read: attention or layers"):
+        check_forward(TREE, layout, "sdpa")
+    with pytest.raises(RolloutError, match="can be read: attention or layers"):
+        check_forward(TREE, layout, "tree_fa3", recurrent=True)
+    with pytest.raises(RolloutError, match="by cu_seqlens="):
+        lay_out(torch.zeros(1, 7), torch.ones(1, 7), None, None, torch.tensor(PLACES))
+    with pytest.raises(RolloutError, match=r"tree_places must be \[1, 7\]"):
+        tree_layout(PLACES[1:])
+    with pytest.raises(RolloutError, match="must ascend"):
+        tree_layout([0, 1, 2, 3, 0, 5, 4])

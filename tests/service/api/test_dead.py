@@ -286,7 +286,7 @@ def test_runs_that_ended_give_way_where_redis_remembers_too_much_of_all(bench: B
     assert service.post(bench.world.rollout_file("59", run="old")).json()["duplicate"], "the newest are known"
 
 
-def test_the_reaper_keeps_a_dead_batchs_file_until_it_is_old_or_the_disk_is_full(bench: Bench, serve: Serve) -> None:
+def test_the_reaper_keeps_a_dead_batchs_file_until_it_is_old(bench: Bench, serve: Serve) -> None:
     service = serve()
     bench.begin()
     die(bench, service, "bad")
@@ -297,9 +297,7 @@ def test_the_reaper_keeps_a_dead_batchs_file_until_it_is_old_or_the_disk_is_full
     assert len(bench.spooled()) == 1
     reap(bench, dead_letter_seconds=1e-3, **old)
     assert (bench.spooled(), check_ledger(bench)["dead_file_bytes"]) == ([], 0)
-    die(bench, service, "worse")
-    reap(bench, spool_min_free_bytes=1 << 60)
-    assert (bench.spooled(), [one["has_file"] for one in service.client.get(DEAD).json()["dead"]]) == ([], [False] * 2)
+    assert [one["has_file"] for one in service.client.get(DEAD).json()["dead"]] == [False]
 
 
 def test_a_file_that_was_given_up_cannot_be_put_back_though_it_is_still_there(bench: Bench, serve: Serve) -> None:

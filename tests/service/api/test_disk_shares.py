@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
@@ -9,11 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import redis.asyncio
+from agent_fixtures import eventually
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, head_file, rollout_file
 from storage_fixtures import RolloutQueue
 
 from rl_hooks.wire import CONTENT_TYPE
+from service.api.context import ServiceContext
 from service.storage.spool import Spool
 
 Serve = Callable[..., RunningService]
@@ -136,3 +140,93 @@ def test_a_dead_batch_needs_no_more_disk_to_be_put_back(serve: Serve, disk: Disk
     queue.dead_letter(entry, "bad", keep_file=True)
     disk(BODY)
     assert service.client.post(f"/runs/default/dead/{entry.batch_id}/retry").status_code == 202
+
+
+def swept(service: RunningService, redis_url: str) -> None:
+    """As a service does every five minutes."""
+    context = service.server.config.app.state.context  # type: ignore[union-attr]
+
+    async def sweep() -> None:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            other = ServiceContext(service.settings, client)
+            await other.reap()
+            context._kept_bytes = other._kept_bytes
+            other.close()
+
+    asyncio.run(sweep())
+
+
+def kill_all(client: Redis, run: str) -> None:
+    """Every batch that waits dies, and its file is kept."""
+    queue = RolloutQueue(client, run)
+    for entry in queue.claim("w", 1000, 60.0):
+        queue.dead_letter(entry, "bad", keep_file=True)
+
+
+def test_dead_batches_count_in_their_runs_share_and_make_room_for_its_own_rollouts(
+    serve: Serve, disk: Disk, redis_client: Redis
+) -> None:
+    service = serve(spool_min_free_bytes=0)
+    for run in ("flood", "other"):
+        service.register(run)
+    disk(80 * BODY)
+    for number in range(12):
+        for place in range(10):
+            body = rollout_file((f"{number}-{place}",), run="flood")
+            assert service.post(body, "flood").status_code == 202, "its own dead batches refuse it nothing"
+        kill_all(redis_client, "flood")
+    taken = sum(path.stat().st_size for path in service.layout.spool("flood").iterdir())
+    assert 50 * BODY < taken < 61 * BODY, "three quarters of the disk, whatever becomes of them"
+    assert flood(service, "other", "b") >= 9
+    disk(2 * BODY)
+    assert service.post(rollout_file(("last",), run="flood"), "flood").status_code == 202
+
+
+def test_what_the_worker_keeps_counts_in_its_runs_share(serve: Serve, disk: Disk, redis_url: str) -> None:
+    service = serve(spool_min_free_bytes=0)
+    for run in ("flood", "other"):
+        service.register(run)
+    disk(80 * BODY)
+    recent = service.layout.worker("flood") / "recent"
+    recent.mkdir(parents=True)
+    (recent / "x").write_bytes(bytes(40 * BODY))
+    swept(service, redis_url)
+    assert 18 <= flood(service, "flood", "a") <= 21, "with the 40, three quarters of the 80"
+    (recent / "x").write_bytes(b"")
+    (recent / "y").write_bytes(bytes(40 * BODY))
+    disk(8 * BODY)
+    swept(service, redis_url)
+    assert flood(service, "other", "b") >= 5
+
+
+def test_a_run_whose_drafters_fill_a_small_disk_goes_on(serve: Serve, disk: Disk, redis_url: str) -> None:
+    service = serve(spool_min_free_bytes=0)
+    service.register()
+    drafters = service.layout.drafters("default")
+    drafters.mkdir(parents=True, exist_ok=True)
+    (drafters / "x").write_bytes(bytes(200 * BODY))
+    disk(40 * BODY)
+    swept(service, redis_url)
+    assert 8 <= flood(service, "default", "a") <= 11, "a quarter of what is free"
+
+
+def test_files_of_dead_batches_make_room_those_of_the_run_with_most_of_them_first(
+    serve: Serve, disk: Disk, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.app._MAKE_ROOM_SECONDS", 0.1)
+    service = serve(spool_min_free_bytes=3 * BODY)
+    for run, batches in (("many", 12), ("few", 2), ("other", 0)):
+        service.register(run)
+        for number in range(batches):
+            assert service.post(rollout_file((f"{run}{number}",), run=run), run).status_code == 202
+        kill_all(redis_client, run)
+    disk(3 * BODY)  # somebody else's files took the rest
+    body = rollout_file(("1",), run="other")
+    assert service.post(body, "other").json()["type"] == "urn:draftalign:spool-low"
+    eventually(lambda: service.post(body, "other").status_code in (200, 202))
+    left = {run: sum(path.stat().st_size for path in service.layout.spool(run).iterdir()) for run in ("many", "few")}
+    assert left["few"] == pytest.approx(2 * BODY, rel=0.1)
+    assert 6 * BODY < left["many"] < 12 * BODY
+    listed = service.client.get("/runs/many/dead").json()["dead"]
+    assert len(listed) == 12
+    assert 1 <= sum(not one["has_file"] for one in listed) <= 5

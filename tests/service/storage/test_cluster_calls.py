@@ -123,6 +123,7 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     assert (await api.enqueue(make_batch(5), max_items=9, max_bytes=1000)).outcome == "disowned"
     await api.count_rejected()
     assert tuple(await api.depth()) == (3, 300, 6)
+    assert await api.dead_file_bytes() == 0
     assert await api.batch_of("1a") == make_batch(1).batch_id
     assert (await api.arrivals()).oldest is not None
     assert worker.newest_policy() == 4

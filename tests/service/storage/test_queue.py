@@ -51,6 +51,14 @@ class Bench:
 
         return asyncio.run(send())
 
+    def discard(self, batch_id: str) -> str | None:
+        async def send() -> str | None:
+            async with redis.asyncio.Redis.from_url(self.url) as client:
+                letters = DeadLetters(client, AsyncRolloutQueue(client, "default", self.remembered_bytes))
+                return (await letters.discard(batch_id))[0]
+
+        return asyncio.run(send())
+
     def claim(self, consumer: str = "w", max_tokens: int = 1000, idle: float = 1000.0) -> list[Entry]:
         return self.worker.claim(consumer, max_tokens, idle)
 
@@ -245,6 +253,19 @@ def test_a_batch_whose_file_was_lost_may_be_sent_again(bench: Bench) -> None:
     bench.worker.dead_letter(entry, "blob_missing")
     assert bench.put(make_batch(1)).outcome == "accepted"
     assert bench.client.ttl(Keys("default").batch(entry.batch_id)) == -1, "its record lives again"
+
+
+@pytest.mark.parametrize("reason", ["blob_missing", "blob_damaged", "bad"])
+def test_a_batch_that_was_discarded_is_a_duplicate_whatever_it_died_of(bench: Bench, reason: str) -> None:
+    bench.put(make_batch(1))
+    (entry,) = bench.claim()
+    bench.worker.dead_letter(entry, reason)
+    for _ in range(2):
+        assert bench.discard(entry.batch_id) == "dead"
+    record = bench.worker.batch(entry.batch_id)
+    assert record is not None
+    assert record["reason"] == f"discarded: {reason}"
+    assert bench.put(make_batch(1)).outcome == "duplicate"
 
 
 # --- what is remembered of batches that ended

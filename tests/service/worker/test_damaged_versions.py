@@ -156,6 +156,11 @@ def test_rollouts_that_are_not_as_they_were_uploaded_are_not_trained_on_and_may_
             check_blob(path)
         path.write_bytes(before)
     check_blob(path)
+    away = path.rename(path.with_name("away"))
+    path.symlink_to("/dev/zero")
+    with pytest.raises(BlobDamaged, match="no regular file"):
+        check_blob(path)
+    away.rename(path)
     flip(path, rng)
     other = bench.post("b")
     while worker._turn():

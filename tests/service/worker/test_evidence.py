@@ -243,6 +243,15 @@ def test_a_run_of_one_prompt_counts_rollouts(bench: Bench) -> None:
     assert found.look.prompts == 32
 
 
+def test_siblings_of_one_prompt_are_one_observation_where_nothing_is_remembered(bench: Bench) -> None:
+    """A run that has forgotten its rollouts, or lost them, does not know that it has but one prompt."""
+    worker = trained(bench)
+    worker.learner.recent = worker.learner._empty_memory()
+    contest = judged(bench, worker, "group", [7] * 32)
+    assert contest.look.prompts == 0
+    assert "1 prompts in 1 claims so far" in contest.look.fault
+
+
 def test_what_a_version_gains_is_measured_on_rollouts_that_came_after_it(bench: Bench) -> None:
     bench.begin()
     worker = bench.worker(gate_min_gain=0.005, recent_tokens=100_000, learning_rate=5e-3)
@@ -266,12 +275,14 @@ def test_what_a_version_gains_is_measured_on_rollouts_that_came_after_it(bench: 
 def test_where_each_batch_holds_one_prompt_promises_are_measured_too(bench: Bench) -> None:
     bench.begin()
     worker = bench.worker(gate_min_gain=0.005, recent_tokens=100_000, learning_rate=5e-3)
+    levels = list[Any]()
     for number in range(48):
         bench.post(f"group{number}", prompts=[1000 + number] * 32)
         bench.drain(worker)
+        levels.append(worker.learner.gate.state["level"])
     realised = [e for e in Registry(bench.layout).history.read("default") if e["event"] == "realised"]
     assert realised
-    assert worker.learner.gate.state["level"] is not None
+    assert any(level is not None for level in levels)
     for event in realised:
         assert event["low"] < event["realised"] < event["high"]
         assert event["rollouts"] >= 128, "four claims together at least"

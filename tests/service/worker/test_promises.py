@@ -28,7 +28,8 @@ def run(brings: Callable[[int], float], seed: int, publishes: int = 20, noise: f
         expected = float(rng.lognormal(math.log(0.04), 0.6))
         promised = kept.correction * expected
         realised = brings(number) * expected + float(rng.normal(0.0, noise))
-        kept.add(settled(expected, realised))
+        promise = settled(expected, realised)
+        kept.add(promise, promise.weight)
         found.append((expected, promised, realised))
     return found
 
@@ -71,8 +72,9 @@ def test_where_nothing_comes_of_promises_less_and_less_is_promised() -> None:
 
 def test_a_gain_measured_on_few_rollouts_says_little() -> None:
     few, many = Kept(), Kept()
-    few.add(settled(0.1, 0.3, rollouts=8))
-    many.add(settled(0.1, 0.3))
+    for kept, rollouts in ((few, 8), (many, 256)):
+        promise = settled(0.1, 0.3, rollouts=rollouts)
+        kept.add(promise, promise.weight)
     assert 1.0 < few.correction < 1.1
     assert many.correction == 2.0
 

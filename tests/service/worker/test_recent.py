@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import random
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 from unittest import mock
 
@@ -50,6 +52,58 @@ class Memory:
 
     def files(self, where: Path) -> list[str]:
         return sorted(p.stem for p in where.iterdir())
+
+
+def test_files_take_no_more_than_is_free_beside_them_and_the_newest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(tmp_path)
+    size = memory.add("a").states_bytes
+    free = 10 * size
+    monkeypatch.setattr("service.worker.recent.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    for name in "bcd":
+        memory.add(name)
+    assert len(memory.recent.names()) == 4
+    free = 5 * size // 2
+    memory.add("e")
+    assert memory.recent.names() == ["d.safetensors", "e.safetensors"]
+    free = 0
+    memory.add("f")
+    memory.recent.settle()
+    assert memory.files(memory.directory) == ["f"]
+
+
+def test_a_batch_that_was_dropped_and_comes_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis failed in between, and the claim comes for the second time."""
+    memory = Memory(tmp_path)
+    first = memory.add("first")
+    monkeypatch.setattr("service.worker.recent.shutil.disk_usage", lambda _: SimpleNamespace(free=first.states_bytes))
+    memory.add("second")
+    assert memory.recent.names() == ["second.safetensors"]
+    monkeypatch.undo()
+    memory.add("first")
+    memory.recent.settle()
+    assert memory.files(memory.directory) == ["first", "second"]
+
+
+def test_a_file_that_cannot_be_read_is_left_out_and_what_may_pass_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(tmp_path)
+    memory.add("bad")
+    memory.recent.settle()
+    number = errno.EIO
+
+    def fail(_: Path) -> None:
+        raise OSError(number, "of the disk")
+
+    monkeypatch.setattr("service.worker.recent.check_blob", fail)
+    again = Memory(tmp_path)
+    again.recent.restore(["bad.safetensors"], again.spool)
+    assert again.recent.names() == []
+    number = errno.EMFILE
+    with pytest.raises(OSError, match="of the disk"):
+        Memory(tmp_path).recent.restore(["bad.safetensors"], again.spool)
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from service.worker.promotion.promises import Kept
 CLAIMS = 120
 PLAIN = World("20 %", drift)
 MANY = World("12 %, 128 prompts of 4", drift, gap=0.12, prompts=128)
+FEW = World("20 %, 10 prompts of 1", drift, prompts=10, siblings=1)
+SMALL = World("10 %, 20 prompts of 1", drift, gap=0.1, prompts=20, siblings=1)
 NOISY = World("30 %, noisy, 16 prompts", drift, gap=0.3, spread=0.15, siblings=1, first=OF_A)
 
 
@@ -21,7 +23,7 @@ def gained(world: World, a: int, b: int, seed: int = 0) -> tuple[float, int]:
     return served, swaps
 
 
-@pytest.mark.parametrize("world", [PLAIN, MANY, NOISY], ids=lambda world: str(world.name))
+@pytest.mark.parametrize("world", [PLAIN, MANY, FEW, SMALL, NOISY], ids=lambda world: str(world.name))
 @pytest.mark.parametrize(("a", "b"), [(1, 1), (2, 1), (3, 1), (8, 1)])
 def test_where_one_claim_does_not_tell_the_next_one_versions_soon_stop_taking_turns(
     world: World, a: int, b: int
@@ -47,6 +49,16 @@ def test_a_policy_that_comes_back_is_followed_within_one_claim_however_short_it_
     for seed in range(3):
         rng = np.random.default_rng([away, seed])
         assert return_after(world, rng, [0.0] * 12 + [1.0] * away, 0.0) == 1
+
+
+@pytest.mark.parametrize("away", [8, 16, 40])
+def test_a_policy_that_comes_back_to_easier_prompts_is_followed_though_alpha_does_not_fall(away: int) -> None:
+    world = World("10 %, B harder, 64 prompts", drift, gap=0.1, harder=0.3, prompts=64, siblings=1)
+    for seed in range(3):
+        rng = np.random.default_rng([away, seed])
+        claims = return_after(world, rng, [0.0] * 12 + [1.0] * away, 0.0)
+        assert claims is not None
+        assert claims <= 17, "the archive is asked at one claim of seventeen at least"
 
 
 def test_a_version_that_took_turns_is_followed_after_some_claims() -> None:

@@ -23,6 +23,7 @@ from service.storage.runs import change_state
 from service.worker import process
 from service.worker.loop import RunWorker
 from service.worker.process import Worker, share
+from service.worker.process.share import Share
 
 RUNS = [f"run{n}" for n in range(4)]
 
@@ -87,7 +88,7 @@ def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobod
     begin(bench)
     other = other_worker(bench)
     worker = a_worker(bench)
-    assert other.others(0) == []
+    assert other.others(0) == {}
     for _ in range(3):
         other.others(0)
         worker._find_runs()
@@ -141,6 +142,27 @@ def test_a_run_that_is_handed_over_is_left_alone_and_the_next_waits_until_it_is_
         worker._find_runs()
     assert len(worker.served) == 2, "the next one, once that is taken"
     worker._close()
+
+
+@pytest.mark.parametrize(("workers", "each", "asked"), [(4, 2, 1), (10, 2, 1), (10, 4, 3), (1, 4, 1)])
+def test_as_many_hand_a_run_over_as_a_worker_that_comes_lacks(
+    redis_client: Redis, workers: int, each: int, asked: int
+) -> None:
+    """All see it within the same second, and each hand-over costs a checkpoint, an end and a beginning."""
+    leases = [Leases(redis_client) for _ in range(workers)]
+    for one in leases:
+        one.others(each)
+    Leases(redis_client).others(0)
+    wanted = workers * each
+    handing = [Share(redis_client, one).look(each, wanted, 0.0) for one in leases]
+    assert sum(handing) == asked
+
+
+def test_a_note_that_is_no_note_or_of_a_clock_that_was_ahead_is_no_workers(redis_client: Redis) -> None:
+    in_an_hour = f"{(time.time() + 3600.0) * 1000.0:.0f} 0"
+    redis_client.hset(WORKERS, mapping={"another machine/1/x": "nonsense", "another machine/2/x": in_an_hour})
+    assert Leases(redis_client).others(1) == {}
+    assert redis_client.hlen(WORKERS) == 1
 
 
 def test_a_run_that_is_left_is_taken_back_at_once_where_no_other_worker_lives(
@@ -308,14 +330,14 @@ def test_paused_runs_are_nobodys_share(bench: Bench) -> None:
 
 def test_a_full_redis_keeps_no_worker_from_its_runs(bench: Bench) -> None:
     leases, other = (other_worker(bench) for _ in range(2))
-    assert (leases.others(3), other.others(1)) == ([], [3])
+    assert (leases.others(3), other.others(1)) == ({}, {leases.holder: 3})
     bench.redis.config_set("maxmemory", 1)
     try:
-        assert leases.others(3) == [], "as it was before"
-        assert other.others(1) == [3]
+        assert leases.others(3) == {}, "as it was before"
+        assert other.others(1) == {leases.holder: 3}
     finally:
         bench.redis.config_set("maxmemory", 0)
-    assert leases.others(3) == [1]
+    assert leases.others(3) == {other.holder: 1}
 
 
 def test_no_run_is_handed_to_a_worker_in_a_long_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
