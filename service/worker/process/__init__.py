@@ -74,7 +74,7 @@ _REFUSED_SECONDS = 60.0
 _ERROR_CHARACTERS = 2000
 #: After an exception that nobody foresaw; twice as long after each further one, up to `_REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
-_NO_ROOM = "memory ran out, and no other run that is open is idle and could be closed for this one"
+_NO_ROOM = "memory ran out, and to close idle runs did not help, or none was idle"
 
 
 @dataclass
@@ -218,7 +218,8 @@ class Worker:
     def _want_room(self, run: str, error: Exception) -> None:
         """Close a run for which memory ran out; have it tried again once idle ones are closed, else refuse it.
 
-        More are closed each time, so it is not tried a thousand times beside a thousand small ones.
+        More are closed each time, so it is not tried a thousand times beside a thousand small ones. Once as many were
+        closed as there are, it is refused: a run that never fits must not close those that have a batch now and then.
         """
         state = self._runs.setdefault(run, _Run())
         state.worker = None  # it goes on from its last checkpoint
@@ -226,8 +227,8 @@ class Worker:
             log.info("run %s has no work, and there is no memory: it is opened when a batch comes", run)
             state.closed = self._room.closed(run)
             self._give_back(run)
-        elif self._idle():
-            self._to_close = max(self._to_close, 2 ** min(state.short, 10))
+        elif 2**state.short <= len(self._runs) and self._idle():
+            self._to_close = max(self._to_close, 2**state.short)
             state.short, state.retry_at = state.short + 1, 0.0
         else:
             state.short = 0
@@ -496,14 +497,17 @@ class Worker:
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
                 self._log_failed_beat(f"no heartbeat for run {run}", error)
         for run, state in list(self._runs.items()):
-            if state.closed is not None and not self._stopping:
-                with contextlib.suppress(RedisError):
-                    self._beat_closed(run, state)
+            try:
+                self._beat_closed(run, state)
+            except RedisError as error:
+                log.debug("no heartbeat for %s: %s", run, error)
+            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                self._log_failed_beat(f"no heartbeat for run {run}", error)
 
     def _beat_closed(self, run: str, state: _Run) -> None:
         """Say that somebody looks after a run which is closed until a batch comes for it."""
         with self._giving_back:
-            if state.closed is None or self._runs.get(run) is not state or not self._leases.hold(run):
+            if state.closed is None or self._stopping or self._runs.get(run) is not state or not self._leases.hold(run):
                 return
             if self._layout.run_json(run).exists():  # nothing is written of one that is being deleted
                 Store(self._redis, run).set_worker({})

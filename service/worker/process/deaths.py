@@ -33,7 +33,8 @@ class Deaths:
     def happened(self, run: str, file: tuple[int, int]) -> bool:
         """Whether a process died while it opened this run or worked on it, and none has done that well since."""
         store = Store(self._redis, run)
-        return store.begun("opening", file)[0] > 0 or store.begun("working", file)[0] > 0
+        opening = run not in self._opening and store.begun("opening", file)[0] > 0
+        return opening or store.begun("working", file)[0] > 0
 
     def begin(self, run: str, file: tuple[int, int]) -> tuple[float, str] | None:
         """Note that the run is being opened. Where it is to be set aside instead: for how many seconds, and why.

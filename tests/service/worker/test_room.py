@@ -164,7 +164,7 @@ def test_a_run_is_refused_only_where_no_other_is_idle_and_says_so(
     assert not is_trained(bench, "c", theirs[-1])
     assert worker.served.keys() == {"c"}
     told = error_of(bench, "d")
-    assert "memory ran out, and no other run that is open is idle and could be closed for this one" in told
+    assert "memory ran out, and to close idle runs did not help, or none was idle" in told
     assert str(error) in told
     wait = worker._runs["d"].retry_at - time.monotonic()
     assert wait > 50 if isinstance(error, torch.OutOfMemoryError) else 0 < wait <= 1, "as it was before"
@@ -195,6 +195,31 @@ def test_a_run_that_needs_more_than_there_is_closes_ever_more_at_once(
     worker._runs["h"].retry_at = 0.0
     until_trained(bench, worker, "h", batch)
     assert worker._runs["h"].short == 0
+
+
+def test_a_run_that_never_fits_is_refused_though_its_neighbours_have_a_batch_now_and_then(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are idle each time that it is tried, so there is always one that could be closed."""
+    real, tries = Learner.train, 0
+
+    def allocating(self: Learner, *args: Any) -> Any:
+        nonlocal tries
+        if self.run != "d":
+            return real(self, *args)
+        tries += 1
+        raise NO_MEMORY[0]
+
+    monkeypatch.setattr(Learner, "train", allocating)
+    register(bench, "d")
+    post(bench, "d", "x")
+    for number in range(8):
+        for run in RUNS[:3]:
+            train(bench, worker, run, f"trickle{number}")
+        if error_of(bench, "d"):
+            break
+    assert tries == 4, "1, 2 and 4 of them were closed for it, which is all"
+    assert "did not help" in error_of(bench, "d")
 
 
 def test_a_run_without_work_for_which_there_is_no_memory_waits_for_its_batch_and_takes_nobodys(
