@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import os
@@ -126,10 +127,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, on a GPU or on the host, whose allocator raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, on a GPU or on the host, whose allocator raises a plain RuntimeError, or caused this."""
+    if error is None:
+        return False
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or is_out_of_memory(error.__cause__)
     )
 
 

@@ -517,13 +517,15 @@ def _become_worker(
     dies_training: str = "",
     largest_file: int = 0,
     largest_file_while: str = "",
+    address_space: int = 0,
 ) -> None:
     """Run a worker with short leases.
 
     `dies_of`: a rollout id that kills it on sight, as a fault in native code would. `dies_opening`: a run that kills
     it when it is opened, as the kernel does for memory. `dies_training`: one of which every batch does that, once it is
     trained on. `largest_file`: bytes beyond which
-    a write fails, while the path `largest_file_while` exists (a disk that is full, and then is not).
+    a write fails, while the path `largest_file_while` exists (a disk that is full, and then is not). `address_space`:
+    bytes that it may map beyond what it has when it starts.
     """
     import logging
     import resource
@@ -584,6 +586,9 @@ def _become_worker(
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
         threading.Thread(target=lift, daemon=True).start()
+    if address_space:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + address_space, resource.RLIM_INFINITY))
     service.worker.process.run_worker(Settings(**settings))
 
 

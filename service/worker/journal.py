@@ -134,6 +134,11 @@ class Journal:
         return self._succession.watched
 
     @property
+    def heeded(self) -> Mapping[str, str]:
+        """The requests about the drift alarm that were carried out, by action."""
+        return dict(self._heeded)
+
+    @property
     def state(self) -> dict[str, object]:
         """What a checkpoint keeps: plain JSON values."""
         return {

@@ -222,8 +222,9 @@ class RunWorker:
         """Checkpoint before an orderly stop, and do not let what is still in hand count."""
         try:
             self.save()
-        except OSError:  # a full disk, say: not the batches' doing either
-            self.inbox.uncount(Phase.DONE)
+        except Exception as error:
+            if not is_batch_fault(error):  # a full disk, or no memory
+                self.inbox.uncount(Phase.DONE)
             raise
         finally:
             self.inbox.uncount(Phase.WAITING)

@@ -10,13 +10,19 @@ because CUDA works for no run after it.
 
 A run that a person has paused or archived is closed after a checkpoint, so it holds no memory. What an archived one had
 in its queue ends as skipped.
+
+Where memory runs out for a run that has work, those that have been idle longest are closed (`room`), and it is tried
+again; each of them is opened again for its next batch. Only where none is idle is a run refused for want of memory.
+After the death of a process at work, runs without work are not open beside the run that it was at.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
+import math
 import signal
 import threading
 import time
@@ -29,7 +35,7 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from drafter.device import is_device_fault
+from drafter.device import is_device_fault, is_out_of_memory
 from drafter.errors import DrafterError
 from drafter.training.ranks import Orders, current
 from service.errors import ConfigurationError, ServiceError, WorkerError
@@ -47,6 +53,7 @@ from service.worker.inbox import CONSUMER
 from service.worker.loop import LeaseLost, RegisteredAnew, RunWorker
 from service.worker.process.deaths import Deaths
 from service.worker.process.device import advised, use_device
+from service.worker.process.room import Closed, Room
 from service.worker.process.share import BUSY, Share
 from service.worker.process.turns import AHEAD_SECONDS, Turns
 
@@ -67,6 +74,7 @@ _REFUSED_SECONDS = 60.0
 _ERROR_CHARACTERS = 2000
 #: After an exception that nobody foresaw; twice as long after each further one, up to `_REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
+_NO_ROOM = "memory ran out, and to close idle runs did not help, or none was idle"
 
 
 @dataclass
@@ -77,6 +85,9 @@ class _Run:
     file: FileId = None  # of its target when it was last opened
     retry_at: float = 0.0  # not opened nor asked before this (monotonic), unless its target is another file
     failures: int = 0  # unforeseen exceptions, and errors of the disk, since it last worked
+    worked_at: float = 0.0  # it was opened, or had work, last (monotonic)
+    short: int = 0  # times that memory ran out for it since it last worked, and others were closed
+    closed: Closed | None = None  # it has nothing to do, and others need the memory: not open until it is called
     proven: bool = True  # it has worked since it was opened
     lost: bool = False  # another worker took the lease while this one was stopped
     empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
@@ -101,6 +112,9 @@ class Worker:
         self._share = Share(redis, self._leases)
         self._deaths = Deaths(redis)
         self._turns = Turns()
+        self._room = Room(redis, self._layout)
+        self._to_close = 0  # idle runs, before the next turn: memory ran out
+        self._sparing = False  # a process died at work: runs that have nothing to do are not opened
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
         self._ended = False
@@ -148,6 +162,10 @@ class Worker:
             time.sleep(min(left, _IDLE_SECONDS))
 
     def _turn(self) -> bool:
+        if self._to_close:  # not sooner: what was raised has kept what the failed run had
+            self._close_idle(self._to_close)
+            self._to_close, self._looked = 0, -math.inf
+            return True  # the other ranks are told of it
         self._find_runs()
         worked = False
         began = time.monotonic()
@@ -164,6 +182,8 @@ class Worker:
             try:
                 found, failed = worker.cycle(), False
                 worked |= found
+                if found:
+                    self._runs[run].worked_at = time.monotonic()
                 self._note_work(run)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
                 self._end_at(run, error)
@@ -185,12 +205,72 @@ class Worker:
             case RegisteredAnew():
                 log.warning("%s", error)
                 self._runs[run].worker = None  # to be opened again at once
-            case ServiceError() | DrafterError() | torch.OutOfMemoryError():
-                self._close_until(run, _REFUSED_SECONDS, advised(str(error)))
+            case _ if is_out_of_memory(error) and not is_device_fault(error):
+                self._want_room(run, error)
+            case ServiceError() | DrafterError():
+                self._close_until(run, _REFUSED_SECONDS, str(error))
             case OSError():
                 self._leave_alone(run, error)
             case _:
                 self._fail(run, error)
+
+    # --- room for runs that have work
+    def _want_room(self, run: str, error: Exception) -> None:
+        """Close a run for which memory ran out; have it tried again once idle ones are closed, else refuse it.
+
+        More are closed each time, so it is not tried a thousand times beside a thousand small ones. Once as many were
+        closed as there are, it is refused: a run that never fits must not close those that have a batch now and then.
+        """
+        state = self._runs.setdefault(run, _Run())
+        state.worker = None  # it goes on from its last checkpoint
+        if not self._room.needs(run):
+            log.info("run %s has no work, and there is no memory: it is opened when a batch comes", run)
+            state.closed = self._room.closed(run)
+            self._give_back(run)
+        elif 2**state.short <= len(self._runs) and self._idle():
+            self._to_close = max(self._to_close, 2**state.short)
+            state.short, state.retry_at = state.short + 1, 0.0
+        else:
+            state.short = 0
+            patient = isinstance(error, torch.OutOfMemoryError)
+            seconds = _REFUSED_SECONDS if patient else state.back_off(_FAILED_SECONDS)
+            self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
+
+    def _idle(self) -> list[str]:
+        """The open runs for which nothing waits, the one first that has been so longest."""
+        idle = [run for run, worker in self.served.items() if not self._room.has_work(run, worker.inbox.held)]
+        return sorted(idle, key=lambda run: self._runs[run].worked_at)
+
+    def _close_idle(self, most: int | None = None) -> None:
+        """Close so many idle runs after a checkpoint, and return their memory; each is opened again when it is called.
+
+        None: all of them.
+        """
+        for run in self._idle()[:most]:
+            log.info("run %s is idle, and closed until a batch comes: another one needs the memory", run)
+            self._close_for_others(run, self._runs[run])
+        gc.collect()
+        return_freed_memory()
+
+    def _close_for_others(self, run: str, state: _Run) -> None:
+        worker = state.worker
+        if worker is None:
+            return
+        ended = self._rest(run, state)
+        entries = worker.inbox.held if ended else ()  # these wait for more; else all of them come again
+        state.closed = Closed(frozenset(entries), worker.learner.journal.heeded)
+
+    def _stays_closed(self, run: str, state: _Run, file: FileId) -> bool:
+        """Whether a run that is not open need not be, and others may need the memory."""
+        if state.closed is None and self._sparing and not self._room.needs(run):
+            state.closed, state.file = self._room.closed(run), file
+        if state.closed is None:
+            return False
+        if state.file == file and not self._room.is_called(run, state.closed):
+            return True
+        with self._giving_back:  # or a heartbeat would give back the lease that is taken next
+            state.closed = None
+        return False
 
     def _drop(self, run: str, reason: str) -> None:
         """Leave a run to another worker, without a checkpoint: theirs is newer."""
@@ -237,7 +317,7 @@ class Worker:
         state = self._runs[run]
         if not state.proven:
             Store(self._redis, run).set_worker({"error": None})
-            state.proven, state.failures = True, 0
+            state.proven, state.failures, state.short = True, 0, 0
 
     def _find_runs(self) -> None:
         now = time.monotonic()
@@ -254,7 +334,9 @@ class Worker:
             self._share.hand_over(run, now)
             self._rest(run, self._runs[run])
         for run in names:
-            state = self._runs.setdefault(run, _Run())
+            self._runs.setdefault(run, _Run())
+        for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for
+            state = self._runs[run]
             try:
                 self._look_after(run, state, now)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
@@ -268,6 +350,8 @@ class Worker:
             if state.worker is not None:
                 log.warning("run %s is not worked on until it is active again, as a person wants it", run)
             self._rest(run, state)
+            with self._giving_back:
+                state.closed = None
             self._share.forget(run)
             if state.worker is None and state.retry_at:  # once it is active again, it is tried at once
                 self._deaths.forget(run)
@@ -285,7 +369,7 @@ class Worker:
             state.worker = None
             log.warning("run %s was registered anew", run)
         refused = state.retry_at > now and state.file == file
-        if state.worker is not None or refused:
+        if state.worker is not None or refused or self._stays_closed(run, state, file):
             return
         if not self._share.may_take(run, len(self.served), now) or not self._leases.hold(run):
             self._recent_suspected.discard(run)
@@ -314,19 +398,24 @@ class Worker:
         self._share.forget(run)
         self._leases.give_back(run)
 
-    def _rest(self, run: str, state: _Run) -> None:
-        """Close a run that is not to be worked on, after a checkpoint, and let other workers see to it."""
+    def _rest(self, run: str, state: _Run) -> bool:
+        """Close a run that is not to be worked on, after a checkpoint, and let other workers see to it.
+
+        Returns whether that went well.
+        """
         if state.worker is None:
-            return
-        self._end(run, state.worker)
+            return True
+        ended = self._end(run, state.worker)
         state.retry_at = 0.0
         self._give_back(run)
+        return ended
 
     def _give_back(self, run: str) -> None:
         """Serve the run no more, and let other workers have it."""
         self._recent_suspected.discard(run)  # the next worker finds that out by itself
         with self._giving_back:
-            self._runs[run].worker = self._opening = None
+            self._runs[run].worker = None
+            self._opening = None if self._opening == run else self._opening
             self._leases.give_back(run)
 
     def _clear(self, run: str, state: _Run) -> None:
@@ -348,9 +437,13 @@ class Worker:
     def _open(self, run: str, state: _Run, file: FileId) -> None:
         state.file, state.retry_at, state.lost = file, 0.0, False
         store = Store(self._redis, run)
+        died = file is not None and self._deaths.happened(run, file)
         if file is not None and (aside := self._deaths.begin(run, file)) is not None:
             self._close_until(run, *aside)
             return
+        if died:  # for memory, maybe, that idle runs had: it dies of its own only if it dies without them
+            self._sparing = True
+            self._close_idle()
         try:
             opened = RunWorker(
                 self._settings,
@@ -364,10 +457,10 @@ class Worker:
             )
             store.forget_refusal()
             store.forget_former()
-            state.worker, state.proven = opened, False
+            state.worker, state.proven, state.worked_at = opened, False, time.monotonic()
             log.info("serving run %s", run)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-            if _is_the_files(error):
+            if _is_the_files(error) and not is_out_of_memory(error):
                 store.set_worker({"refused": file})
             if not is_device_fault(error):
                 self._deaths.end(run)  # before the run is given back: another worker may begin to open it then
@@ -403,6 +496,22 @@ class Worker:
                 log.debug("no heartbeat for %s: %s", run, error)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
                 self._log_failed_beat(f"no heartbeat for run {run}", error)
+        for run, state in list(self._runs.items()):
+            try:
+                self._beat_closed(run, state)
+            except RedisError as error:
+                log.debug("no heartbeat for %s: %s", run, error)
+            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                self._log_failed_beat(f"no heartbeat for run {run}", error)
+
+    def _beat_closed(self, run: str, state: _Run) -> None:
+        """Say that somebody looks after a run which is closed until a batch comes for it."""
+        with self._giving_back:
+            if state.closed is None or self._stopping or self._runs.get(run) is not state or not self._leases.hold(run):
+                return
+            if self._layout.run_json(run).exists():  # nothing is written of one that is being deleted
+                Store(self._redis, run).set_worker({})
+            self._leases.give_back(run)
 
     def _log_failed_beat(self, what: str, error: Exception) -> None:
         if type(error) not in self._beat_failures:

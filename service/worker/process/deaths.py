@@ -30,6 +30,12 @@ class Deaths:
         self._redis = redis
         self._opening: set[str] = set()  # this very process began to open these, and has not noted the end: no death
 
+    def happened(self, run: str, file: tuple[int, int]) -> bool:
+        """Whether a process died while it opened this run or worked on it, and none has done that well since."""
+        store = Store(self._redis, run)
+        opening = run not in self._opening and store.begun("opening", file)[0] > 0
+        return opening or store.begun("working", file)[0] > 0
+
     def begin(self, run: str, file: tuple[int, int]) -> tuple[float, str] | None:
         """Note that the run is being opened. Where it is to be set aside instead: for how many seconds, and why.
 
