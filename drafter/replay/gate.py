@@ -12,7 +12,8 @@ it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.090
 what mostly gains. After a publish it begins again, with its own budget.
 
 The promised gain is a posterior mean: the less sure the looks are, the nearer it is to 0. The prior is a random walk
-from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks.
+from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks, and so
+is what the gain varies by from claim to claim.
 
 No clock, no randomness; the state is plain JSON.
 """
@@ -40,9 +41,14 @@ _STEP_SD: Final = 0.08
 _LEAST_STEP_SD: Final = 0.003
 _LARGEST_STEP_SD: Final = 0.2
 _STEP_RATE: Final = 0.25
-#: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away. Assumed: one claim
-#: does not show it, and what a training brings looks the same.
-CLAIM_SD: Final = 0.01
+#: Standard deviation of the gain of one pair of drafters from claim to claim, which more prompts do not take away. One
+#: claim does not show it. It is taken for this at first, which weighs as much as so many observations,
+_CLAIM_SD: Final = 0.015
+_CLAIM_WEIGHT: Final = 4.0
+#: follows what the looks show, the last ones of so many, and is taken for no less than this; one counts for no more.
+_CLAIM_MEMORY: Final = 32.0
+_LEAST_CLAIM_SD: Final = 0.01
+_LARGEST_CLAIM_SD: Final = 0.05
 #: The policy moves, so what an untrained challenger showed goes out of date. It counts like so many looks at most, and
 #: not at all once a look is so many standard deviations above it.
 _MEMORY_LOOKS: Final = 64
@@ -135,6 +141,9 @@ class Trial:
     spread_looks: int = 0
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
+    claims: float = _CLAIM_WEIGHT * _CLAIM_SD**2  # variance from claim to claim, summed over its observations
+    claims_weight: float = _CLAIM_WEIGHT  # and how many they are
+    last: list[tuple[float, float]] = field(default_factory=list)  # the last two looks: log gain, error²
 
     def trained(self, share: float = 1.0) -> None:
         """The challenger had that share of a whole training: what it showed before says less about it now."""
@@ -150,7 +159,8 @@ class Trial:
         # error, one with such a prompt a large loss and a large error: what all looks showed is the least for each.
         self.spread += look.error**2 * look.prompts
         self.spread_looks += 1
-        noise = max(look.error**2, self.spread / self.spread_looks / look.prompts) + CLAIM_SD**2
+        error2 = max(look.error**2, self.spread / self.spread_looks / look.prompts)
+        noise = error2 + self.claim_sd**2
         z, weight = look.log_gain / math.sqrt(noise), math.sqrt(look.prompts)
         share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # of the error, for this look and what begins with it
         self.single = min(self.single, _NORMAL.cdf(-z) / share)
@@ -160,6 +170,7 @@ class Trial:
             first, second, *rest = self.starts
             self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
         self.looks += 1
+        self._learn_claims(look.log_gain, error2)  # only now: a look must not choose what it is judged by
         self._forget(look.log_gain, noise)
         surprise = look.log_gain - self.mean
         kept = self.variance / (self.variance + noise)
@@ -172,6 +183,31 @@ class Trial:
         self.moved = 0.0
         self.mean += kept * surprise
         self.variance *= 1.0 - kept
+
+    @property
+    def claim_sd(self) -> float:
+        """Standard deviation of the gain from claim to claim, whatever the number of prompts."""
+        return max(math.sqrt(max(self.claims, 0.0) / self.claims_weight), _LEAST_CLAIM_SD)
+
+    def _learn_claims(self, log_gain: float, error2: float) -> None:
+        """Learn from three looks in a row how much the gain varies by beside their errors.
+
+        g₁ - 2g₂ + g₃ has no mean where each training brings as much as the one before. Its variance is six times that
+        from claim to claim, and what the looks' errors add.
+        """
+        if len(self.last) == 2:
+            (first, first2), (second, second2) = self.last
+            beyond = (first - 2.0 * second + log_gain) ** 2 - first2 - 4.0 * second2 - error2
+            kept = min(1.0, (_CLAIM_MEMORY - 1.0) / self.claims_weight)
+            self.claims = kept * self.claims + min(beyond / 6.0, _LARGEST_CLAIM_SD**2)
+            self.claims_weight = kept * self.claims_weight + 1.0
+        self.last = [*self.last[-1:], (log_gain, error2)]
+
+    def next(self) -> Self:
+        """The trial of the same challenger against another served drafter: how far it moves, and varies, stays known."""
+        return type(self)(
+            self.share, rise=self.rise, step=self.step, claims=self.claims, claims_weight=self.claims_weight
+        )
 
     def _forget(self, log_gain: float, noise: float) -> None:
         """Let go of what no longer holds. The promise alone rests on it; the chance of an error does not."""
@@ -222,7 +258,8 @@ class Trial:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Back from `to_json`."""
-        return cls(**values | {"starts": [(w, s, n) for w, s, n in values["starts"]]})
+        tuples = {name: [tuple(one) for one in values.get(name, [])] for name in ("starts", "last")}
+        return cls(**values | tuples)
 
 
 def _log_e(s: float, n: float) -> float:

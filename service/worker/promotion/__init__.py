@@ -152,6 +152,11 @@ class Gate:
         promise = self._promise
         return promise is not None and promise.rollouts == 0 and self._lineage.existing(promise.before) is not None
 
+    @property
+    def claim_sd(self) -> float:
+        """Standard deviation of the candidate's gain from claim to claim (`Trial.claim_sd`)."""
+        return self._trials[CANDIDATE].claim_sd
+
     def hungry(self, more: int = 0) -> bool:
         """Whether the candidate, since it was trained, was judged on too few rollouts, with `more` of them."""
         return self.untested is not None and self.tested + more < self._settings.gate_rollouts
@@ -252,16 +257,16 @@ class Gate:
         return Contest(version, verdict, look, trained_to, self._kept.correction)
 
     def begin(self, served: str | None) -> dict[str, Any] | None:
-        """Begin all trials again, against `served`; how far a training moves the candidate stays known.
+        """Begin all trials again, against `served`; how far a training moves the candidate stays known (`Trial.next`).
 
         What the version before was promised to gain is no longer measured: it does not serve. Returns the event of that
         promise, with what is known of it; None where nothing is.
         """
         event = self._settled() if self._promise is not None and self._promise.rollouts else None
-        known = self._trials[CANDIDATE]
+        candidate = self._trials[CANDIDATE].next()
         self.served, self._level, self._promise = served, Level(), None
         self._forget_pools()
-        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
+        self._trials = {CANDIDATE: candidate}
         return event
 
     def _forget_pools(self) -> None:
