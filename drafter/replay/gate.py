@@ -12,8 +12,8 @@ it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.090
 what mostly gains. After a publish it begins again, with its own budget.
 
 The promised gain is a posterior mean: the less sure the looks are, the nearer it is to 0. The prior is a random walk
-from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks, and so
-is what the gain varies by from claim to claim.
+from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks. So is
+what the gain varies by from claim to claim.
 
 No clock, no randomness; the state is plain JSON.
 """
@@ -41,14 +41,16 @@ _STEP_SD: Final = 0.08
 _LEAST_STEP_SD: Final = 0.003
 _LARGEST_STEP_SD: Final = 0.2
 _STEP_RATE: Final = 0.25
-#: Standard deviation of the gain of one pair of drafters from claim to claim, which more prompts do not take away. One
-#: claim does not show it. It is taken for this at first, which weighs as much as so many observations,
-_CLAIM_SD: Final = 0.015
-_CLAIM_WEIGHT: Final = 4.0
-#: follows what the looks show, the last ones of so many, and is taken for no less than this; one counts for no more.
-_CLAIM_MEMORY: Final = 32.0
-_LEAST_CLAIM_SD: Final = 0.01
-_LARGEST_CLAIM_SD: Final = 0.05
+#: Standard deviation of the gain of one pair of drafters from claim to claim, which more prompts do not take away: what
+#: promises are made with, and the least that the error is.
+CLAIM_SD: Final = 0.01
+#: For the error it is learnt (`Trial.claim_sd`). Of one that is trained it is taken for this at first: an inverse gamma
+#: law of its variance with this mean, and so many observations' weight. The last ones count, of so many, and one counts
+#: for no more than this standard deviation.
+_CLAIM_SD_BEFORE: Final = 0.018
+_CLAIMS_BEFORE: Final = 6.0
+_CLAIMS_MEMORY: Final = 32.0
+_LARGEST_CLAIM_SD: Final = 0.03
 #: The policy moves, so what an untrained challenger showed goes out of date. It counts like so many looks at most, and
 #: not at all once a look is so many standard deviations above it.
 _MEMORY_LOOKS: Final = 64
@@ -141,8 +143,10 @@ class Trial:
     spread_looks: int = 0
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
-    claims: float = _CLAIM_WEIGHT * _CLAIM_SD**2  # variance from claim to claim, summed over its observations
-    claims_weight: float = _CLAIM_WEIGHT  # and how many they are
+    claims: float = (
+        _CLAIMS_BEFORE - 2.0
+    ) * _CLAIM_SD_BEFORE**2  # variance from claim to claim, summed over observations
+    claims_seen: float = _CLAIMS_BEFORE  # and how many they are
     last: list[tuple[float, float]] = field(default_factory=list)  # the last two looks: log gain, error²
 
     def trained(self, share: float = 1.0) -> None:
@@ -160,8 +164,8 @@ class Trial:
         self.spread += look.error**2 * look.prompts
         self.spread_looks += 1
         error2 = max(look.error**2, self.spread / self.spread_looks / look.prompts)
-        noise = error2 + self.claim_sd**2
-        z, weight = look.log_gain / math.sqrt(noise), math.sqrt(look.prompts)
+        noise = error2 + CLAIM_SD**2
+        z, weight = look.log_gain / math.sqrt(error2 + self.claim_sd**2), math.sqrt(look.prompts)
         share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # of the error, for this look and what begins with it
         self.single = min(self.single, _NORMAL.cdf(-z) / share)
         self.starts.append((math.log(share), 0.0, 0.0))
@@ -186,8 +190,11 @@ class Trial:
 
     @property
     def claim_sd(self) -> float:
-        """Standard deviation of the gain from claim to claim, whatever the number of prompts."""
-        return max(math.sqrt(max(self.claims, 0.0) / self.claims_weight), _LEAST_CLAIM_SD)
+        """Standard deviation of the gain from claim to claim that the error allows for, whatever the number of prompts.
+
+        Its square is the posterior mean of the variance under an inverse gamma law.
+        """
+        return math.sqrt(max(self.claims / (self.claims_seen - 2.0), CLAIM_SD**2))
 
     def _learn_claims(self, log_gain: float, error2: float) -> None:
         """Learn from three looks in a row how much the gain varies by beside their errors.
@@ -198,16 +205,15 @@ class Trial:
         if len(self.last) == 2:
             (first, first2), (second, second2) = self.last
             beyond = (first - 2.0 * second + log_gain) ** 2 - first2 - 4.0 * second2 - error2
-            kept = min(1.0, (_CLAIM_MEMORY - 1.0) / self.claims_weight)
+            kept = min(1.0, (_CLAIMS_MEMORY - 1.0) / self.claims_seen)
             self.claims = kept * self.claims + min(beyond / 6.0, _LARGEST_CLAIM_SD**2)
-            self.claims_weight = kept * self.claims_weight + 1.0
+            self.claims_seen = kept * self.claims_seen + 1.0
         self.last = [*self.last[-1:], (log_gain, error2)]
 
     def next(self) -> Self:
-        """The trial of the same challenger against another served drafter: how far it moves, and varies, stays known."""
-        return type(self)(
-            self.share, rise=self.rise, step=self.step, claims=self.claims, claims_weight=self.claims_weight
-        )
+        """The trial of the same challenger against another served drafter: how much it moves and varies stays known."""
+        known = ("share", "rise", "step", "claims", "claims_seen")
+        return type(self)(**{name: getattr(self, name) for name in known})
 
     def _forget(self, log_gain: float, noise: float) -> None:
         """Let go of what no longer holds. The promise alone rests on it; the chance of an error does not."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from drafter.batch import RolloutBatch
+from drafter.replay.gate import CLAIM_SD
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
@@ -429,7 +430,7 @@ class Learner:
         look = candidate.look
         self.controller.learn(
             gain=look.gain,
-            error=None if look.fault else math.hypot(look.error, self.gate.claim_sd),
+            error=None if look.fault else math.hypot(look.error, CLAIM_SD),
             promoted=candidate is contests[0] and candidate.verdict.promote,
             train_seconds=self.gate.untested,
         )

@@ -152,11 +152,6 @@ class Gate:
         promise = self._promise
         return promise is not None and promise.rollouts == 0 and self._lineage.existing(promise.before) is not None
 
-    @property
-    def claim_sd(self) -> float:
-        """Standard deviation of the candidate's gain from claim to claim (`Trial.claim_sd`)."""
-        return self._trials[CANDIDATE].claim_sd
-
     def hungry(self, more: int = 0) -> bool:
         """Whether the candidate, since it was trained, was judged on too few rollouts, with `more` of them."""
         return self.untested is not None and self.tested + more < self._settings.gate_rollouts
@@ -385,8 +380,12 @@ class Gate:
 
 
 def archive_trial(place: int) -> Trial:
-    """The trial of the archived version that is looked at as the `place`-th, from 1: all together spend one share."""
-    return Trial(_ARCHIVE_SHARE / (place * (place + 1)))
+    """The trial of the archived version that is looked at as the `place`-th, from 1: all together spend one share.
+
+    Each has little of the error, and one claim must be enough for a version that fits again: its gain is taken to vary
+    from claim to claim by no more than it must, until three looks show more.
+    """
+    return Trial(_ARCHIVE_SHARE / (place * (place + 1)), claims=0.0)
 
 
 def given_up(verdict: Verdict, others: int, min_gain: float) -> str:
