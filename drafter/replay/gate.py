@@ -12,7 +12,8 @@ it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.090
 what mostly gains. After a publish it begins again, with its own budget.
 
 The promised gain is a posterior mean: the less sure the looks are, the nearer it is to 0. The prior is a random walk
-from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks.
+from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks. So is
+what the gain varies by from claim to claim.
 
 No clock, no randomness; the state is plain JSON.
 """
@@ -40,9 +41,16 @@ _STEP_SD: Final = 0.08
 _LEAST_STEP_SD: Final = 0.003
 _LARGEST_STEP_SD: Final = 0.2
 _STEP_RATE: Final = 0.25
-#: Spread of the gain of one pair of drafters from claim to claim that more prompts do not take away. Assumed: one claim
-#: does not show it, and what a training brings looks the same.
+#: Standard deviation of the gain of one pair of drafters from claim to claim, which more prompts do not take away: what
+#: promises are made with, and the least that the error is.
 CLAIM_SD: Final = 0.01
+#: For the error it is learnt (`Trial.claim_sd`). Of one that is trained it is taken for this at first: an inverse gamma
+#: law of its variance with this mean, and so many observations' weight. The last ones count, of so many, and one counts
+#: for no more than this standard deviation.
+_CLAIM_SD_BEFORE: Final = 0.018
+_CLAIMS_BEFORE: Final = 6.0
+_CLAIMS_MEMORY: Final = 32.0
+_LARGEST_CLAIM_SD: Final = 0.03
 #: The policy moves, so what an untrained challenger showed goes out of date. It counts like so many looks at most, and
 #: not at all once a look is so many standard deviations above it.
 _MEMORY_LOOKS: Final = 64
@@ -135,6 +143,11 @@ class Trial:
     spread_looks: int = 0
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
+    claims: float = (
+        _CLAIMS_BEFORE - 2.0
+    ) * _CLAIM_SD_BEFORE**2  # variance from claim to claim, summed over observations
+    claims_seen: float = _CLAIMS_BEFORE  # and how many they are
+    last: list[tuple[float, float]] = field(default_factory=list)  # the last two looks: log gain, error²
 
     def trained(self, share: float = 1.0) -> None:
         """The challenger had that share of a whole training: what it showed before says less about it now."""
@@ -150,8 +163,9 @@ class Trial:
         # error, one with such a prompt a large loss and a large error: what all looks showed is the least for each.
         self.spread += look.error**2 * look.prompts
         self.spread_looks += 1
-        noise = max(look.error**2, self.spread / self.spread_looks / look.prompts) + CLAIM_SD**2
-        z, weight = look.log_gain / math.sqrt(noise), math.sqrt(look.prompts)
+        error2 = max(look.error**2, self.spread / self.spread_looks / look.prompts)
+        noise = error2 + CLAIM_SD**2
+        z, weight = look.log_gain / math.sqrt(error2 + self.claim_sd**2), math.sqrt(look.prompts)
         share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # of the error, for this look and what begins with it
         self.single = min(self.single, _NORMAL.cdf(-z) / share)
         self.starts.append((math.log(share), 0.0, 0.0))
@@ -160,6 +174,7 @@ class Trial:
             first, second, *rest = self.starts
             self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
         self.looks += 1
+        self._learn_claims(look.log_gain, error2)  # only now: a look must not choose what it is judged by
         self._forget(look.log_gain, noise)
         surprise = look.log_gain - self.mean
         kept = self.variance / (self.variance + noise)
@@ -172,6 +187,33 @@ class Trial:
         self.moved = 0.0
         self.mean += kept * surprise
         self.variance *= 1.0 - kept
+
+    @property
+    def claim_sd(self) -> float:
+        """Standard deviation of the gain from claim to claim that the error allows for, whatever the number of prompts.
+
+        Its square is the posterior mean of the variance under an inverse gamma law.
+        """
+        return math.sqrt(max(self.claims / (self.claims_seen - 2.0), CLAIM_SD**2))
+
+    def _learn_claims(self, log_gain: float, error2: float) -> None:
+        """Learn from three looks in a row how much the gain varies by beside their errors.
+
+        g₁ - 2g₂ + g₃ has no mean where each training brings as much as the one before. Its variance is six times that
+        from claim to claim, and what the looks' errors add.
+        """
+        if len(self.last) == 2:
+            (first, first2), (second, second2) = self.last
+            beyond = (first - 2.0 * second + log_gain) ** 2 - first2 - 4.0 * second2 - error2
+            kept = min(1.0, (_CLAIMS_MEMORY - 1.0) / self.claims_seen)
+            self.claims = kept * self.claims + min(beyond / 6.0, _LARGEST_CLAIM_SD**2)
+            self.claims_seen = kept * self.claims_seen + 1.0
+        self.last = [*self.last[-1:], (log_gain, error2)]
+
+    def next(self) -> Self:
+        """The trial of the same challenger against another served drafter: how much it moves and varies stays known."""
+        known = ("share", "rise", "step", "claims", "claims_seen")
+        return type(self)(**{name: getattr(self, name) for name in known})
 
     def _forget(self, log_gain: float, noise: float) -> None:
         """Let go of what no longer holds. The promise alone rests on it; the chance of an error does not."""
@@ -222,7 +264,8 @@ class Trial:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Back from `to_json`."""
-        return cls(**values | {"starts": [(w, s, n) for w, s, n in values["starts"]]})
+        tuples = {name: [tuple(one) for one in values.get(name, [])] for name in ("starts", "last")}
+        return cls(**values | tuples)
 
 
 def _log_e(s: float, n: float) -> float:

@@ -252,16 +252,16 @@ class Gate:
         return Contest(version, verdict, look, trained_to, self._kept.correction)
 
     def begin(self, served: str | None) -> dict[str, Any] | None:
-        """Begin all trials again, against `served`; how far a training moves the candidate stays known.
+        """Begin all trials again, against `served`; how far a training moves the candidate stays known (`Trial.next`).
 
         What the version before was promised to gain is no longer measured: it does not serve. Returns the event of that
         promise, with what is known of it; None where nothing is.
         """
         event = self._settled() if self._promise is not None and self._promise.rollouts else None
-        known = self._trials[CANDIDATE]
+        candidate = self._trials[CANDIDATE].next()
         self.served, self._level, self._promise = served, Level(), None
         self._forget_pools()
-        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE, rise=known.rise, step=known.step)}
+        self._trials = {CANDIDATE: candidate}
         return event
 
     def _forget_pools(self) -> None:
@@ -380,8 +380,12 @@ class Gate:
 
 
 def archive_trial(place: int) -> Trial:
-    """The trial of the archived version that is looked at as the `place`-th, from 1: all together spend one share."""
-    return Trial(_ARCHIVE_SHARE / (place * (place + 1)))
+    """The trial of the archived version that is looked at as the `place`-th, from 1: all together spend one share.
+
+    Each has little of the error, and one claim must be enough for a version that fits again: its gain is taken to vary
+    from claim to claim by no more than it must, until three looks show more.
+    """
+    return Trial(_ARCHIVE_SHARE / (place * (place + 1)), claims=0.0)
 
 
 def given_up(verdict: Verdict, others: int, min_gain: float) -> str:
