@@ -16,6 +16,8 @@ S > h. The limit h follows from the wanted alarm rate by Siegmund's formula. Not
   half its limit are left out: a fall must not widen the limits by which it is found.
 * While the baseline is learnt, the residual is scaled by 1 / sqrt(1 + q), q the baseline's variance in units of the
   tick's: recursive residuals, which are independent and of unit variance however short the history is.
+* A frozen baseline is raised to a rise that has lasted for as many ticks as a baseline is learnt from: what falls after
+  that is a fall. A CUSUM upwards, with the slowest lane's k and h, says that there is one.
 * When another drafter is served, the baseline is moved to it: `rebase`. The difference is measured on rollouts that
   came after the change (`Succession`). The gate's gain is not used: the gate publishes what looked good on its
   evidence, so its gains are too large on average, and a baseline that adds them up rises above what any drafter can do.
@@ -32,7 +34,7 @@ from typing import Final
 
 from service.monitor.drift.cause import Row
 from service.monitor.drift.limits import DriftConfig, DriftError
-from service.monitor.drift.state import MIN_DIFFERENCES, DriftState, Spread
+from service.monitor.drift.state import MIN_DIFFERENCES, DriftState, Rise, Spread
 from service.monitor.records import Change
 
 #: A spread of this fraction of α is rounding.
@@ -280,7 +282,31 @@ class DriftMonitor:
                 state.statistics[lane.name] = min(statistic, limit + _HEADROOM_SD)
         self._explain(mix, told, alpha, expected, level)
         self._learn(parts, value, uncertainty)
+        if sd is not None:
+            self._follow_rise(alpha - expected, sd)
         return self.reading(value, sd)
+
+    def _follow_rise(self, gain: float, sd: float) -> None:
+        """Raise the baseline once α has been above it for as long as a baseline is learnt; it learns again from there.
+
+        As if it knew the new level from one tick: the kinds of prompts may have risen by different amounts.
+        """
+        state, rise, lane = self.state, self.state.rise, min(self.config.lanes, key=lambda lane: lane.k)
+        limit = self._limits[lane.name]
+        counted = max(min(gain / sd, _LARGEST_LOSS_SD), -_LARGEST_LOSS_SD) - lane.k
+        rise.statistic = min(max(0.0, rise.statistic + counted), limit + _HEADROOM_SD)
+        if rise.statistic <= limit:
+            rise.ticks, rise.mean = 0, 0.0
+            return
+        rise.ticks += 1
+        rise.mean += (gain - rise.mean) / rise.ticks
+        if rise.ticks < self.config.baseline_ticks:
+            return
+        state.levels.owed = 0.0
+        before = state.baseline
+        state.levels.move(rise.mean, 1.0)
+        state.offset += state.baseline - before
+        state.rise = Rise()
 
     def _explain(
         self,

@@ -131,6 +131,15 @@ class Levels:
 
 
 @dataclass(slots=True)
+class Rise:
+    """Whether α has risen above the baseline to stay: the slowest lane's CUSUM, upwards."""
+
+    statistic: float = 0.0
+    ticks: int = 0  # for which it has stood above the limit
+    mean: float = 0.0  # of what α was above the baseline by in those
+
+
+@dataclass(slots=True)
 class Traffic:
     """Rollouts a second over the last days, from when they arrived. It begins with an hour of 64 a minute."""
 
@@ -166,6 +175,7 @@ class DriftState:
     pending: list[tuple[str, float, float | None]] = field(default_factory=list)  # (stratum, α, entropy), unticked
     evidence: Evidence = field(default_factory=Evidence)
     traffic: Traffic = field(default_factory=Traffic)
+    rise: Rise = field(default_factory=Rise)
 
     @property
     def baseline(self) -> float:
@@ -197,6 +207,7 @@ class DriftState:
                 pending=[(str(stratum), float(alpha), entropy) for stratum, alpha, entropy in table.pop("pending")],
                 evidence=Evidence(**(evidence | {"rows": [Row(**row) for row in evidence["rows"]]})),
                 traffic=Traffic(**table.pop("traffic")),
+                rise=Rise(**table.pop("rise", {})),  # absent in a state of before it was watched
                 **table,
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:

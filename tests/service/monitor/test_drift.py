@@ -35,7 +35,7 @@ from benchmarks.alarms import (
 )
 from service.monitor.drift.limits import DriftConfig, DriftError, Lane, cusum_limit
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
-from service.monitor.drift.state import DriftState, Levels, Spread, Traffic
+from service.monitor.drift.state import DriftState, Levels, Rise, Spread, Traffic
 from service.monitor.drift.succession import Succession
 
 SEED = 20_240_611
@@ -248,6 +248,78 @@ def test_the_baseline_is_a_running_mean_and_then_frozen() -> None:
     assert monitor.state.baseline == pytest.approx(np.mean(values))
     feed(monitor, noise(300, level=2.0))
     assert monitor.state.baseline == pytest.approx(np.mean(values))
+
+
+SHORT = DriftConfig(baseline_ticks=100, batch_ticks=(5, 20))
+
+
+def first_alarm(monitor: DriftMonitor, values: list[float]) -> int | None:
+    return next((number for number, value in enumerate(values) if monitor.tick(value).alarm), None)
+
+
+@pytest.mark.parametrize("drop", [0.75, 0.92])
+def test_a_fall_after_a_rise_that_lasted_is_found_though_alpha_is_above_where_it_began(drop: float) -> None:
+    monitor, high = DriftMonitor(SHORT), 3.0 * 1.4 if drop < 0.9 else 3.0 * 1.1
+    assert first_alarm(monitor, noise(300)) is None
+    climb = [v + (high - 3.0) * n / 50 for n, v in enumerate(noise(50, seed=1))]
+    assert first_alarm(monitor, [*climb, *noise(260, seed=2, level=high)]) is None
+    assert monitor.state.baseline == pytest.approx(high, rel=0.01)
+    found = first_alarm(monitor, noise(300, seed=3, level=drop * high))
+    assert found is not None
+    assert found < 60
+    assert drop * high > 3.0
+
+
+@pytest.mark.parametrize("ticks", [50, 180])
+def test_only_a_rise_that_lasts_as_long_as_a_baseline_is_learnt_raises_it(ticks: int) -> None:
+    """Its end is noticed some 50 ticks late: then the statistic is below the limit again."""
+    monitor = DriftMonitor(SHORT)
+    feed(monitor, noise(300))
+    before = monitor.state.baseline
+    feed(monitor, noise(ticks, seed=4, level=3.3))
+    assert (monitor.state.baseline == before) == (ticks < 100)
+    if ticks < 100:
+        assert first_alarm(monitor, noise(400, seed=5)) is None
+        assert monitor.state.rise.ticks == 0
+        assert monitor.state.baseline == before
+    else:
+        assert monitor.state.baseline == pytest.approx(3.3, rel=0.01)
+
+
+def test_where_nothing_changes_the_baseline_stays_where_it_is() -> None:
+    monitor = DriftMonitor(SHORT)
+    feed(monitor, noise(100))
+    before = monitor.state.baseline
+    feed(monitor, noise(8000, seed=6))
+    assert monitor.state.baseline == before
+
+
+def test_a_rise_of_one_kind_of_prompts_raises_the_level_of_that_kind() -> None:
+    monitor, rng = DriftMonitor(SHORT), np.random.default_rng(7)
+    strata = ["easy"] * 32 + ["hard"] * 32
+
+    def feed_kinds(ticks: int, easy: float, hard: float) -> bool:
+        alphas = np.concatenate([rng.normal(easy, 0.3, (ticks, 32)), rng.normal(hard, 0.3, (ticks, 32))], axis=1)
+        return any(monitor.observe(row, [1.0] * 64, strata)[0].alarm for row in alphas.tolist())
+
+    assert not feed_kinds(300, 3.5, 2.5)
+    assert not feed_kinds(400, 4.1, 2.5)
+    found = dict(zip(monitor.state.levels.names, monitor.state.levels.means, strict=True))
+    assert found["easy"] == pytest.approx(4.1, abs=0.05)
+    assert found["hard"] == pytest.approx(2.5, abs=0.05)
+    assert feed_kinds(100, 3.7, 2.5)
+
+
+def test_a_state_of_before_rises_were_watched_goes_on() -> None:
+    monitor = DriftMonitor(SHORT)
+    feed(monitor, noise(150))
+    table = json.loads(monitor.state.to_json())
+    del table["rise"]
+    monitor.state.rise = Rise()
+    assert DriftState.from_json(json.dumps(table)) == monitor.state
+    feed(monitor, noise(50, level=3.5))
+    assert monitor.state.rise.ticks > 0
+    assert DriftState.from_json(monitor.state.to_json()) == monitor.state
 
 
 def test_publishing_often_does_not_hide_a_slow_fall() -> None:
