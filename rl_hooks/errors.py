@@ -13,6 +13,7 @@ AgentError
 ├── ManifestError     the service's manifest is invalid; nothing was downloaded
 │   └── SignatureError  no key that the agent trusts signed the answer to this request
 ├── DownloadError     the files could not be downloaded; nothing was swapped
+│   ├── NoRoomError   the cache's disk has too little free
 │   └── DigestError   the downloaded files differ from the manifest
 ├── AnswerError       an answer was encoded, too long or too slow; nothing of it was used
 ├── ReportError       the service did not accept a report; counts are cumulative, so nothing is lost
@@ -69,6 +70,10 @@ class SignatureError(ManifestError):
 
 class DownloadError(AgentError):
     """A file could not be downloaded."""
+
+
+class NoRoomError(DownloadError):
+    """The cache's disk has too little free for a file."""
 
 
 class AnswerError(AgentError):

@@ -200,14 +200,17 @@ class Trial:
         """Learn from three looks in a row how much the gain varies by beside their errors.
 
         g₁ - 2g₂ + g₃ has no mean where each training brings as much as the one before. Its variance is six times that
-        from claim to claim, and what the looks' errors add.
+        from claim to claim, and what the looks' errors add. Looks of few prompts show little of it, and weigh little:
+        by the square of the part that is not their errors.
         """
         if len(self.last) == 2:
             (first, first2), (second, second2) = self.last
-            beyond = (first - 2.0 * second + log_gain) ** 2 - first2 - 4.0 * second2 - error2
+            errors2, usual2 = first2 + 4.0 * second2 + error2, 6.0 * _CLAIM_SD_BEFORE**2
+            weight = (usual2 / (usual2 + errors2)) ** 2
+            beyond = (first - 2.0 * second + log_gain) ** 2 - errors2
             kept = min(1.0, (_CLAIMS_MEMORY - 1.0) / self.claims_seen)
-            self.claims = kept * self.claims + min(beyond / 6.0, _LARGEST_CLAIM_SD**2)
-            self.claims_seen = kept * self.claims_seen + 1.0
+            self.claims = kept * self.claims + weight * min(beyond / 6.0, _LARGEST_CLAIM_SD**2)
+            self.claims_seen = kept * self.claims_seen + weight
         self.last = [*self.last[-1:], (log_gain, error2)]
 
     def next(self) -> Self:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -35,7 +36,7 @@ from rl_hooks.engines.bounded import Answer, ask
 from rl_hooks.engines.counters import Bucket
 from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
-from rl_hooks.errors import AgentError, DownloadError, ManifestError, ReportError, SignatureError, cut
+from rl_hooks.errors import AgentError, ManifestError, NoRoomError, ReportError, SignatureError, cut
 from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
 from rl_hooks.sending.exchange import trusted
 
@@ -301,8 +302,9 @@ class SwapAgent:
             )
         try:
             release = await in_thread(self._download, manifest)
-        except DownloadError:  # maybe the disk is full of what a newer version has taken the place of
-            await self._prune(manifest.version)
+        except (NoRoomError, OSError) as error:
+            if isinstance(error, NoRoomError) or error.errno == errno.ENOSPC:
+                await self._make_room(manifest.version)
             raise
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
         version = release.version
@@ -323,12 +325,20 @@ class SwapAgent:
         ) as client:
             return fetch_release(client, manifest, config.cache_dir, again=again, stopped=self._stopped.is_set)
 
-    async def _prune(self, *wanted: str) -> None:
-        """Once the engines had time to take the newest version, delete those but `wanted` that none of them uses."""
-        if self.offer is None:
-            return
+    async def _prune(self) -> None:
+        """Once the engines had time to take the newest version, delete those that none of them uses."""
+        if self.offer is not None:
+            await self._keep({*self._recent})
+
+    async def _make_room(self, wanted: str) -> None:
+        """The disk is full: delete all but what is downloaded, what is offered, and what engines use or serve."""
+        serves = (follower.loaded_version for follower in self.followers.values())
+        offered = None if self.offer is None else self.offer.version
+        await self._keep({version for version in (wanted, offered, *serves) if version is not None})
+
+    async def _keep(self, versions: set[str]) -> None:
         # Asked here and not in the thread: the engines' tasks change what they use.
-        in_use = {*self._recent, *wanted}.union(*(f.versions_in_use() for f in self.followers.values()))
+        in_use = versions.union(*(follower.versions_in_use() for follower in self.followers.values()))
         await in_thread(prune_cache, self.config.cache_dir, self.config.run, in_use)
 
     # --- the engines

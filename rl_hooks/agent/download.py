@@ -34,7 +34,7 @@ import httpx
 from rl_hooks import wire
 from rl_hooks.durable import AtomicDirectory, write_synced
 from rl_hooks.engines.bounded import IDENTITY, refuse_encoded
-from rl_hooks.errors import CheckpointError, DigestError, DownloadError, ManifestError, cut
+from rl_hooks.errors import CheckpointError, DigestError, DownloadError, ManifestError, NoRoomError, cut
 from rl_hooks.format.drafter import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
@@ -202,7 +202,7 @@ def _check_size(staging: Path, manifest: Manifest, file: OfferedFile) -> None:
 def _check_room(directory: Path, wanted: int, name: str) -> None:
     free = shutil.disk_usage(directory).free
     if wanted > 0 and wanted > free - MIN_FREE_BYTES:
-        raise DownloadError(
+        raise NoRoomError(
             f"{name}: expected {wanted} bytes and {MIN_FREE_BYTES} to spare free at {directory}, found {free}; nothing "
             "was written. Free some, or give the agent another cache directory"
         )

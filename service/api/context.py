@@ -165,15 +165,19 @@ class ServiceContext:
         free = self.spool.free_bytes() - self.settings.spool_min_free_bytes
         return self.spool.reserved_bytes(run) + max(free, 0)
 
-    def queue_limit_bytes(self, held: int, run: str, dead: int = 0) -> int:
-        """Bytes at which the queue of a run that holds `held` is full, where files of `dead` batches make room for it.
+    def queue_share_bytes(self, held: int, run: str, dead: int = 0) -> int:
+        """Bytes of the disk that a run's queue may have. It holds `held`; files of `dead` batches make room for it.
 
         They and what the worker keeps (drafters, checkpoints, recent rollouts) count as the run's own, so that it takes
         three quarters of the disk at most, whatever becomes of its rollouts. A quarter of what the worker's files leave
         is the least: a run whose drafters fill a small disk goes on.
         """
         there, kept = held + dead + self._spare_bytes(run), self._kept_bytes.get(run, 0)
-        share = max((there + kept) * 3 // 4 - kept, there // 4)
+        return max((there + kept) * 3 // 4 - kept, there // 4)
+
+    def queue_limit_bytes(self, held: int, run: str, dead: int = 0) -> int:
+        """Bytes at which the queue of a run is full: its share, or `queue_max_bytes` where that is less."""
+        share = self.queue_share_bytes(held, run, dead)
         return share if self.settings.queue_max_bytes is None else min(share, self.settings.queue_max_bytes)
 
     def dead(self, run: str) -> DeadLetters:
@@ -263,7 +267,8 @@ class ServiceContext:
         gone = await asyncio.to_thread(self.spool.reap_uploads, settings.orphan_age_seconds)
         await asyncio.to_thread(sweep_deleted, self.layout)
         registered = self.layout.run_names()
-        for run in {*self._runs, *self._series, *self._engines, *self._recent}.difference(registered):
+        known = {*self._runs, *self._series, *self._engines, *self._recent, *self._kept_bytes}
+        for run in known.difference(registered):
             self.drop(run)  # another process deleted it
         for run in registered:
             try:

@@ -199,6 +199,19 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     )
 
 
+async def _waits_for_head(context: ServiceContext, run: str) -> bool:
+    """Whether only a head brings the run on: then its share is of what is free, whatever heads it has.
+
+    As in `_check_heads`: nothing waits for the worker, which alone deletes heads. One may have come since the last
+    batch: its answer was lost, and it is sent again.
+    """
+    newest = await context.soon(context.store(run).latest_policy())
+    waiting = (await context.soon(context.queue(run).depth())).items
+    stems = await asyncio.to_thread(lambda: [path.stem for path in context.layout.heads(run).glob("*.safetensors")])
+    came = sum(stem.isdecimal() and int(stem) > (-1 if newest is None else newest) for stem in stems)
+    return not waiting and came < 2 and read_state(context.layout, run).state == "active"
+
+
 async def _refused_file(context: ServiceContext, run: str) -> FileId:
     """Id of the target file that the worker refused to begin with, which the next PUT replaces; else None.
 
@@ -401,7 +414,8 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         versions.append(read_head_header(record, header))
         await _check_heads(context, run, versions[0])
 
-    check_room(context, length, run, held=await asyncio.to_thread(heads_bytes, context.layout, run))
+    held = 0 if await _waits_for_head(context, run) else await asyncio.to_thread(heads_bytes, context.layout, run)
+    check_room(context, length, run, held=held)
     with context.spool.reserve(length, run), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)

@@ -210,6 +210,8 @@ class Inbox:
         except (WireError, BatchRejected) as error:
             self._end_dead(entry, str(error))
         except OSError as error:  # too many open files, a bad sector: the others are not to wait for it
+            if is_out_of_memory(error):
+                raise  # nothing is wrong with the file: it cannot be mapped
             log.error("%s: batch %s cannot be read now: %s", self._queue.run, entry.batch_id, error)
             self._set(Delivery(entry, Phase.UNREADABLE, uncounted=True))
             self._tell_uncounted()

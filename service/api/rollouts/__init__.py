@@ -128,6 +128,7 @@ async def post_rollouts(
             limit_bytes = await _check_queue(context, rollouts.run, length)
         headers.append(rollouts)
 
+    check_room(context, length, run or "")  # again: others came while Redis was asked; from here on nothing is awaited
     with context.spool.reserve(length, run or ""), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         header = headers[0]
@@ -169,16 +170,18 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
     queue = context.queue(run)
     items, size, rollouts = await context.soon(queue.depth())
     coming = context.spool.reserved_bytes(run)
-    limit_bytes, wanted = context.queue_limit_bytes(size, run), size + coming + length
-    if wanted + settings.dead_letter_bytes > limit_bytes:  # else there is room, however many are dead
-        dead = await context.soon(queue.dead_file_bytes())
-        limit_bytes = context.queue_limit_bytes(size, run, dead)
-        if limit_bytes - dead < wanted <= limit_bytes:
-            await context.soon(context.sweep_dead(run, limit_bytes - wanted))
-        elif size + coming == 0:
-            context.want_room(4 * length)
+    share, wanted = context.queue_share_bytes(size, run), size + coming + length
     full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
+    dead = 0
+    if wanted + settings.dead_letter_bytes > share:  # else there is room, however many are dead
+        dead = await context.soon(queue.dead_file_bytes())
+        share = context.queue_share_bytes(size, run, dead)
+    limit_bytes = share if settings.queue_max_bytes is None else min(share, settings.queue_max_bytes)
     full = full or wanted > limit_bytes
+    if wanted > share and size + coming == 0:
+        context.want_room(4 * length)
+    elif share - dead < wanted and not full:
+        await context.soon(context.sweep_dead(run, share - wanted))
     if settings.overflow == "drop_oldest":
         full = coming + length > limit_bytes  # else room is made when the entry is added
     if full:

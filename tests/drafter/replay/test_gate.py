@@ -475,22 +475,39 @@ def test_nonsensical_settings_are_refused(settings: dict[str, float]) -> None:
 
 
 def test_the_spread_from_claim_to_claim_is_learnt_from_three_looks_in_a_row() -> None:
-    trial, gains, errors = Trial(), [0.01, -0.03, 0.05, 0.02, 0.02], [0.004, 0.006, 0.005, 0.004, 0.003]
-    variances = [0.018**2] * 4
+    """The more the looks' own errors are of it, the less an observation weighs."""
+    trial, gains, errors = Trial(), [0.01, -0.03, 0.05, 0.02, 0.02], [0.004, 0.006, 0.05, 0.004, 0.003]
+    seen = [(4.0, 0.018**2)]  # weight, variance: an inverse gamma law of 6 observations, of which the mean takes 2 off
     for place, (gain, error) in enumerate(zip(gains, errors, strict=True)):
-        known = float(np.mean(variances))  # the mean of an inverse gamma law: sum / (observations - 2), of 6 at first
+        known = sum(weight * variance for weight, variance in seen) / sum(weight for weight, _ in seen)
         assert trial.claim_sd == pytest.approx(max(known, 0.01**2) ** 0.5), "before it is looked at"
         trial.take(Look(math.expm1(gain), error, 10**place, 64, 2.0, 2.0))
         if place >= 2:  # the more prompts, the less the look's own error is raised to what the others had
-            noises = [max(e**2, np.mean([b**2 * 10**i for i, b in enumerate(errors[: k + 1])]) / 10**k)
-                      for k, e in enumerate(errors)]  # fmt: skip
-            a, b, c = noises[place - 2 : place + 1]
-            seen = (gains[place - 2] - 2 * gains[place - 1] + gain) ** 2 - a - 4 * b - c
-            variances.append(min(seen / 6, 0.03**2))
+            mean = [np.mean([e**2 * 10**i for i, e in enumerate(errors[: k + 1])]) / 10**k for k in range(5)]
+            a, b, c = [max(e**2, float(m)) for e, m in zip(errors, mean, strict=True)][place - 2 : place + 1]
+            noise = a + 4 * b + c
+            second = (gains[place - 2] - 2 * gains[place - 1] + gain) ** 2 - noise
+            seen.append((1 / (1 + noise / (6 * 0.018**2)) ** 2, min(second / 6, 0.03**2)))
     again = Trial.from_json(json.loads(json.dumps(trial.to_json())))
     assert again == trial
     after = again.next()
     assert (after.claim_sd, after.looks, after.last) == (trial.claim_sd, 0, [])
+
+
+def test_looks_of_few_prompts_do_not_unlearn_what_looks_of_many_show() -> None:
+    rng, wrong = np.random.default_rng(2), 0
+    for _ in range(60):
+        trial = Trial(0.9)
+        for number in range(100):
+            prompts = 64 if number % 2 else 4
+            error = 0.08 / math.sqrt(prompts)
+            gain = rng.normal(0.0, math.hypot(error, 0.02))
+            trial.take(Look(math.expm1(gain), error, prompts, 4 * prompts, 2.0, 2.0))
+            if trial.verdict().promote:
+                wrong += 1
+                break
+            trial.trained()
+    assert wrong <= 10, "24 % with all observations weighing as much; 13 % in 250 runs now"
 
 
 @pytest.mark.parametrize(("sd", "rise"), [(0.0, 0.0), (0.0, 0.02), (0.02, 0.0), (0.02, 0.02)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,10 +12,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from agent_fixtures import Engine, Service, drafter_bytes, drafter_config, eventually, running_agent, settle
 
+from rl_hooks.agent import download
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import RECEIPT
@@ -268,6 +271,35 @@ def test_a_disk_that_is_full_half_way_through_a_download_leaves_the_drafter_that
     with running_agent(service, engine, cache=tmp_path):  # there is room again
         eventually(lambda: engine.version == second)
     check_everything_read_was_published(service, engine)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_where_the_disk_is_full_of_older_versions_they_give_way_to_the_newest(
+    restarted: bool, service: Service, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the agent would keep for a swap back too: an engine must not stay behind for good."""
+
+    def used() -> int:
+        return sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+
+    def fill(versions: float) -> None:
+        total = int(versions * used() / 3)
+        monkeypatch.setattr(
+            "rl_hooks.agent.download.shutil.disk_usage",
+            lambda _: SimpleNamespace(free=download.MIN_FREE_BYTES + total - used()),
+        )
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(running_agent(service, engine, cache=tmp_path))
+        for number in (1, 2, 3):
+            version = service.publish(number)
+            eventually(lambda version=version: engine.version == version)  # type: ignore[misc]
+        if restarted:
+            stack.close()
+            stack.enter_context(running_agent(service, engine, cache=tmp_path))
+        fill(3.5)
+        newest = service.publish(4)
+        eventually(lambda: engine.version == newest)
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["", "the service is away"])

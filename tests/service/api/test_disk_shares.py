@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,3 +231,98 @@ def test_files_of_dead_batches_make_room_those_of_the_run_with_most_of_them_firs
     listed = service.client.get("/runs/many/dead").json()["dead"]
     assert len(listed) == 12
     assert 1 <= sum(not one["has_file"] for one in listed) <= 5
+
+
+def dead_files(service: RunningService, run: str) -> int:
+    """Dead batches of a run whose file is still there."""
+    return sum(one["has_file"] for one in service.client.get(f"/runs/{run}/dead").json()["dead"])
+
+
+def make_dead(service: RunningService, client: Redis, run: str, batches: int, first: int = 0) -> None:
+    for number in range(first, first + batches):
+        assert service.post(rollout_file((f"{run}d{number}",), run=run), run).status_code == 202
+    kill_all(client, run)
+
+
+def test_an_upload_for_which_there_is_room_takes_nobodys_dead_batches(
+    serve: Serve, disk: Disk, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.app._MAKE_ROOM_SECONDS", 0.05)
+    service = serve(spool_min_free_bytes=0)
+    for run in ("other", "a"):
+        service.register(run)
+    make_dead(service, redis_client, "other", 6)
+    disk(2 * BODY)
+    assert service.post(rollout_file(("1",), run="a"), "a").status_code == 202
+    time.sleep(0.3)
+    assert dead_files(service, "other") == 6
+
+
+def test_a_bound_of_the_queue_takes_no_dead_batches_on_a_large_disk(
+    serve: Serve, disk: Disk, redis_client: Redis
+) -> None:
+    service = serve(queue_max_bytes=8 * BODY, max_body_bytes=2 * BODY, spool_min_free_bytes=0)
+    service.register("a")
+    make_dead(service, redis_client, "a", 6)
+    disk(100_000 * BODY)
+    assert [service.post(rollout_file((f"x{n}",), run="a"), "a").status_code for n in range(8)] == [202] * 8
+    assert dead_files(service, "a") == 6
+
+
+def test_an_upload_that_is_refused_anyway_takes_no_dead_batches(serve: Serve, disk: Disk, redis_client: Redis) -> None:
+    service = serve(queue_max_items=2, spool_min_free_bytes=0)
+    service.register("a")
+    disk(20 * BODY)
+    for first in (0, 2, 4):
+        make_dead(service, redis_client, "a", 2, first)
+    disk(2 * BODY)
+    assert [service.post(rollout_file((f"x{n}",), run="a"), "a").status_code for n in range(2)] == [202] * 2
+    before = dead_files(service, "a")
+    assert service.post(rollout_file(("x2",), run="a"), "a").status_code == 429
+    assert dead_files(service, "a") == before
+
+
+def test_uploads_that_come_at_once_share_the_room_too(serve: Serve, disk: Disk) -> None:
+    service = serve(spool_min_free_bytes=0)
+    for run in ("slow", "other"):
+        service.register(run)
+    disk(12 * BODY)
+    head = (
+        f"POST /rollouts?run=slow HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {CONTENT_TYPE}\r\n"
+        f"Content-Length: {BODY}\r\nExpect: 100-continue\r\n\r\n"
+    ).encode()
+    with contextlib.ExitStack() as stack:
+        senders = [socket.create_connection(("127.0.0.1", service.port), timeout=10) for _ in range(40)]
+        for sender in senders:
+            stack.enter_context(sender)
+            sender.sendall(head)
+        answers = [sender.recv(4096) for sender in senders]
+        assert sum(answer.startswith(b"HTTP/1.1 100") for answer in answers) == 9, "three quarters of twelve"
+        assert service.post(rollout_file(("1",), run="other"), "other").status_code == 202
+
+
+@pytest.mark.parametrize("room", [3.0, 1.1])
+def test_a_run_that_only_a_head_brings_on_gets_it_received(
+    room: float, serve: Serve, disk: Disk, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker deletes its old heads, but works on no run without rollouts, which come after the head."""
+    monkeypatch.setattr("service.api.app._MAKE_ROOM_SECONDS", 0.05)
+    service = serve(spool_min_free_bytes=0)
+    for run in ("a", "other"):
+        service.register(run)
+    make_dead(service, redis_client, "other", 20)
+    for version in range(1, 7):
+        assert service.client.put("/runs/a/head", content=head_file(version), headers=HEADERS).status_code == 201
+        sent = rollout_file((f"r{version}",), run="a", policy_version=version)
+        assert service.post(sent, "a").status_code == 202
+        queue = RolloutQueue(redis_client, "a")
+        for entry in queue.claim("w", 1000, 60.0):
+            queue.ack(entry)
+            Spool(service.layout).delete("a", entry.blob)
+    disk(int(room * len(head_file(7))))
+
+    def received() -> bool:
+        return service.client.put("/runs/a/head", content=head_file(7), headers=HEADERS).status_code == 201
+
+    eventually(received)
+    assert dead_files(service, "other") < 20 or room > 2

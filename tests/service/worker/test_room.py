@@ -18,6 +18,7 @@ from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import CONFIG, LAYERS, Bench, alive, joined, nest
 
 import service.worker.process
+from drafter.batch import load_batch
 from drafter.device import RanksLost, is_out_of_memory
 from drafter.errors import CheckpointError
 from rl_hooks import wire
@@ -173,6 +174,20 @@ def test_a_run_is_refused_only_where_no_other_is_idle_and_says_so(
     until_trained(bench, worker, "d", honest)
     assert worker.served.keys() == {"d"}
     assert error_of(bench, "d") is None
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["cpu", "cuda", "python", "mmap"])
+def test_who_is_idle_gives_way_also_where_a_batch_cannot_be_read_for_want_of_memory(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def loading(*args: Any, **named: Any) -> Any:
+        if len(worker.served) > 2:
+            raise error
+        return load_batch(*args, **named)
+
+    monkeypatch.setattr("service.worker.inbox.load_batch", loading)
+    until_trained(bench, worker, "a", post(bench, "a", "x"))
+    assert "a" in worker.served
 
 
 def test_a_run_that_needs_more_than_there_is_closes_ever_more_at_once(
