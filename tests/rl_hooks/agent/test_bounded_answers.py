@@ -501,7 +501,7 @@ def test_a_download_that_drips_lets_the_service_be_asked_again_and_goes_on_where
     version = service.publish(1)
     with running_agent(service, engine, cache=tmp_path) as agent:
         service.attack("drip", "/model.safetensors")
-        eventually(lambda: errors(agent, "service", "NoRoomError") >= 2)
+        eventually(lambda: errors(agent, "service", "DownloadError") >= 2)
         polls = [path for _, path in service.requests if path.startswith("/drafter/latest")]
         assert len(polls) >= 2
         monkeypatch.setattr(download, "DOWNLOAD_SECONDS", 600.0)
