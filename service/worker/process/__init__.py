@@ -509,9 +509,11 @@ class Worker:
         with self._giving_back:
             if state.closed is None or self._stopping or self._runs.get(run) is not state or not self._leases.hold(run):
                 return
-            if self._layout.run_json(run).exists():  # nothing is written of one that is being deleted
-                Store(self._redis, run).set_worker({})
-            self._leases.give_back(run)
+            try:
+                if self._layout.run_json(run).exists():  # nothing is written of one that is being deleted
+                    Store(self._redis, run).set_worker({})
+            finally:
+                self._leases.give_back(run)  # though the disk fails: another worker may have it
 
     def _log_failed_beat(self, what: str, error: Exception) -> None:
         if type(error) not in self._beat_failures:
