@@ -12,7 +12,8 @@ A run that a person has paused or archived is closed after a checkpoint, so it h
 in its queue ends as skipped.
 
 Where memory runs out for a run that has work, those that have been idle longest are closed (`room`), and it is tried
-again; each of them is opened again for its next batch. Only where none is idle is a run refused for want of memory.
+again; each of them is opened again for its next batch. A run is refused for want of memory only where none is idle, or
+that did not help.
 After the death of a process at work, runs without work are not open beside the run that it was at.
 """
 
