@@ -222,6 +222,8 @@ class RunWorker:
         """Checkpoint before an orderly stop, and do not let what is still in hand count."""
         try:
             self.save()
+        except (LeaseLost, CheckpointSuperseded):
+            raise  # as in `cycle`: another worker counts them now
         except Exception as error:
             if not is_batch_fault(error):  # a full disk, or no memory
                 self.inbox.uncount(Phase.DONE)

@@ -12,7 +12,8 @@ A run that a person has paused or archived is closed after a checkpoint, so it h
 in its queue ends as skipped.
 
 Where memory runs out for a run that has work, those that have been idle longest are closed (`room`), and it is tried
-again; each of them is opened again for its next batch. Only where none is idle is a run refused for want of memory.
+again; each of them is opened again for its next batch. A run is refused for want of memory only where none is idle, or
+that did not help.
 After the death of a process at work, runs without work are not open beside the run that it was at.
 """
 
@@ -509,9 +510,11 @@ class Worker:
         with self._giving_back:
             if state.closed is None or self._stopping or self._runs.get(run) is not state or not self._leases.hold(run):
                 return
-            if self._layout.run_json(run).exists():  # nothing is written of one that is being deleted
-                Store(self._redis, run).set_worker({})
-            self._leases.give_back(run)
+            try:
+                if self._layout.run_json(run).exists():  # nothing is written of one that is being deleted
+                    Store(self._redis, run).set_worker({})
+            finally:
+                self._leases.give_back(run)  # though the disk fails: another worker may have it
 
     def _log_failed_beat(self, what: str, error: Exception) -> None:
         if type(error) not in self._beat_failures:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from redis import Redis
 from redis import asyncio as aio
+from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import CONFIG, LAYERS, Bench, alive, joined, nest
 
@@ -23,7 +24,7 @@ from drafter.device import RanksLost, is_out_of_memory
 from drafter.errors import CheckpointError
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
-from service.storage.layout import file_id
+from service.storage.layout import Layout, file_id
 from service.storage.lease import Leases
 from service.storage.reports import AsyncStore
 from service.storage.reports import Store as WorkersStore
@@ -340,6 +341,42 @@ def test_a_run_that_is_closed_for_others_has_somebody_who_looks_after_it_and_hee
     for _ in range(2):
         worker._turn()
     assert not worker.served, "it was heeded once"
+
+
+def test_a_closed_run_whose_heartbeat_fails_keeps_no_other_from_its_own(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker._close_idle()
+    for run in RUNS[:3]:
+        Store(bench.redis, run).set_worker({"heartbeat": 1.0})
+    real = Layout.run_json
+
+    def run_json(self: Layout, run: str) -> Path:
+        if run == "a":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, run)
+
+    monkeypatch.setattr(Layout, "run_json", run_json)
+    worker._beat_once()
+    beats = [Store(bench.redis, run).worker().heartbeat or 0.0 for run in RUNS[:3]]
+    assert [beat > time.time() - 20 for beat in beats] == [False, True, True]
+    assert "no heartbeat for run a" in caplog.text
+    assert bench.redis.get(Leases.key("a")) is None, "another worker may have it"
+
+
+def test_redis_that_went_away_while_a_run_was_opened_is_no_death(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So nobody is closed for it: this very process lives."""
+    register(bench, "d")
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkersStore, "end", lambda *_: (_ for _ in ()).throw(RedisConnectionError("away")))
+        with pytest.raises(RedisConnectionError):
+            worker._turn()
+    worker._runs["d"].worker = None
+    worker._turn()
+    assert worker.served.keys() == set(RUNS)
+    assert not worker._sparing
 
 
 def test_after_a_death_at_work_runs_without_work_are_not_open_beside_what_killed_it(

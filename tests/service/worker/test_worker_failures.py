@@ -30,9 +30,10 @@ from service.storage.layout import file_id
 from service.storage.lease import Leases
 from service.storage.queue.deliveries import MAX_DELIVERIES
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
+from service.storage.queue.keys import GROUP, Keys
 from service.storage.reports import Store as WorkersStore
 from service.storage.runs import change_state, untouched
-from service.worker.checkpoint import WorkerCheckpoint
+from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.learner import Learner
 from service.worker.lineage import Lineage
 from service.worker.loop import LeaseLost, RunWorker
@@ -520,6 +521,25 @@ def test_what_is_in_hand_when_the_lease_is_lost_is_not_touched(bench: Bench, mon
     with pytest.raises(LeaseLost):
         worker.cycle()
     assert not any(released)
+
+
+@pytest.mark.parametrize(
+    ("error", "deliveries"),
+    [(MemoryError("no copy"), 0), (LeaseLost("its lease is gone"), 1), (CheckpointSuperseded("its state is newer"), 1)],
+)
+def test_a_last_checkpoint_that_fails_blames_no_batch_and_counts_nothing_that_is_anothers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, deliveries: int
+) -> None:
+    bench.begin()
+    bench.post("a")
+    worker = bench.worker(checkpoint_seconds=1e9)
+    worker.cycle()
+    assert worker.inbox.done == 1
+    monkeypatch.setattr(Learner, "save", broken(error, lambda *_: True, Learner.save))
+    with pytest.raises(type(error)):
+        worker.close()
+    pending = bench.redis.xpending_range(Keys("default").queue, GROUP, "-", "+", 9)
+    assert [entry["times_delivered"] for entry in pending] == [deliveries]
 
 
 def test_a_device_that_failed_ends_the_process_because_no_run_can_use_it_any_more(
