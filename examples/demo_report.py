@@ -312,7 +312,7 @@ def plot_title(rows: Sequence[StepRow], changes: Sequence[int] = ()) -> str:
     text += f" (step {lows[0][1]})" + "".join(f", {a:.1f} after the task changed (step {s})" for a, s in lows[1:])
     text += f", {_mean([alpha for alpha, _ in served[-_EDGE_STEPS:]]) or 0:.1f} at the end"
     frozen = _mean(_known(rows, "alpha_frozen")[-_EDGE_STEPS:])
-    return text if frozen is None else f"{text}; drafter never trained: {frozen:.1f}"
+    return text if frozen is None else f"{text}; frozen drafter: {frozen:.1f}"
 
 
 def _cut(served: Sequence[tuple[float, int]], changes: Sequence[int]) -> list[list[tuple[float, int]]]:

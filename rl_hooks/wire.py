@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -46,6 +47,8 @@ from rl_hooks.format.container import parts_bytes as parts_bytes
 #: Rows that `last_hidden` and `logsumexp` have: of all tokens, or of `predicting_rows`.
 LastRows = Literal["all", "predicting"]
 FORMATS: Final[Mapping[LastRows, str]] = {"all": "draftalign.rollouts.v1", "predicting": "draftalign.rollouts.v2"}
+#: Names of runs: no braces (they mark Redis hash tags), no slashes, no leading dot, at most 64 characters.
+RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN_FORMAT: Final = "draftalign.run.v1"
 HEAD_FORMAT: Final = "draftalign.head.v1"
 DRAFTER_FORMAT: Final = "draftalign.drafter.v1"

@@ -201,6 +201,8 @@ def _weights_file(directory: Path, *, pickles: bool) -> Path:
         )
     if INDEX_FILE in names:
         raise CheckpointError(f"{directory} holds a sharded checkpoint; save the drafter as one {MODEL_FILE}")
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory; expected one with {MODEL_FILE} and {CONFIG_FILE}")
     raise CheckpointError(f"{directory} has no {MODEL_FILE}; expected it beside {CONFIG_FILE}")
 
 

@@ -14,7 +14,7 @@ from rl_hooks.format.eagle3 import CheckpointError, DrafterConfig, Found
 
 _ADVICE: Final = (
     "`draftalign convert DRAFTER NEW --to sglang` rewrites a drafter of another project's layout (`--to mtp` takes the "
-    "MTP module out of a policy's checkpoint). Without a drafter the run begins from scratch"
+    "MTP module out of a policy's checkpoint). Leave the drafter out, and the run begins from scratch"
 )
 
 

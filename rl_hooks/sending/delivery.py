@@ -49,6 +49,8 @@ class Delivery:
     prompts_once: bool = False
     #: Why the worker refused the newest dead batch of the run.
     last_dead_reason: str = field(init=False, default="")
+    #: Why the service refused to register the run; empty while it has not.
+    _not_registered: str = field(init=False, default="")
     _dead_total: int | None = field(init=False, default=None)  # of the newest answer
 
     def deliver(self, job: Job, pause: Callable[[float], bool]) -> str:
@@ -99,6 +101,10 @@ class Delivery:
         if reply.status == 409 and (registers or reply.fields.get("type") == _CLOSED):
             self.refused = True
             text += ". This process sends nothing until it is attached again; its own work goes on"
+        elif registers:
+            self._not_registered = text
+        elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it
+            text += f". Before that, {self._not_registered}"
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
         if reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses:
             return None

@@ -85,6 +85,8 @@ class DrafterHook:
         logit_map: wire.LogitMap | None = None,
         strict: bool = False,
     ) -> None:
+        if not wire.RUN_NAME.fullmatch(run):
+            raise ValueError(f"run: {run!r} is no run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit")
         #: Counters, and the newest failure.
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         #: Runs our own work: times it, and keeps its failures from the trainer.

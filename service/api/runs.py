@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
 from redis.exceptions import RedisError
 
-from rl_hooks.wire import Header, parts_bytes
+from rl_hooks.wire import RUN_NAME, Header, parts_bytes
 from service.access.tokens import Token
 from service.api.auth import Caller, audit
 from service.api.context import Context, ServiceContext
@@ -28,7 +28,7 @@ from service.monitor.records import State
 from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
-from service.storage.layout import RUN_NAME, FileId, file_id
+from service.storage.layout import FileId, file_id
 from service.storage.runs import (
     RunRecord,
     change_state,

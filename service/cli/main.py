@@ -183,7 +183,10 @@ def runs(
         call("DELETE", service, f"/runs/{quote(delete, safe='')}", timeout=60.0)
         typer.echo(f"run {delete} is deleted")
         return
-    for one in call("GET", service, "/runs").json():
+    found = call("GET", service, "/runs").json()
+    if not found:
+        typer.echo("no run is registered yet: a trainer's hook or an engine does it with its first rollouts", err=True)
+    for one in found:
         typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {one['headline']['text']}")
 
 
@@ -314,6 +317,8 @@ def main() -> None:
         first = error.errors()[0]
         named = ".".join(str(part) for part in first["loc"])
         told = first["msg"].removeprefix("Value error, ")
-        sys.exit(f"draftalign: setting {named}: {told}" if named else f"draftalign: settings: {told}")
+        if not named:
+            sys.exit(f"draftalign: settings: {told}")
+        sys.exit(f"draftalign: setting {named} (DRAFTALIGN_{named.upper()}): {told}")
     except (ServiceError, OSError) as error:
         sys.exit(f"draftalign: {error}")

@@ -206,6 +206,10 @@ def _load(policy: str, device: str, prompts: Path) -> tuple[Any, list[list[int]]
 
     from rl_hooks.trainer.warmup import read_prompts
 
+    if (
+        policy.startswith(("/", "./", "../")) and not Path(policy).is_dir()
+    ):  # transformers would take it for a hub's name
+        raise ConfigurationError(f"the policy {policy} is no directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(policy)
     except (OSError, ValueError) as error:

@@ -263,8 +263,11 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
         text = f": {facts.gathered:,} response tokens are gathered; the first drafter is being made."
         yield _found("wait", "learning", "Learning", text)
     elif facts.gathered is not None and facts.wanted and (facts.accepted or facts.queued):
-        text = f": {facts.gathered:,} of {facts.wanted:,} response tokens gathered."
+        text = f": {facts.gathered:,} of {facts.wanted:,} response tokens gathered (vocab_min_tokens)."
         yield _found("wait", "gathering", "Waiting for the draft vocabulary", text)
+    elif facts.served_version is not None and facts.current is not None:
+        text = f": no rollout has come since {short_version(facts.served_version)} was published."
+        yield _found("good", "published", "Published", text)
     elif facts.current is not None:
         yield _found("wait", "learning", "Learning", ": no drafter is served yet; the first one is being made.")
     elif facts.queued and facts.heartbeat is not None:

@@ -154,7 +154,8 @@ def advise(found: Headroom | None, *, action: str | None, starved: bool) -> Advi
         return Advice(
             "hurt", f"each training loses {-each:.1%}: look at the rollouts, lower the learning rate or the passes"
         )
-    left = f"further training would bring {found.gain:.1%} ({found.low:+.1%} to {found.high:+.1%})"
+    span = f"{found.gain:.1%} ({found.low:+.1%} to {found.high:+.1%})"
+    left = f"further training would bring {span}"
     busy = (found.busy or 0.0) > _BUSY
     if found.low > 0.0 and found.gain > _SMALL:
         if busy:
@@ -167,7 +168,10 @@ def advise(found: Headroom | None, *, action: str | None, starved: bool) -> Advi
     if found.high < _RULED_OUT:
         return Advice("converged", f"{left}: do nothing")
     if action in ("idle", "probe"):
-        return Advice("resting", f"training is not expected to pay now, though {left}: do nothing")
+        return Advice(
+            "resting",
+            f"training is not expected to pay now: do nothing; how much it would still bring is uncertain, {span}",
+        )
     return Advice("unknown", f"{left}: the verdicts do not tell yet")
 
 

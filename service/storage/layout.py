@@ -10,10 +10,9 @@ import re
 from pathlib import Path
 from typing import Final
 
+from rl_hooks.wire import RUN_NAME
 from service.errors import RunNotFound, VersionNotFound
 
-#: Names of runs: no braces (they mark Redis hash tags), no slashes, no leading dot, at most 64 characters.
-RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Drafter versions: `v`, a number of at least six digits, and the first eight digits of the content digest.
 VERSION_NAME: Final = re.compile(r"v[0-9]{6,12}-[0-9a-f]{8}")
 BATCH_ID: Final = re.compile(r"[0-9a-f]{32}")

@@ -160,7 +160,7 @@ def test_the_table_has_no_empty_cells() -> None:
 
 
 def test_the_plot_is_titled_by_what_it_shows() -> None:
-    said = "3.8 at the start, 2.0 at its lowest (step 1), 4.7 at the end; drafter never trained: 2.0"
+    said = "3.8 at the start, 2.0 at its lowest (step 1), 4.7 at the end; frozen drafter: 2.0"
     assert plot_title(passed_over_rows()) == f"α over 20 RL steps: {said}"
     assert plot_title([step_row(0, alpha_served=None)]) == "α over 1 RL steps"
 

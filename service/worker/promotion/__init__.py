@@ -177,10 +177,14 @@ class Gate:
         """Look at all challengers on a claim, best first. `served`: the version that engines are offered.
 
         `wider`: the part of `fresh` on which archived versions were scored too; all of it, without one.
+        A run from scratch has nothing to judge before its first training: random layers may be worth a few per cent
+        beside no drafter at all, and cost an engine more.
         """
         wider = wider or fresh
         if served != self.served:
             self.begin(served)
+        if served is None and self.trained_to is None:
+            return []
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
         index = np.array(fresh.evidence, dtype=np.int64)
         found = []

@@ -300,7 +300,7 @@ def test_a_verdict_states_the_promise_its_bounds_and_the_error_that_it_is_allowe
         tuple(math.expm1(trial.mean + part) for part in (0, -reach, reach))
     )
     said = f"not enough evidence yet: expected gain {verdict.gain:+.2%} ({verdict.low:+.2%} to {verdict.high:+.2%}) "
-    said += f"after 1 look; an equal one comes so far in {trial.error:.2g} of all runs, 0.1 allowed"
+    said += f"after 1 look; chance that an equal one ever comes so far: {100 * trial.error:.3g} % (10 % allowed)"
     assert verdict.reason == said
     said = said.removeprefix("not enough evidence yet: ")
     assert trial.verdict(confidence=0.9, min_gain=0.5).reason == said + "; a swap is worth +50.00%"

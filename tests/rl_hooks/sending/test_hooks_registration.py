@@ -176,6 +176,12 @@ def test_impossible_limits_are_refused(bad: dict[str, Any]) -> None:
         DrafterHook(tiny_qwen3(), "http://127.0.0.1:9", aux_layers=(1, 2), **bad)
 
 
+@pytest.mark.parametrize("run", ["", "my run/7", ".hidden", "x" * 65])
+def test_a_name_that_no_run_can_have_is_refused_when_attaching(run: str) -> None:
+    with pytest.raises(ValueError, match="is no run's name: 1 to 64 of"):
+        DrafterHook(tiny_qwen3(), "http://127.0.0.1:9", aux_layers=(1, 2), run=run)
+
+
 def test_a_model_whose_ranks_hold_the_same_rollouts_is_refused_by_name() -> None:
     """Tensor parallelism: each rank would send all. FSDP2's mesh is of ranks that hold their own."""
     model = tiny_qwen3()

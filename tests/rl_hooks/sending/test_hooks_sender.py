@@ -15,7 +15,7 @@ import pytest
 from hooks_fixtures import Answer, Received, Receiver, free_port, receiver
 
 from rl_hooks.sending.exchange import Origin
-from rl_hooks.sending.jobs import Job
+from rl_hooks.sending.jobs import Job, run_path
 from rl_hooks.sending.sender import RolloutSender
 
 
@@ -67,6 +67,24 @@ def test_a_refusal_costs_no_body_and_retry_after_is_honoured() -> None:
         assert (stats["sent"], stats["retries"], stats["bytes_sent"]) == (1, 1, 1000)
         assert times[1] - times[0] >= 1.0
         assert len(service.requests) == 1
+        sender.close()
+
+
+def test_what_follows_from_a_refused_registration_does_not_hide_its_cause() -> None:
+    with receiver() as service:
+        service.answer = lambda request: (
+            (422, {}, {"detail": "no drafter's config"})
+            if request.method == "PUT"
+            else (404, {}, {"type": "urn:draftalign:no-such-run", "detail": "run 'r' is not registered"})
+        )
+        sender = RolloutSender(service.url, run="r", patience_seconds=0.0)
+        sender.submit_job(Job("PUT", run_path("r"), lambda: [b"0"], 1))
+        sender.submit([b"1"])
+        stats = finished(sender)
+        assert stats["dropped_error"] == 2
+        said = str(stats["last_error"])
+        assert "run 'r' is not registered. Before that, PUT " in said
+        assert "no drafter's config" in said
         sender.close()
 
 

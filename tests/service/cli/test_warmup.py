@@ -152,12 +152,12 @@ def test_what_cannot_work_ends_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    for options, says in (
-        (("--out", "full"), "full holds files already"),
-        ((), "does not answer"),
+    for policy, options, says in (
+        ("nowhere", ("--out", "full"), "full holds files already"),
+        ("nowhere", (), "does not answer"),
     ):
         done = warm_up(
-            "nowhere", "--prompts", "prompts.txt", *options, url=f"http://127.0.0.1:{free_port()}", cwd=tmp_path
+            policy, "--prompts", "prompts.txt", *options, url=f"http://127.0.0.1:{free_port()}", cwd=tmp_path
         )
         assert done.returncode == 1
         assert done.stderr.strip().splitlines()[-1].startswith("draftalign: ")
@@ -236,7 +236,7 @@ def test_a_worker_that_does_not_get_on_ends_the_warm_up_with_the_reason(monkeypa
 def test_batches_that_wait_for_the_draft_vocabulary_are_not_waited_for(
     hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gathers = "Waiting for the draft vocabulary: 10 of 20 response tokens gathered."
+    gathers = "Waiting for the draft vocabulary: 10 of 20 response tokens gathered (vocab_min_tokens)."
     worse = {"text": "Queue 85 % full: ...", "state": "queue_full", "level": "warn", "also": [gathers]}
     headline = worse if hidden else {"text": gathers, "state": "gathering", "level": "wait", "also": []}
     watch = watch_of(monkeypatch, ["queued"], headline, [])

@@ -152,7 +152,7 @@ STATES = [
         (
             "wait",
             "gathering",
-            "Waiting for the draft vocabulary: 27,648 of 50,000 response tokens gathered.",
+            "Waiting for the draft vocabulary: 27,648 of 50,000 response tokens gathered (vocab_min_tokens).",
         ),
     ),
     (
@@ -246,8 +246,12 @@ STATES = [
     (new(accepted=2, queued=2), ("wait", "queued", "Waiting: 2 batches in the queue, none scored yet.")),
     (new(accepted=2), ("wait", "unscored", "Waiting: no rollout has been scored yet.")),
     (
-        facts(current=Current(alpha_ngram=1.2)),
+        facts(current=Current(alpha_ngram=1.2), served_version=None),
         ("wait", "learning", "Learning: no drafter is served yet; the first one is being made."),
+    ),
+    (
+        facts(current=Current(alpha_ngram=1.2)),
+        ("good", "published", "Published: no rollout has come since v000007 was published."),
     ),
     (
         facts(current=Current(live=LiveAlpha(2.5, 900))),
