@@ -156,11 +156,18 @@ def same(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return all(torch.equal(value, others[name]) for name, value in some.items())
 
 
-def expected(micros: list[Micro], samples: list[Any], weights: dict[int, dict[str, Tensor]]) -> tuple[list[Any], int]:
-    """The samples that the weights trained on which had drawn them; and how many others were trained on."""
-    seen = [(sample, micro.weights) for micro in micros for sample in of_micro(micro, samples)]
-    fresh = [one for one, now in seen if one.model_version in weights and same(now, weights[one.model_version])]
-    return fresh, len(seen) - len(fresh)
+def expected(
+    micros: list[Micro], samples: list[Any], weights: dict[int, dict[str, Tensor]]
+) -> tuple[list[tuple[Any, int]], int]:
+    """The samples that weights of a version trained on, with that version; and how many others were trained on."""
+    found: list[tuple[Any, int]] = []
+    others = 0
+    for micro in micros:
+        versions = [version for version, theirs in weights.items() if same(micro.weights, theirs)]
+        seen = of_micro(micro, samples)
+        found += [(sample, versions[0]) for sample in seen if versions]
+        others += len(seen) * (not versions)
+    return found, others
 
 
 @dataclass(frozen=True)

@@ -192,5 +192,6 @@ class ClaimScorer:
         return (
             f"log-probabilities disagree with the features by {gap:.3g} nats on average (limit "
             f"{self._settings.logprob_gap_nats:g}): a state taken before the final norm, a stale "
-            "head, a wrong temperature or a shifted mask; compare logprobs[t] with last_hidden[t-1] @ lm_head"
+            "head, a wrong temperature, a shifted mask or tokens of a much older policy; "
+            "compare logprobs[t] with last_hidden[t-1] @ lm_head"
         )

@@ -1,12 +1,13 @@
 """TRL's AsyncGRPOTrainer: `rl_hooks.trl.attach(trainer, url)`, as for GRPO. Written against TRL 1.16.
 
-Its forward is one row over a prefix tree of rollouts, and its batch does not say which weights drew them. So a rollout
-gets its number and version where the trainer takes it from the queue, and the batch two more columns where TRL packs
-it. Four questions are answered:
+Its forward is one row over a prefix tree of rollouts, and its batch does not say which these are. So a rollout gets its
+number where the trainer takes it from the queue, and the batch two more columns where TRL packs it. Four questions
+are answered:
 
 - tokens and mask: the paths of the tree; of them the trainer's own loss terms, with the sampler's log-probabilities;
-- version: `model_version`, the sampler's of a rollout and the trainer's own. What older weights drew is left out, and
-  counted (`skipped_stale`);
+- version: `model_version` of the weights of the forward, which gives the features. Older ones may have drawn the
+  tokens: in asynchronous RL they mostly have. What is trained on with weights of no version is left out, and counted
+  (`skipped_stale`);
 - which forward: `compute_loss`, until the first optimizer step after the weights were given to the sampler;
 - which rank sends: each the rollouts of its own row; rank 0 takes them from the queue, and registers the run.
 """
@@ -27,21 +28,21 @@ from rl_hooks.trainer.stacks.attachment import Attachment
 
 #: Columns of the batch. int64 [ranks, T]: where the forward has each token of the rollouts, end to end; -1: padding.
 _PLACES: Final = "draftalign_places"
-#: float64 [ranks, rollouts, 6]: tokens (-1: padding), number, whether the newest version drew it, reward (NaN: not
-#: known); the newest version, and the optimizer steps before it, or -1 where it drew nothing of this batch.
+#: float64 [ranks, rollouts, 5]: tokens (-1: padding), number, reward (NaN: not known); of rank 0 when it packed the
+#: batch: the version, and how often weights had been given to the sampler. That may be a step before it is trained on.
 _ROLLOUTS: Final = "draftalign_rollouts"
 
 
 class _Labelled(dict[str, float]):
-    """A sample's metrics, which TRL hands on to its collator as they are: with the rollout's number and version."""
+    """A sample's metrics, which TRL hands on to its collator as they are: with the rollout's number."""
 
-    number = version = -1
+    number = -1
 
 
 class AsyncAttachment(Attachment):
     """An AsyncGRPOTrainer with the hook on it."""
 
-    METHODS = ("get_train_dataloader", "compute_loss", "log")
+    METHODS = ("get_train_dataloader", "compute_loss", "_sync_weight_merged", "_sync_weight_lora", "log")
     ATTRIBUTES = (*Attachment.ATTRIBUTES, "model_version", "rollout_queue")
 
     @staticmethod
@@ -51,25 +52,23 @@ class AsyncAttachment(Attachment):
 
     def __init__(self, trainer: Any, hook: DrafterHook) -> None:
         super().__init__(trainer, hook)
-        self._numbered = self._steps = 0
-        self._newest, self._newest_steps = self.policy_version(trainer), -1  # whether weights are its own is not known
+        self._numbered = self._steps = self._given = 0
+        self._given_steps = -1  # optimizer steps when weights were given to the sampler last; nobody knows before that
         self._wrap(trainer, "get_train_dataloader", self._load)
         self._wrap(trainer, "compute_loss", self._loss)
+        self._wrap(trainer, "_sync_weight_merged", self._give)  # TRL calls one of the two, on every rank
+        self._wrap(trainer, "_sync_weight_lora", self._give)
         if trainer.rollout_queue is not None:  # rank 0
             self._wrap(trainer.rollout_queue, "get", self._get)
-        if trainer.args.gradient_accumulation_steps == 1:
-            text = "with gradient_accumulation_steps=1 the trainer takes each rollout a step before it trains on it"
-            hook.tally.warn("a step old", f"{text}: of all steps but the first nothing is sent (skipped_stale)")
 
     def stepped(self) -> None:
         """The weights are of no version now, until they are given to the sampler."""
-        self._look()
         self._steps += 1
 
-    def _look(self) -> None:
-        """A version that came since the last step is of the weights before the next one."""
-        if (version := self.policy_version(self._trainer)) != self._newest:
-            self._newest, self._newest_steps = version, self._steps
+    def _give(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = original(*args, **kwargs)
+        self._given, self._given_steps = self._given + 1, self._steps
+        return answer
 
     # --- rank 0: from the queue into the batch ------------------------------------------------------------------------
 
@@ -81,7 +80,7 @@ class AsyncAttachment(Attachment):
 
     def _label(self, sample: Any) -> None:
         metrics = _Labelled(sample.metrics)
-        metrics.number, metrics.version = self._numbered, int(sample.model_version)
+        metrics.number = self._numbered
         self._numbered += 1
         sample.metrics = metrics
 
@@ -98,14 +97,11 @@ class AsyncAttachment(Attachment):
         return batch
 
     def _columns(self, rows: Any) -> dict[str, Tensor]:
-        self._look()
-        drew = any(one["metrics"].version == self._newest for row in rows for one in row.samples)
-        newest = (self._newest, self._newest_steps if drew else -1)
+        now = (self.policy_version(self._trainer), self._given)
 
         def told(sample: Any) -> tuple[float, ...]:
             of = sample["metrics"]
-            reward = of.get("reward", math.nan)
-            return (len(sample["input_ids"]), of.number, of.version == self._newest, reward, *newest)
+            return (len(sample["input_ids"]), of.number, of.get("reward", math.nan), *now)
 
         tables = [torch.tensor([told(sample) for sample in row.samples], dtype=torch.float64) for row in rows]
         return {
@@ -119,12 +115,11 @@ class AsyncAttachment(Attachment):
         if _ROLLOUTS not in inputs or not model.training:
             return None
         table = inputs[_ROLLOUTS][0]
-        lengths, numbers, of_newest, rewards, versions, steps = table[table[:, 0] >= 0].T
-        fresh = (of_newest == 1) & (steps == self._steps)
-        self._skipped_stale += int((~fresh).sum())
-        if steps[0] != self._steps:
+        lengths, numbers, rewards, versions, given = table[table[:, 0] >= 0].T
+        if self._given_steps != self._steps:
+            self._skipped_stale += len(lengths)
             return None
-        version, lengths = int(versions[0]), lengths.long()
+        version, lengths = int(versions[0]) + self._given - int(given[0]), lengths.long()
         ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # [N]
         places = inputs[_PLACES][inputs[_PLACES] >= 0]  # [T]
         terms = inputs["token_index"] >= 0
@@ -133,7 +128,7 @@ class AsyncAttachment(Attachment):
         told = torch.repeat_interleave(lengths) * len(ids) + places
         generated = torch.searchsorted(told, of * len(ids) + before) + 1
         loss_mask, logprobs = torch.zeros_like(told, dtype=torch.bool), logprob.new_full(told.shape, math.nan)
-        loss_mask[generated], logprobs[generated] = fresh[of], logprob
+        loss_mask[generated], logprobs[generated] = True, logprob
         return {
             "input_ids": ids[places][None],
             "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),

@@ -61,14 +61,15 @@ def train(directory: Path, policy: str, service: Any, found: dict[str, Any]) -> 
         dist.broadcast_object_list(shared)
         assert shared[0] is not None
         samples, weights = shared[0]
-        fresh, stale = expected(micros, samples, weights)
-        found["stale"] = (stale, stats["skipped_stale"])
+        wanted, others = expected(micros, samples, weights)
+        found["others"] = (others, stats["skipped_stale"])
         sent = [one for request in service.rollouts() for one in rollouts_of(mapped(request, directory))]
         of_sample = [sample_of(one, samples) for one in sent]
-        found["fresh"] = sorted(map(id, of_sample)) == sorted(map(id, fresh))
+        labelled = sorted((id(sample), one.version) for one, sample in zip(sent, of_sample, strict=True))
+        found["wanted"] = labelled == sorted((id(sample), version) for sample, version in wanted)
         found["numbers"] = [number for number, sample in enumerate(samples) if any(sample is one for one in of_sample)]
         pairs = list(zip(sent, of_sample, strict=True))
-        found["labels"] = all((a.version, a.reward) == (b.model_version, b.metrics["reward"]) for a, b in pairs)
+        found["rewards"] = all(a.reward == b.metrics["reward"] for a, b in pairs)
         found["versions"] = sorted({one.version for one in sent})
         found["far"] = max(far_from_its_own_forward(one, weights[one.version], AUX, 1.0) for one in sent)
         found["requests"] = [f"{r.method} {r.path}" for r in service.requests]

@@ -497,7 +497,7 @@ def test_a_run_from_scratch_says_how_many_tokens_its_vocabulary_waits_for(
         bench.drain(worker)
     page = browse(api.url, browser)
     said = "120 of 400 response tokens gathered"
-    assert page.texts["headline"] == f"Waiting for the draft vocabulary: {said}."
+    assert page.texts["headline"] == f"Waiting for the draft vocabulary: {said} (vocab_min_tokens)."
     assert tone(page) == ("wait", "wait")
     assert page.hidden("empty")
     assert f"default: {said} for the draft vocabulary; batches waiting: 1" in caplog.text
