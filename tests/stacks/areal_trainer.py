@@ -96,18 +96,16 @@ def rollouts(seed: int, version: int) -> list[dict[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def alone(whole: Any, batch: list[dict[str, torch.Tensor]], version: int) -> dict[tuple[int, ...], Alone]:
-    """By tokens, those of which this version drew some. Fills in the batch's `logprobs`."""
+def alone(whole: Any, batch: list[dict[str, torch.Tensor]]) -> dict[tuple[int, ...], Alone]:
+    """By tokens. Fills in the batch's `logprobs`."""
     found = {}
     for one in batch:
         ids = one["input_ids"][0].long()
         out = whole(ids[None], output_hidden_states=True, use_cache=False)
         logp = (out.logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         one["logprobs"] = torch.nn.functional.pad(logp, (1, 0))[None] * one["loss_mask"]
-        of_now = (one["loss_mask"][0] == 1) & (one["versions"][0] == version)
-        if of_now.any():
-            states, reward = states_alone(out, AUX), float(one["rewards"])
-            found[tuple(ids.tolist())] = Alone(states, of_now.int(), one["logprobs"][0], reward)
+        states, reward = states_alone(out, AUX), float(one["rewards"])
+        found[tuple(ids.tolist())] = Alone(states, one["loss_mask"][0], one["logprobs"][0], reward)
     return found
 
 
@@ -123,7 +121,7 @@ def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path
             mine.data.copy_(theirs.full_tensor())  # the test gathers; the hook does not
         actor.set_version(step)
         batch = rollouts(100 * step + rank, step)
-        expected = alone(whole, batch, step)
+        expected = alone(whole, batch)
         proximal = actor.compute_logp(batch)
         gap = max(
             float(((p[0, :-1] - one["logprobs"][0, 1:]) * one["loss_mask"][0, 1:]).abs().max())
@@ -144,7 +142,7 @@ def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path
             assert actor.hook.flush(20)
             found.setdefault("sent_in_update", []).append(len(service.rollouts()) - sent_before)
     if service is not None:
-        names = ("failures", "captured_rollouts", "skipped_stale")
+        names = ("failures", "captured_rollouts")
         found["stats"] = {name: actor.hook.stats()[name] for name in names}
         actor.hook.close()
         os.environ["DRAFTALIGN_URL"] = ""

@@ -18,14 +18,14 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_the_weights_of_now_drew_is_sent_rollout_by_rollout(ranks: list[dict[str, Any]], rank: int) -> None:
+def test_rollouts_are_sent_one_by_one_whatever_weights_drew_them(ranks: list[dict[str, Any]], rank: int) -> None:
     found = ranks[rank]
     assert found["actor"] == "DraftalignPPOActor"
-    # Of six rollouts a step one was drawn by the weights before, and one in part: that part is context.
-    assert found["stats"] == {"captured_rollouts": 10, "failures": 0, "skipped_stale": 2}
+    # Of six rollouts a step one was drawn by the weights before, and one in part.
+    assert found["stats"] == {"captured_rollouts": 12, "failures": 0}
     for version, step in enumerate(found["steps"]):
-        assert (step["rollouts"], step["left"], step["mask"], step["rewards"]) == (5, 0, True, True)
-        assert step["packed"] == [3, 2]  # two packed micro-batches, in AReaL's order
+        assert (step["rollouts"], step["left"], step["mask"], step["rewards"]) == (6, 0, True, True)
+        assert step["packed"] == [3, 3]  # two packed micro-batches, in AReaL's order
         assert set(step["versions"]) == {version}
         assert step["temperature"] == 0.7
         assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone

@@ -5,9 +5,9 @@
 
 Both are subclasses of AReaL's own; nothing of it is patched. Written against AReaL 1.0.4. Four questions are answered:
 
-- tokens and mask: the packed micro-batches; of `loss_mask`, the tokens that the weights of now drew (`versions`). What
-  older weights drew is context: asynchronous rollouts are sent as far as they are of this version, and counted;
-- version: the engine's own (`get_version`);
+- tokens and mask: the packed micro-batches, and their `loss_mask`; older weights may have drawn some of the tokens, so
+  the sampler's log-probabilities are needed;
+- version: the engine's own (`get_version`), of the weights of the forward, which gives the features;
 - which forward: the pass for proximal log-probabilities. Not the update's, not the reference's, not the teacher's;
 - which rank sends: each its own rollouts, as data is parallel; rank 0 registers the run.
 """
@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
-import torch
 from areal.engine.fsdp_engine import FSDPPPOActor
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils.environ import is_single_controller
@@ -87,19 +86,15 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
         if "multi_modal_input" in packed:
             hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
             return None
-        if "versions" not in packed:
-            hook.tally.warn("versions", "rollouts that do not say which weights drew them (`versions`) are left out")
+        if "logprobs" not in packed:
+            hook.tally.warn("logprobs", "rollouts without the sampler's log-probabilities (`logprobs`) are left out")
             return None
-        generated, bounds = packed["loss_mask"].bool(), packed["cu_seqlens"].long()  # [T], [rollouts + 1]
-        of_now = generated & (packed["versions"] == self.get_version())
-        rollout = torch.repeat_interleave(bounds.diff())  # [T]
-        hook.tally.add("skipped_stale", len({*rollout[generated].tolist()} - {*rollout[of_now].tolist()}))
         rewards = packed.get("rewards")  # [rollouts of the whole batch], as AReaL's own workflows have them
         return {
             "input_ids": packed["input_ids"].long(),
-            "cu_seqlens": bounds,
-            "loss_mask": of_now,
-            "logprobs": packed.get("logprobs"),
+            "cu_seqlens": packed["cu_seqlens"].long(),
+            "loss_mask": packed["loss_mask"].bool(),
+            "logprobs": packed["logprobs"],
             "rewards": rewards[places].tolist() if rewards is not None and rewards.ndim == 1 else None,
             "policy_version": self.get_version(),
             "temperature": self.config.temperature,
