@@ -540,7 +540,7 @@ def test_a_sharded_or_empty_directory_says_what_is_expected(tmp_path: Path) -> N
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="sharded"):
         import_drafter(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"is no directory; expected one with model\.saf"):
         import_drafter(tmp_path / "nowhere")
 
 
