@@ -60,7 +60,9 @@ def explain(parts: dict[str, float | None], aligned: float | None) -> str:
     first, last, worked = parts["first_all"], parts["last_all"], parts["first_worked"]
     if first is None or last is None:
         return "Too few rollouts to take the frozen drafter's change apart."
-    text = f"The frozen drafter's α went from {first:.2f} to {last:.2f}. "
+    text = (
+        f"The frozen drafter's α is {first:.2f} on the rollouts of the first two steps, {last:.2f} on the last two's. "
+    )
     if worked is not None:
         text += (
             f"Composition of the text: on worked answers it had only {worked:.2f} from the start, and their share went "

@@ -17,7 +17,8 @@ Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -100,6 +101,8 @@ def import_drafter(
             f"{directory} holds an MTP module, which has one layout in every project (DeepSeek-V3's): "
             "`draftalign convert --to mtp` takes it out of a policy's checkpoint"
         )
+    if path.name == MODEL_FILE and _is_model(path):
+        raise CheckpointError(f"{directory} holds a whole model, not a drafter: its {MODEL_FILE} has no fc.weight")
     nested = "speculators_model_type" in document or "transformer_layer_config" in document
     if layout is None:
         layout = "speculators" if nested else "specforge" if path.name == TRAINING_STATE else "sglang"
@@ -313,13 +316,26 @@ def _read_tensors(path: Path, config: DrafterConfig, notes: list[str]) -> dict[s
     return tensors
 
 
-def _read_safetensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            names = _canonical_names(file.keys(), path, notes)
-            return {ours: file.get_tensor(theirs) for ours, theirs in names.items()}
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a file holds layers of a whole model, such as the policy, and nothing that joins its states."""
+    with _opened(path) as file:
+        names = file.keys()
+    return "fc.weight" not in names and any(name.startswith("model.layers.") for name in names)
+
+
+def _read_safetensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
+    with _opened(path) as file:
+        names = _canonical_names(file.keys(), path, notes)
+        return {ours: file.get_tensor(theirs) for ours, theirs in names.items()}
 
 
 def _read_pickle(path: Path, notes: list[str]) -> dict[str, Tensor]:

@@ -380,17 +380,19 @@ async def get_worth(
 @router.post("/runs/{run}/drift/{action}", status_code=202, responses={409: {"description": "The run is archived."}})
 async def post_drift(
     run: str, action: Literal["acknowledge", "reset"], request: Request, context: Context
-) -> dict[str, str]:
+) -> dict[str, str | bool]:
     """Ask the worker to take the drift alarm back, with its baseline kept, or to learn a new baseline.
 
-    The worker does it within seconds, or when it is back. A fall that is still there raises the alarm again after
-    `acknowledge`, and becomes the level to compare with after `reset`.
+    The worker does it within seconds, or when it is back. `alarm`: whether there is one now. A fall that is still
+    there raises the alarm again after `acknowledge`, and becomes the level to compare with after `reset`.
     """
     audit(request, f"drift {action}")
     context.run(run)
     check_open(context.layout, run)
     await context.check_redis()
-    return {"run": run, "action": action, "request": await context.store(run).ask_of_drift(action)}
+    store = context.store(run)
+    alarm = (await store.worker()).drift_alarm
+    return {"run": run, "action": action, "alarm": alarm, "request": await store.ask_of_drift(action)}
 
 
 @router.put(

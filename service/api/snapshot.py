@@ -37,7 +37,6 @@ from service.monitor.records import (
     Arrival,
     Estimate,
     Headroom,
-    Lane,
     ServedDrafter,
     Vocabulary,
     arrival,
@@ -136,7 +135,6 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
         now=now,
         api_began=context.began,
-        has_drafter=context.run(run).has_drafter,
         dead_letters=await queue.dead_letters(RECENT_BATCHES),
         oldest_queued=arrivals.oldest,
         last_arrival=arrivals.last,
@@ -291,7 +289,6 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     return RunFacts(
         now=snapshot.now,
         api_began=snapshot.api_began,
-        has_drafter=snapshot.has_drafter,
         registered=snapshot.registered,
         heartbeat=worker.heartbeat,
         worker_error=worker.error,
@@ -312,7 +309,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         served_version=None if snapshot.latest is None else snapshot.latest.version,
         published=snapshot.published,
         current=current(snapshot.scores, sound(reports, snapshot.watch.sick), snapshot.now),
-        drift_alarm=any(map(_above, worker.drift.values())),
+        drift_alarm=worker.drift_alarm,
         drift_alpha=worker.drift_alpha,
         drift_level=worker.drift_level,
         cause=explain(worker.drift_change, snapshot.by_policy, sound(snapshot.acceptances, snapshot.watch.sick)),
@@ -323,10 +320,6 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         state=snapshot.state,
         held=snapshot.held,
     )
-
-
-def _above(lane: Lane) -> bool:
-    return lane.statistic is not None and lane.limit is not None and lane.statistic > lane.limit
 
 
 def _engines(snapshot: RunSnapshot) -> dict[str, list[AcceptanceRecord]]:

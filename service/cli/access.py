@@ -16,12 +16,6 @@ from service.settings import Settings
 from service.storage.layout import Layout
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add the two commands to the command line."""
-    app.command()(token)
-    app.command()(audit)
-
-
 def token(
     name: Annotated[str, typer.Argument(help="The token's name, as the audit log shall have it.")],
     scope: Annotated[

@@ -41,7 +41,7 @@ def check_redis(url: str, *, may_be_away: bool = False) -> None:
         full = isinstance(error, redis.exceptions.OutOfMemoryError)
         trouble = f"the Redis at {place} is full: {error}" if full else f"no Redis answers at {place}: {error}"
         if not full and not may_be_away:
-            raise ConfigurationError(f"{trouble}; check --redis-url") from error
+            raise ConfigurationError(f"{trouble}; check --redis-url or DRAFTALIGN_REDIS_URL") from error
         log.warning("%s; it is waited for", trouble)
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from enum import StrEnum
 from importlib.metadata import version
@@ -17,11 +18,23 @@ import typer
 from pydantic import ValidationError
 
 from rl_hooks.agent.cli import agent
-from service.cli import access, remote
+from service.cli.access import audit, token
 from service.cli.checks import check_redis, checked_redis, unknown_variables
-from service.cli.drafters import add_commands
+from service.cli.drafters import convert, evaluate, inspect
 from service.cli.plan import plan
-from service.cli.remote import LOCAL, Run, Service, call
+from service.cli.remote import (
+    LOCAL,
+    Run,
+    Service,
+    call,
+    drafters,
+    hold,
+    name_of,
+    publish,
+    release,
+    rollback,
+    state,
+)
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings
@@ -36,8 +49,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-StateDir = Annotated[Path | None, typer.Option(help="Where spool, registry and checkpoints live.")]
-Port = Annotated[int | None, typer.Option(help="TCP port of the API.")]
+StateDir = Annotated[
+    Path | None,
+    typer.Option(help="Where spool, registry and checkpoints live. Default: DRAFTALIGN_STATE_DIR, else .draftalign."),
+]
+Port = Annotated[int | None, typer.Option(help="TCP port of the API. Default: DRAFTALIGN_PORT, else 8400.")]
 # Every user of the machine can see a program's options, but not its variables.
 _SECRET: Final = "One with a password belongs in DRAFTALIGN_REDIS_URL."  # noqa: S105 - a help text
 RedisUrl = Annotated[str | None, typer.Option(help=f"Redis or Valkey to use; required. {_SECRET}")]
@@ -89,7 +105,6 @@ def _with_redis(settings: Settings) -> Settings:
     return settings
 
 
-@app.command()
 def serve(
     state_dir: StateDir = None,
     port: Port = None,
@@ -103,7 +118,6 @@ def serve(
     run_api(_with_redis(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)))
 
 
-@app.command()
 def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     """Run the worker: scores rollouts, trains the drafter, gates and publishes (needs a Redis, as `serve`).
 
@@ -114,7 +128,6 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     run_on_ranks(_with_redis(_settings(state_dir, redis_url=redis_url)))
 
 
-@app.command()
 def up(
     state_dir: StateDir = None,
     port: Port = None,
@@ -131,7 +144,6 @@ def up(
     run_up(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key))
 
 
-@app.command()
 def keygen(
     file: Annotated[Path, typer.Argument(help="Where the private key is written; it must not exist yet.")],
 ) -> None:
@@ -148,24 +160,24 @@ def keygen(
     typer.echo(public)
 
 
-@app.command()
 def drift(
     action: Annotated[
         DriftAction,
         typer.Argument(help="`acknowledge`: the cause is dealt with. `reset`: this level is the right one."),
     ],
     service: Service = LOCAL,
-    run: Run = "default",
+    run: Run = None,
 ) -> None:
     """Take a drift alarm back: keep its baseline, or learn a new one.
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
-    call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}")
-    typer.echo(f"asked; the worker of run {run} does it within seconds")
+    run = name_of(service, run)
+    asked = call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}").json()
+    none = "" if asked["alarm"] else "; there is no alarm now"
+    typer.echo(f"asked; the worker of run {run} does it within seconds{none}")
 
 
-@app.command()
 def runs(
     delete: Annotated[
         str | None, typer.Option(help="Name of a run to delete, with all that was received of it.")
@@ -190,9 +202,8 @@ def runs(
         typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {one['headline']['text']}")
 
 
-@app.command()
 def dead(
-    run: Run = "default",
+    run: Run = None,
     retry: Annotated[str | None, typer.Option(help="Id of a batch to put back into the queue.")] = None,
     discard: Annotated[str | None, typer.Option(help="Id of a batch to take from the list, with its file.")] = None,
     save: Annotated[
@@ -204,7 +215,7 @@ def dead(
 
     DRAFTALIGN_TOKEN: token for the service, of scope read; for anything but the list, admin.
     """
-    path = f"/runs/{quote(run, safe='')}/dead"
+    path = f"/runs/{quote(name_of(service, run), safe='')}/dead"
     named = [*filter(None, (retry, discard, save and save[0]))]
     if len(named) > 1:
         raise ConfigurationError("give one of --retry, --discard and --save at a time")
@@ -240,21 +251,20 @@ def _list_dead(service: str, path: str) -> None:
     typer.echo(f"{page['total']} dead batches; {page['file_bytes']} bytes of their files are kept")
 
 
-@app.command()
 def worth(
     generation_share: Annotated[
         float | None,
         typer.Option(min=0.001, max=1, help="Share of an RL step that generation takes without speculation, e.g. 0.7."),
     ] = None,
     service: Service = LOCAL,
-    run: Run = "default",
+    run: Run = None,
 ) -> None:
     """Show what acceptance is worth in time: speed-up and best draft depth by batch size.
 
     It is fitted to the step times that engines report. DRAFTALIGN_TOKEN: token for the service, of scope read.
     """
     asked = {} if generation_share is None else {"generation_share": str(generation_share)}
-    found = call("GET", service, f"/runs/{quote(run, safe='')}/worth", params=asked).json()
+    found = call("GET", service, f"/runs/{quote(name_of(service, run), safe='')}/worth", params=asked).json()
     if found["unknown"]:
         typer.echo(f"unknown: {found['unknown']}")
         return
@@ -269,7 +279,6 @@ def worth(
         typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(found['plan'])}")
 
 
-@app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=2, help="RL steps.")] = 150,
     seed: Annotated[int, typer.Option(help="Seed of the RL run, its prompts and the initial drafter.")] = 0,
@@ -281,7 +290,7 @@ def demo(
     task: Annotated[str, typer.Option(help="`elicit`, or `recall`, where a drafter needs hidden states.")] = "elicit",
     engine: Annotated[
         str,
-        typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or the URL of an example."),
+        typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or an example engine's URL."),
     ] = "example",
     keep: Annotated[bool, typer.Option(help="Keep the service running (and its state) after the run.")] = False,
 ) -> None:
@@ -291,12 +300,17 @@ def demo(
     run_demo(DemoConfig(steps, seed, out, port, redis_url, engine, keep, task))
 
 
-app.command()(agent)
-add_commands(app)
-app.command()(warmup)
-app.command()(plan)
-access.add_commands(app)
-remote.add_commands(app)
+#: As `--help` lists them.
+_COMMANDS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
+    "Start it": (demo, up, serve, worker, agent),
+    "Look": (runs, drafters, worth, dead, audit),
+    "Act on a run": (state, publish, hold, release, rollback, drift),
+    "Drafters as files": (warmup, convert, inspect, evaluate),
+    "Before a deployment": (plan, token, keygen),
+}
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command("eval" if _command is evaluate else None, rich_help_panel=_panel)(_command)
 
 
 def main() -> None:

@@ -20,20 +20,21 @@ from service.settings import Settings
 
 
 def policy_config(policy: str) -> Mapping[str, Any]:
-    """A short name's sizes, or a transformers config.json. Raises ConfigurationError."""
+    """A short name's sizes, or those of a directory's (or file's) transformers config. Raises ConfigurationError."""
     if policy in POLICIES:
         return POLICIES[policy]
     try:
-        found = json.loads(Path(policy).read_text(encoding="utf-8"))
+        path = Path(policy) / "config.json" if Path(policy).is_dir() else Path(policy)
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--policy is {' or '.join(POLICIES)} or a config.json; {policy}: {error}") from error
+        raise ConfigurationError(f"--policy is {' or '.join(POLICIES)}, or a policy's directory; {error}") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"--policy {policy} must hold a JSON object, the policy's transformers config")
     return found.get("text_config", found) if isinstance(found.get("text_config", found), dict) else found
 
 
 def plan(
-    policy: Annotated[str, typer.Option(help="8b, 32b, or the path of the policy's config.json.")] = "8b",
+    policy: Annotated[str, typer.Option(help="8b, 32b, or the policy's directory, or its config.json.")] = "8b",
     step_seconds: Annotated[float, typer.Option(help="Time of an RL step.")] = 120.0,
     rollouts_a_step: Annotated[int, typer.Option(help="Rollouts of a step.")] = 1024,
     tokens_a_rollout: Annotated[int, typer.Option(help="Tokens of a rollout, its prompt included.")] = 4096,

@@ -19,8 +19,17 @@ if TYPE_CHECKING:
     import httpx
 
 Service = Annotated[str, typer.Option(help="URL of the draftalign service.")]
-Run = Annotated[str, typer.Option(help="Name of the RL run.")]
+Run = Annotated[
+    str | None, typer.Option(help="Name of the RL run; unset: the only one there is, or `default`.", show_default=False)
+]
 LOCAL = "http://127.0.0.1:8400"
+
+#: What helps where a connection failed with such words.
+_HINTS = {
+    "CERTIFICATE_VERIFY": "set DRAFTALIGN_CA_FILE to its authority's PEM file",
+    "WRONG_VERSION_NUMBER": "it speaks http there, not https",
+    "refused": "is `draftalign up` running?",
+}
 
 
 class WantedState(StrEnum):
@@ -32,21 +41,12 @@ class WantedState(StrEnum):
     ARCHIVED = "archived"
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    app.command()(drafters)
-    app.command()(rollback)
-    app.command()(hold)
-    app.command()(release)
-    app.command()(state)
-    app.command()(publish)
-
-
-def drafters(service: Service = LOCAL, run: Run = "default") -> None:
+def drafters(service: Service = LOCAL, run: Run = None) -> None:
     """List the drafter versions of a run, newest first: which is served, of which policy version, and its α.
 
     DRAFTALIGN_TOKEN: token for the service, of scope read.
     """
+    run = name_of(service, run)
     from datetime import datetime
 
     found = call("GET", service, "/drafters", params={"run": run}).json()
@@ -64,12 +64,13 @@ def rollback(
     version: Annotated[str, typer.Argument(help="Drafter version to serve again, e.g. v000007-0a1b2c3d.")],
     reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
     service: Service = LOCAL,
-    run: Run = "default",
+    run: Run = None,
 ) -> None:
     """Serve an earlier drafter version now. The next one that the gate finds better replaces it; `hold` keeps it.
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
+    run = name_of(service, run)
     call("POST", service, f"/drafter/{quote(version, safe='')}/rollback", params={"run": run}, json={"reason": reason})
     typer.echo(f"run {run} serves {version}")
 
@@ -78,22 +79,24 @@ def hold(
     version: Annotated[str, typer.Argument(help="Drafter version to serve, e.g. v000007-0a1b2c3d.")],
     reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
     service: Service = LOCAL,
-    run: Run = "default",
+    run: Run = None,
 ) -> None:
     """Serve a drafter version until `draftalign release`: scoring and training go on, nothing is published.
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
+    run = name_of(service, run)
     body = {"reason": reason, "by": whoami()}
     call("PUT", service, f"/drafter/{quote(version, safe='')}/hold", params={"run": run}, json=body)
     typer.echo(f"run {run} serves {version} until it is released")
 
 
-def release(service: Service = LOCAL, run: Run = "default") -> None:
+def release(service: Service = LOCAL, run: Run = None) -> None:
     """Release the held drafter version: it is served until the gate finds a better one.
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
+    run = name_of(service, run)
     held = call("GET", service, f"/runs/{quote(run, safe='')}").json()["held"]
     if held is None:
         raise ConfigurationError(f"run {run} holds no version, so nothing was released")
@@ -107,7 +110,7 @@ def state(
     ] = None,
     reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
     service: Service = LOCAL,
-    run: Run = "default",
+    run: Run = None,
 ) -> None:
     """Say what state a run is in, or change it; worker and API obey within seconds.
 
@@ -117,6 +120,7 @@ def state(
 
     DRAFTALIGN_TOKEN: token for the service, of scope read; to change the state, admin.
     """
+    run = name_of(service, run)
     path = f"/runs/{quote(run, safe='')}"
     if wanted is None:
         found = call("GET", service, path).json()
@@ -130,7 +134,7 @@ def publish(
     source: Source,
     reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "trained elsewhere",
     service: Service = LOCAL,
-    run: Run = "default",
+    run: Run = None,
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
@@ -140,6 +144,7 @@ def publish(
     It must be of the run's lineage: same sizes, same draft vocabulary. DRAFTALIGN_TOKEN: token for the service, of
     scope admin.
     """
+    run = name_of(service, run)
     from rl_hooks.wire import CONTENT_TYPE
 
     with tempfile.TemporaryDirectory() as directory:
@@ -151,6 +156,18 @@ def publish(
             answer = call("POST", service, "/drafters", params=asked, headers=headers, content=body, timeout=600.0)
     again = "" if answer.status_code == 201 else " again"
     typer.echo(f"{answer.json()['version']} waits for the gate{again}; GET /drafters?run={run} tells the outcome")
+
+
+def name_of(service: str, run: str | None) -> str:
+    """The run that is meant where none is named: `default`, or the only one that there is."""
+    if run is not None:
+        return run
+    names = [one["run"] for one in call("GET", service, "/runs").json()]
+    if not names:
+        raise ConfigurationError(f"{service} has no run yet: a trainer's hook or an engine registers it")
+    if "default" not in names and len(names) > 1:
+        raise ConfigurationError(f"which run? Give --run: {', '.join(names)}")
+    return "default" if "default" in names else names[0]
 
 
 def whoami() -> str:
@@ -183,8 +200,10 @@ def call(method: str, service: str, path: str, timeout: float = 5.0, **more: Any
     try:
         with client_of(service, timeout=timeout) as client:
             answer = client.request(method, path, **more)
+    except httpx.UnsupportedProtocol as error:
+        raise ConfigurationError(f"--service {service!r} is no URL; expected one like {LOCAL}") from error
     except httpx.HTTPError as error:
-        hint = "; set DRAFTALIGN_CA_FILE to its authority's PEM file" if "CERTIFICATE_VERIFY" in str(error) else ""
+        hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in str(error)), "")
         raise ConfigurationError(f"{service} does not answer: {error}{hint}") from error
     if not answer.is_success:
         raise ConfigurationError(f"{service} answered {answer.status_code}: {_told(answer)}")
@@ -197,10 +216,11 @@ def _told(answer: httpx.Response) -> str:
         problem = answer.json()
         kind, detail = str(problem["type"]).rpartition(":")[2], str(problem["detail"])
     except (ValueError, KeyError, TypeError):  # of something in front of the service
-        return answer.text[:300]
+        return f"{answer.text[:300]} (is it a draftalign service?)"
     helps = {
         "no-token": "set DRAFTALIGN_TOKEN",
+        "not-found": "is it a draftalign service?",
         "drafter-held": "`draftalign release` ends the hold",
-        "no-such-run": "give --run; `draftalign runs` lists them",
+        "no-such-run": "`draftalign runs` lists them",
     }
     return detail + (f" ({helps[kind]})" if kind in helps else "")

@@ -60,12 +60,11 @@ class RunFacts:
     many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
     seconds. `queue_fill`: of its bounds. `failed_pushes`: that did not revive the drafter of the engine that is dead.
-    `api_began`: when this API process did. `has_drafter`: whether the run came with a first drafter.
+    `api_began`: when this API process did.
     """
 
     now: float
     api_began: float | None = None
-    has_drafter: bool = True
     registered: float | None = None
     heartbeat: float | None = None
     worker_error: str | None = None
@@ -230,7 +229,8 @@ def _of_dead_batches(facts: RunFacts) -> Iterator[Headline]:
 
 def _of_queue(facts: RunFacts) -> Iterator[Headline]:
     if facts.queue_fill >= _QUEUE_NEARLY_FULL:
-        text = f": {_batches(facts.queued)} wait. At 100 % rollouts are refused."
+        full = "rollouts are refused" if facts.queue_fill >= 1 else "at 100 % rollouts are refused"
+        text = f": {_waits(facts.queued)}; {full}."
         yield _found("warn", "queue_full", f"Queue {facts.queue_fill:.0%} full".replace("%", " %"), text)
     elif facts.action == "defer":
         yield _found(
@@ -265,6 +265,8 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
     elif facts.gathered is not None and facts.wanted and (facts.accepted or facts.queued):
         text = f": {facts.gathered:,} of {facts.wanted:,} response tokens gathered (vocab_min_tokens)."
         yield _found("wait", "gathering", "Waiting for the draft vocabulary", text)
+        text = " (initial_drafter=) does not wait; for a trial, start the service with DRAFTALIGN_VOCAB_MIN_TOKENS=500."
+        yield _found("note", "gathering", "A run that brings its first drafter", text)
     elif facts.served_version is not None and facts.current is not None:
         text = f": no rollout has come since {short_version(facts.served_version)} was published."
         yield _found("good", "published", "Published", text)
@@ -352,12 +354,10 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
     elif gain > _BETTER:
         yield _found("good", "aligned", "Aligned", f": {says}{_beside(now, alpha)}.")
     else:
-        word, gained = "Level", "training has gained nothing so far"
+        word, gained = "Level", ", as the first drafter would: training has gained nothing since"
         if facts.published <= 1:
-            word = "At the start"
-        if not facts.has_drafter:
-            gained = "nothing better has come since that was trained"
-        text = f": {says}, as the first drafter would; {gained}."
+            word, gained = "At the start", "; no candidate has been better than this first drafter yet"
+        text = f": {says}{gained}."
         yield _found("good", "level", word, text)
 
 

@@ -56,14 +56,12 @@ class RunSnapshot:
     a headline, which is read without the records of engines that fell silent; None where those are here. `watch`: live
     beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest first. `worth`: what acceptance
     is worth in time. `dead_letters`: the newest ones.
-    `oldest_queued`, `last_arrival`, `registered`, `api_began`: Unix seconds. `has_drafter`: the run's
-    registration had one. `state`, `held`: what a person wants of the run, and
-    of what it serves.
+    `oldest_queued`, `last_arrival`, `registered`, `api_began`: Unix seconds. `state`, `held`: what a person wants of
+    the run, and of what it serves.
     """
 
     now: float
     api_began: float | None = None
-    has_drafter: bool = True
     scores: Sequence[ScoreRecord] = ()
     replayed: Sequence[Replay] | None = None
     acceptances: Sequence[AcceptanceRecord] = ()

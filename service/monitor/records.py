@@ -330,6 +330,14 @@ class WorkerGauges:
     #: The same of work on its batches.
     working: tuple[int, int, int, float] | None = None
 
+    @property
+    def drift_alarm(self) -> bool:
+        """Whether the drift alarm is raised."""
+        return any(
+            lane.statistic is not None and lane.limit is not None and lane.statistic > lane.limit
+            for lane in self.drift.values()
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:

@@ -35,13 +35,6 @@ AuxLayers = Annotated[
 Norm = Annotated[bool | None, typer.Option("--norm-before-residual/--no-norm-before-residual", help=_NORM)]
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add the three commands to the command line."""
-    app.command()(convert)
-    app.command()(inspect)
-    app.command("eval")(evaluate)
-
-
 def convert(
     source: Source,
     destination: Annotated[Path, typer.Argument(help="Directory to write; it must not hold files yet.")],

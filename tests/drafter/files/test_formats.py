@@ -544,6 +544,13 @@ def test_a_sharded_or_empty_directory_says_what_is_expected(tmp_path: Path) -> N
         import_drafter(tmp_path / "nowhere")
 
 
+def test_a_policy_is_not_taken_for_a_drafter(tmp_path: Path) -> None:
+    save_file({"model.layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    with pytest.raises(CheckpointError, match="holds a whole model, not a drafter"):
+        import_drafter(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

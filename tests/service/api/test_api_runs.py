@@ -42,7 +42,7 @@ from rl_hooks.sending.features import as_wire
 from service.storage.layout import file_id
 from service.storage.lease import Leases
 from service.storage.queue.keys import Keys
-from service.storage.reports import AsyncStore
+from service.storage.reports import AsyncStore, Store
 from service.storage.runs import commit_run, delete_run, read_run_header, sweep_deleted, withdraw_run
 from service.storage.spool import Spool, Upload
 from service.worker.target import Target
@@ -551,12 +551,16 @@ def test_a_run_at_work_is_not_stopped_by_a_drafter_that_a_restarted_trainer_brin
     assert service.register(**changes).status_code == 200
 
 
-def test_the_drift_alarm_is_acknowledged_or_reset_by_a_request_that_is_kept(service: RunningService) -> None:
+def test_the_drift_alarm_is_acknowledged_or_reset_by_a_request_that_is_kept(
+    service: RunningService, redis_client: Redis
+) -> None:
     service.register()
-    for action in ("acknowledge", "reset"):
+    for action, statistic in (("acknowledge", 9.6), ("reset", 9.4)):
+        Store(redis_client, "default").set_worker({"drift": {"fast": {"statistic": statistic, "limit": 9.5}}})
         reply = service.client.post(f"/runs/default/drift/{action}")
         assert reply.status_code == 202
         assert reply.json()["action"] == action
+        assert reply.json()["alarm"] is (statistic > 9.5)
     assert service.client.post("/runs/default/drift/silence").status_code == 422
     assert service.client.post("/runs/nobody/drift/reset").status_code == 404
 

@@ -58,12 +58,45 @@ def test_a_refusal_says_what_helps(serve: Callable[..., RunningService], monkeyp
     monkeypatch.delenv("DRAFTALIGN_TOKEN", raising=False)
     assert refused("state").endswith("with a known token (set DRAFTALIGN_TOKEN)")
     monkeypatch.setenv("DRAFTALIGN_TOKEN", "boss")
-    assert refused("state").endswith("(give --run; `draftalign runs` lists them)")
+    assert refused("state", "--run", "other").endswith("(`draftalign runs` lists them)")
     service.client.headers["Authorization"] = "Bearer boss"
     service.register()
     first, second = service.publish(), service.publish(content=b"second")
     typed(service, "hold", second.version)
     assert refused("rollback", first.version).endswith("(`draftalign release` ends the hold)")
+
+
+def test_without_a_name_the_only_run_is_meant(serve: Callable[..., RunningService]) -> None:
+    service = serve()
+
+    def refused() -> str:
+        told = CliRunner().invoke(app, ["state", "--service", service.url])
+        assert isinstance(told.exception, ConfigurationError)
+        return str(told.exception)
+
+    assert "has no run yet" in refused()
+    service.register("math")
+    assert typed(service, "state").startswith("run math is active: ")
+    service.register("code")
+    assert refused() == "which run? Give --run: code, math"
+    service.register("default")
+    assert typed(service, "state").startswith("run default is active: ")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("127.0.0.1:8400", "is no URL; expected one like http://127.0.0.1:8400"),
+        ("http://127.0.0.1:1", "is `draftalign up` running?"),
+        ("https://{}", "it speaks http there, not https"),
+        ("http://{}/other", "(is it a draftalign service?)"),
+    ],
+)
+def test_a_wrong_address_is_said_to_be_one(service: RunningService, url: str, words: str) -> None:
+    place = service.url.removeprefix("http://")
+    told = CliRunner().invoke(app, ["runs", "--service", url.format(place)])
+    assert isinstance(told.exception, ConfigurationError)
+    assert str(told.exception).endswith(words)
 
 
 @pytest.mark.parametrize("state", ["paused", "draining", "archived", "active"])

@@ -220,7 +220,7 @@ STATES = [
     ),
     (
         facts(queue_fill=0.83, queued=8300),
-        ("warn", "queue_full", "Queue 83 % full: 8,300 batches wait. At 100 % rollouts are refused."),
+        ("warn", "queue_full", "Queue 83 % full: 8,300 batches wait; at 100 % rollouts are refused."),
     ),
     (
         facts(last_arrival=NOW - 1200),
@@ -287,8 +287,8 @@ STATES = [
         (
             "good",
             "level",
-            "At the start: v000007 gives 4.77 tokens per round, as the first drafter would; training has gained "
-            "nothing so far.",
+            "At the start: v000007 gives 4.77 tokens per round; no candidate has been better than this first drafter "
+            "yet.",
         ),
     ),
 ]
@@ -432,8 +432,3 @@ def test_a_worker_is_not_called_silent_for_a_pause_or_for_a_time_when_nothing_ra
     assert headline(facts(**silent, api_began=NOW - 2)).state != "worker_silent"
     late = headline(facts(**silent, api_began=NOW - 100))
     assert late.text.startswith("Worker silent for 8 min")
-
-
-def test_a_run_from_scratch_is_not_told_that_training_gained_nothing() -> None:
-    first = headline(facts(published=1, has_drafter=False, current=point(compared=Compared(5, 4.77, 4.77))))
-    assert first.text.endswith("as the first drafter would; nothing better has come since that was trained.")

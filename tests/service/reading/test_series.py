@@ -159,7 +159,7 @@ def test_the_answers_equal_those_computed_from_all_records(
         one, other = ServiceContext(settings, client), ServiceContext(settings, client)  # two processes
         world = World(redis_client, Registry(one.layout), one.store("default"), seed)
         for context in (one, other):
-            monkeypatch.setattr(context, "run", lambda _: type("R", (), {"created": START, "has_drafter": True})())
+            monkeypatch.setattr(context, "run", lambda _: type("R", (), {"created": START})())
         monkeypatch.setattr(time, "time", lambda: world.now)
         publish(world.registry)
 
