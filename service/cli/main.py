@@ -46,6 +46,7 @@ app = typer.Typer(
     "`draftalign up` starts everything on this machine; `draftalign demo` shows a real RL run on it. Settings come "
     "from DRAFTALIGN_* variables (docs/reference/settings.md).",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # else a paragraph keeps the line breaks of its docstring
     pretty_exceptions_enable=False,
 )
 
