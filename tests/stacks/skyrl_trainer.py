@@ -1,8 +1,9 @@
 """SkyRL's real `FSDPPolicyWorkerBase` on two gloo processes, FSDP2: `skyrl_trainer.py OUT CASE`.
 
-CASE is `padded` or `packed`. A step has two mini-batches. Of the test's own, for want of CUDA: the names of devices,
-flash_attn's packing and its attention, and the broadcast of buffers. Every rank writes OUT/<rank>.json: what was sent,
-against each rollout alone in a model of one process; and the weights with and without us.
+CASE is `padded`, `packed` or `async`: packed, `fully_async`, at temperature 1, in the first step with log-probabilities
+of the engines, which are not those of the forward. A step has two mini-batches. Of the test's own, for want of CUDA:
+the names of devices, flash_attn's packing and its attention, and the broadcast of buffers. Every rank writes
+OUT/<rank>.json: what was sent, against each rollout alone in a model of one process; the weights with and without us.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def share_buffers(model: torch.nn.Module, _state: Any) -> None:
             module._buffers[name] = buffer
 
 
-def worker_of(path: Path, *, packed: bool) -> Any:
+def worker_of(path: Path, case: str) -> Any:
     """A policy's worker as Ray would make it."""
     from skyrl.backends.skyrl_train.distributed import fsdp_utils
     from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
@@ -78,7 +79,8 @@ def worker_of(path: Path, *, packed: bool) -> Any:
     config.policy.model.path = str(path)
     config.policy.optimizer_config.lr = 1e-2
     config.policy.fsdp_config.mixed_precision = SimpleNamespace(param_dtype="fp32", reduce_dtype="fp32")
-    config.algorithm.temperature = TEMPERATURE
+    config.algorithm.temperature = temperature_of(case)
+    config.fully_async.enabled = case == "async"
     config.algorithm.use_kl_loss = False
     rank = dist.get_rank()
     address = {"master_addr": os.environ["MASTER_ADDR"], "master_port": os.environ["MASTER_PORT"]}
@@ -87,13 +89,17 @@ def worker_of(path: Path, *, packed: bool) -> Any:
     )
     worker.init_worker_process_group()
     worker.init_model(str(path), num_training_steps=100)
-    if packed:  # what SkyRL itself does where flash_attn can be installed
+    if case != "padded":  # what SkyRL itself does where flash_attn can be installed
         config.remove_microbatch_padding = worker.model.remove_microbatch_padding = True
         worker.model.attn_implementation = worker.model.model.config._attn_implementation = "flash_attention_2"
     return worker
 
 
-def rollouts(seed: int) -> Any:
+def temperature_of(case: str) -> float:
+    return 1.0 if case == "async" else TEMPERATURE
+
+
+def rollouts(seed: int, *, logprobs: bool) -> Any:
     """A mini-batch of one rank as SkyRL's trainer makes it: padded left, responses at the right; a hole for a tool."""
     from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 
@@ -108,22 +114,27 @@ def rollouts(seed: int) -> Any:
     noise = torch.randn(ROLLOUTS, RESPONSE, generator=generator)
     batch = {"sequences": ids * mask, "attention_mask": mask, "loss_mask": drawn, "response_mask": response}
     batch |= {"action_log_probs": -noise.abs(), "advantages": noise}
+    if logprobs:
+        batch["rollout_logprobs"] = -noise.abs() / 2  # of older weights
     batch = TrainingInputBatch(batch)
     batch.metadata = {"response_length": RESPONSE}
     return batch
 
 
 @torch.no_grad()
-def alone(whole: Any, batch: Any) -> dict[tuple[int, ...], Alone]:
-    """By tokens, each rollout of a mini-batch in a forward of its own."""
+def alone(whole: Any, batch: Any, case: str) -> dict[tuple[int, ...], Alone]:
+    """By tokens, each rollout of a mini-batch in a forward of its own, with the engines' log-probabilities if known."""
     found = {}
     for b in range(ROLLOUTS):
         real = batch["attention_mask"][b] == 1
         ids = batch["sequences"][b][real]
         out = whole(ids[None], output_hidden_states=True, use_cache=False)
         drawn = torch.cat([torch.zeros(PROMPT, dtype=torch.long), batch["loss_mask"][b]])[real]
-        logp = (out.logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        found[tuple(ids.tolist())] = Alone(states_alone(out, AUX), drawn, torch.nn.functional.pad(logp, (1, 0)))
+        logp = (out.logits[0, :-1] / temperature_of(case)).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        logp = torch.nn.functional.pad(logp, (1, 0))
+        if "rollout_logprobs" in batch:
+            logp[-RESPONSE:] = batch["rollout_logprobs"][b]
+        found[tuple(ids.tolist())] = Alone(states_alone(out, AUX), drawn, logp)
     return found
 
 
@@ -135,9 +146,7 @@ class Engines:
             pass
 
 
-def train(
-    rank: int, service: Receiver | None, found: dict[str, Any], path: Path, *, packed: bool
-) -> list[torch.Tensor]:
+def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path, case: str) -> list[torch.Tensor]:
     os.environ["DRAFTALIGN_URL"] = "" if service is None else service.url
     on_ray.install()  # before SkyRL's module is imported, as Ray does it
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
@@ -148,7 +157,7 @@ def train(
         for name in EXTENDED:  # it was imported before: SkyRL's own again
             setattr(kind, name, getattr(kind, name).__wrapped__)
     torch.manual_seed(7)
-    worker = worker_of(path, packed=packed)
+    worker = worker_of(path, case)
     module, whole = worker.model.model, small_policy(VOCABULARY)
     worker._weight_transfer_sender = Engines()
     worker.weight_extractor = fsdp_worker.FSDPWeightExtractor(module)
@@ -156,8 +165,9 @@ def train(
         for mine, theirs in zip(whole.parameters(), module.parameters(), strict=True):
             mine.data.copy_(theirs.full_tensor())  # the test gathers; the hook does not
         for mini in range(2):
-            batch = rollouts(100 * step + 10 * mini + rank)
-            expected = alone(whole, batch)
+            # The second step's come without the engines' log-probabilities.
+            batch = rollouts(100 * step + 10 * mini + rank, logprobs=case == "async" and step == 0)
+            expected = alone(whole, batch, case)
             logged = worker.forward_backward(batch).metrics
             found.setdefault("logged", []).append(sorted(name for name in logged if name.startswith("draftalign/")))
             if service is not None:
@@ -167,7 +177,7 @@ def train(
             found.setdefault("norms", []).append(worker.optim_step())
         engine = SimpleNamespace(enable_prefix_caching=False, model_dtype="float32")
         asyncio.run(worker.broadcast_to_inference_engines(None, engine))
-    worker.forward_backward(rollouts(1000 + rank), loss_fn="cross_entropy")
+    worker.forward_backward(rollouts(1000 + rank, logprobs=False), loss_fn="cross_entropy")
     if service is not None:
         assert worker.draftalign.hook.flush(20)
         found["supervised"] = len(service.rollouts()) - found["read"]
@@ -177,8 +187,8 @@ def train(
     return [one.to_local().detach().clone() for one in module.parameters()]
 
 
-def work(rank: int, out: Path, *, packed: bool) -> None:
-    found, own = with_and_without(rank, out, partial(train, path=out / "policy", packed=packed))
+def work(rank: int, out: Path, case: str) -> None:
+    found, own = with_and_without(rank, out, partial(train, path=out / "policy", case=case))
     found["moved"] = found["norms"] == own["norms"] and min(found["norms"]) > 0
     (out / f"{rank}.json").write_text(json.dumps(found))
 
@@ -192,4 +202,4 @@ def before() -> None:
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
     small_policy(VOCABULARY).save_pretrained(OUT / "policy")
-    sys.exit(run_two_ranks(partial(work, out=OUT, packed=sys.argv[2] == "packed"), before))
+    sys.exit(run_two_ranks(partial(work, out=OUT, case=sys.argv[2]), before))

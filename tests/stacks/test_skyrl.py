@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +62,18 @@ def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
         said, supervised = found["said"]
         assert supervised.startswith("supervised batches are left out: the policy did not write them")
         assert said.startswith(f"draftalign is on: SkyRL's rank {rank} sends rollouts to http://127.0.0.1:")
+
+
+def test_fully_async_rollouts_are_sent_with_the_engines_log_probabilities(tmp_path: Path) -> None:
+    """Older weights drew them. Those of the second step came without, so they are left out."""
+    for found in STACK.ranks(tmp_path, "async"):
+        stats = {"captured_rollouts": 4, "failures": 0, "skipped_stale": 8, "last_failure": ""}
+        assert found["stats"] == stats
+        first, *others = found["steps"]
+        assert (first["rollouts"], first["left"], first["versions"]) == (4, 0, [0, 0])
+        assert (first["mask"], first["temperature"]) == (True, 1.0)
+        assert first["features"] < 2**-7
+        assert first["logp"] == 0.0, "as the engines gave them, not as the forward would"
+        assert [step["rollouts"] for step in others] == [0, 0, 0]
+        assert any(one.startswith("fully_async rollouts without the engines'") for one in found["said"])
+        assert found["weights"]

@@ -3,11 +3,12 @@
 Written against SkyRL 0.3.0. Four questions are answered here:
 
 - tokens and mask: the `Experience` of each micro-batch, and its loss mask: what a tool said is context. (The pass for
-  old log-probabilities has no such mask.)
-- version: how often trained weights were sent to the engines (`broadcast_to_inference_engines`). A trainer that draws
-  a step ahead (`examples/train/async`) names it one too high;
-- which forward: the update's, until its first optimizer step: it sees the weights that drew the rollouts. Those of
-  later mini-batches and epochs are counted as `skipped_stale`;
+  old log-probabilities has no such mask.) With `fully_async`, older weights may have drawn some of the tokens, so the
+  engines' log-probabilities are needed;
+- version: how often trained weights were sent to the engines (`broadcast_to_inference_engines`): that of the weights of
+  the forward, which gives the features;
+- which forward: the update's, until its first optimizer step: after it the weights are of no version. Those of later
+  mini-batches and epochs are counted as `skipped_stale`;
 - which rank sends: each its own rollouts; rank 0 registers the run.
 """
 
@@ -31,8 +32,9 @@ class _Policy:
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
         if worker.sequence_parallel_size > 1:
             raise UnsupportedTrainerError("only data parallelism: set sequence_parallel_size to 1")
-        if worker.cfg.fully_async.enabled:
-            raise UnsupportedTrainerError("fully_async rollouts do not say whose they are: use an engine's tap")
+        if worker.cfg.fully_async.enabled and worker.cfg.algorithm.temperature != 1.0:
+            why = "fully_async rollouts are of older weights, and SkyRL's engines give log-probabilities before the"
+            raise UnsupportedTrainerError(f"{why} temperature: set it to 1, or use an engine's tap")
         self._worker = worker
         self.version, self.trained = 0, False
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -61,6 +63,9 @@ class _Policy:
         drawn = experience.loss_mask > 0  # [B, response]
         # SkyRL's engines give log-probabilities before the temperature, so only those at 1 are of what was drawn.
         said = experience.rollout_logprobs if algorithm.temperature == 1.0 else None
+        if said is None and self._worker.cfg.fully_async.enabled:
+            self.hook.tally.warn("logprobs", "fully_async rollouts without the engines' log-probabilities are left out")
+            return None
         packed = self._worker.cfg.remove_microbatch_padding
         told = experience_rollouts(experience.sequences, drawn, experience.attention_mask, packed=packed, logprobs=said)
         return {**told, "policy_version": self.version, "temperature": algorithm.temperature}
