@@ -203,7 +203,7 @@ def test_a_full_queue_answers_429_with_retry_after_and_reads_no_body(serve: Serv
     for run in (None, "default"):  # a client that does not wait for 100 Continue sees the answer too
         answer = service.post(body, run)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
-        assert "1 batches" in answer.json()["detail"]
+        assert "is full: 1 of 1 batches" in answer.json()["detail"]
     assert len(service.spooled()) == 1
     (entry,) = queue.claim("w", 1000, 60.0)
     queue.ack(entry)
