@@ -303,7 +303,7 @@ class SwapAgent:
         try:
             release = await in_thread(self._download, manifest)
         except (NoRoomError, OSError) as error:
-            if isinstance(error, NoRoomError) or error.errno == errno.ENOSPC:
+            if isinstance(error, NoRoomError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
                 await self._make_room(manifest.version)
             raise
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
@@ -331,10 +331,8 @@ class SwapAgent:
             await self._keep({*self._recent})
 
     async def _make_room(self, wanted: str) -> None:
-        """The disk is full: delete all but what is downloaded, what is offered, and what engines use or serve."""
-        serves = (follower.loaded_version for follower in self.followers.values())
-        offered = None if self.offer is None else self.offer.version
-        await self._keep({version for version in (wanted, offered, *serves) if version is not None})
+        """The disk is full: delete all but what is downloaded, what is offered, and what engines would go back to."""
+        await self._keep({wanted} if self.offer is None else {wanted, self.offer.version})
 
     async def _keep(self, versions: set[str]) -> None:
         # Asked here and not in the thread: the engines' tasks change what they use.

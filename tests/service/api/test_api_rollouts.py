@@ -391,6 +391,22 @@ async def reap(service: RunningService) -> int:
         return await ServiceContext(service.settings, client).reap()
 
 
+def test_a_sweep_forgets_runs_that_another_process_deleted(service: RunningService, redis_url: str) -> None:
+    """A run that is registered under that name later begins with nothing kept."""
+
+    async def sweep_twice() -> tuple[set[str], set[str]]:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            other = ServiceContext(service.settings, client)
+            await other.reap()
+            before = {*other._kept_bytes, *other._queues}
+            assert service.client.delete("/runs/default").status_code == 204
+            await other.reap()
+            other.close()
+            return before, {*other._kept_bytes, *other._queues}
+
+    assert asyncio.run(sweep_twice()) == ({"default"}, set())
+
+
 def test_a_process_that_was_stopped_before_it_queued_a_file_does_not_acknowledge_what_another_has_swept(
     service: RunningService, queue: RolloutQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
