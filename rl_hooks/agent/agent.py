@@ -226,8 +226,12 @@ class SwapAgent:
         return follower
 
     async def _repeat(self, peer: str, step: Callable[[], Awaitable[None]], limit_seconds: float) -> None:
-        """Repeat `step`, after a pause where it failed."""
-        backoff = Backoff(limit_seconds)
+        """Repeat `step`, after a pause where it failed.
+
+        The same failure is told the 1st, 8th, 16th, 32nd, ... time in a row: of an engine, after 20 s, 90 s, ... In an
+        engine the log is a trainer's: there a service that is away for hours costs one line.
+        """
+        backoff, said = Backoff(limit_seconds), ""
         while True:
             try:
                 await step()
@@ -235,7 +239,12 @@ class SwapAgent:
                     log.info("%s: goes on after %d failures", peer, backoff.failures)
                 backoff.reset()
             except (AgentError, httpx.HTTPError, OSError) as error:
-                self._note(peer, error, again=backoff.failures > 0)
+                times = backoff.failures + 1
+                again = times > 1 and (
+                    self._engine is not None or (str(error) == said and (times < 8 or times.bit_count() > 1))
+                )
+                said = str(error)
+                self._note(peer, error, again=again)
                 await asyncio.sleep(backoff.next_seconds())
             except Exception as error:  # a bug that one answer brings out must not end the agent
                 self._note(peer, error)
@@ -245,10 +254,12 @@ class SwapAgent:
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
         self.metrics.error(peer, type(error).__name__)
         text = cut(str(error) or repr(error), _MAX_LOGGED)
-        if self._engine is None:
-            log.warning("%s: %s", peer, text)
-        else:  # the log is a trainer's: a service that is away for hours costs one line there
-            log.log(logging.DEBUG if again else logging.WARNING, "draftalign: %s: %s; the engine goes on", peer, text)
+        silent = isinstance(error, httpx.HTTPError) or isinstance(error.__cause__, httpx.HTTPError)
+        url = self.config.service_url
+        name = {_SERVICE: f"service {url}", "report": f"service {url}, reports"}.get(peer, f"engine {peer}")
+        line = f"{name} does not answer ({text})" if silent else f"{name}: {text}"
+        wanted = "%s" if self._engine is None else "draftalign: %s; the engine goes on"
+        log.log(logging.DEBUG if again else logging.WARNING, wanted, line)
 
     # --- the service
     async def _follow_service(self, client: httpx.AsyncClient) -> None:
