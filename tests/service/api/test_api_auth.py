@@ -295,6 +295,7 @@ def test_probes_and_documentation_answer(service: RunningService) -> None:
 
 def test_every_call_is_described(service: RunningService) -> None:
     paths = service.client.get("/openapi.json").json()["paths"]
+    assert paths["/rollouts"]["post"]["summary"] == "Queue one rollout file"
     assert len(paths) >= 13
     for path, calls in paths.items():
         for method, call in calls.items():
