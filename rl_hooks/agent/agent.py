@@ -226,8 +226,12 @@ class SwapAgent:
         return follower
 
     async def _repeat(self, peer: str, step: Callable[[], Awaitable[None]], limit_seconds: float) -> None:
-        """Repeat `step`, after a pause where it failed."""
-        backoff = Backoff(limit_seconds)
+        """Repeat `step`, after a pause where it failed.
+
+        The same failure is told the 1st, 8th, 16th, 32nd, ... time in a row: of an engine, after 20 s, 90 s, ... In an
+        engine the log is a trainer's: there a service that is away for hours costs one line.
+        """
+        backoff, said = Backoff(limit_seconds), ""
         while True:
             try:
                 await step()
@@ -235,7 +239,12 @@ class SwapAgent:
                     log.info("%s: goes on after %d failures", peer, backoff.failures)
                 backoff.reset()
             except (AgentError, httpx.HTTPError, OSError) as error:
-                self._note(peer, error, again=backoff.failures > 0)
+                times = backoff.failures + 1
+                again = times > 1 and (
+                    self._engine is not None or (str(error) == said and (times < 8 or times.bit_count() > 1))
+                )
+                said = str(error)
+                self._note(peer, error, again=again)
                 await asyncio.sleep(backoff.next_seconds())
             except Exception as error:  # a bug that one answer brings out must not end the agent
                 self._note(peer, error)
@@ -245,10 +254,12 @@ class SwapAgent:
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
         self.metrics.error(peer, type(error).__name__)
         text = cut(str(error) or repr(error), _MAX_LOGGED)
-        if self._engine is None:
-            log.warning("%s: %s", peer, text)
-        else:  # the log is a trainer's: a service that is away for hours costs one line there
-            log.log(logging.DEBUG if again else logging.WARNING, "draftalign: %s: %s; the engine goes on", peer, text)
+        silent = isinstance(error, httpx.HTTPError) or isinstance(error.__cause__, httpx.HTTPError)
+        url = self.config.service_url
+        name = {_SERVICE: f"service {url}", "report": f"service {url}, reports"}.get(peer, f"engine {peer}")
+        line = f"{name} does not answer ({text})" if silent else f"{name}: {text}"
+        wanted = "%s" if self._engine is None else "draftalign: %s; the engine goes on"
+        log.log(logging.DEBUG if again else logging.WARNING, wanted, line)
 
     # --- the service
     async def _follow_service(self, client: httpx.AsyncClient) -> None:
@@ -303,7 +314,7 @@ class SwapAgent:
         try:
             release = await in_thread(self._download, manifest)
         except (NoRoomError, OSError) as error:
-            if isinstance(error, NoRoomError) or error.errno == errno.ENOSPC:
+            if isinstance(error, NoRoomError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
                 await self._make_room(manifest.version)
             raise
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
@@ -331,10 +342,8 @@ class SwapAgent:
             await self._keep({*self._recent})
 
     async def _make_room(self, wanted: str) -> None:
-        """The disk is full: delete all but what is downloaded, what is offered, and what engines use or serve."""
-        serves = (follower.loaded_version for follower in self.followers.values())
-        offered = None if self.offer is None else self.offer.version
-        await self._keep({version for version in (wanted, offered, *serves) if version is not None})
+        """The disk is full: delete all but what is downloaded, what is offered, and what engines would go back to."""
+        await self._keep({wanted} if self.offer is None else {wanted, self.offer.version})
 
     async def _keep(self, versions: set[str]) -> None:
         # Asked here and not in the thread: the engines' tasks change what they use.

@@ -152,8 +152,9 @@ def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
     with contextlib.suppress(LockHeld), exclusive(home / ".lock", 0.0):
         for path in sorted(home.iterdir()):
             if path.is_dir() and path.name.removesuffix(".part") not in keep and path.name != "engines":
-                shutil.rmtree(path)
-                gone.append(path.name)
+                shutil.rmtree(path, ignore_errors=True)  # what cannot be deleted must not keep the others: a link, ...
+                if not path.exists():
+                    gone.append(path.name)
     return gone
 
 

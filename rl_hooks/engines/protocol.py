@@ -112,7 +112,7 @@ class EngineHttp:
         try:
             answer = await ask(self._client, method, url, most_bytes=most_bytes, headers=self._headers, **options)
         except httpx.HTTPError as error:
-            raise EngineError(f"{method} {url}: {cut(repr(error), 400)}") from error
+            raise EngineError(f"{method} {path}: {cut(repr(error), 400)}") from error
         except AnswerError as error:
             raise EngineError(str(error)) from error
         if (status := answer.status_code) != 200:

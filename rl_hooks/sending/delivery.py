@@ -5,6 +5,7 @@
 | 2xx | done; `duplicate: true` is counted apart; `warning` is logged; for earlier batches see `read_deaths` |
 | 409 to the registration | the run is another policy's: nothing more is sent, all of it counts as dropped |
 | `run-closed` to anything | a person drains or archived the run: the same |
+| `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
 | any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
 """
@@ -28,6 +29,7 @@ _MAX_BACKOFF_SECONDS: Final = 15.0
 _MAX_RETRY_AFTER_SECONDS: Final = 60.0
 #: Type of the problem document that says so.
 _CLOSED: Final = "urn:draftalign:run-closed"
+_NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
 
@@ -86,8 +88,11 @@ class Delivery:
     def _judge(self, job: Job, reply: Reply) -> str | None:
         """The counter of a final answer; None: try again."""
         self.tally.add("bytes_sent", reply.body_bytes_sent)
+        registers, kind = job.path == run_path(self.run), reply.fields.get("type")
         if 200 <= reply.status < 300:
             fields = reply.fields
+            if registers:
+                self._not_registered = ""  # an earlier try was refused
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
                 self.tally.note(f"warning {kind_of(warning)}", f"the drafter service says: {warning}")
@@ -97,16 +102,18 @@ class Delivery:
             self.prompts_once = fields.get("prompts_once", self.prompts_once) is True
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
-        registers = job.path == run_path(self.run)
-        if reply.status == 409 and (registers or reply.fields.get("type") == _CLOSED):
-            self.refused = True
-            text += ". This process sends nothing until it is attached again; its own work goes on"
-        elif registers:
+        if reply.status == 401:
+            text += " (give token=; where the environment attaches, DRAFTALIGN_TOKEN)"
+        if registers:
             self._not_registered = text
         elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it
             text += f". Before that, {self._not_registered}"
+            self.refused = kind == _NO_SUCH_RUN
+        if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
+            self.refused = True
+            text += ". This process sends nothing until it is attached again; its own work goes on"
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
-        if reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses:
+        if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
             return None
         if job.method == "POST":  # an older service, or a run of this name with another kind of drafter
             self.last_rows, self.prompts_once = "all", False

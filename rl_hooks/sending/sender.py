@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
@@ -70,6 +71,7 @@ class RolloutSender:
         self._delivery = replace(self._delivery, tally=Tally(logger, *_COUNTERS))
         self._standing = Standing(self._delivery.origin, self.run, self._delivery.token)
         self._thread: threading.Thread | None = None
+        self._asked = 0  # questions to the service that have ended
         self._closed = False
 
     def _guard(self) -> threading.Condition:
@@ -187,9 +189,19 @@ class RolloutSender:
             }
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything queued was sent or dropped; False if that took longer than `timeout_seconds`."""
+        """Wait until everything queued was sent or dropped; False if that took longer than `timeout_seconds`.
+
+        A sender that asks how the run stands asks once more then, within the same time.
+        """
+        deadline = time.monotonic() + timeout_seconds
         with self._guard():
-            return self._changed.wait_for(lambda: not len(self._queue), timeout_seconds)
+            flushed = self._changed.wait_for(lambda: not len(self._queue), timeout_seconds)
+            if flushed and self._asks and self._thread is not None:
+                asked = self._asked
+                self._standing.hurry()
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._asked > asked or self._closed, deadline - time.monotonic())
+            return flushed
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Flush for at most `timeout_seconds`, then drop the rest (`dropped_closed`). True if nothing was lost."""
@@ -207,14 +219,17 @@ class RolloutSender:
 
     def _work(self) -> None:
         while True:
-            seconds = self._standing.seconds_left if self._asks else None
             with self._changed:
-                self._changed.wait_for(lambda: self._queue.waiting or self._closed, seconds)
+                seconds = self._standing.seconds_left if self._asks else None
+                self._changed.wait_for(lambda: self._queue.waiting or self._closed or self._is_to_ask(), seconds)
                 if self._closed:
                     return
                 job = self._queue.take() if self._queue.waiting else None
-            if self._asks:
+            if self._is_to_ask():
                 self._delivery.read_deaths(self._standing.ask())
+                with self._changed:
+                    self._asked += 1
+                    self._changed.notify_all()
             if job is None:
                 continue
             try:
@@ -226,6 +241,9 @@ class RolloutSender:
                 self._delivery.tally.add(outcome)
                 self._queue.finish()
                 self._changed.notify_all()
+
+    def _is_to_ask(self) -> bool:
+        return self._asks and not self._standing.seconds_left
 
     def _pause(self, seconds: float) -> bool:
         """Wait; True if the sender was closed."""

@@ -1,7 +1,7 @@
 """What the service says of the run: what became of its batches, α, headroom, the served drafter.
 
-The sender's thread asks between two jobs. A service that is away or slow, or answers nonsense, costs that thread a few
-seconds every half minute. An answer expires after a minute.
+The sender's thread asks between two jobs, and when it is flushed. A service that is away or slow, or answers nonsense,
+costs that thread a few seconds every half minute. An answer expires after a minute.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ class Standing:
         """Until the service is asked again."""
         return max(0.0, self._due - time.monotonic())
 
+    def hurry(self) -> None:
+        """It is time to ask."""
+        self._due = time.monotonic()
+
     def ask(self) -> Mapping[str, object]:
-        """Ask if it is time; returns what `POST /rollouts` says of deaths, as far as it was heard. Never raises."""
-        if self.seconds_left > 0:
-            return {}
+        """Ask; returns what `POST /rollouts` says of deaths, as far as it was heard. Never raises."""
         self._due = time.monotonic() + _AWAY_SECONDS
         try:
             reply = exchange(self._origin, "GET", self._path, self._headers, (), timeout_seconds=_TIMEOUT_SECONDS)

@@ -37,7 +37,7 @@ class Tally:
             first = kind not in self._warned
             self._warned.add(kind)
         if first:
-            self._logger.warning("%s (logged once; see stats())", text)
+            self._logger.warning("draftalign: %s (logged once; see stats())", text)
 
     def note(self, kind: str, text: str) -> None:
         """Keep an error as the newest, and log the first of each kind."""

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
@@ -104,9 +105,12 @@ def create_app(settings: Settings) -> FastAPI:
     context = app.state.context = ServiceContext(settings, client)
     app.add_middleware(Guard, tokens=context.tokens, audit_log=AuditLog(context.layout))
     problems.install(app, settings.retry_after_seconds)
-    for part in (runs_api, rollouts_api, dead_api, drafters_api, acceptance_api):
-        app.include_router(part.router)
-    app.include_router(router)
+    parts = [part.router for part in (runs_api, rollouts_api, dead_api, drafters_api, acceptance_api)]
+    for part in (*parts, router):
+        for route in part.routes:
+            if isinstance(route, APIRoute):  # FastAPI's own summary is the function's name
+                route.summary = route.description.partition("\n")[0].partition(". ")[0].removesuffix(".")
+        app.include_router(part)
     return app
 
 

@@ -38,6 +38,7 @@ log = logging.getLogger("draftalign.api")
 PUBLIC: Final = frozenset({"/healthz", "/readyz"})
 #: One header line each: Chromium reads a line as one challenge, and knows Basic only.
 _CHALLENGES: Final = ('Basic realm="draftalign"', 'Bearer realm="draftalign"')
+_AS: Final = "as `Authorization: Bearer <token>`"
 _REPORTERS: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
 _READERS: Final[frozenset[TokenScope]] = _REPORTERS | {"watch"}
 _WRITERS: Final[frozenset[TokenScope]] = frozenset({"write"})
@@ -201,13 +202,14 @@ class Guard:
             raise Problem(
                 421, "wrong-host", f"no tokens are configured, so only loopback names are served, not {host!r}"
             )
-        caller = self._token(headers.get(b"authorization", ""))
+        authorization = headers.get(b"authorization", "")
+        caller = self._token(authorization)
         if caller is None:
-            raise _unknown()
+            raise _unknown() if authorization else Problem(401, "no-token", f"no token came; send one {_AS}")
         allowed = allowed_scopes(method, path)
         if not caller.scopes & allowed:
             wanted = " or ".join(sorted(allowed))
-            raise Problem(403, "scope", f"{method} {path} needs scope {wanted}; this token has not")
+            raise Problem(403, "scope", f"{method} {path} needs scope {wanted}; this token does not have it")
         runs = named_runs(method, path, scope["query_string"])
         if runs is None and caller.is_limited:
             raise Problem(403, "run", f"{method} {path} is for tokens of all runs; token {caller.name!r} is limited")
@@ -303,7 +305,7 @@ def audit(request: Request, action: str, **said: str | int | None) -> None:
 
 
 def _unknown() -> Problem:
-    return Problem(401, "no-token", "send `Authorization: Bearer <token>` with a known token")
+    return Problem(401, "no-token", f"this token is not known; send a known one {_AS}")
 
 
 async def _refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,7 @@
 """Every error of the API as an RFC 9457 problem document.
 
     {"type": "urn:draftalign:queue-full", "title": "Too Many Requests", "status": 429,
-     "detail": "the queue of run 'default' holds 10000 batches; ...", "instance": "/rollouts"}
+     "detail": "the queue of run 'default' is full: 10000 of 10000 batches ...", "instance": "/rollouts"}
 
 `field` names the tensor, metadata key or parameter at fault, where one is.
 """
@@ -94,6 +94,14 @@ class Problem(Exception):  # noqa: N818 - RFC 9457's word
         self.detail = detail
         self.field = field
         self.headers = dict(headers or {})
+
+
+def in_units(size: float) -> str:
+    """Bytes as a person reads them, and as the page shows them: `763 KiB`, `1.5 GiB`."""
+    unit = 0
+    while size >= 1024 and unit < 4:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.{int(unit > 0 and size < 10)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 class ProblemResponse(JSONResponse):

@@ -19,7 +19,7 @@ from rl_hooks.wire import RUN_NAME, Header, parts_bytes
 from service.access.tokens import Token
 from service.api.auth import Caller, audit
 from service.api.context import Context, ServiceContext
-from service.api.problems import Problem
+from service.api.problems import Problem, in_units
 from service.api.snapshot import read_headline, read_standing
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
 from service.errors import RunNotFound
@@ -199,17 +199,18 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     )
 
 
-async def _waits_for_head(context: ServiceContext, run: str) -> bool:
-    """Whether only a head brings the run on: then its share is of what is free, whatever heads it has.
+async def _awaited_head(context: ServiceContext, run: str) -> int | None:
+    """Where only a head brings the run on: the version above which it is; else None.
 
-    As in `_check_heads`: nothing waits for the worker, which alone deletes heads. One may have come since the last
-    batch: its answer was lost, and it is sent again.
+    The share of such a head is of what is free, whatever heads the run has. As in `_check_heads`: nothing waits for the
+    worker, which alone deletes heads. One may have come since the last batch: its answer was lost; it is sent again.
     """
     newest = await context.soon(context.store(run).latest_policy())
+    newest = -1 if newest is None else newest
     waiting = (await context.soon(context.queue(run).depth())).items
     stems = await asyncio.to_thread(lambda: [path.stem for path in context.layout.heads(run).glob("*.safetensors")])
-    came = sum(stem.isdecimal() and int(stem) > (-1 if newest is None else newest) for stem in stems)
-    return not waiting and came < 2 and read_state(context.layout, run).state == "active"
+    came = sum(stem.isdecimal() and int(stem) > newest for stem in stems)
+    return newest if not waiting and came < 2 and read_state(context.layout, run).state == "active" else None
 
 
 async def _refused_file(context: ServiceContext, run: str) -> FileId:
@@ -415,9 +416,12 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     async def on_header(header: Header) -> None:
         versions.append(read_head_header(record, header))
         await _check_heads(context, run, versions[0])
+        if awaited is not None and versions[0] <= awaited:
+            check_room(context, 0, run, held=held)  # it has reserved its own bytes
 
-    held = 0 if await _waits_for_head(context, run) else await asyncio.to_thread(heads_bytes, context.layout, run)
-    check_room(context, length, run, held=held)
+    held = await asyncio.to_thread(heads_bytes, context.layout, run)
+    awaited = await _awaited_head(context, run)
+    check_room(context, length, run, held=held if awaited is None else 0)
     with context.spool.reserve(length, run), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
@@ -438,12 +442,13 @@ def check_room(context: ServiceContext, length: int, run: str = "", held: int = 
     if free < least or held + coming == 0 < length - share:
         context.want_room(length * 4 // 3 + 1)
     if free < least:
-        found = f"{length} bytes would leave {max(free, 0)} free in the spool; at least {least} must stay free"
+        left, least_text = in_units(max(free, 0)), in_units(least)
+        found = f"{in_units(length)} would leave {left} free in the spool; at least {least_text} must stay free"
     elif held + coming + length > share:
         whose = f"run {run!r}" if run else "uploads whose run is not known yet"
         found = (
-            f"{length} bytes are too many beside {held + coming} that are there or on their way: {whose} may have "
-            f"{share} of the spool's disk, so that others find room"
+            f"{whose} would have {in_units(held + coming + length)} there and on their way, and may have "
+            f"{in_units(share)} of the spool's disk, so that others find room"
         )
     else:
         return

@@ -193,7 +193,8 @@ def test_an_llm_with_variables_alone_follows_the_service(
     # --- the service goes away: the trainer's run goes on, and its log gets a line
     service.stop()
     assert len(llm.generate()) == len(_PROMPTS)
-    lines = [f"draftalign: {peer}: All connection attempts failed" for peer in ("service", "report")]
+    away = "does not answer (All connection attempts failed); the engine goes on"
+    lines = [f"draftalign: service {service.url}{what} {away}" for what in ("", ", reports")]
     eventually(lambda: all(line in llm.text() for line in lines), 30)  # counts are reported every five seconds
     assert len(llm.generate()) == len(_PROMPTS)
     llm.stop()

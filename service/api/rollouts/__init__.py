@@ -31,12 +31,12 @@ from rl_hooks.wire import (
 )
 from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
-from service.api.problems import Problem
+from service.api.problems import Problem, in_units
 from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunClosed, RunNotFound
 from service.storage.layout import BATCH_ID
-from service.storage.queue import Batch, Enqueued
+from service.storage.queue import Batch, Depth, Enqueued
 from service.storage.ready import PROBE_SECONDS
 from service.storage.runs import RunRecord, check_open
 from service.storage.spool import Upload
@@ -186,20 +186,24 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
         full = coming + length > limit_bytes  # else room is made when the entry is added
     if full:
         await context.soon(context.queue(run).count_rejected())
-        held = f"{items} batches, {size} bytes and {coming} on their way, {rollouts} rollouts"
-        raise queue_full(context, run, held, limit_bytes)
+        raise queue_full(context, run, Depth(items, size + coming, rollouts), length, limit_bytes)
     return limit_bytes
 
 
-def queue_full(context: ServiceContext, run: str, held: str, limit_bytes: int) -> Problem:
-    """The answer to a batch that finds the run's queue full. `held`: what is in it."""
+def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limit_bytes: int) -> Problem:
+    """The answer to a batch of `length` bytes that finds the run's queue full names the limit that it meets first."""
     settings = context.settings
+    if held.items >= settings.queue_max_items:
+        found = f"{held.items} of {settings.queue_max_items} batches (DRAFTALIGN_QUEUE_MAX_ITEMS)"
+    elif held.bytes + length > limit_bytes:
+        whose = "DRAFTALIGN_QUEUE_MAX_BYTES" if limit_bytes == settings.queue_max_bytes else "its share of the disk"
+        found = f"{in_units(held.bytes)} of {in_units(limit_bytes)} ({whose}), and this file has {in_units(length)}"
+    else:
+        found = f"{held.rollouts} of {settings.queue_max_rollouts} rollouts (DRAFTALIGN_QUEUE_MAX_ROLLOUTS)"
     return Problem(
         429,
         "queue-full",
-        f"the queue of run {run!r} holds {held}; the limits are {settings.queue_max_items} batches, "
-        f"{limit_bytes} bytes and {settings.queue_max_rollouts} rollouts. Try again when the worker has "
-        "caught up",
+        f"the queue of run {run!r} is full: {found}. Try again when the worker has caught up",
         headers={"Retry-After": str(settings.retry_after_seconds)},
     )
 
@@ -326,7 +330,7 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, limit
             headers={"Retry-After": str(settings.retry_after_seconds)},
         )
     if outcome.outcome == "full":
-        raise queue_full(context, run, outcome.state, limit_bytes)
+        raise queue_full(context, run, outcome.held, batch.bytes, limit_bytes)
     return outcome
 
 

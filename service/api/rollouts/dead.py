@@ -98,7 +98,7 @@ async def retry_dead(
         batch_id, seen, max_items=settings.queue_max_items, max_bytes=limit_bytes
     )
     if outcome.outcome == "full":
-        raise queue_full(context, run, outcome.state, limit_bytes)
+        raise queue_full(context, run, outcome.held, size, limit_bytes)
     if outcome.outcome in ("gone", "disowned"):
         raise _gone(run, batch_id)
     if outcome.outcome == "accepted":

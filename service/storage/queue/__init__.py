@@ -49,6 +49,9 @@ class Depth(NamedTuple):
     rollouts: int
 
 
+_EMPTY: Final = Depth(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A batch as the API enqueues it."""
@@ -70,6 +73,7 @@ class Enqueued:
     `disowned`: the reaper had already marked the file as an orphan, and may have deleted it. `gone`: the dead batch
     that was to be put back has no file any more. `known`: its rollouts that came in an earlier batch; a duplicate's all
     did, or its `known` were left out when it was accepted. `other`: the first file with these ids has another size.
+    `held`: what a full queue holds.
     """
 
     outcome: Literal["accepted", "duplicate", "full", "disowned", "gone"]
@@ -79,6 +83,7 @@ class Enqueued:
     last_dead_reason: str = ""  # of the newest of them
     known: int = 0
     other: bool = False
+    held: Depth = _EMPTY
 
 
 class AsyncRolloutQueue:
@@ -189,7 +194,7 @@ class AsyncRolloutQueue:
             case "disowned" | "gone":
                 return Enqueued(reply[0], "")
             case _:
-                return Enqueued("full", f"{reply[1]} batches, {reply[2]} bytes, {reply[3]} rollouts", tuple(reply[4:]))
+                return Enqueued("full", "", tuple(reply[4:]), held=Depth(*map(int, reply[1:4])))
 
     async def disown(self, batch_id: str, blob: str) -> bool:
         """Mark a spooled file as an orphan, so that it can be deleted. False, and no mark, if its entry names it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -10,7 +11,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -273,22 +274,42 @@ def test_a_disk_that_is_full_half_way_through_a_download_leaves_the_drafter_that
     check_everything_read_was_published(service, engine)
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-def test_where_the_disk_is_full_of_older_versions_they_give_way_to_the_newest(
-    restarted: bool, service: Service, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that the agent would keep for a swap back too: an engine must not stay behind for good."""
+Fill = Callable[[float], None]
+
+
+@pytest.fixture(params=["free bytes", "ENOSPC", "EDQUOT"])
+def fill(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fill:
+    """Let the cache's disk hold so many versions, each as large as those that are there."""
 
     def used() -> int:
         return sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
 
-    def fill(versions: float) -> None:
-        total = int(versions * used() / 3)
-        monkeypatch.setattr(
-            "rl_hooks.agent.download.shutil.disk_usage",
-            lambda _: SimpleNamespace(free=download.MIN_FREE_BYTES + total - used()),
-        )
+    def full(versions: float) -> None:
+        total = int(versions * used() / len(list((tmp_path / "default").glob("v*"))))
+        if request.param == "free bytes":
+            monkeypatch.setattr(
+                "rl_hooks.agent.download.shutil.disk_usage",
+                lambda _: SimpleNamespace(free=download.MIN_FREE_BYTES + total - used()),
+            )
+            return
+        receive = download._Download._receive
 
+        def write(self: download._Download) -> None:
+            if used() + self.file.bytes > total:
+                raise OSError(getattr(errno, request.param), "as a full disk or quota says")
+            receive(self)
+
+        monkeypatch.setattr("rl_hooks.agent.download._Download._receive", write)
+
+    return full
+
+
+@pytest.mark.parametrize("link", [False, True], ids=["", "a link lies among them"])
+@pytest.mark.parametrize("restarted", [False, True], ids=["", "after a restart"])
+def test_where_the_disk_is_full_of_older_versions_they_give_way_to_the_newest(
+    restarted: bool, link: bool, service: Service, engine: Engine, tmp_path: Path, fill: Fill
+) -> None:
+    """Those that the agent would keep for a swap back too: an engine must not stay behind for good."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(running_agent(service, engine, cache=tmp_path))
         for number in (1, 2, 3):
@@ -298,8 +319,30 @@ def test_where_the_disk_is_full_of_older_versions_they_give_way_to_the_newest(
             stack.close()
             stack.enter_context(running_agent(service, engine, cache=tmp_path))
         fill(3.5)
+        if link:
+            (tmp_path / "default" / "0").symlink_to(tmp_path)
         newest = service.publish(4)
         eventually(lambda: engine.version == newest)
+    assert service.ranges == [None] * 8, "the newest's config.json, which was there, was not asked for again"
+
+
+def test_a_full_disk_keeps_what_an_engine_that_is_away_would_get(
+    service: Service, engine: Engine, tmp_path: Path, fill: Fill
+) -> None:
+    cache, versions = tmp_path / "default", [service.publish(1)]
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == versions[0])
+        settle(engine)
+        engine.down()
+        for number in (2, 3):
+            versions.append(service.publish(number))
+            eventually((cache / versions[-1]).exists)
+        fill(2.5)
+        service.publish(4)
+        eventually(lambda: not (cache / versions[1]).exists())
+        engine.restart()
+        eventually(lambda: engine.version == versions[2])
+    assert (cache / versions[0]).exists(), "what it goes back to"
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["", "the service is away"])

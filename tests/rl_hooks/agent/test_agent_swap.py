@@ -32,7 +32,7 @@ from prometheus_client import generate_latest
 from rl_hooks.agent.agent import AgentConfig, Backoff, SwapAgent
 from rl_hooks.agent.download import strip_shared
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.errors import ManifestError
+from rl_hooks.errors import EngineError, ManifestError
 from rl_hooks.release import Release, parse_manifest
 from rl_hooks.wire import MappedFile
 
@@ -353,6 +353,40 @@ def test_an_engine_in_trouble_is_asked_again(service: Service, engine: Engine, t
         eventually(lambda: 'outcome="failed"} 2.0' in exposed(agent))
         engine.refusal = None
         eventually(lambda: engine.version == version)
+
+
+def test_who_is_away_is_named_with_its_address(
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.down()
+    service.down()
+    refused = "All connection attempts failed"
+    expected = {
+        f"engine {engine.url} does not answer (GET /metrics: ConnectError('{refused}'))",
+        f"service {service.url} does not answer ({refused})",
+    }
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: expected <= {record.getMessage() for record in caplog.records})
+        engine.up()
+        service.up()
+        version = service.publish(1)
+        eventually(lambda: engine.version == version)
+
+
+def test_the_same_failure_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    agent = SwapAgent(AgentConfig("http://service", ("http://engine",)))
+    outcomes = [*(EngineError("away"),) * 40, EngineError("no"), EngineError("no"), None, EngineError("no")]
+
+    async def step() -> None:
+        if not outcomes:
+            raise asyncio.CancelledError
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(agent._repeat("http://engine", step, 0.001))
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == [*("engine http://engine: away",) * 4, *("engine http://engine: no",) * 2], "1st, 8th, 16th, 32nd"
 
 
 def test_one_dead_engine_does_not_hold_up_the_others(service: Service, engine: Engine, tmp_path: Path) -> None:

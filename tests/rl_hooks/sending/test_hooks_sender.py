@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 from hooks_fixtures import Answer, Received, Receiver, free_port, receiver
 
+from rl_hooks.sending.delivery import _NO_SUCH_RUN
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job, run_path
 from rl_hooks.sending.sender import RolloutSender
@@ -77,15 +78,46 @@ def test_what_follows_from_a_refused_registration_does_not_hide_its_cause() -> N
             if request.method == "PUT"
             else (404, {}, {"type": "urn:draftalign:no-such-run", "detail": "run 'r' is not registered"})
         )
-        sender = RolloutSender(service.url, run="r", patience_seconds=0.0)
+        # 404 is retried by a rank whose run registers itself in its first forward.
+        sender = RolloutSender(service.url, run="r", retry_statuses=frozenset({404}))
         sender.submit_job(Job("PUT", run_path("r"), lambda: [b"0"], 1))
         sender.submit([b"1"])
         stats = finished(sender)
         assert stats["dropped_error"] == 2
         said = str(stats["last_error"])
         assert "run 'r' is not registered. Before that, PUT " in said
-        assert "no drafter's config" in said
+        assert "no drafter's config. This process sends nothing until it is attached again" in said
+        assert not sender.submit([b"2"]), "nothing is captured for a run that nobody has registered"
+        assert len(service.requests) == 2
         sender.close()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "kind", "sent"),
+    [((422, 202, 202), "", 2), ((503, 201, 404, 202), _NO_SUCH_RUN, 2), ((404, 404, 202), "a proxy's", 1)],
+    ids=["by another process", "after a retry", "a proxy without the service behind it"],
+)
+def test_nothing_ends_for_good_where_the_run_may_be_registered(statuses: tuple[int, ...], kind: str, sent: int) -> None:
+    answers: list[Answer] = [(status, {"Retry-After": "0"}, {"type": kind}) for status in statuses]
+    with receiver() as service:
+        service.answer = lambda _request: answers.pop(0)
+        sender = RolloutSender(service.url, run="r")
+        sender.submit_job(Job("PUT", run_path("r"), lambda: [b"0"], 1))
+        for body in (b"1", b"2"):
+            sender.submit([body])
+        assert finished(sender)["sent"] == sent
+        assert not sender.refused
+        sender.close()
+
+
+def test_a_401_says_where_the_token_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        service.answer = lambda _request: (401, {}, {"detail": "no token came"})
+        sender = RolloutSender(service.url)
+        sender.submit([b"z"])
+        assert "no token came (give token=" in str(finished(sender)["last_error"])
+        sender.close()
+    assert [record.getMessage().startswith("draftalign: POST ") for record in caplog.records] == [True]
 
 
 def test_retry_after_may_be_a_date() -> None:

@@ -20,6 +20,7 @@ from worker_fixtures import Bench
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending import standing
 from rl_hooks.sending.exchange import Origin
+from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.standing import Standing
 
 OWN = {"draftalign/dropped", "draftalign/overhead_seconds"}
@@ -88,9 +89,19 @@ class Liar:
     def __init__(self) -> None:
         liar = self
         self.status, self.body = 200, b""
+        self.seconds = 0.0  # that it takes over an answer
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(202)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
             def do_GET(self) -> None:
+                time.sleep(liar.seconds)
                 self.send_response(liar.status)
                 self.send_header("Content-Length", str(len(liar.body)))
                 self.end_headers()
@@ -131,7 +142,6 @@ def liar() -> Iterator[Liar]:
 def test_nonsense_is_not_believed(liar: Liar, body: bytes) -> None:
     liar.body = body
     asked = Standing(Origin.parse(liar.url), "r", None)
-    time.sleep(0.06)
     heard = asked.ask()
     assert not {name for name, value in heard.items() if name == "dead_total" and type(value) is int}
     assert {name for name, value in asked.facts().items() if not isinstance(value, str)} == set()
@@ -141,8 +151,6 @@ def test_only_numbers_that_are_known_are_taken_over(liar: Liar) -> None:
     said = {"rollouts": {"trained_total": 3, "dead_total": 0, "waiting": None}, "alpha": 2.5, "alpha_live": None}
     liar.body = json.dumps(said | {"drafter": "v000012-0a1b2c3d"}).encode()
     asked = Standing(Origin.parse(liar.url), "r", None)
-    assert (asked.ask(), asked.facts()) == ({}, {}), "it is not time yet"
-    time.sleep(0.06)
     asked.ask()
     assert asked.facts() == {
         "trained": 3,
@@ -152,5 +160,38 @@ def test_only_numbers_that_are_known_are_taken_over(liar: Liar) -> None:
         "drafter_number": 12,
     }
     liar.status = 404
-    time.sleep(0.06)
     assert asked.ask() == {}
+
+
+def test_a_flush_ends_with_what_the_service_says_then(
+    bench: Bench, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short trial is over long before it is time to ask."""
+    monkeypatch.setattr(standing, "_ASK_SECONDS", 600.0)
+    service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
+    model = tiny(tied=False)
+    hook = DrafterHook(model, service.url, aux_layers=AUX)
+    try:
+        for waiting in (1, 2):
+            step(hook, model, waiting)
+            assert hook.flush(20)
+            assert hook.stats()["run_stands"]["waiting"] == waiting
+    finally:
+        service.stop()
+        hook.close(1.0)
+
+
+def test_a_flush_waits_for_no_answer_beyond_its_own_time(liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "_ASK_SECONDS", 600.0)
+    liar.seconds = 2.5
+    sender = RolloutSender(liar.url, asks=True)
+    sender.submit([b"z"])
+    began = time.monotonic()
+    assert sender.flush(1.0), "all was sent"
+    assert 0.9 < time.monotonic() - began < 2.0
+    sender.close(0.0)
+    assert sender._thread is not None
+    sender._thread.join(20.0)
+    began = time.monotonic()
+    assert sender.flush(20.0)
+    assert time.monotonic() - began < 10.0, "nobody asks any more"

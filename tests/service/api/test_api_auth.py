@@ -63,6 +63,8 @@ def test_no_route_and_no_method_works_without_a_token(guarded: RunningService, a
             assert "Bearer" in reply.headers["www-authenticate"]
             if method != "HEAD":
                 assert reply.headers["content-type"] == "application/problem+json"
+                found = "no token came" if authorization is None else "this token is not known"
+                assert reply.json()["detail"].startswith(f"{found}; send ")
 
 
 def test_a_refusal_reads_no_body(guarded: RunningService) -> None:
@@ -97,6 +99,7 @@ def test_a_token_can_do_what_its_scopes_say(guarded: RunningService, method: str
         reply = guarded.client.request(method, path, headers={"Authorization": f"Bearer {name}-secret"})
         assert (reply.status_code != 403) == (name in allowed), (name, reply.text)
         assert reply.status_code != 401
+        assert name in allowed or method == "HEAD" or reply.json()["detail"].endswith("this token does not have it")
 
 
 def test_two_hosts_are_one_too_many(service: RunningService) -> None:
@@ -292,6 +295,7 @@ def test_probes_and_documentation_answer(service: RunningService) -> None:
 
 def test_every_call_is_described(service: RunningService) -> None:
     paths = service.client.get("/openapi.json").json()["paths"]
+    assert paths["/rollouts"]["post"]["summary"] == "Queue one rollout file"
     assert len(paths) >= 13
     for path, calls in paths.items():
         for method, call in calls.items():

@@ -203,7 +203,7 @@ def test_a_full_queue_answers_429_with_retry_after_and_reads_no_body(serve: Serv
     for run in (None, "default"):  # a client that does not wait for 100 Continue sees the answer too
         answer = service.post(body, run)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
-        assert "1 batches" in answer.json()["detail"]
+        assert "is full: 1 of 1 batches" in answer.json()["detail"]
     assert len(service.spooled()) == 1
     (entry,) = queue.claim("w", 1000, 60.0)
     queue.ack(entry)
@@ -389,6 +389,22 @@ async def reap(service: RunningService) -> int:
     assert service.settings.redis_url is not None
     async with redis.asyncio.Redis.from_url(service.settings.redis_url.get_secret_value()) as client:
         return await ServiceContext(service.settings, client).reap()
+
+
+def test_a_sweep_forgets_runs_that_another_process_deleted(service: RunningService, redis_url: str) -> None:
+    """A run that is registered under that name later begins with nothing kept."""
+
+    async def sweep_twice() -> tuple[set[str], set[str]]:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            other = ServiceContext(service.settings, client)
+            await other.reap()
+            before = {*other._kept_bytes, *other._queues}
+            assert service.client.delete("/runs/default").status_code == 204
+            await other.reap()
+            other.close()
+            return before, {*other._kept_bytes, *other._queues}
+
+    assert asyncio.run(sweep_twice()) == ({"default"}, set())
 
 
 def test_a_process_that_was_stopped_before_it_queued_a_file_does_not_acknowledge_what_another_has_swept(

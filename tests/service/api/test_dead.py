@@ -342,6 +342,7 @@ def test_a_full_queue_refuses_to_take_a_batch_back(bench: Bench, serve: Serve) -
     assert service.post(bench.world.rollout_file("good")).status_code == 202
     refused = service.client.post(f"{DEAD}/{batch_id}/retry")
     assert (refused.status_code, refused.json()["type"]) == (429, "urn:draftalign:queue-full")
+    assert "is full: 1 of 1 batches (DRAFTALIGN_QUEUE_MAX_ITEMS)" in refused.json()["detail"]
     assert service.client.get(DEAD).json()["dead"][0]["has_file"]
     bench.drain(bench.worker(**LENIENT))
     assert service.client.post(f"{DEAD}/{batch_id}/retry").status_code == 202

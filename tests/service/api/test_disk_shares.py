@@ -19,6 +19,7 @@ from storage_fixtures import RolloutQueue
 
 from rl_hooks.wire import CONTENT_TYPE
 from service.api.context import ServiceContext
+from service.api.problems import in_units
 from service.storage.spool import Spool
 
 Serve = Callable[..., RunningService]
@@ -69,10 +70,7 @@ def test_a_run_that_floods_leaves_room_for_others(serve: Serve, disk: Disk, redi
     second = flood(service, "other", "b")
     assert 9 <= second <= 15, "three quarters of what is left"
     assert flood(service, "third", "c") >= 1
-    queue = RolloutQueue(redis_client, "flood")
-    for entry in queue.claim("w", 1000, 60.0):
-        queue.ack(entry)
-        Spool(service.layout).delete("flood", entry.blob)
+    work_off(service, redis_client, "flood")
     assert flood(service, "other", "d") >= 20, "room comes back to who goes on"
 
 
@@ -81,6 +79,18 @@ def test_a_bound_that_is_set_holds_on_a_large_disk(serve: Serve, disk: Disk) -> 
     service.register()
     disk(1000 * BODY)
     assert flood(service, "default", "a") == 3
+    said = service.post(rollout_file(("b",)), "default").json()["detail"]
+    full, file = in_units(3 * BODY), in_units(BODY)
+    assert f"is full: {full} of {full} (DRAFTALIGN_QUEUE_MAX_BYTES), and this file has {file}" in said
+    assert (full, file) == ("3.7 KiB", "1.2 KiB")
+
+
+def work_off(service: RunningService, client: Redis, run: str) -> None:
+    """As a worker does that has no use for any batch."""
+    queue = RolloutQueue(client, run)
+    for entry in queue.claim("w", 1000, 60.0):
+        queue.ack(entry)
+        Spool(service.layout).delete(run, entry.blob)
 
 
 @contextlib.contextmanager
@@ -116,10 +126,16 @@ def test_uploads_that_stay_on_their_way_leave_room_for_others(serve: Serve, disk
     assert reply.status_code == 202, reply.json()
 
 
-def test_heads_of_a_run_leave_room_for_others(serve: Serve, disk: Disk) -> None:
+@pytest.mark.parametrize("newest", [None, 0, 100], ids=["before rollouts", "newer", "older than the rollouts"])
+def test_heads_of_a_run_leave_room_for_others(
+    newest: int | None, serve: Serve, disk: Disk, redis_client: Redis
+) -> None:
     service = serve(spool_min_free_bytes=0, max_heads=64)
     for run in ("heads", "other"):
         service.register(run)
+    if newest is not None:
+        assert service.post(rollout_file(("r",), run="heads", policy_version=newest), "heads").status_code == 202
+        work_off(service, redis_client, "heads")
     disk(10 * len(head_file(1)))
     codes = []
     for version in range(1, 12):
@@ -315,14 +331,15 @@ def test_a_run_that_only_a_head_brings_on_gets_it_received(
         assert service.client.put("/runs/a/head", content=head_file(version), headers=HEADERS).status_code == 201
         sent = rollout_file((f"r{version}",), run="a", policy_version=version)
         assert service.post(sent, "a").status_code == 202
-        queue = RolloutQueue(redis_client, "a")
-        for entry in queue.claim("w", 1000, 60.0):
-            queue.ack(entry)
-            Spool(service.layout).delete("a", entry.blob)
+        work_off(service, redis_client, "a")
     disk(int(room * len(head_file(7))))
 
     def received() -> bool:
         return service.client.put("/runs/a/head", content=head_file(7), headers=HEADERS).status_code == 201
 
+    for state in ("paused", "active"):
+        body = {"state": state, "reason": "a test"}
+        assert service.client.patch("/runs/a", json=body).status_code == 200
+        assert state == "active" or not received(), "the worker leaves a paused run's heads where they are"
     eventually(received)
     assert dead_files(service, "other") < 20 or room > 2

@@ -56,7 +56,10 @@ def test_a_refusal_says_what_helps(serve: Callable[..., RunningService], monkeyp
         return str(told.exception)
 
     monkeypatch.delenv("DRAFTALIGN_TOKEN", raising=False)
-    assert refused("state").endswith("with a known token (set DRAFTALIGN_TOKEN)")
+    assert "no token came; send one as `Auth" in (said := refused("state"))
+    assert said.endswith(" (set DRAFTALIGN_TOKEN)")
+    monkeypatch.setenv("DRAFTALIGN_TOKEN", "stranger")
+    assert "this token is not known; send a known one as `Auth" in refused("state")
     monkeypatch.setenv("DRAFTALIGN_TOKEN", "boss")
     assert refused("state", "--run", "other").endswith("(`draftalign runs` lists them)")
     service.client.headers["Authorization"] = "Bearer boss"

@@ -198,7 +198,7 @@ def test_counts_of_terabytes_are_exact(bench: Bench) -> None:
         assert bench.put(make_batch(number, size=size), max_bytes=4 * size).outcome == "accepted"
     assert bench.worker.depth() == (3, 3 * size)
     full = bench.put(make_batch(9, size=2 * size), max_bytes=4 * size)
-    assert full.state == f"3 batches, {3 * size} bytes, 6 rollouts"
+    assert full.held == (3, 3 * size, 6)
     assert bench.put(make_batch(9, size=2 * size), max_bytes=4 * size, overflow="drop_oldest").outcome == "accepted"
     assert bench.worker.depth() == (3, 4 * size)
 
