@@ -330,10 +330,13 @@ class Worker:
             self._let_go(run)
         wanted = sum(self._is_wanted(run, now) for run in names)
         if self._share.look(len(self.served), wanted, now):
-            run = self._turns.order(self.served)[-2]  # the second at work: so those that work most come to be parted
-            log.info("run %s is left to another worker, which has fewer", run)
-            self._share.hand_over(run, now)
-            self._rest(run, self._runs[run])
+            idle = self._idle()  # one that has nothing to do gains nothing, and the other one may not open it
+            # All but the first at work: so those that work most come to be parted.
+            at_work = [run for run in self._turns.order(self.served)[:-1] if run not in idle]
+            for run in at_work[-1:]:
+                log.info("run %s is left to another worker, which has fewer", run)
+                self._share.hand_over(run, now)
+                self._rest(run, self._runs[run])
         for run in names:
             self._runs.setdefault(run, _Run())
         for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for

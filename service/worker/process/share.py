@@ -1,8 +1,8 @@
 """Which runs this worker takes and which it leaves to other workers, where several share the runs of one service.
 
 Each is to have as many runs as the others. A worker that has its share takes a further run only where no other worker
-has served that for a while. One that has two runs more than another hands one over: it closes that run and gives its
-lease back.
+has served that for a while. One that has two runs more than another hands one over that has work: it closes that run
+and gives its lease back.
 """
 
 from __future__ import annotations
