@@ -286,6 +286,11 @@ def test_a_batch_for_whose_file_there_is_no_memory_keeps_the_others_of_its_run_w
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 0.0)
+    worker._settings = bench.settings.model_copy(update={"claim_tokens": 10_000})  # both batches are claimed at once
+    worker._close_idle()
+    register(bench, "d")
+    for run in RUNS:
+        train(bench, worker, run, "again")
     huge = post(bench, "a", "huge")
     path = bench.layout.blob("a", RolloutQueue(bench.redis, "a").batch(huge)["blob"])  # type: ignore[index]
     opened = list[str]()
@@ -300,7 +305,7 @@ def test_a_batch_for_whose_file_there_is_no_memory_keeps_the_others_of_its_run_w
     with monkeypatch.context() as patch:
         patch.setattr("service.worker.inbox.load_batch", loading)
         until_trained(bench, worker, "a", small)
-        assert opened == ["a"] * 3, "one and two were closed for it, then it said so"
+        assert opened == ["a"] * 3, "one and two were closed for it, which is all; then it said so"
         assert str(error) in error_of(bench, "a")
         until_trained(bench, worker, "b", post(bench, "b", "later"))
         for number in range(3):
