@@ -451,6 +451,9 @@ def test_a_worker_that_has_lost_a_run_says_nothing_of_it(bench: Bench, monkeypat
     assert other_worker(bench).hold("default")
     worker._end_at("default", OSError("the checkpoint is gone"))
     assert bench.store.worker().error is None, "the other one would not take it back"
+    Store(bench.redis, "default").set_worker({"error": "the other one's"})
+    worker._note_work("default")
+    assert bench.store.worker().error == "the other one's"
 
 
 @pytest.mark.parametrize("full", [False, True])
