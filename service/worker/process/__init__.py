@@ -355,8 +355,8 @@ class Worker:
             at_work = [run for run in self._turns.order(self.served)[:-1] if run not in idle]
             for run in at_work[-1:]:
                 log.info("run %s is left to another worker, which has fewer", run)
-                self._share.hand_over(run, now)
                 self._rest(run, self._runs[run])
+                self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
         for run in names:
             self._runs.setdefault(run, _Run())
         for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for

@@ -82,7 +82,7 @@ def test_a_worker_that_comes_later_gets_its_share_and_a_dead_ones_runs_go_back(b
     third = workers.start(bench, lease_seconds=2.0)
     bench.wait(lambda: at_work() == [1, 1, 2])
     workers.kill(second)
-    bench.wait(lambda: sorted(holders(bench).values()) == [2, 2])
+    bench.wait(lambda: at_work() == [2, 2])
     workers.kill(third, signal.SIGTERM)
     bench.wait(lambda: sorted(holders(bench).values()) == [4])
     batches += [(run, bench.post(f"alone {run}", run=run)) for run in RUNS]
@@ -151,6 +151,20 @@ def test_a_run_that_is_handed_over_is_left_alone_and_the_next_waits_until_it_is_
         other.others(0)
         worker._find_runs()
     assert len(worker.served) == 2, "the next one, once that is taken"
+    worker._close()
+
+
+def test_a_run_that_was_taken_and_closed_for_others_between_two_looks_keeps_no_other_from_being_handed_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has it looks after it without its lease, and opens it for its next batch."""
+    worker, other, gone = handed_over(bench, monkeypatch, 0)
+    time.sleep(0.1)
+    Store(bench.redis, *gone).set_worker({"heartbeat": time.time()})
+    for _ in range(2):
+        other.others(0)
+        worker._find_runs()
+    assert len(worker.served) == 2
     worker._close()
 
 
