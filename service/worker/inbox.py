@@ -8,7 +8,8 @@ Delivery is at least once, effect once:
   and the mark stays until Redis has taken it.
 * Rollouts that came in an earlier batch are left out: the script that enqueues has named them in the entry.
 * A batch that cannot be loaded, or that the learner rejects, is a dead letter with the reason; its file is kept. A file
-  that cannot be read now (too many open files, a bad sector) waits until its entry is idle, and the others go on.
+  that cannot be read now (too many open files, a bad sector; no memory, where none can be made) waits until its entry
+  is idle, and the others go on.
 """
 
 from __future__ import annotations
@@ -114,9 +115,19 @@ class Inbox:
     """The deliveries of one run. `held` may be read by another thread; all else is the worker loop's alone."""
 
     def __init__(
-        self, settings: Settings, layout: Layout, queue: RolloutQueue, vocab_size: int, applied: Iterable[str] = ()
+        self,
+        settings: Settings,
+        layout: Layout,
+        queue: RolloutQueue,
+        vocab_size: int,
+        applied: Iterable[str] = (),
+        ends_for_memory: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`applied`: unacknowledged batches whose effect the last checkpoint holds."""
+        """`applied`: unacknowledged batches whose effect the last checkpoint holds.
+
+        `ends_for_memory`: whether an error is to be raised where there is no memory for a batch's file: else it is put
+        off like one that cannot be read.
+        """
         self.versions = PolicyVersions()
         self.held: tuple[str, ...] = ()  # ids of the entries that no other worker may claim, for the heartbeat
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
@@ -126,6 +137,7 @@ class Inbox:
         self._vocab_size = vocab_size
         self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that changed last comes last
         self._applied = set(applied)
+        self._ends_for_memory = ends_for_memory
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     # --- the ledger
@@ -154,6 +166,11 @@ class Inbox:
     def waiting(self) -> int:
         """Batches that wait for the draft vocabulary."""
         return len(self._in(Phase.WAITING))
+
+    @property
+    def unreadable(self) -> list[str]:
+        """Ids of the entries that are put off, because their files cannot be read now."""
+        return [delivery.entry.entry_id for delivery in self._in(Phase.UNREADABLE)]
 
     # --- claiming
     def renew(self) -> None:
@@ -209,14 +226,16 @@ class Inbox:
             self._end_dead(entry, "blob_damaged")
         except (WireError, BatchRejected) as error:
             self._end_dead(entry, str(error))
-        except OSError as error:  # too many open files, a bad sector: the others are not to wait for it
-            if is_out_of_memory(error):
-                raise  # nothing is wrong with the file: it cannot be mapped
-            log.error("%s: batch %s cannot be read now: %s", self._queue.run, entry.batch_id, error)
-            self._set(Delivery(entry, Phase.UNREADABLE, uncounted=True))
-            self._tell_uncounted()
-        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            self._end_for(entry, error, "cannot be loaded")
+        except Exception as error:
+            no_memory = is_out_of_memory(error)
+            if no_memory and self._ends_for_memory():
+                raise
+            if no_memory or isinstance(error, OSError):  # a bad sector, say: the others do not wait for it
+                log.error("%s: batch %s cannot be read now: %s", self._queue.run, entry.batch_id, error)
+                self._set(Delivery(entry, Phase.UNREADABLE, uncounted=True))
+                self._tell_uncounted()
+            else:
+                self._end_for(entry, error, "cannot be loaded")
         else:
             return Loaded(entry, path, batch)
         return None

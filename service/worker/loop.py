@@ -60,8 +60,12 @@ class RunWorker:
         holds_lease: Callable[[], bool] = lambda: True,
         stopping: Callable[[], bool] = lambda: False,
         recent_suspected: set[str] | None = None,
+        ends_for_memory: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`recent_suspected`: runs whose recent rollouts may be to blame; a failure ends this object, not the set."""
+        """`recent_suspected`: runs whose recent rollouts may be to blame; a failure ends this object, not the set.
+
+        `ends_for_memory`: see `Inbox`.
+        """
         self.run = run
         self._store = store
         self._holds_lease = holds_lease
@@ -79,7 +83,7 @@ class RunWorker:
             applied: Sequence[str] = ()
         else:
             applied = self.learner.resume(self._checkpoint)["applied"]
-        self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied)
+        self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
         self.learner.report_vocabulary(0)
 
     def cycle(self) -> bool:
@@ -199,9 +203,9 @@ class RunWorker:
     # --- checkpoint, then acknowledge
     def save(self) -> None:
         """Write a checkpoint and acknowledge what it holds."""
+        self._check_still_ours()
         if not self.learner.begun:
             return
-        self._check_still_ours()
         self.inbox.commit(self._write_checkpoint)
         self._checkpointed_at = time.monotonic()
         self.learner.forget_heads(self.inbox.versions.newest)
@@ -222,11 +226,10 @@ class RunWorker:
         """Checkpoint before an orderly stop, and do not let what is still in hand count."""
         try:
             self.save()
+            self.inbox.uncount(Phase.WAITING)
         except (LeaseLost, CheckpointSuperseded):
             raise  # as in `cycle`: another worker counts them now
         except Exception as error:
             if not is_batch_fault(error):  # a full disk, or no memory
                 self.inbox.uncount(Phase.DONE)
             raise
-        finally:
-            self.inbox.uncount(Phase.WAITING)

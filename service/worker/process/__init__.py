@@ -12,8 +12,8 @@ A run that a person has paused or archived is closed after a checkpoint, so it h
 in its queue ends as skipped.
 
 Where memory runs out for a run that has work, those that have been idle longest are closed (`room`), and it is tried
-again; each of them is opened again for its next batch. A run is refused for want of memory only where none is idle, or
-that did not help.
+again; each of them is opened again for its next batch (`_may_close_for` has the rule). A run is refused for want of
+memory only where none is idle, or that did not help.
 After the death of a process at work, runs without work are not open beside the run that it was at.
 """
 
@@ -72,6 +72,8 @@ _BUSY_SECONDS = 10.0
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
 #: A run that cannot be worked on is tried again after this.
 _REFUSED_SECONDS = 60.0
+#: A run for which as many others were closed as there are, and that has not worked since, closes none for so long.
+_CLOSES_NONE_SECONDS = 3600.0
 _ERROR_CHARACTERS = 2000
 #: After an exception that nobody foresaw; twice as long after each further one, up to `_REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
@@ -87,7 +89,8 @@ class _Run:
     retry_at: float = 0.0  # not opened nor asked before this (monotonic), unless its target is another file
     failures: int = 0  # unforeseen exceptions, and errors of the disk, since it last worked
     worked_at: float = 0.0  # it was opened, or had work, last (monotonic)
-    short: int = 0  # times that memory ran out for it since it last worked, and others were closed
+    short: int = 0  # times that others were closed for it since it last worked (`_may_close_for`)
+    short_at: float = 0.0  # the last of them (monotonic)
     closed: Closed | None = None  # it has nothing to do, and others need the memory: not open until it is called
     proven: bool = True  # it has worked since it was opened
     lost: bool = False  # another worker took the lease while this one was stopped
@@ -114,6 +117,7 @@ class Worker:
         self._deaths = Deaths(redis)
         self._turns = Turns()
         self._room = Room(redis, self._layout)
+        self._orders = Orders(current())
         self._to_close = 0  # idle runs, before the next turn: memory ran out
         self._sparing = False  # a process died at work: runs that have nothing to do are not opened
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
@@ -137,13 +141,12 @@ class Worker:
         """Work until `stop`. Redis going away is waited out; nothing in hand is lost by it."""
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
-        orders = Orders(current())
         returned = time.monotonic()
         while not self._stopping:
             if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
                 return_freed_memory()
                 returned = time.monotonic()
-            orders.stand({"runs": sorted(self.served)})
+            self._orders.stand({"runs": sorted(self.served)})
             try:
                 if not self._turn():
                     self._pause(_IDLE_SECONDS)
@@ -166,7 +169,6 @@ class Worker:
         if self._to_close:  # not sooner: what was raised has kept what the failed run had
             self._close_idle(self._to_close)
             self._to_close, self._looked = 0, -math.inf
-            return True  # the other ranks are told of it
         self._find_runs()
         worked = False
         began = time.monotonic()
@@ -185,7 +187,8 @@ class Worker:
                 worked |= found
                 if found:
                     self._runs[run].worked_at = time.monotonic()
-                self._note_work(run)
+                if not worker.inbox.unreadable:  # else memory may still be short
+                    self._note_work(run)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
                 self._end_at(run, error)
             finally:
@@ -217,29 +220,45 @@ class Worker:
 
     # --- room for runs that have work
     def _want_room(self, run: str, error: Exception) -> None:
-        """Close a run for which memory ran out; have it tried again once idle ones are closed, else refuse it.
-
-        More are closed each time, so it is not tried a thousand times beside a thousand small ones. Once as many were
-        closed as there are, it is refused: a run that never fits must not close those that have a batch now and then.
-        """
+        """Close a run for which memory ran out; have it tried again once idle ones are closed, else refuse it."""
         state = self._runs.setdefault(run, _Run())
         state.worker = None  # it goes on from its last checkpoint
         if not self._room.needs(run):
             log.info("run %s has no work, and there is no memory: it is opened when a batch comes", run)
+            self._note_work(run)  # a batch that it was refused with is gone
             state.closed = self._room.closed(run)
             self._give_back(run)
-        elif 2**state.short <= len(self._runs) and self._idle():
+        elif self._may_close_for(run):
             self._to_close = max(self._to_close, 2**state.short)
-            state.short, state.retry_at = state.short + 1, 0.0
+            state.short, state.short_at, state.retry_at = state.short + 1, time.monotonic(), 0.0
         else:
-            state.short = 0
             patient = isinstance(error, torch.OutOfMemoryError)
             seconds = _REFUSED_SECONDS if patient else state.back_off(_FAILED_SECONDS)
             self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
 
+    def _may_close_for(self, run: str) -> bool:
+        """Whether idle runs are closed for one for which memory runs out.
+
+        1, 2, 4, ... at a time, so that it is not tried a thousand times beside a thousand small ones. Once as many were
+        closed as there are, none is before it has worked, its target is another file, or an hour has passed: a run that
+        never fits must not close again and again those that have a batch now and then.
+        """
+        state = self._runs[run]
+        if time.monotonic() - state.short_at > _CLOSES_NONE_SECONDS:
+            state.short = 0
+        return 2**state.short <= len(self._runs) and any(other != run for other in self._idle())
+
+    def _ends_for_memory(self, run: str) -> bool:
+        """Whether a run ends where there is no memory for one of its batches: others are closed for it, or it says so.
+
+        Once it has said so, its other batches are not to wait for that one.
+        """
+        return self._may_close_for(run) or not self._runs[run].failures
+
     def _idle(self) -> list[str]:
-        """The open runs for which nothing waits, the one first that has been so longest."""
-        idle = [run for run, worker in self.served.items() if not self._room.has_work(run, worker.inbox.held)]
+        """The open runs with nothing to do now, the one first that has been so longest."""
+        hands = {run: {*worker.inbox.held, *worker.inbox.unreadable} for run, worker in self.served.items()}
+        idle = [run for run, hand in hands.items() if not self._room.has_work(run, hand)]
         return sorted(idle, key=lambda run: self._runs[run].worked_at)
 
     def _close_idle(self, most: int | None = None) -> None:
@@ -252,6 +271,7 @@ class Worker:
             self._close_for_others(run, self._runs[run])
         gc.collect()
         return_freed_memory()
+        self._orders.stand({"runs": sorted(self.served)})  # other ranks give their memory up too
 
     def _close_for_others(self, run: str, state: _Run) -> None:
         worker = state.worker
@@ -264,7 +284,7 @@ class Worker:
     def _stays_closed(self, run: str, state: _Run, file: FileId) -> bool:
         """Whether a run that is not open need not be, and others may need the memory."""
         if state.closed is None and self._sparing and not self._room.needs(run):
-            state.closed, state.file = self._room.closed(run), file
+            state.closed, state.file = self._room.spared(run), file
         if state.closed is None:
             return False
         if state.file == file and not self._room.is_called(run, state.closed):
@@ -291,8 +311,8 @@ class Worker:
         if run not in self._recent_suspected:  # another worker would not know of the suspicion
             self._give_back(run)
 
-    def _leave_alone(self, run: str, error: OSError) -> None:
-        """Neither open nor close a run for a while: its part of the disk fails, and nothing of it was acknowledged."""
+    def _leave_alone(self, run: str, error: Exception) -> None:
+        """Neither open nor close a run for a while: its files cannot be read or written; nothing was acknowledged."""
         if self._runs[run].retry_at > time.monotonic():
             return  # it was looked at meanwhile, and is left alone already
         seconds = self._runs[run].back_off(_DISK_SECONDS)
@@ -314,9 +334,9 @@ class Worker:
         Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
 
     def _note_work(self, run: str) -> None:
-        """Take back what was said of a run's trouble: it was opened, and has worked."""
+        """Take back what was said of a run's trouble: it was opened and has worked, or has nothing to do any more."""
         state = self._runs[run]
-        if not state.proven:
+        if not state.proven and not self._leases.is_anothers(run):
             Store(self._redis, run).set_worker({"error": None})
             state.proven, state.failures, state.short = True, 0, 0
 
@@ -330,10 +350,13 @@ class Worker:
             self._let_go(run)
         wanted = sum(self._is_wanted(run, now) for run in names)
         if self._share.look(len(self.served), wanted, now):
-            run = self._turns.order(self.served)[-2]  # the second at work: so those that work most come to be parted
-            log.info("run %s is left to another worker, which has fewer", run)
-            self._share.hand_over(run, now)
-            self._rest(run, self._runs[run])
+            idle = self._idle()  # one that has nothing to do gains nothing, and the other one may not open it
+            # All but the first at work: so those that work most come to be parted.
+            at_work = [run for run in self._turns.order(self.served)[:-1] if run not in idle]
+            for run in at_work[-1:]:
+                log.info("run %s is left to another worker, which has fewer", run)
+                self._rest(run, self._runs[run])
+                self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
         for run in names:
             self._runs.setdefault(run, _Run())
         for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for
@@ -341,7 +364,10 @@ class Worker:
             try:
                 self._look_after(run, state, now)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-                self._end_at(run, error)
+                if is_out_of_memory(error) and not is_device_fault(error):  # for a look at its files, not for the run
+                    self._leave_alone(run, error)
+                else:
+                    self._end_at(run, error)
 
     def _look_after(self, run: str, state: _Run, now: float) -> None:
         """Open, close or rest a run, as its files say."""
@@ -436,6 +462,7 @@ class Worker:
         return RolloutQueue(self._redis, run, self._settings.remembered_bytes)
 
     def _open(self, run: str, state: _Run, file: FileId) -> None:
+        state.short = state.short if state.file == file else 0
         state.file, state.retry_at, state.lost = file, 0.0, False
         store = Store(self._redis, run)
         died = file is not None and self._deaths.happened(run, file)
@@ -452,9 +479,10 @@ class Worker:
                 self._queue(run),
                 store,
                 run,
-                holds_lease=functools.partial(self._leases.hold, run),
+                holds_lease=lambda: not state.lost and self._leases.hold(run),
                 stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
                 recent_suspected=self._recent_suspected,
+                ends_for_memory=functools.partial(self._ends_for_memory, run),
             )
             store.forget_refusal()
             store.forget_former()

@@ -6,6 +6,7 @@ A run that is open and idle keeps its memory as long as nobody needs it: to open
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from service.storage.layout import Layout
 from service.storage.queue.keys import Keys, text
 from service.storage.reports import Store
 from service.storage.runs import untouched
+from service.worker.checkpoint import WorkerCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,14 @@ class Room:
         return self.has_work(run) or untouched(self._layout, run)
 
     def closed(self, run: str) -> Closed:
-        """A run that is not opened, though it was not open, because it has nothing to do."""
+        """A run that there was no memory to open, and that has nothing to do: what people asked waits for a batch."""
         return Closed(frozenset(), Store(self._redis, run).drift_requests())
+
+    def spared(self, run: str) -> Closed:
+        """A run that is not opened because it has nothing to do, unless people asked what its checkpoint lacks."""
+        newest = WorkerCheckpoint(self._layout.worker(run)).newest()
+        state = {} if newest is None else json.loads((newest / "state.json").read_text())
+        return Closed(frozenset(), state.get("drift_heeded", {}))
 
     def is_called(self, run: str, closed: Closed) -> bool:
         """Whether something came for a run since it was closed."""

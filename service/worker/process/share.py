@@ -1,8 +1,8 @@
 """Which runs this worker takes and which it leaves to other workers, where several share the runs of one service.
 
 Each is to have as many runs as the others. A worker that has its share takes a further run only where no other worker
-has served that for a while. One that has two runs more than another hands one over: it closes that run and gives its
-lease back.
+has served that for a while. One that has two runs more than another hands one over that has work: it closes that run
+and gives its lease back.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Share:
         self._most = math.inf  # runs that this worker may have
         self._hand_over_at = -math.inf  # it hands no run over before this (monotonic)
         self._handed_over: str | None = None  # the run that it handed over last, until another worker takes it
+        self._handed_over_at = -math.inf
         self._left_since: dict[str, float] = {}  # runs that are left to other workers (monotonic)
 
     def look(self, served: int, wanted: int, now: float) -> bool:
@@ -64,7 +65,8 @@ class Share:
 
     def hand_over(self, run: str, now: float) -> None:
         """Note that this run is handed over. The next one waits until another worker has taken it."""
-        self._handed_over, self._hand_over_at = run, now + _HAND_OVER_SECONDS
+        self._handed_over, self._handed_over_at = run, now
+        self._hand_over_at = now + _HAND_OVER_SECONDS
         self._left_since[run] = now
 
     def may_take(self, run: str, served: int, now: float) -> bool:
@@ -72,12 +74,10 @@ class Share:
         if math.isinf(self._most) or (served < self._most and run != self._handed_over):
             self.forget(run)
             return True
-        if self._leases.is_anothers(run):
-            self._note_left(run, now)
-            if run == self._handed_over:
-                self._handed_over = None
-            return False
-        if now - self._note_left(run, now) < _LEFT_SECONDS:
+        anothers, since = self._leases.is_anothers(run), self._note_left(run, now)
+        if run == self._handed_over and (anothers or since > self._handed_over_at):  # it may have closed it since
+            self._handed_over = None
+        if anothers or now - since < _LEFT_SECONDS:
             return False
         if run == self._handed_over:
             self._hand_over_at = now + _UNWANTED_SECONDS

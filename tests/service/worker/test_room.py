@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,16 @@ import service.worker.process
 from drafter.batch import load_batch
 from drafter.device import RanksLost, is_out_of_memory
 from drafter.errors import CheckpointError
+from drafter.training.ranks import Orders
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.storage.layout import Layout, file_id
 from service.storage.lease import Leases
+from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
+from service.storage.queue.keys import GROUP, Keys
 from service.storage.reports import AsyncStore
 from service.storage.reports import Store as WorkersStore
+from service.storage.runs import change_state
 from service.worker.learner import Learner
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
@@ -83,6 +89,22 @@ def until_trained(bench: Bench, worker: Worker, run: str, batch: str, most: int 
 
 def train(bench: Bench, worker: Worker, run: str, name: str) -> None:
     until_trained(bench, worker, run, post(bench, run, name))
+
+
+def ask_of_drift(bench: Bench, run: str) -> None:
+    async def ask() -> None:
+        client = aio.Redis.from_url(bench.redis_url)
+        await AsyncStore(client, run).ask_of_drift("reset")
+        await client.aclose()
+
+    asyncio.run(ask())
+
+
+def note_death(bench: Bench, run: str) -> None:
+    """As a process leaves it that is killed while it works on the run."""
+    file = file_id(bench.layout.target(run))
+    assert file is not None
+    WorkersStore(bench.redis, run).set_worker({"working": [*file, 1, time.time()]})
 
 
 def error_of(bench: Bench, run: str) -> Any:
@@ -213,29 +235,188 @@ def test_a_run_that_needs_more_than_there_is_closes_ever_more_at_once(
     assert worker._runs["h"].short == 0
 
 
-def test_a_run_that_never_fits_is_refused_though_its_neighbours_have_a_batch_now_and_then(
-    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", NO_MEMORY[:2], ids=["cpu", "cuda"])
+def test_a_run_that_never_fits_closes_its_neighbours_as_often_as_there_are_some_and_then_none_for_an_hour(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """They are idle each time that it is tried, so there is always one that could be closed."""
-    real, tries = Learner.train, 0
+    """They have a batch now and then, and are idle each time that it is tried."""
+    real, closed = Learner.train, list[str]()
+    close = Worker._close_for_others
 
     def allocating(self: Learner, *args: Any) -> Any:
-        nonlocal tries
-        if self.run != "d":
-            return real(self, *args)
-        tries += 1
-        raise NO_MEMORY[0]
+        if self.run == "d":
+            raise error
+        return real(self, *args)
+
+    def closing(self: Worker, run: str, state: Any) -> None:
+        closed.append(run)
+        close(self, run, state)
 
     monkeypatch.setattr(Learner, "train", allocating)
+    monkeypatch.setattr(Worker, "_close_for_others", closing)
     register(bench, "d")
     post(bench, "d", "x")
-    for number in range(8):
-        for run in RUNS[:3]:
-            train(bench, worker, run, f"trickle{number}")
-        if error_of(bench, "d"):
-            break
-    assert tries == 4, "1, 2 and 4 of them were closed for it, which is all"
+
+    def minutes(name: str) -> int:
+        """How many were closed in some minutes."""
+        before = len(closed)
+        for number in range(4):
+            for run in RUNS[:3]:
+                train(bench, worker, run, f"{name}{number}")
+            worker._runs["d"].retry_at = 0.0
+            for _ in range(4):
+                worker._turn()
+        return len(closed) - before
+
+    assert 3 < minutes("trickle") <= 7, "1, 2 and 4"
+    assert minutes("later") == 0
+    assert worker.served.keys() == {"a", "b", "c"}
     assert "did not help" in error_of(bench, "d")
+    worker._runs["d"].short_at -= 3601.0
+    assert 3 < minutes("an hour later") <= 7
+    assert minutes("and") == 0
+    again = bench.layout.root / "again"
+    again.write_bytes(bench.layout.target("d").read_bytes())
+    again.replace(bench.layout.target("d"))
+    assert minutes("another file") > 0
+
+
+@pytest.mark.parametrize("error", [NO_MEMORY[0], *NO_MEMORY[2:]], ids=["cpu", "python", "mmap"])
+def test_a_batch_for_whose_file_there_is_no_memory_keeps_the_others_of_its_run_waiting_only_until_that_is_said(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 0.0)
+    worker._settings = bench.settings.model_copy(update={"claim_tokens": 10_000})  # both batches are claimed at once
+    worker._close_idle()
+    register(bench, "d")
+    for run in RUNS:
+        train(bench, worker, run, "again")
+    huge = post(bench, "a", "huge")
+    path = bench.layout.blob("a", RolloutQueue(bench.redis, "a").batch(huge)["blob"])  # type: ignore[index]
+    opened = list[str]()
+    monkeypatch.setattr(Worker, "_open", watched(Worker._open, opened))
+
+    def loading(file: Path, **named: Any) -> Any:
+        if file == path:
+            raise error
+        return load_batch(file, **named)
+
+    small = post(bench, "a", "small")
+    with monkeypatch.context() as patch:
+        patch.setattr("service.worker.inbox.load_batch", loading)
+        until_trained(bench, worker, "a", small)
+        assert opened == ["a"] * 3, "one and two were closed for it, which is all; then it said so"
+        assert str(error) in error_of(bench, "a")
+        until_trained(bench, worker, "b", post(bench, "b", "later"))
+        for number in range(3):
+            until_trained(bench, worker, "a", post(bench, "a", f"small{number}"))
+        assert opened == ["a"] * 3 + ["b"], "it goes on, and closes nobody for it"
+        assert str(error) in error_of(bench, "a"), "as long as that batch waits"
+        worker._close_idle()
+        assert worker.served == {}, "to wait for memory is no work"
+        until_trained(bench, worker, "a", post(bench, "a", "another"))
+    assert not is_trained(bench, "a", huge)
+    pending = bench.redis.xpending_range(Keys("a").queue, GROUP, "-", "+", 9)
+    assert [entry["times_delivered"] for entry in pending] == [0]
+    worker._close_idle()
+    until_trained(bench, worker, "a", huge)
+    worker._turn()
+    assert error_of(bench, "a") is None
+    assert worker._runs["a"].short == 0
+
+
+def watched(real: Any, runs: list[str]) -> Any:
+    """A method of a worker that notes the run which it is called with."""
+
+    def method(self: Worker, run: str, *args: Any) -> Any:
+        runs.append(run)
+        return real(self, run, *args)
+
+    return method
+
+
+def test_a_run_of_which_all_that_waits_cannot_be_read_is_idle_and_is_tried_again(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        bad_sector = OSError(errno.EIO, "Input/output error")
+        patch.setattr("service.worker.inbox.load_batch", lambda *_, **__: (_ for _ in ()).throw(bad_sector))
+        bad = post(bench, "a", "bad")
+        worker._turn()
+        assert worker._idle() == ["b", "c", "a"]
+    worker._close_idle()
+    until_trained(bench, worker, "a", bad)
+
+
+def test_a_run_is_told_to_have_no_memory_only_while_it_has_work(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batch may be gone meanwhile: it was dropped, or is too old."""
+    with monkeypatch.context() as patch:
+        no_room(patch, worker, "trained", NO_MEMORY[0], others=0)
+        post(bench, "a", "x")
+        while error_of(bench, "a") is None:
+            worker._turn()
+    queue = WorkersQueue(bench.redis, "a")
+    for entry in queue.own_pending("worker"):
+        queue.ack(entry, "skipped", "dropped")
+    no_room(monkeypatch, worker, "opened", NO_MEMORY[0], others=0)
+    worker._runs["a"].retry_at = 0.0
+    worker._turn()
+    assert "a" not in worker.served
+    assert error_of(bench, "a") is None
+
+
+def test_memory_that_runs_out_where_a_run_is_looked_after_leaves_it_open_with_what_it_has(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may say so of any file that is opened; it is not this run that needs more."""
+    worker._settings = bench.settings.model_copy(update={"checkpoint_seconds": 1e9})
+    worker._close_idle()
+    unsaved = post(bench, "a", "unsaved")
+    while "a" not in worker.served or not worker.served["a"].inbox.done:
+        worker._turn()
+    opened = worker.served["a"]
+    look_after = Worker._look_after
+    for error in NO_MEMORY[2:]:
+
+        def looking(self: Worker, run: str, *args: Any, error: Exception = error) -> None:
+            if run == "a":
+                raise error
+            look_after(self, run, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "_look_after", looking)
+            worker._turn()
+        assert worker.served["a"] is opened
+        assert "Cannot allocate memory" in error_of(bench, "a")
+        worker._runs["a"].retry_at = 0.0
+    worker._turn()
+    assert error_of(bench, "a") is None
+    worker._close_idle()
+    assert is_trained(bench, "a", unsaved)
+
+
+@pytest.mark.parametrize("has", ["another has it", "another had it"])
+def test_deliveries_that_another_worker_counts_stay_where_a_lost_run_is_closed(
+    bench: Bench, worker: Worker, has: str
+) -> None:
+    """It was stopped, and what it gathers a vocabulary from was delivered to another one meanwhile."""
+    worker._settings = bench.settings.model_copy(update={"vocab_min_tokens": 200, "draft_vocab_size": 32})
+    bench.register(run="e")  # without a drafter
+    post(bench, "e", "few")
+    worker._turn()
+    assert worker.served["e"].inbox.waiting == 1
+    bench.redis.set(Leases.key("e"), "another")
+    for _ in range(3):
+        WorkersQueue(bench.redis, "e").own_pending("worker")
+    worker._beat_once()
+    if has == "another had it":
+        bench.redis.delete(Leases.key("e"))
+    worker._close_idle()
+    assert "e" not in worker.served
+    pending = bench.redis.xpending_range(Keys("e").queue, GROUP, "-", "+", 9)
+    assert [entry["times_delivered"] for entry in pending] == [3]
 
 
 def test_a_run_without_work_for_which_there_is_no_memory_waits_for_its_batch_and_takes_nobodys(
@@ -326,14 +507,9 @@ def test_a_run_that_is_closed_for_others_has_somebody_who_looks_after_it_and_hee
     assert not bench.redis.exists(WorkersStore(bench.redis, "a")._keys.worker)
     bench.layout.withdrawn("a").rename(bench.layout.run_json("a"))
 
-    async def ask() -> None:
-        client = aio.Redis.from_url(bench.redis_url)
-        await AsyncStore(client, "a").ask_of_drift("reset")
-        await client.aclose()
-
     worker._turn()
     assert "a" not in worker.served
-    asyncio.run(ask())
+    ask_of_drift(bench, "a")
     for _ in range(2):
         worker._turn()
     assert "reset" in worker.served["a"].learner.journal.heeded
@@ -384,9 +560,7 @@ def test_after_a_death_at_work_runs_without_work_are_not_open_beside_what_killed
 ) -> None:
     """The memory that ran out may have been theirs: a run is blamed for what it does without them."""
     worker._close()
-    file = file_id(bench.layout.target("b"))
-    assert file is not None
-    WorkersStore(bench.redis, "b").set_worker({"working": [*file, 1, time.time()]})
+    note_death(bench, "b")
     batch = post(bench, "b", "x")
     again = Worker(bench.settings, Redis.from_url(bench.redis_url))
     beside = list[set[str]]()
@@ -409,6 +583,96 @@ def test_after_a_death_at_work_runs_without_work_are_not_open_beside_what_killed
     again._turn()
     assert again.served.keys() == {"b", "c", "d"}, "the first drafter of a new one is to be served"
     again._close()
+
+
+def test_a_run_that_may_have_killed_is_opened_once_no_rank_holds_an_idle_one_and_its_lease_is_kept_meanwhile(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker._close()
+    note_death(bench, "b")
+    post(bench, "b", "x")
+    again = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    told, seen = list[Any](), list[Any]()
+    monkeypatch.setattr(Orders, "stand", lambda _, order: told.append(order))
+
+    def opening(*args: Any, **named: Any) -> RunWorker:
+        seen.append((args[4], again._opening, told[-1:]))
+        return RunWorker(*args, **named)
+
+    monkeypatch.setattr(service.worker.process, "RunWorker", opening)
+    again._turn()
+    assert seen == [("a", "a", []), ("b", "b", [{"runs": []}])]
+    again._close()
+
+
+def test_what_people_asked_while_no_worker_was_there_is_done_after_a_death_too_and_once(
+    bench: Bench, worker: Worker
+) -> None:
+    ask_of_drift(bench, "b")
+    worker._turn()
+    worker._close()
+    ask_of_drift(bench, "c")
+    for served in ({"a", "c"}, {"a"}):
+        note_death(bench, "a")
+        post(bench, "a", f"{len(served)}")
+        again = Worker(bench.settings, Redis.from_url(bench.redis_url))
+        for _ in range(3):
+            again._turn()
+        assert again.served.keys() == served
+        again._close()
+
+
+def test_a_run_that_others_are_closed_for_is_opened_before_one_of_these_that_is_called_meanwhile(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whoever comes first by name would take the memory each time."""
+    failed = no_room(monkeypatch, worker, "opened", NO_MEMORY[0])
+    close = Worker._close_for_others
+
+    def closing(self: Worker, run: str, state: Any) -> None:
+        close(self, run, state)
+        post(bench, run, f"meanwhile {len(failed)}")
+
+    monkeypatch.setattr(Worker, "_close_for_others", closing)
+    register(bench, "d")
+    post(bench, "d", "x")
+    for _ in range(2):
+        worker._turn()
+    assert failed == ["d", "a"]
+    assert "d" in worker.served
+
+
+def test_a_closed_run_is_opened_again_for_another_target_and_once_it_was_paused(bench: Bench, worker: Worker) -> None:
+    bench.register(run="e")  # from scratch
+    worker._turn()
+    worker._close_idle()
+    worker._turn()
+    assert not worker.served
+    bench.layout.run_json("e").unlink()
+    register(bench, "e")  # within a second, and with a drafter, which is to be served
+    change_state(bench.layout, "a", "paused", "for a test")
+    worker._turn()
+    worker._beat_once()
+    assert worker.served.keys() == {"e"}
+    assert bench.layout.latest("e").exists()
+    change_state(bench.layout, "a", "active", "for a test")
+    worker._turn()
+    assert worker.served.keys() == {"a", "e"}, "as any run that is made active"
+
+
+def test_what_a_closed_run_had_is_free_before_anything_else_is_done(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = weakref.ref(worker.served["a"].learner)
+    worker.served["a"].learner.__dict__["itself"] = learner()  # as a library may leave it, one that compiles say
+    returned = list[bool]()
+    monkeypatch.setattr(service.worker.process, "return_freed_memory", lambda: returned.append(learner() is None))
+    gc.disable()
+    try:
+        worker._close_idle(1)
+    finally:
+        gc.enable()
+    assert returned == [True]
 
 
 def test_memory_that_ran_out_is_known_by_its_cause_too_but_a_lost_rank_stays_one() -> None:

@@ -19,6 +19,7 @@ from worker_fixtures import Bench, Nest, nest
 from service.storage import lease
 from service.storage.layout import file_id
 from service.storage.lease import WORKERS, Leases
+from service.storage.queue.keys import Keys
 from service.storage.runs import change_state
 from service.worker import process
 from service.worker.loop import RunWorker
@@ -50,8 +51,10 @@ def other_worker(bench: Bench) -> Leases:
 
 
 def begin(bench: Bench) -> None:
+    """Four runs, each with a batch that waits: who has nothing to do is not handed over."""
     for run in RUNS:
         bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=run)
+        bench.post(f"waits {run}", run=run)
 
 
 def trained(bench: Bench, run: str, batch: str) -> bool:
@@ -61,18 +64,25 @@ def trained(bench: Bench, run: str, batch: str) -> bool:
 
 @pytest.mark.slow
 def test_a_worker_that_comes_later_gets_its_share_and_a_dead_ones_runs_go_back(bench: Bench, workers: Nest) -> None:
+    def at_work() -> list[int]:
+        """How many runs each worker has, while work comes for all of them."""
+        for run in RUNS:
+            if not bench.redis.xlen(Keys(run).queue):
+                bench.post(f"more {run} {time.monotonic_ns()}", run=run)
+        return sorted(holders(bench).values())
+
     begin(bench)
     first = workers.start(bench, lease_seconds=2.0)
     bench.wait(lambda: sorted(holders(bench).values()) == [4])
     batches = [(run, bench.post(f"before {run}", run=run)) for run in RUNS]
     second = workers.start(bench, lease_seconds=2.0)
-    bench.wait(lambda: sorted(holders(bench).values()) == [2, 2])
+    bench.wait(lambda: at_work() == [2, 2])
     batches += [(run, bench.post(f"shared {run}", run=run)) for run in RUNS]
     bench.wait(lambda: all(trained(bench, *batch) for batch in batches))
     third = workers.start(bench, lease_seconds=2.0)
-    bench.wait(lambda: sorted(holders(bench).values()) == [1, 1, 2])
+    bench.wait(lambda: at_work() == [1, 1, 2])
     workers.kill(second)
-    bench.wait(lambda: sorted(holders(bench).values()) == [2, 2])
+    bench.wait(lambda: at_work() == [2, 2])
     workers.kill(third, signal.SIGTERM)
     bench.wait(lambda: sorted(holders(bench).values()) == [4])
     batches += [(run, bench.post(f"alone {run}", run=run)) for run in RUNS]
@@ -144,6 +154,20 @@ def test_a_run_that_is_handed_over_is_left_alone_and_the_next_waits_until_it_is_
     worker._close()
 
 
+def test_a_run_that_was_taken_and_closed_for_others_between_two_looks_keeps_no_other_from_being_handed_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has it looks after it without its lease, and opens it for its next batch."""
+    worker, other, gone = handed_over(bench, monkeypatch, 0)
+    time.sleep(0.1)
+    Store(bench.redis, *gone).set_worker({"heartbeat": time.time()})
+    for _ in range(2):
+        other.others(0)
+        worker._find_runs()
+    assert len(worker.served) == 2
+    worker._close()
+
+
 @pytest.mark.parametrize(("workers", "each", "asked"), [(4, 2, 1), (10, 2, 1), (10, 4, 3), (1, 4, 1)])
 def test_as_many_hand_a_run_over_as_a_worker_that_comes_lacks(
     redis_client: Redis, workers: int, each: int, asked: int
@@ -185,6 +209,32 @@ def test_a_run_that_is_left_and_paused_keeps_no_other_from_being_handed_over(
         other.others(0)
         worker._find_runs()
     assert len(worker.served) == 2
+    worker._close()
+
+
+def test_a_run_with_nothing_to_do_is_not_handed_over_and_one_with_work_is_also_to_who_opens_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that started after a death at work looks after a run without work and does not open it."""
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(share, "_HAND_OVER_SECONDS", 0.0)
+    begin(bench)
+    worker, other = (a_worker(bench) for _ in range(2))
+    while not all(trained(bench, run, batch) for run, batch in zip(RUNS, bench.posted, strict=True)):
+        worker._turn()
+    other._sparing = True
+    for _ in range(4):
+        other._turn()
+        worker._turn()
+        other._beat_once()
+        assert len(worker.served) == 4
+    for run in RUNS:
+        bench.post(f"more {run}", run=run)
+    for _ in range(4):
+        other._find_runs()
+        worker._find_runs()
+    assert (len(worker.served), len(other.served)) == (2, 2)
+    other._close()
     worker._close()
 
 
@@ -415,6 +465,9 @@ def test_a_worker_that_has_lost_a_run_says_nothing_of_it(bench: Bench, monkeypat
     assert other_worker(bench).hold("default")
     worker._end_at("default", OSError("the checkpoint is gone"))
     assert bench.store.worker().error is None, "the other one would not take it back"
+    Store(bench.redis, "default").set_worker({"error": "the other one's"})
+    worker._note_work("default")
+    assert bench.store.worker().error == "the other one's"
 
 
 @pytest.mark.parametrize("full", [False, True])

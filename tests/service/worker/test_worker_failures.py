@@ -154,7 +154,10 @@ def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until
     assert file is not None
     damaged = CheckpointError("it cannot be read")
     damaged.__cause__ = OSError(5, "Input/output error")
+    too_large = DrafterError("it cannot be built")
+    too_large.__cause__ = MemoryError("no memory left")
     passing = [torch.OutOfMemoryError("no memory left"), OSError(28, "No space left"), KeyError("what"), damaged]
+    passing += [too_large]
     for error, told in [*((error, None) for error in passing), (DrafterError("holds NaN"), file)]:
         with monkeypatch.context() as patch:
             patch.setattr(Lineage, "begin", broken(error, lambda self: self._run == FIRST, Lineage.begin))
@@ -525,9 +528,14 @@ def test_what_is_in_hand_when_the_lease_is_lost_is_not_touched(bench: Bench, mon
 
 @pytest.mark.parametrize(
     ("error", "deliveries"),
-    [(MemoryError("no copy"), 0), (LeaseLost("its lease is gone"), 1), (CheckpointSuperseded("its state is newer"), 1)],
+    [
+        (MemoryError("no copy"), 0),
+        (LeaseLost("its lease is gone"), 1),
+        (CheckpointSuperseded("its state is newer"), 1),
+        (ValueError("it may be what was learnt"), 1),
+    ],
 )
-def test_a_last_checkpoint_that_fails_blames_no_batch_and_counts_nothing_that_is_anothers(
+def test_a_last_checkpoint_that_fails_counts_where_the_batch_may_be_to_blame_and_takes_back_nothing_that_is_anothers(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, deliveries: int
 ) -> None:
     bench.begin()
