@@ -49,6 +49,7 @@ class World:
         0.0  # share of the prompts on which the challenger takes `rare_loss` more rounds, else that much fewer
     )
     rare_loss: float = 0.0
+    quiet: int = 0  # looks at which the gain does not vary, before the publish after which the run begins
 
 
 WORLDS: Final = (
@@ -68,6 +69,12 @@ WORLDS: Final = (
     World("2 % better on 95 % of the prompts, 38 % worse on 5 %: 32", 32, 1, rare=0.05, rare_loss=0.38),
     World("each training costs 0.2 %", 32, 1, per_training=-0.002),
     World("each training brings 0.2 %", 32, 1, per_training=0.002),
+    World("gain varies by 1.5 % a claim", 32, 1, claim_sd=0.015),
+    World("gain varies by 1.5 % a claim, after 40 quiet looks", 32, 1, claim_sd=0.015, quiet=40),
+    World("gain varies by 2 % a claim, after 40 quiet looks", 32, 1, claim_sd=0.02, quiet=40),
+    World("gain varies by 2 % a claim, 64 of 8, after 40 quiet looks", 64, 8, claim_sd=0.02, quiet=40),
+    World("gain varies by 2 % a claim, 8 of 4, after 200 quiet looks", 8, 4, claim_sd=0.02, quiet=200),
+    World("32 prompts, after 40 quiet looks", 32, 1, quiet=40),
 )
 
 FEW: Final = World("8 prompts of 4 siblings", 8, 4, prompt_sd=0.06)
@@ -121,6 +128,10 @@ def run(
 ) -> Run:
     """Look until the challenger is published, at most `looks` times, each time after that share of a training."""
     trial = trial or Trial(variance=0.0)
+    for _ in range(world.quiet):
+        trial.trained()
+        trial.take(compare(*batch(world, 0.0, rng)))
+    trial = replace(trial.next(), variance=0.0) if world.quiet else trial
     for look in range(looks):
         true = gain + look * share * world.per_training + world.claim_sd * float(rng.standard_normal())
         trial.trained(share)

@@ -12,8 +12,8 @@ it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.090
 what mostly gains. After a publish it begins again, with its own budget.
 
 The promised gain is a posterior mean: the less sure the looks are, the nearer it is to 0. The prior is a random walk
-from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks. So is
-what the gain varies by from claim to claim.
+from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks. What
+the gain varies by from claim to claim is learnt from them, too.
 
 No clock, no randomness; the state is plain JSON.
 """
@@ -192,7 +192,8 @@ class Trial:
     def claim_sd(self) -> float:
         """Standard deviation of the gain from claim to claim that the error allows for, whatever the number of prompts.
 
-        Its square is the posterior mean of the variance under an inverse gamma law.
+        Its square is about the posterior mean of the variance under an inverse gamma law. An observation counts for no
+        more than `_LARGEST_CLAIM_SD`, so a spread near that is learnt too small: 2 and 3 % as 1.8 and 2.2 %.
         """
         return math.sqrt(max(self.claims / (self.claims_seen - 2.0), CLAIM_SD**2))
 
@@ -214,8 +215,12 @@ class Trial:
         self.last = [*self.last[-1:], (log_gain, error2)]
 
     def next(self) -> Self:
-        """The trial of the same challenger against another served drafter: how much it moves and varies stays known."""
-        known = ("share", "rise", "step", "claims", "claims_seen")
+        """The trial of the same challenger against another served drafter: how much it moves stays known.
+
+        So does how much it varies, where that is more than is assumed at first: the new trial has its whole error to
+        spend, and a quiet past does not say that it stays quiet.
+        """
+        known = ("share", "rise", "step", *(("claims", "claims_seen") if self.claim_sd > _CLAIM_SD_BEFORE else ()))
         return type(self)(**{name: getattr(self, name) for name in known})
 
     def _forget(self, log_gain: float, noise: float) -> None:

@@ -132,7 +132,11 @@ class Gate:
             return
         self.served = state["served"]
         self._forget_pools()
-        self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
+        self._trials = {
+            # A checkpoint of before the spread was learnt has none; others than the candidate begin at the least.
+            version: Trial.from_json(trial if version == CANDIDATE else {"claims": 0.0} | trial)
+            for version, trial in state["trials"].items()
+        }
         self._level = Level(**state["level"] or {})
         promise = state["promise"]
         self._promise = None if promise is None else Promise(**{"expected": promise["promised"]} | promise)
