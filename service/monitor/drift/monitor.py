@@ -17,7 +17,8 @@ S > h. The limit h follows from the wanted alarm rate by Siegmund's formula. Not
 * While the baseline is learnt, the residual is scaled by 1 / sqrt(1 + q), q the baseline's variance in units of the
   tick's: recursive residuals, which are independent and of unit variance however short the history is.
 * A frozen baseline is raised to a rise that has lasted for as many ticks as a baseline is learnt from: what falls after
-  that is a fall. A CUSUM upwards, with the slowest lane's k and h, says that there is one.
+  that is a fall. A CUSUM upwards, with the slowest lane's k and h, says that there is one. While it is above half its
+  limit, and after it raised the baseline, the sd is that of before: the rise is no noise. If α comes back, it was.
 * When another drafter is served, the baseline is moved to it: `rebase`. The difference is measured on rollouts that
   came after the change (`Succession`). The gate's gain is not used: the gate publishes what looked good on its
   evidence, so its gains are too large on average, and a baseline that adds them up rises above what any drafter can do.
@@ -91,7 +92,7 @@ class DriftMonitor:
         self._set_limits()
         lengths = [1, *self.config.batch_ticks]
         if [spread.length for spread in self.state.spreads] != lengths:
-            self.state.spreads = [Spread(length) for length in lengths]
+            self.state.spreads, self.state.rise.spreads = [Spread(length) for length in lengths], []
         # Lanes that were renamed or removed since the state was stored are dropped, new ones start at 0.
         self.state.statistics = {name: self.state.statistics.get(name, 0.0) for name in self._limits}
 
@@ -204,8 +205,8 @@ class DriftMonitor:
             repaired = min(lost, max(0.0, proven)) / lost
             state.statistics = {name: s * (1 - repaired) for name, s in state.statistics.items()}
         if math.isinf(variance):
-            self.acknowledge()  # the statistics compared with a baseline that is now discarded
-            state.levels.owed = 0.0
+            self.acknowledge()  # the statistics compared with a baseline that is now discarded, and so did the rise
+            state.levels.owed, state.rise = 0.0, Rise()
         else:
             state.evidence.shift_variance += variance
 
@@ -225,7 +226,8 @@ class DriftMonitor:
     # --- inside
     def _sd(self) -> float | None:
         """Long-run sd of a tick: the largest over batch lengths that have been seen often enough."""
-        spreads = self.state.spreads
+        rising = self.state.rise.statistic >= max(self._limits.values()) / 2
+        spreads = (self.state.rise.spreads if rising else []) or self.state.spreads
         found = [s.tick_sd for s in spreads if s.length == 1 or s.differences >= MIN_DIFFERENCES]
         sd = max(found)
         return sd if sd > _ROUNDING * abs(self.state.baseline) else None
@@ -295,6 +297,8 @@ class DriftMonitor:
         limit = self._limits[lane.name]
         counted = max(min(gain / sd, _LARGEST_LOSS_SD), -_LARGEST_LOSS_SD) - lane.k
         rise.statistic = min(max(0.0, rise.statistic + counted), limit + _HEADROOM_SD)
+        if rise.statistic == 0 or not rise.spreads:
+            rise.spreads = [Spread(s.length, differences=s.differences, variance=s.variance) for s in state.spreads]
         if rise.statistic <= limit:
             rise.ticks, rise.mean = 0, 0.0
             return
@@ -303,10 +307,9 @@ class DriftMonitor:
         if rise.ticks < self.config.baseline_ticks:
             return
         state.levels.owed = 0.0
-        before = state.baseline
         state.levels.move(rise.mean, 1.0)
-        state.offset += state.baseline - before
-        state.rise = Rise()
+        state.levels.doubted = False  # α does not jump here, as it does at a rebase: there is nothing to take off
+        state.spreads, state.rise = rise.spreads, Rise()
 
     def _explain(
         self,

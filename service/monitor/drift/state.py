@@ -137,6 +137,7 @@ class Rise:
     statistic: float = 0.0
     ticks: int = 0  # for which it has stood above the limit
     mean: float = 0.0  # of what α was above the baseline by in those
+    spreads: list[Spread] = field(default_factory=list)  # when the statistic was 0 for the last time
 
 
 @dataclass(slots=True)
@@ -200,14 +201,14 @@ class DriftState:
             if found == _OLDER_FORMAT:
                 table = _with_levels(table)
                 found = _STATE_FORMAT
-            evidence = table.pop("evidence")
+            evidence, rise = table.pop("evidence"), table.pop("rise", {})  # no rise in a state of before it was watched
             state = cls(
                 levels=Levels(**table.pop("levels")),
                 spreads=[Spread(**spread) for spread in table.pop("spreads")],
                 pending=[(str(stratum), float(alpha), entropy) for stratum, alpha, entropy in table.pop("pending")],
                 evidence=Evidence(**(evidence | {"rows": [Row(**row) for row in evidence["rows"]]})),
                 traffic=Traffic(**table.pop("traffic")),
-                rise=Rise(**table.pop("rise", {})),  # absent in a state of before it was watched
+                rise=Rise(**(rise | {"spreads": [Spread(**spread) for spread in rise.get("spreads", [])]})),
                 **table,
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
