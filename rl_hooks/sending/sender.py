@@ -191,16 +191,16 @@ class RolloutSender:
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything queued was sent or dropped; False if that took longer than `timeout_seconds`.
 
-        A sender that asks how the run stands asks once more then, within the same time.
+        A sender that asks how the run stands asks once more then, within the same time, if there is any left.
         """
-        deadline = time.monotonic() + timeout_seconds
+        seconds = min(timeout_seconds, threading.TIMEOUT_MAX)
+        deadline = time.monotonic() + seconds
         with self._guard():
-            flushed = self._changed.wait_for(lambda: not len(self._queue), timeout_seconds)
-            if flushed and self._asks and self._thread is not None:
-                asked = self._asked
-                self._standing.hurry()
+            flushed = self._changed.wait_for(lambda: not len(self._queue), seconds)
+            left, asked = deadline - time.monotonic(), self._asked
+            if flushed and left > 0 and self._asks and self._thread is not None and self._standing.hurry():
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._asked > asked or self._closed, deadline - time.monotonic())
+                self._changed.wait_for(lambda: self._asked > asked or self._closed, left)
             return flushed
 
     def close(self, timeout_seconds: float = 5.0) -> bool:

@@ -16,6 +16,8 @@ from rl_hooks.sending.exchange import Origin, exchange
 from rl_hooks.sending.jobs import run_path
 
 _ASK_SECONDS: Final = 10.0
+#: A trainer that flushes after each step does not ask after each.
+_SOONEST_SECONDS: Final = 1.0
 #: After a question that was not answered.
 _AWAY_SECONDS: Final = 30.0
 _TIMEOUT_SECONDS: Final = 3.0
@@ -32,6 +34,7 @@ class Standing:
         self._path = run_path(run)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._due = time.monotonic() + _ASK_SECONDS
+        self._soonest = -math.inf  # not asked before this, whoever hurries
         self._heard: tuple[float, dict[str, float | str]] = (-math.inf, {})
 
     @property
@@ -39,13 +42,16 @@ class Standing:
         """Until the service is asked again."""
         return max(0.0, self._due - time.monotonic())
 
-    def hurry(self) -> None:
-        """It is time to ask."""
-        self._due = time.monotonic()
+    def hurry(self) -> bool:
+        """Have it asked now; False where it was a moment ago, or did not answer then."""
+        hurries = time.monotonic() >= self._soonest
+        if hurries:
+            self._due = time.monotonic()
+        return hurries
 
     def ask(self) -> Mapping[str, object]:
         """Ask; returns what `POST /rollouts` says of deaths, as far as it was heard. Never raises."""
-        self._due = time.monotonic() + _AWAY_SECONDS
+        self._due = self._soonest = time.monotonic() + _AWAY_SECONDS
         try:
             reply = exchange(self._origin, "GET", self._path, self._headers, (), timeout_seconds=_TIMEOUT_SECONDS)
             if reply.status != 200:
@@ -54,7 +60,7 @@ class Standing:
             self._heard = time.monotonic(), _facts(reply.fields, rollouts)
         except Exception:  # noqa: BLE001 - whatever answers there, how the run stands is then not known
             return {}
-        self._due = time.monotonic() + _ASK_SECONDS
+        self._due, self._soonest = time.monotonic() + _ASK_SECONDS, time.monotonic() + _SOONEST_SECONDS
         return {name: rollouts.get(name) for name in ("dead_total", "last_dead_reason")}
 
     def facts(self) -> dict[str, float | str]:

@@ -206,7 +206,7 @@ class DriftMonitor:
             state.statistics = {name: s * (1 - repaired) for name, s in state.statistics.items()}
         if math.isinf(variance):
             self.acknowledge()  # the statistics compared with a baseline that is now discarded, and so did the rise
-            state.levels.owed, state.rise = 0.0, Rise()
+            state.spreads, state.levels.owed, state.rise = self._spreads(), 0.0, Rise()
         else:
             state.evidence.shift_variance += variance
 
@@ -226,11 +226,14 @@ class DriftMonitor:
     # --- inside
     def _sd(self) -> float | None:
         """Long-run sd of a tick: the largest over batch lengths that have been seen often enough."""
-        rising = self.state.rise.statistic >= max(self._limits.values()) / 2
-        spreads = (self.state.rise.spreads if rising else []) or self.state.spreads
-        found = [s.tick_sd for s in spreads if s.length == 1 or s.differences >= MIN_DIFFERENCES]
+        found = [s.tick_sd for s in self._spreads() if s.length == 1 or s.differences >= MIN_DIFFERENCES]
         sd = max(found)
         return sd if sd > _ROUNDING * abs(self.state.baseline) else None
+
+    def _spreads(self) -> list[Spread]:
+        """Those that count: in a rise, what was known when it began."""
+        rising = self.state.rise.statistic >= max(self._limits.values()) / 2
+        return (self.state.rise.spreads if rising else []) or self.state.spreads
 
     def _set_limits(self) -> None:
         rate = self.state.traffic.rollouts_per_second

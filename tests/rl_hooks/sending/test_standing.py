@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -168,6 +169,7 @@ def test_a_flush_ends_with_what_the_service_says_then(
 ) -> None:
     """A short trial is over long before it is time to ask."""
     monkeypatch.setattr(standing, "_ASK_SECONDS", 600.0)
+    monkeypatch.setattr(standing, "_SOONEST_SECONDS", 0.0)
     service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
     model = tiny(tied=False)
     hook = DrafterHook(model, service.url, aux_layers=AUX)
@@ -179,6 +181,36 @@ def test_a_flush_ends_with_what_the_service_says_then(
     finally:
         service.stop()
         hook.close(1.0)
+
+
+def test_a_trainer_that_flushes_often_does_not_ask_as_often(
+    bench: Bench, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standing, "_ASK_SECONDS", 600.0)
+    monkeypatch.setattr(standing, "_SOONEST_SECONDS", 600.0)
+    service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
+    sender = RolloutSender(service.url, asks=True)
+    try:
+        bench.register()
+        sender.submit([b"z"])
+        assert sender.flush(20.0)
+        assert sender.flush(math.inf)
+        assert sender._asked == 1
+        sender._standing._soonest = -math.inf
+        assert sender.flush(0.0), "which leaves no time for a question"
+        assert sender._asked == 1
+    finally:
+        service.stop()
+        sender.close(1.0)
+
+
+def test_a_flush_asks_no_service_that_did_not_answer_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "_AWAY_SECONDS", 600.0)
+    found = Standing(Origin.parse("http://127.0.0.1:1"), "default", None)
+    assert found.hurry()
+    assert found.ask() == {}
+    assert not found.hurry()
+    assert found.seconds_left > 500.0
 
 
 def test_a_flush_waits_for_no_answer_beyond_its_own_time(liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:

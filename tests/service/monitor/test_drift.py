@@ -316,13 +316,15 @@ def test_a_rise_that_does_not_last_was_noise_and_the_limits_know_it() -> None:
 
 
 def test_a_rise_ends_where_the_baseline_is_learnt_from_scratch() -> None:
-    """It was above a baseline that is discarded: the new one was raised by it."""
+    """It was above a baseline that is discarded: the new one was raised by it. And it is no noise."""
     monitor = DriftMonitor(SHORT)
     feed(monitor, noise(300))
+    before = monitor._sd()
     feed(monitor, noise(100, seed=8, level=4.2))
     assert monitor.state.rise.ticks > 0
     monitor.rebase(-0.6, math.inf)
     assert monitor.state.rise == Rise()
+    assert monitor._sd() == pytest.approx(before, rel=0.2)
     feed(monitor, noise(60, seed=9, level=3.6))
     assert monitor.state.baseline == pytest.approx(3.6, rel=0.02)
 
