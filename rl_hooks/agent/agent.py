@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import ssl
@@ -36,7 +37,7 @@ from rl_hooks.engines.bounded import Answer, ask
 from rl_hooks.engines.counters import Bucket
 from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
-from rl_hooks.errors import AgentError, ManifestError, NoRoomError, ReportError, SignatureError, cut
+from rl_hooks.errors import AgentError, EngineError, ManifestError, NoRoomError, ReportError, SignatureError, cut
 from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
 from rl_hooks.sending.exchange import trusted
 
@@ -228,22 +229,23 @@ class SwapAgent:
     async def _repeat(self, peer: str, step: Callable[[], Awaitable[None]], limit_seconds: float) -> None:
         """Repeat `step`, after a pause where it failed.
 
-        The same failure is told the 1st, 8th, 16th, 32nd, ... time in a row: of an engine, after 20 s, 90 s, ... In an
-        engine the log is a trainer's: there a service that is away for hours costs one line.
+        A failure is told when it comes first, and where it is the 8th, 16th, 32nd, ... in a row: of an engine, after
+        20 s, 90 s, ... In an engine the log is a trainer's: there a service that is away for hours costs one line.
         """
-        backoff, said = Backoff(limit_seconds), ""
+        backoff, told = Backoff(limit_seconds), set[str]()
         while True:
             try:
                 await step()
                 if backoff.failures:
-                    log.info("%s: goes on after %d failures", peer, backoff.failures)
+                    log.info("%s: goes on after %d failures", self._name(peer), backoff.failures)
                 backoff.reset()
+                told.clear()
             except (AgentError, httpx.HTTPError, OSError) as error:
-                times = backoff.failures + 1
+                times, kind = backoff.failures + 1, re.sub(r"\d+", "", repr(error))  # numbers may differ each time
                 again = times > 1 and (
-                    self._engine is not None or (str(error) == said and (times < 8 or times.bit_count() > 1))
+                    self._engine is not None or (kind in told and (times < 8 or times.bit_count() > 1))
                 )
-                said = str(error)
+                told.add(kind)
                 self._note(peer, error, again=again)
                 await asyncio.sleep(backoff.next_seconds())
             except Exception as error:  # a bug that one answer brings out must not end the agent
@@ -254,12 +256,15 @@ class SwapAgent:
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
         self.metrics.error(peer, type(error).__name__)
         text = cut(str(error) or repr(error), _MAX_LOGGED)
-        silent = isinstance(error, httpx.HTTPError) or isinstance(error.__cause__, httpx.HTTPError)
-        url = self.config.service_url
-        name = {_SERVICE: f"service {url}", "report": f"service {url}, reports"}.get(peer, f"engine {peer}")
-        line = f"{name} does not answer ({text})" if silent else f"{name}: {text}"
+        cause = error.__cause__ if isinstance(error, EngineError) else error
+        silent = isinstance(cause, httpx.TransportError)
+        line = f"{self._name(peer)} does not answer ({text})" if silent else f"{self._name(peer)}: {text}"
         wanted = "%s" if self._engine is None else "draftalign: %s; the engine goes on"
         log.log(logging.DEBUG if again else logging.WARNING, wanted, line)
+
+    def _name(self, peer: str) -> str:
+        url = self.config.service_url
+        return {_SERVICE: f"service {url}", "report": f"service {url}, reports"}.get(peer, f"engine {peer}")
 
     # --- the service
     async def _follow_service(self, client: httpx.AsyncClient) -> None:

@@ -32,7 +32,7 @@ from prometheus_client import generate_latest
 from rl_hooks.agent.agent import AgentConfig, Backoff, SwapAgent
 from rl_hooks.agent.download import strip_shared
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.errors import EngineError, ManifestError
+from rl_hooks.errors import AgentError, DownloadError, EngineError, ManifestError
 from rl_hooks.release import Release, parse_manifest
 from rl_hooks.wire import MappedFile
 
@@ -375,7 +375,8 @@ def test_who_is_away_is_named_with_its_address(
 
 def test_the_same_failure_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     agent = SwapAgent(AgentConfig("http://service", ("http://engine",)))
-    outcomes = [*(EngineError("away"),) * 40, EngineError("no"), EngineError("no"), None, EngineError("no")]
+    outcomes: list[Exception | None] = [*(EngineError("away"),) * 40, EngineError("no"), EngineError("no"), None]
+    outcomes += [EngineError("no"), *(AgentError(f"{n} of 4 bytes") for n in range(4)), EngineError("no")]
 
     async def step() -> None:
         if not outcomes:
@@ -385,8 +386,20 @@ def test_the_same_failure_is_told_now_and_then(caplog: pytest.LogCaptureFixture)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(agent._repeat("http://engine", step, 0.001))
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert told == [*("engine http://engine: away",) * 4, *("engine http://engine: no",) * 2], "1st, 8th, 16th, 32nd"
+    told = [record.getMessage().removeprefix("engine http://engine: ") for record in caplog.records]
+    assert told == [*("away",) * 4, "no", "no", "0 of 4 bytes"], "1st, 8th, 16th, 32nd"
+
+
+def test_who_breaks_off_a_download_has_answered(caplog: pytest.LogCaptureFixture) -> None:
+    agent = SwapAgent(AgentConfig("http://service", ("http://engine",)))
+    for kind in (EngineError, DownloadError):
+        error = kind("it stopped at byte 7")
+        error.__cause__ = httpx.ReadError("")
+        agent._note("http://engine", error)
+    agent._note("http://engine", httpx.ReadTimeout(""))
+    told = [record.getMessage().removeprefix("engine http://engine") for record in caplog.records]
+    silent = " does not answer (ReadTimeout(''))"
+    assert told == [" does not answer (it stopped at byte 7)", ": it stopped at byte 7", silent]
 
 
 def test_one_dead_engine_does_not_hold_up_the_others(service: Service, engine: Engine, tmp_path: Path) -> None:
