@@ -40,6 +40,7 @@ from service.storage.runs import (
     delete_run,
     forget_unneeded_heads,
     heads_bytes,
+    heads_since,
     keep_head,
     load_target,
     read_head_header,
@@ -199,18 +200,17 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     )
 
 
-async def _awaited_head(context: ServiceContext, run: str) -> int | None:
-    """Where only a head brings the run on: the version above which it is; else None.
+async def _waits_for_head(context: ServiceContext, run: str) -> bool:
+    """Whether only a head brings the run on: then its share is of what is free, whatever heads it has.
 
-    The share of such a head is of what is free, whatever heads the run has. As in `_check_heads`: nothing waits for the
-    worker, which alone deletes heads. One may have come since the last batch: its answer was lost; it is sent again.
+    As in `_check_heads`: nothing waits for the worker, which alone deletes heads. One may have come since the head of
+    the batch accepted last: its answer was lost, and it is sent again. By arrival: a trainer may go back to a lower
+    version.
     """
     newest = await context.soon(context.store(run).latest_policy())
-    newest = -1 if newest is None else newest
     waiting = (await context.soon(context.queue(run).depth())).items
-    stems = await asyncio.to_thread(lambda: [path.stem for path in context.layout.heads(run).glob("*.safetensors")])
-    came = sum(stem.isdecimal() and int(stem) > newest for stem in stems)
-    return newest if not waiting and came < 2 and read_state(context.layout, run).state == "active" else None
+    came = await asyncio.to_thread(heads_since, context.layout, run, newest)
+    return not waiting and came < 2 and read_state(context.layout, run).state == "active"
 
 
 async def _refused_file(context: ServiceContext, run: str) -> FileId:
@@ -416,12 +416,9 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     async def on_header(header: Header) -> None:
         versions.append(read_head_header(record, header))
         await _check_heads(context, run, versions[0])
-        if awaited is not None and versions[0] <= awaited:
-            check_room(context, 0, run, held=held)  # it has reserved its own bytes
 
-    held = await asyncio.to_thread(heads_bytes, context.layout, run)
-    awaited = await _awaited_head(context, run)
-    check_room(context, length, run, held=held if awaited is None else 0)
+    held = 0 if await _waits_for_head(context, run) else await asyncio.to_thread(heads_bytes, context.layout, run)
+    check_room(context, length, run, held=held)
     with context.spool.reserve(length, run), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)

@@ -335,6 +335,16 @@ def heads_bytes(layout: Layout, run: str) -> int:
     return total
 
 
+def heads_since(layout: Layout, run: str, version: int | None) -> int:
+    """How many of a run's heads came after that of a policy version; all, where it has none. Blocks."""
+    came: dict[str, int] = {}
+    for path in layout.heads(run).glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):  # the worker deletes heads too
+            came[path.stem] = path.stat().st_mtime_ns
+    since = came.get(layout.head(run, version).stem, 0) if version is not None else 0
+    return sum(at > since for at in came.values())
+
+
 def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int) -> int:
     """Where a run has `most` received heads, delete those that no batch needs; returns how many are left. Blocks.
 

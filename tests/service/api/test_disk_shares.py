@@ -317,11 +317,14 @@ def test_uploads_that_come_at_once_share_the_room_too(serve: Serve, disk: Disk) 
         assert service.post(rollout_file(("1",), run="other"), "other").status_code == 202
 
 
-@pytest.mark.parametrize("room", [3.0, 1.1])
+@pytest.mark.parametrize(("room", "to"), [(3.0, 7), (1.1, 7), (3.0, 3)], ids=["room", "little room", "back"])
 def test_a_run_that_only_a_head_brings_on_gets_it_received(
-    room: float, serve: Serve, disk: Disk, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    room: float, to: int, serve: Serve, disk: Disk, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker deletes its old heads, but works on no run without rollouts, which come after the head."""
+    """The worker deletes its old heads, but works on no run without rollouts, which come after the head.
+
+    `to`: also of a trainer that goes back to an earlier checkpoint.
+    """
     monkeypatch.setattr("service.api.app._MAKE_ROOM_SECONDS", 0.05)
     service = serve(spool_min_free_bytes=0)
     for run in ("a", "other"):
@@ -335,7 +338,7 @@ def test_a_run_that_only_a_head_brings_on_gets_it_received(
     disk(int(room * len(head_file(7))))
 
     def received() -> bool:
-        return service.client.put("/runs/a/head", content=head_file(7), headers=HEADERS).status_code == 201
+        return service.client.put("/runs/a/head", content=head_file(to), headers=HEADERS).status_code == 201
 
     for state in ("paused", "active"):
         body = {"state": state, "reason": "a test"}
