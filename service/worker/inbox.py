@@ -75,6 +75,7 @@ class Delivery:
     end: EndState = "trained"  # how a DONE one ends
     loaded: Loaded | None = None  # of a WAITING one
     uncounted: bool = False  # Redis has still to be told that this delivery does not count
+    no_memory: bool = False  # why it is UNREADABLE
 
 
 class PolicyVersions:
@@ -172,6 +173,11 @@ class Inbox:
         """Ids of the entries that are put off, because their files cannot be read now."""
         return [delivery.entry.entry_id for delivery in self._in(Phase.UNREADABLE)]
 
+    @property
+    def short_of_memory(self) -> bool:
+        """Whether a batch is put off because there was no memory for its file."""
+        return any(delivery.no_memory for delivery in self._in(Phase.UNREADABLE))
+
     # --- claiming
     def renew(self) -> None:
         """Renew the hold on what is held, or `claim` would take it for abandoned after Redis was away for long."""
@@ -232,7 +238,7 @@ class Inbox:
                 raise
             if no_memory or isinstance(error, OSError):  # a bad sector, say: the others do not wait for it
                 log.error("%s: batch %s cannot be read now: %s", self._queue.run, entry.batch_id, error)
-                self._set(Delivery(entry, Phase.UNREADABLE, uncounted=True))
+                self._set(Delivery(entry, Phase.UNREADABLE, uncounted=True, no_memory=no_memory))
                 self._tell_uncounted()
             else:
                 self._end_for(entry, error, "cannot be loaded")

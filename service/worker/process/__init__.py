@@ -187,7 +187,7 @@ class Worker:
                 worked |= found
                 if found:
                     self._runs[run].worked_at = time.monotonic()
-                if not worker.inbox.unreadable:  # else memory may still be short
+                if not worker.inbox.short_of_memory:
                     self._note_work(run)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
                 self._end_at(run, error)
@@ -256,10 +256,14 @@ class Worker:
         return self._may_close_for(run) or not self._runs[run].failures
 
     def _idle(self) -> list[str]:
-        """The open runs with nothing to do now, the one first that has been so longest."""
-        hands = {run: {*worker.inbox.held, *worker.inbox.unreadable} for run, worker in self.served.items()}
-        idle = [run for run, hand in hands.items() if not self._room.has_work(run, hand)]
-        return sorted(idle, key=lambda run: self._runs[run].worked_at)
+        """The open runs with nothing to do now, the one first that has been so longest.
+
+        Last those that wait for a file that cannot be read: once closed, they are opened again to look for it.
+        """
+        inboxes = {run: worker.inbox for run, worker in self.served.items()}
+        waits = {run: inbox.unreadable for run, inbox in inboxes.items()}
+        idle = [run for run, inbox in inboxes.items() if not self._room.has_work(run, {*inbox.held, *waits[run]})]
+        return sorted(idle, key=lambda run: (bool(waits[run]), self._runs[run].worked_at))
 
     def _close_idle(self, most: int | None = None) -> None:
         """Close so many idle runs after a checkpoint, and return their memory; each is opened again when it is called.

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -346,6 +347,53 @@ def test_a_run_of_which_all_that_waits_cannot_be_read_is_idle_and_is_tried_again
         assert worker._idle() == ["b", "c", "a"]
     worker._close_idle()
     until_trained(bench, worker, "a", bad)
+
+
+@pytest.fixture(name="unreadable")
+def _unreadable(bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of run a, a batch lies on a bad sector."""
+    bad = RolloutQueue(bench.redis, "a").batch(post(bench, "a", "bad"))
+    assert bad is not None
+    path = bench.layout.blob("a", bad["blob"])
+
+    def loading(file: Path, **named: Any) -> Any:
+        if file == path:
+            raise OSError(errno.EIO, "Input/output error")
+        return load_batch(file, **named)
+
+    monkeypatch.setattr("service.worker.inbox.load_batch", loading)
+    worker._turn()
+    assert worker.served["a"].inbox.unreadable
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_a_batch_that_cannot_be_read_does_not_keep_the_word_of_another_trouble(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 0.0)
+    good = post(bench, "a", "good")
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "train", mock.Mock(side_effect=ValueError("a hiccup")))
+        worker._turn()
+    assert "a hiccup" in error_of(bench, "a")
+    until_trained(bench, worker, "a", good)
+    assert error_of(bench, "a") is None
+    assert worker._runs["a"].failures == 0
+
+
+@pytest.mark.usefixtures("unreadable")
+def test_a_run_that_looks_for_a_file_again_and_again_is_the_last_one_closed_for_others(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("b", "c"):
+        train(bench, worker, run, "again")
+    assert worker._idle() == ["b", "c", "a"]
+    no_room(monkeypatch, worker, "opened", NO_MEMORY[0])
+    register(bench, "d")
+    train(bench, worker, "d", "first")
+    for _ in range(3):
+        worker._turn()
+    assert worker.served.keys() == {"a", "c", "d"}
 
 
 def test_a_run_is_told_to_have_no_memory_only_while_it_has_work(
