@@ -103,7 +103,7 @@ class Delivery:
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         if reply.status == 401:
-            text += " (give token=; where the environment attaches, DRAFTALIGN_TOKEN)"
+            text += " (give token=, or set DRAFTALIGN_TOKEN where the environment puts the hook on)"
         if registers:
             self._not_registered = text
         elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it

@@ -85,7 +85,7 @@ class RolloutSender:
 
     @property
     def refused(self) -> bool:
-        """Whether the service has said that the run is another policy's; then nothing more is sent."""
+        """Whether the run is another policy's, closed or not there, as the service said; then nothing more is sent."""
         return self._delivery.refused
 
     @property

@@ -23,11 +23,13 @@ def policy_config(policy: str) -> Mapping[str, Any]:
     """A short name's sizes, or those of a directory's (or file's) transformers config. Raises ConfigurationError."""
     if policy in POLICIES:
         return POLICIES[policy]
+    path = Path(policy) / "config.json" if Path(policy).is_dir() else Path(policy)
     try:
-        path = Path(policy) / "config.json" if Path(policy).is_dir() else Path(policy)
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--policy is {' or '.join(POLICIES)}, or a policy's directory; {error}") from error
+        raise ConfigurationError(
+            f"--policy is {' or '.join(POLICIES)}, or a policy's directory; {path}: {error}"
+        ) from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"--policy {policy} must hold a JSON object, the policy's transformers config")
     return found.get("text_config", found) if isinstance(found.get("text_config", found), dict) else found

@@ -162,9 +162,9 @@ def name_of(service: str, run: str | None) -> str:
     """The run that is meant where none is named: `default`, or the only one that there is."""
     if run is not None:
         return run
-    names = [one["run"] for one in call("GET", service, "/runs").json()]
+    names = [one["run"] for one in call("GET", service, "/runs", timeout=60.0).json()]
     if not names:
-        raise ConfigurationError(f"{service} has no run yet: a trainer's hook or an engine registers it")
+        raise ConfigurationError(f"{service} has no run, or none that the token is for; a trainer's hook registers one")
     if "default" not in names and len(names) > 1:
         raise ConfigurationError(f"which run? Give --run: {', '.join(names)}")
     return "default" if "default" in names else names[0]

@@ -212,7 +212,7 @@ class VllmTap:
 
     @property
     def refused(self) -> bool:
-        """Whether the service has said that the run is another policy's."""
+        """Whether the run is another policy's, closed or not there, as the service said."""
         return self.sender is not None and self.sender.refused
 
     def settled(self, *, tainted: bool) -> None:
