@@ -60,7 +60,7 @@ def test_the_update_is_bit_identical_to_skyrls_own(ranks: list[dict[str, Any]]) 
 def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
         said, supervised = found["said"]
-        assert supervised.startswith("supervised batches are left out: the policy did not write them")
+        assert supervised.startswith("draftalign: supervised batches are left out: the policy did not write them")
         assert said.startswith(f"draftalign is on: SkyRL's rank {rank} sends rollouts to http://127.0.0.1:")
 
 
@@ -75,5 +75,5 @@ def test_fully_async_rollouts_are_sent_with_the_engines_log_probabilities(tmp_pa
         assert first["features"] < 2**-7
         assert first["logp"] == 0.0, "as the engines gave them, not as the forward would"
         assert [step["rollouts"] for step in others] == [0, 0, 0]
-        assert any(one.startswith("fully_async rollouts without the engines'") for one in found["said"])
+        assert any(one.startswith("draftalign: fully_async rollouts without the engines'") for one in found["said"])
         assert found["weights"]
