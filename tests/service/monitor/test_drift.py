@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -313,6 +313,16 @@ def test_a_rise_that_does_not_last_was_noise_and_the_limits_know_it() -> None:
     assert [spread.length for spread in other.state.spreads] == [1, 4]
     feed(monitor, noise(400, seed=31))
     assert sd_of(monitor) > 2 * before
+
+
+@pytest.mark.parametrize(("share", "counts"), [(0.45, False), (0.55, True)])
+def test_what_was_known_before_a_rise_counts_from_half_its_limit_on(share: float, counts: bool) -> None:
+    monitor = DriftMonitor(SHORT)
+    feed(monitor, noise(300))
+    known = [replace(spread, variance=4 * spread.variance) for spread in monitor.state.spreads]
+    sd = monitor._sd() or 0.0
+    monitor.state.rise = Rise(statistic=share * max(monitor._limits.values()), spreads=known)
+    assert monitor._sd() == pytest.approx(sd * (2 if counts else 1))
 
 
 def test_a_rise_ends_where_the_baseline_is_learnt_from_scratch() -> None:

@@ -154,6 +154,22 @@ def test_a_run_that_is_handed_over_is_left_alone_and_the_next_waits_until_it_is_
     worker._close()
 
 
+def test_of_those_at_work_the_one_that_works_second_most_is_handed_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the two that work most come to be parted."""
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    begin(bench)
+    worker = a_worker(bench)
+    worker._find_runs()
+    for run, seconds in zip(RUNS, (1.0, 3.0, 2.0, 0.0), strict=True):
+        worker._turns.asked(run, seconds, at_work=True)
+    other_worker(bench).others(0)
+    worker._find_runs()
+    assert set(RUNS) - set(worker.served) == {RUNS[2]}
+    worker._close()
+
+
 def test_a_run_that_was_taken_and_closed_for_others_between_two_looks_keeps_no_other_from_being_handed_over(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
