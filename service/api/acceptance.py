@@ -174,8 +174,8 @@ def _misfit(settings: Settings, report: AcceptanceReport) -> str | None:
 
 async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequence[Block]) -> EngineVerdict:
     """Judge this engine by itself: a report costs the same however many others there are. `GET /alpha` judges all."""
-    replays = (await context.recent(report.run)).replays
-    found = watch({report.reporter: blocks}, replays, context.live_rule)
+    replays = (await context.evidence.recent(report.run)).replays
+    found = watch({report.reporter: blocks}, replays, context.evidence.rule)
     nothing = EngineVerdict(report.reporter, "unknown", "no rounds with a published drafter so far")
     return found.get(report.reporter) or nothing
 
@@ -186,7 +186,7 @@ async def _push_again(context: ServiceContext, report: AcceptanceReport, verdict
     if latest is None or latest.version != report.drafter_version:
         return None
     pushes = (await asyncio.to_thread(context.registry.history.digest, run)).pushed
-    if not push_is_due(context.live_rule, verdict, list(pushes), time.time()):
+    if not push_is_due(context.evidence.rule, verdict, list(pushes), time.time()):
         return None
     reason = f"drafter dead in {report.reporter}: {verdict.text}"
     return await context.locking(context.registry.push_again, run, reason)

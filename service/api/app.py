@@ -130,9 +130,9 @@ async def _reap(context: ServiceContext) -> None:
 async def _make_room(context: ServiceContext) -> None:
     """Whenever uploads find no room. Runs until it is cancelled."""
     while True:
-        await context.room_wanted.wait()
+        await context.disk.room_wanted.wait()
         try:
-            await context.make_room()
+            await context.disk.make_room()
         except (RedisError, OSError) as error:
             log.warning("no files of dead batches were deleted: %s", error)
         await asyncio.sleep(_MAKE_ROOM_SECONDS)

@@ -370,7 +370,7 @@ async def get_worth(
     """
     context.run(run)
     await context.check_redis()
-    found = (await context.engines(run)).worth
+    found = (await context.evidence.engines(run)).worth
     document: dict[str, Any] = to_jsonable_python(found)
     if generation_share is not None:
         for row in document["batches"]:
@@ -435,9 +435,9 @@ def check_room(context: ServiceContext, length: int, run: str = "", held: int = 
     `held`: bytes of such files that the run has. `run`: '' where it is not known yet, or is not there yet.
     """
     free, least = context.spool.free_bytes() - length, context.settings.spool_min_free_bytes
-    share, coming = context.share_bytes(held, run), context.spool.reserved_bytes(run)
+    share, coming = context.disk.share_bytes(held, run), context.spool.reserved_bytes(run)
     if free < least or held + coming == 0 < length - share:
-        context.want_room(length * 4 // 3 + 1)
+        context.disk.want_room(length * 4 // 3 + 1)
     if free < least:
         left, least_text = in_units(max(free, 0)), in_units(least)
         found = f"{in_units(length)} would leave {left} free in the spool; at least {least_text} must stay free"

@@ -117,14 +117,14 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     latest = None if served is None else served.manifest
     arrivals = await queue.arrivals()
     now = time.time()
-    engines = await context.engines(run)
+    engines = await context.evidence.engines(run)
     moves = await asyncio.to_thread(context.registry.history.digest, run)
     counters = await queue.counters()
     limit_bytes = await asyncio.to_thread(
-        context.queue_limit_bytes, counters["bytes"], run, counters["dead_file_bytes"]
+        context.disk.queue_limit_bytes, counters["bytes"], run, counters["dead_file_bytes"]
     )
     return RunSnapshot(
-        scores=(await context.recent(run)).newest,
+        scores=(await context.evidence.recent(run)).newest,
         watch=engines.watch,
         worth=engines.worth,
         pushes=list(moves.pushed),

@@ -170,18 +170,18 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
     queue = context.queue(run)
     items, size, rollouts = await context.soon(queue.depth())
     coming = context.spool.reserved_bytes(run)
-    share, wanted = context.queue_share_bytes(size, run), size + coming + length
+    share, wanted = context.disk.queue_share_bytes(size, run), size + coming + length
     full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
     dead = 0
     if wanted + settings.dead_letter_bytes > share:  # else there is room, however many are dead
         dead = await context.soon(queue.dead_file_bytes())
-        share = context.queue_share_bytes(size, run, dead)
+        share = context.disk.queue_share_bytes(size, run, dead)
     limit_bytes = share if settings.queue_max_bytes is None else min(share, settings.queue_max_bytes)
     full = full or wanted > limit_bytes
     if wanted > share and size + coming == 0:
-        context.want_room(4 * length)
+        context.disk.want_room(4 * length)
     elif share - dead < wanted and not full:
-        await context.soon(context.sweep_dead(run, share - wanted))
+        await context.soon(context.disk.sweep_dead(run, share - wanted))
     if settings.overflow == "drop_oldest":
         full = coming + length > limit_bytes  # else room is made when the entry is added
     if full:
@@ -314,8 +314,7 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, limit
         raise
     for dropped in outcome.dropped:
         spool.delete(run, dropped)
-    if outcome.outcome == "accepted" and run not in context.accepted_for:
-        context.accepted_for.add(run)
+    if outcome.outcome == "accepted" and context.first_accepted(run):
         log.info("%s: first batch accepted since this process began: policy %d, %d rollouts, %d tokens",
                  run, batch.policy_version, batch.rollouts, batch.tokens)  # fmt: skip
     if outcome.outcome != "accepted":

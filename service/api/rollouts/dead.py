@@ -93,7 +93,7 @@ async def retry_dead(
     seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
     queue, size = context.queue(run), int(batch["bytes"])
     held, dead = (await queue.depth()).bytes + size, await queue.dead_file_bytes() - size  # its file is there already
-    limit_bytes = context.queue_limit_bytes(held, run, max(dead, 0))
+    limit_bytes = context.disk.queue_limit_bytes(held, run, max(dead, 0))
     outcome = await context.dead(run).put_back(
         batch_id, seen, max_items=settings.queue_max_items, max_bytes=limit_bytes
     )

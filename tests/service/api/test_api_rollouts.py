@@ -398,11 +398,11 @@ def test_a_sweep_forgets_runs_that_another_process_deleted(service: RunningServi
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             other = ServiceContext(service.settings, client)
             await other.reap()
-            before = {*other._kept_bytes, *other._queues}
+            before = {*other._kept, *other.disk._kept_bytes}
             assert service.client.delete("/runs/default").status_code == 204
             await other.reap()
             other.close()
-            return before, {*other._kept_bytes, *other._queues}
+            return before, {*other._kept, *other.disk._kept_bytes}
 
     assert asyncio.run(sweep_twice()) == ({"default"}, set())
 

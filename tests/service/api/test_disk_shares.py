@@ -167,7 +167,7 @@ def swept(service: RunningService, redis_url: str) -> None:
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             other = ServiceContext(service.settings, client)
             await other.reap()
-            context._kept_bytes = other._kept_bytes
+            context.disk._kept_bytes = other.disk._kept_bytes
             other.close()
 
     asyncio.run(sweep())

@@ -167,7 +167,7 @@ def test_the_answers_equal_those_computed_from_all_records(
 
         async def look(context: ServiceContext) -> int:
             """Compare, and return the number of attempts."""
-            context._engines.clear()  # told once, for both
+            context.evidence._engines.clear()  # told once, for both
             whole = await read_snapshot(context, "default")
             followed = await read_followed(context, "default")
             found = json.loads(run_text("default", followed, settings))
