@@ -546,7 +546,7 @@ def _become_worker(
     )
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     service.storage.lease.LEASE_SECONDS = lease_seconds
-    service.worker.process._BEAT_SECONDS = beat_seconds
+    service.worker.process.heartbeat._BEAT_SECONDS = beat_seconds
     service.worker.process._LOOK_FOR_RUNS_SECONDS = 0.05
     service.worker.process._RETRY_SECONDS = 0.05
     service.worker.process._DISK_SECONDS = 0.5

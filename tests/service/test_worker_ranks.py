@@ -464,7 +464,7 @@ def test_a_run_that_kills_another_rank_is_set_aside_and_the_others_train(tmp_pat
 
     def arm(rank: int) -> None:
         vars(service.storage.lease)["LEASE_SECONDS"] = 0.5
-        vars(service.worker.process)["_BEAT_SECONDS"] = 0.1
+        vars(service.worker.process.heartbeat)["_BEAT_SECONDS"] = 0.1
         real = FollowedRun.__init__
 
         def opening(self: FollowedRun, settings: Settings, run: str, *arguments: Any) -> None:

@@ -25,9 +25,7 @@ import gc
 import logging
 import math
 import signal
-import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,52 +52,29 @@ from service.worker.inbox import CONSUMER
 from service.worker.loop import LeaseLost, RegisteredAnew, RunWorker
 from service.worker.process.deaths import Deaths
 from service.worker.process.device import advised, use_device
+from service.worker.process.heartbeat import Heartbeat
 from service.worker.process.room import Closed, Room
+from service.worker.process.runs import REFUSED_SECONDS, Run, served
 from service.worker.process.share import BUSY, Share
 from service.worker.process.turns import AHEAD_SECONDS, Turns
 
 log = logging.getLogger("draftalign.worker")
 
-_BEAT_SECONDS = 3.0
 _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
-#: After an error of the disk; twice as long after each further one in a row, up to `_REFUSED_SECONDS`.
+#: After an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
 #: A worker that has not looked for so long is at a long turn, and is handed no run before its end.
 _BUSY_SECONDS = 10.0
 #: The queue of an archived run is looked at again after this: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
-#: A run that cannot be worked on is tried again after this.
-_REFUSED_SECONDS = 60.0
 #: A run for which as many others were closed as there are, and that has not worked since, closes none for so long.
 _CLOSES_NONE_SECONDS = 3600.0
 _ERROR_CHARACTERS = 2000
-#: After an exception that nobody foresaw; twice as long after each further one, up to `_REFUSED_SECONDS`.
+#: After an exception that nobody foresaw; twice as long after each further one, up to `REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
 _NO_ROOM = "memory ran out, and to close idle runs did not help, or none was idle"
-
-
-@dataclass
-class _Run:
-    """What the worker knows of one registered run."""
-
-    worker: RunWorker | None = None  # None: it is not served now
-    file: FileId = None  # of its target when it was last opened
-    retry_at: float = 0.0  # not opened nor asked before this (monotonic), unless its target is another file
-    failures: int = 0  # unforeseen exceptions, and errors of the disk, since it last worked
-    worked_at: float = 0.0  # it was opened, or had work, last (monotonic)
-    short: int = 0  # times that others were closed for it since it last worked (`_may_close_for`)
-    short_at: float = 0.0  # the last of them (monotonic)
-    closed: Closed | None = None  # it has nothing to do, and others need the memory: not open until it is called
-    proven: bool = True  # it has worked since it was opened
-    lost: bool = False  # another worker took the lease while this one was stopped
-    empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
-
-    def back_off(self, first: float) -> float:
-        """Count a failure; how long to wait after it, in seconds."""
-        self.failures += 1
-        return min(first * 2.0 ** min(self.failures - 1, 10), _REFUSED_SECONDS)
 
 
 class Worker:
@@ -110,7 +85,7 @@ class Worker:
         self._redis: Any = redis
         self._layout = Layout(settings.state_dir)
         self._leases = Leases(redis)
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Run] = {}
         self._recent_suspected: set[str] = set()  # runs in which training failed with recent rollouts mixed in
         self._looked = 0.0
         self._share = Share(redis, self._leases)
@@ -122,16 +97,19 @@ class Worker:
         self._sparing = False  # a process died at work: runs that have nothing to do are not opened
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
-        self._ended = False
-        self._beat_failures: set[type[Exception]] = set()  # kinds that were logged
-        self._opening: str | None = None  # the run that is being opened, which may take longer than a lease
-        self._giving_back = threading.Lock()  # or a heartbeat would take a lease again that was just given back
+        self._heartbeat = Heartbeat(
+            redis, self._layout, self._leases, self._queue, self._runs, self._has, lambda: self._stopping
+        )
 
     @property
     def served(self) -> dict[str, RunWorker]:
         """The runs that are open now."""
-        runs = list(self._runs.items())  # read once each: the heartbeat asks while a run is opened or closed
-        return {run: worker for run, state in runs if (worker := state.worker) is not None}
+        return served(self._runs)
+
+    def _has(self) -> int:
+        """How many runs it says that it has: in a long turn it is handed none before its end."""
+        busy = time.monotonic() - self._looked > _BUSY_SECONDS
+        return len(self.served) + (BUSY if busy else 0)
 
     def stop(self) -> None:
         """Finish the optimizer step in hand, checkpoint, and return from `serve`."""
@@ -139,25 +117,23 @@ class Worker:
 
     def serve(self) -> None:
         """Work until `stop`. Redis going away is waited out; nothing in hand is lost by it."""
-        beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        beat.start()
-        returned = time.monotonic()
-        while not self._stopping:
-            if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
-                return_freed_memory()
-                returned = time.monotonic()
-            self._orders.stand({"runs": sorted(self.served)})
-            try:
-                if not self._turn():
-                    self._pause(_IDLE_SECONDS)
-            except RedisError as error:
-                log.warning("Redis %s; trying again", why_unusable(error) or f"does not answer ({error})")
-                self._pause(_RETRY_SECONDS)
-            except OSError as error:
-                log.error("%s; nothing was acknowledged, trying again", error)
-                self._pause(_DISK_SECONDS)
-        self._close()
-        self._ended = True
+        with self._heartbeat.beating():
+            returned = time.monotonic()
+            while not self._stopping:
+                if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
+                    return_freed_memory()
+                    returned = time.monotonic()
+                self._orders.stand({"runs": sorted(self.served)})
+                try:
+                    if not self._turn():
+                        self._pause(_IDLE_SECONDS)
+                except RedisError as error:
+                    log.warning("Redis %s; trying again", why_unusable(error) or f"does not answer ({error})")
+                    self._pause(_RETRY_SECONDS)
+                except OSError as error:
+                    log.error("%s; nothing was acknowledged, trying again", error)
+                    self._pause(_DISK_SECONDS)
+            self._close()
 
     def _pause(self, seconds: float) -> None:
         """Sleep, but not beyond a `stop`."""
@@ -212,7 +188,7 @@ class Worker:
             case _ if is_out_of_memory(error) and not is_device_fault(error):
                 self._want_room(run, error)
             case ServiceError() | DrafterError():
-                self._close_until(run, _REFUSED_SECONDS, str(error))
+                self._close_until(run, REFUSED_SECONDS, str(error))
             case OSError():
                 self._leave_alone(run, error)
             case _:
@@ -221,7 +197,7 @@ class Worker:
     # --- room for runs that have work
     def _want_room(self, run: str, error: Exception) -> None:
         """Close a run for which memory ran out; have it tried again once idle ones are closed, else refuse it."""
-        state = self._runs.setdefault(run, _Run())
+        state = self._runs.setdefault(run, Run())
         state.worker = None  # it goes on from its last checkpoint
         if not self._room.needs(run):
             log.info("run %s has no work, and there is no memory: it is opened when a batch comes", run)
@@ -233,7 +209,7 @@ class Worker:
             state.short, state.short_at, state.retry_at = state.short + 1, time.monotonic(), 0.0
         else:
             patient = isinstance(error, torch.OutOfMemoryError)
-            seconds = _REFUSED_SECONDS if patient else state.back_off(_FAILED_SECONDS)
+            seconds = REFUSED_SECONDS if patient else state.back_off(_FAILED_SECONDS)
             self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
 
     def _may_close_for(self, run: str) -> bool:
@@ -277,7 +253,7 @@ class Worker:
         return_freed_memory()
         self._orders.stand({"runs": sorted(self.served)})  # other ranks give their memory up too
 
-    def _close_for_others(self, run: str, state: _Run) -> None:
+    def _close_for_others(self, run: str, state: Run) -> None:
         worker = state.worker
         if worker is None:
             return
@@ -285,7 +261,7 @@ class Worker:
         entries = worker.inbox.held if ended else ()  # these wait for more; else all of them come again
         state.closed = Closed(frozenset(entries), worker.learner.journal.heeded)
 
-    def _stays_closed(self, run: str, state: _Run, file: FileId) -> bool:
+    def _stays_closed(self, run: str, state: Run, file: FileId) -> bool:
         """Whether a run that is not open need not be, and others may need the memory."""
         if state.closed is None and self._sparing and not self._room.needs(run):
             state.closed, state.file = self._room.spared(run), file
@@ -293,7 +269,7 @@ class Worker:
             return False
         if state.file == file and not self._room.is_called(run, state.closed):
             return True
-        with self._giving_back:  # or a heartbeat would give back the lease that is taken next
+        with self._heartbeat.lock:  # or a heartbeat would give back the lease that is taken next
             state.closed = None
         return False
 
@@ -309,7 +285,7 @@ class Worker:
             raise error
         told = advised(f"{type(error).__name__}: {error}")
         log.error("run %s: %s; it is closed, and opened again from its last checkpoint", run, told, exc_info=error)
-        state = self._runs.setdefault(run, _Run())
+        state = self._runs.setdefault(run, Run())
         state.worker = None
         self._tell(run, state.back_off(_FAILED_SECONDS), told)
         if run not in self._recent_suspected:  # another worker would not know of the suspicion
@@ -362,7 +338,7 @@ class Worker:
                 self._rest(run, self._runs[run])
                 self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
         for run in names:
-            self._runs.setdefault(run, _Run())
+            self._runs.setdefault(run, Run())
         for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for
             state = self._runs[run]
             try:
@@ -373,7 +349,7 @@ class Worker:
                 else:
                     self._end_at(run, error)
 
-    def _look_after(self, run: str, state: _Run, now: float) -> None:
+    def _look_after(self, run: str, state: Run, now: float) -> None:
         """Open, close or rest a run, as its files say."""
         file = file_id(self._layout.target(run))
         wanted = read_state(self._layout, run)
@@ -381,7 +357,7 @@ class Worker:
             if state.worker is not None:
                 log.warning("run %s is not worked on until it is active again, as a person wants it", run)
             self._rest(run, state)
-            with self._giving_back:
+            with self._heartbeat.lock:
                 state.closed = None
             self._share.forget(run)
             if state.worker is None and state.retry_at:  # once it is active again, it is tried at once
@@ -405,11 +381,8 @@ class Worker:
         if not self._share.may_take(run, len(self.served), now) or not self._leases.hold(run):
             self._recent_suspected.discard(run)
         elif self._layout.run_json(run).exists():
-            self._opening = run
-            try:
+            with self._heartbeat.opening(run):
                 self._open(run, state, file)
-            finally:
-                self._opening = None
         else:  # it was deleted meanwhile
             self._let_go(run)
 
@@ -421,7 +394,7 @@ class Worker:
 
     def _let_go(self, run: str) -> None:
         """Close a run that was deleted, without a checkpoint, and let its files go."""
-        with self._giving_back:
+        with self._heartbeat.lock:
             held = self._runs.pop(run).worker is not None
         if held:
             log.warning("run %s was deleted", run)
@@ -429,7 +402,7 @@ class Worker:
         self._share.forget(run)
         self._leases.give_back(run)
 
-    def _rest(self, run: str, state: _Run) -> bool:
+    def _rest(self, run: str, state: Run) -> bool:
         """Close a run that is not to be worked on, after a checkpoint, and let other workers see to it.
 
         Returns whether that went well.
@@ -444,12 +417,9 @@ class Worker:
     def _give_back(self, run: str) -> None:
         """Serve the run no more, and let other workers have it."""
         self._recent_suspected.discard(run)  # the next worker finds that out by itself
-        with self._giving_back:
-            self._runs[run].worker = None
-            self._opening = None if self._opening == run else self._opening
-            self._leases.give_back(run)
+        self._heartbeat.give_back(run)
 
-    def _clear(self, run: str, state: _Run) -> None:
+    def _clear(self, run: str, state: Run) -> None:
         """End what the queue of an archived run holds, at most a claim of it at a time, and delete its files."""
         if not self._leases.hold(run):
             return
@@ -465,7 +435,7 @@ class Worker:
     def _queue(self, run: str) -> RolloutQueue:
         return RolloutQueue(self._redis, run, self._settings.remembered_bytes)
 
-    def _open(self, run: str, state: _Run, file: FileId) -> None:
+    def _open(self, run: str, state: Run, file: FileId) -> None:
         state.short = state.short if state.file == file else 0
         state.file, state.retry_at, state.lost = file, 0.0, False
         store = Store(self._redis, run)
@@ -500,69 +470,6 @@ class Worker:
             self._end_at(run, error)
         else:
             self._deaths.end(run)
-
-    def _beat(self) -> None:
-        """Renew leases, holds on entries and the sign of life, also during a long training step or the last save.
-
-        It ends with `serve` and for nothing else: without it every lease would expire while the worker works on.
-        """
-        while not self._ended:
-            time.sleep(_BEAT_SECONDS)
-            try:
-                self._beat_once()
-            except Exception as error:  # noqa: BLE001 - without it every lease would expire
-                self._log_failed_beat("a heartbeat failed", error)
-
-    def _beat_once(self) -> None:
-        if not self._stopping:
-            with contextlib.suppress(RedisError):
-                busy = time.monotonic() - self._looked > _BUSY_SECONDS
-                # A training may take longer than a lease.
-                self._leases.others(len(self.served) + (BUSY if busy else 0))
-            with self._giving_back, contextlib.suppress(RedisError):
-                if self._opening is not None:
-                    self._leases.hold(self._opening)
-        for run, worker in self.served.items():
-            try:
-                self._beat_run(run, worker)
-            except RedisError as error:
-                log.debug("no heartbeat for %s: %s", run, error)
-            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-                self._log_failed_beat(f"no heartbeat for run {run}", error)
-        for run, state in list(self._runs.items()):
-            try:
-                self._beat_closed(run, state)
-            except RedisError as error:
-                log.debug("no heartbeat for %s: %s", run, error)
-            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-                self._log_failed_beat(f"no heartbeat for run {run}", error)
-
-    def _beat_closed(self, run: str, state: _Run) -> None:
-        """Say that somebody looks after a run which is closed until a batch comes for it."""
-        with self._giving_back:
-            if state.closed is None or self._stopping or self._runs.get(run) is not state or not self._leases.hold(run):
-                return
-            try:
-                if self._layout.run_json(run).exists():  # nothing is written of one that is being deleted
-                    Store(self._redis, run).set_worker({})
-            finally:
-                self._leases.give_back(run)  # though the disk fails: another worker may have it
-
-    def _log_failed_beat(self, what: str, error: Exception) -> None:
-        if type(error) not in self._beat_failures:
-            self._beat_failures.add(type(error))
-            log.error("%s (said once for each kind of error)", what, exc_info=error)
-
-    def _beat_run(self, run: str, worker: RunWorker) -> None:
-        with self._giving_back:
-            state = self._runs.get(run)
-            if state is None or state.worker is not worker:
-                return
-            if not self._leases.hold(run):
-                state.lost = True
-                return
-        self._queue(run).heartbeat(CONSUMER, worker.inbox.held)
-        Store(self._redis, run).set_worker({"heartbeat": time.time()})
 
     def _close(self) -> None:
         with contextlib.suppress(RedisError):

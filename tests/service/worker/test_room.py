@@ -458,7 +458,7 @@ def test_deliveries_that_another_worker_counts_stay_where_a_lost_run_is_closed(
     bench.redis.set(Leases.key("e"), "another")
     for _ in range(3):
         WorkersQueue(bench.redis, "e").own_pending("worker")
-    worker._beat_once()
+    worker._heartbeat.beat()
     if has == "another had it":
         bench.redis.delete(Leases.key("e"))
     worker._close_idle()
@@ -545,13 +545,13 @@ def test_a_run_that_is_closed_for_others_has_somebody_who_looks_after_it_and_hee
         Store(bench.redis, run).set_worker({"heartbeat": 1.0})
     other = Leases(Redis.from_url(bench.redis_url))
     assert other.hold("b")
-    worker._beat_once()
+    worker._heartbeat.beat()
     assert beat("a") > time.time() - 20, "or people would be told that no worker is there"
     assert beat("b") == 1.0, "it is the other worker's"
     assert bench.redis.get(Leases.key("a")) is None
     bench.layout.run_json("a").rename(bench.layout.withdrawn("a"))  # as a deletion begins
     bench.redis.delete(WorkersStore(bench.redis, "a")._keys.worker)
-    worker._beat_once()
+    worker._heartbeat.beat()
     assert not bench.redis.exists(WorkersStore(bench.redis, "a")._keys.worker)
     bench.layout.withdrawn("a").rename(bench.layout.run_json("a"))
 
@@ -581,7 +581,7 @@ def test_a_closed_run_whose_heartbeat_fails_keeps_no_other_from_its_own(
         return real(self, run)
 
     monkeypatch.setattr(Layout, "run_json", run_json)
-    worker._beat_once()
+    worker._heartbeat.beat()
     beats = [Store(bench.redis, run).worker().heartbeat or 0.0 for run in RUNS[:3]]
     assert [beat > time.time() - 20 for beat in beats] == [False, True, True]
     assert "no heartbeat for run a" in caplog.text
@@ -644,7 +644,7 @@ def test_a_run_that_may_have_killed_is_opened_once_no_rank_holds_an_idle_one_and
     monkeypatch.setattr(Orders, "stand", lambda _, order: told.append(order))
 
     def opening(*args: Any, **named: Any) -> RunWorker:
-        seen.append((args[4], again._opening, told[-1:]))
+        seen.append((args[4], again._heartbeat._opening, told[-1:]))
         return RunWorker(*args, **named)
 
     monkeypatch.setattr(service.worker.process, "RunWorker", opening)
@@ -700,7 +700,7 @@ def test_a_closed_run_is_opened_again_for_another_target_and_once_it_was_paused(
     register(bench, "e")  # within a second, and with a drafter, which is to be served
     change_state(bench.layout, "a", "paused", "for a test")
     worker._turn()
-    worker._beat_once()
+    worker._heartbeat.beat()
     assert worker.served.keys() == {"e"}
     assert bench.layout.latest("e").exists()
     change_state(bench.layout, "a", "active", "for a test")

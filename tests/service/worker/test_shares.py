@@ -242,7 +242,7 @@ def test_a_run_with_nothing_to_do_is_not_handed_over_and_one_with_work_is_also_t
     for _ in range(4):
         other._turn()
         worker._turn()
-        other._beat_once()
+        other._heartbeat.beat()
         assert len(worker.served) == 4
     for run in RUNS:
         bench.post(f"more {run}", run=run)
@@ -413,12 +413,12 @@ def test_no_run_is_handed_to_a_worker_in_a_long_turn(bench: Bench, monkeypatch: 
     worker, other = (a_worker(bench) for _ in range(2))
     worker._find_runs()
     other._looked = time.monotonic() - 60.0
-    other._beat_once()
+    other._heartbeat.beat()
     for _ in range(2):
         worker._find_runs()
         assert len(worker.served) == 4
     other._looked = time.monotonic()
-    other._beat_once()
+    other._heartbeat.beat()
     worker._find_runs()
     assert len(worker.served) == 3
     worker._close()
@@ -446,7 +446,7 @@ def test_a_run_that_takes_longer_to_open_than_a_lease_lasts_stays_with_one_worke
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(process, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(process.heartbeat, "_BEAT_SECONDS", 0.1)
     bench.begin()
     opened, openings = RunWorker.__init__, []
 
@@ -529,7 +529,7 @@ def test_a_run_is_given_back_with_nothing_noted_of_its_opening(bench: Bench, mon
         raise next(errors)
 
     def given_back(run: str) -> None:
-        found.append((bench.store.begun("opening", file_id(bench.layout.target(run)))[0], worker._opening))
+        found.append((bench.store.begun("opening", file_id(bench.layout.target(run)))[0], worker._heartbeat._opening))
 
     monkeypatch.setattr(RunWorker, "__init__", fail)
     monkeypatch.setattr(worker._leases, "give_back", given_back)

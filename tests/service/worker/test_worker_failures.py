@@ -564,7 +564,7 @@ def test_a_device_that_failed_ends_the_process_because_no_run_can_use_it_any_mor
 def test_heartbeats_survive_whatever_is_raised_and_one_runs_trouble_is_not_the_others(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(service.worker.process.heartbeat, "_BEAT_SECONDS", 0.01)
     worker._turn()
     beats: list[str] = []
     beat = WorkersQueue.heartbeat
@@ -576,37 +576,31 @@ def test_heartbeats_survive_whatever_is_raised_and_one_runs_trouble_is_not_the_o
         return beat(self, *args)
 
     monkeypatch.setattr(WorkersQueue, "heartbeat", failing)
-    thread = threading.Thread(target=worker._beat, daemon=True)
-    thread.start()
-    bench.wait(lambda: beats.count("default") >= 3)
-    assert thread.is_alive()
-    assert [r.getMessage() for r in caplog.records if r.exc_info] == [
-        f"no heartbeat for run {FIRST} (said once for each kind of error)"
-    ]
-    worker._ended = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with worker._heartbeat.beating():
+        bench.wait(lambda: beats.count("default") >= 3)
+        assert [r.getMessage() for r in caplog.records if r.exc_info] == [
+            f"no heartbeat for run {FIRST} (said once for each kind of error)"
+        ]
+    bench.wait(lambda: "heartbeat" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_a_beat_that_fails_before_it_comes_to_any_run_does_not_end_the_heartbeat(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(service.worker.process.heartbeat, "_BEAT_SECONDS", 0.01)
     beats: list[int] = []
     twice = threading.Event()
 
-    def failing(_: Worker) -> None:
+    def failing() -> None:
         beats.append(1)
         if len(beats) == 3:
             twice.set()
         raise MemoryError("no room for a list of runs")
 
-    monkeypatch.setattr(Worker, "_beat_once", failing)
-    thread = threading.Thread(target=worker._beat, daemon=True)
-    thread.start()
-    assert twice.wait(20)
-    worker._ended = True
-    thread.join(20)
+    monkeypatch.setattr(worker._heartbeat, "beat", failing)
+    with worker._heartbeat.beating():
+        assert twice.wait(20)
+    bench.wait(lambda: "heartbeat" not in {thread.name for thread in threading.enumerate()})
     assert [r.getMessage() for r in caplog.records if r.exc_info] == [
         "a heartbeat failed (said once for each kind of error)"
     ]

@@ -395,7 +395,7 @@ def test_the_last_heartbeat_takes_no_lease_that_was_given_back(bench: Bench, mon
         return beat(self, consumer, entry_ids)
 
     monkeypatch.setattr(WorkersQueue, "heartbeat", slow)
-    heartbeat = threading.Thread(target=worker._beat_once)
+    heartbeat = threading.Thread(target=worker._heartbeat.beat)
     heartbeat.start()
     assert began.wait(20)
     worker._close()
@@ -434,7 +434,7 @@ def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoi
 ) -> None:
     """Or a standby would take over while it still writes, and its last training would be for nothing."""
     monkeypatch.setattr(service.storage.lease, "LEASE_SECONDS", 2.0)
-    monkeypatch.setattr(service.worker.process, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(service.worker.process.heartbeat, "_BEAT_SECONDS", 0.1)
     bench.begin()
     bench.post("a")
     worker, standby = Worker(bench.settings, bench.redis), Leases(bench.redis)

@@ -1,0 +1,122 @@
+"""The spool's disk: what one run may have of it, and what is deleted where it runs short."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+import redis.exceptions
+
+from service.settings import Settings
+from service.storage.layout import Layout
+from service.storage.queue import AsyncRolloutQueue, fair_bound
+from service.storage.queue.dead import DeadLetters
+from service.storage.runs import kept_bytes
+from service.storage.spool import Spool
+
+log = logging.getLogger("draftalign.api")
+
+
+class Disk:
+    """Shares of the disk, and the files of dead batches, which give way first."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        spool: Spool,
+        queue: Callable[[str], AsyncRolloutQueue],
+        dead: Callable[[str], DeadLetters],
+    ) -> None:
+        self._settings, self._layout, self._spool, self._queue, self._dead = settings, layout, spool, queue, dead
+        self._kept_bytes: dict[str, int] = {}  # what the worker keeps of each run, as of the last sweep
+        #: Set when uploads find no room: files of dead batches may be in their way.
+        self.room_wanted = asyncio.Event()
+        self._wanted_bytes: set[int] = set()  # that these uploads need
+
+    def drop(self, run: str) -> None:
+        """Keep nothing of a run that was deleted."""
+        self._kept_bytes.pop(run, None)
+
+    def share_bytes(self, held: int, run: str = "") -> int:
+        """Bytes that one run may have of the spool's disk, where its files there take `held`, with those on their way.
+
+        Three quarters of those and of what is free, so that others always find room. (Dynamic thresholds: Choudhury and
+        Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.)
+        """
+        return (held + self._spare_bytes(run)) * 3 // 4
+
+    def _spare_bytes(self, run: str) -> int:
+        """What a run has on its way, and what is free."""
+        free = self._spool.free_bytes() - self._settings.spool_min_free_bytes
+        return self._spool.reserved_bytes(run) + max(free, 0)
+
+    def queue_share_bytes(self, held: int, run: str, dead: int = 0) -> int:
+        """Bytes of the disk that a run's queue may have. It holds `held`; files of `dead` batches make room for it.
+
+        They and what the worker keeps (drafters, checkpoints, recent rollouts) count as the run's own, so that it takes
+        three quarters of the disk at most, whatever becomes of its rollouts. A quarter of what the worker's files leave
+        is the least: a run whose drafters fill a small disk goes on.
+        """
+        there, kept = held + dead + self._spare_bytes(run), self._kept_bytes.get(run, 0)
+        return max((there + kept) * 3 // 4 - kept, there // 4)
+
+    def queue_limit_bytes(self, held: int, run: str, dead: int = 0) -> int:
+        """Bytes at which the queue of a run is full: its share, or `queue_max_bytes` where that is less."""
+        share = self.queue_share_bytes(held, run, dead)
+        return share if self._settings.queue_max_bytes is None else min(share, self._settings.queue_max_bytes)
+
+    async def sweep(self, runs: Collection[str]) -> int:
+        """Delete spooled files of these runs that no entry will ever name; returns how many.
+
+        They come from a crash between rename and enqueue, or between acknowledgement and deletion; or they are of dead
+        batches, and kept for too long or too large together.
+        """
+        gone = await asyncio.to_thread(self._spool.reap_uploads, self._settings.orphan_age_seconds)
+        for run in runs:
+            try:
+                gone += await self._sweep_run(run)
+                self._kept_bytes[run] = await asyncio.to_thread(kept_bytes, self._layout, run)
+            except (redis.exceptions.RedisError, OSError) as error:  # other runs' files are no less in the way
+                log.warning("run %s: its spool was not swept: %s", run, error)
+        return gone
+
+    def want_room(self, spare_bytes: int) -> None:
+        """Note that an upload found the disk too full. `spare_bytes`: what must be free for it."""
+        self._wanted_bytes.add(spare_bytes)
+        self.room_wanted.set()
+
+    async def make_room(self) -> None:
+        """Give files of dead batches up for uploads that found no room, of the runs that have most of them first.
+
+        As many as the largest of those uploads needs that finds room then.
+        """
+        wanted, self._wanted_bytes = self._wanted_bytes, set()
+        self.room_wanted.clear()
+        least = self._settings.spool_min_free_bytes - self._spool.free_bytes()
+        held = {run: await self._queue(run).dead_file_bytes() for run in self._layout.run_names()}
+        total = sum(held.values())
+        missing = max((found for length in wanted if (found := least + length) <= total), default=0)
+        if missing <= 0:
+            return
+        most = fair_bound(list(held.values()), total - missing)
+        for run in (run for run, size in held.items() if size > most):
+            await self.sweep_dead(run, most)
+            log.warning("run %s: files of dead batches were deleted: uploads found no room on the disk", run)
+
+    async def sweep_dead(self, run: str, most_bytes: int) -> None:
+        """Delete files of a run's dead batches: those that are kept for too long, and all beyond so many bytes."""
+        seconds = self._settings.dead_letter_seconds
+        for blob in await self._dead(run).sweep(older_than_seconds=seconds, max_bytes=most_bytes):
+            self._spool.delete(run, blob)
+
+    async def _sweep_run(self, run: str) -> int:
+        settings, gone = self._settings, 0
+        await self.sweep_dead(run, settings.dead_letter_bytes)
+        for blob in await asyncio.to_thread(self._spool.old_blobs, run, settings.orphan_age_seconds):
+            # One atomic step: a paused API process may enqueue this file now (docs/guide/operating.md).
+            if await self._queue(run).disown(blob.partition(".")[0], blob):
+                self._spool.delete(run, blob)
+                gone += 1
+        return gone

@@ -1,0 +1,129 @@
+"""What is known of each run by its newest batches and its engines: replay α, live α beside it, step times.
+
+It is told again when another batch was scored, or an engine may have reported, and no more often than the event loop
+can bear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from service.monitor.current import Newest
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.replays import Replays
+from service.monitor.live.watch import EVIDENCE_SECONDS, Watch, watch
+from service.monitor.records import ScoreRecord, StepSample
+from service.monitor.worth import Worth, worth
+from service.reading.pointer import Pointer
+from service.reading.shared import Shared
+from service.storage.reports import AsyncStore
+from service.storage.reports.engine_counts import Account
+
+log = logging.getLogger("draftalign.api")
+
+#: What all engines say together is kept for this multiple of the time that telling it took.
+_REST: Final = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What all engines of a run say together: live beside replay α, and what acceptance is worth in time."""
+
+    watch: Watch
+    worth: Worth
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The batches that arrived last. `times`: as the store counted when they were read."""
+
+    times: tuple[int, int]
+    records: Mapping[str, ScoreRecord]
+    newest: Newest
+    replays: Replays
+
+    @classmethod
+    def of(cls, times: tuple[int, int], records: Mapping[str, ScoreRecord], before: Newest | None) -> Recent:
+        """Reckon what they say; not on the event loop. `before`: the newest before."""
+        newest = Newest(records.values(), before)
+        return cls(times, records, newest, Replays(newest))
+
+
+def _worth(steps: Sequence[StepSample], survival: Sequence[float]) -> Worth:
+    """What the step times tell; whatever they hold, the engines' verdicts do not fail for it."""
+    try:
+        return worth(steps, survival)
+    except (ArithmeticError, ValueError) as error:  # LinAlgError is a ValueError
+        log.warning("the engines' step times cannot be fitted: %s", error)
+        return Worth(f"the step times cannot be fitted: {error}")
+
+
+class Evidence:
+    """What this process was told last of all runs."""
+
+    def __init__(
+        self,
+        rule: LiveRule,
+        answers: Shared,
+        store: Callable[[str], AsyncStore],
+        pointer: Callable[[str], Pointer],
+    ) -> None:
+        self.rule = rule
+        self._answers, self._store, self._pointer = answers, store, pointer
+        self._recent: dict[str, Recent] = {}
+        self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
+        self._telling: dict[str, asyncio.Task[Engines]] = {}
+
+    def drop(self, run: str) -> None:
+        """Keep nothing of a run that was deleted."""
+        self._recent.pop(run, None)
+        self._engines.pop(run, None)
+
+    async def recent(self, run: str) -> Recent:
+        """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
+        return await self._answers.get(("recent", run), lambda: self._read_recent(run))
+
+    async def _read_recent(self, run: str) -> Recent:
+        store, before = self._store(run), self._recent.get(run)
+        times = await store.times_scored()
+        if before is not None and before.times == times:
+            return before
+        records = await store.recent_scores({} if before is None else before.records)
+        if before is not None and len(records.keys() - before.records.keys()) != times[0] - before.times[0]:
+            records = await store.recent_scores()  # one was scored for the second time
+        newest = None if before is None else before.newest
+        found = await asyncio.to_thread(lambda: Recent.of(times, records, newest))
+        self._recent[run] = found
+        return found
+
+    async def engines(self, run: str) -> Engines:
+        """What the engines say. Telling it for all runs takes at most a fifth of a core: else the last is told."""
+        known = self._engines.get(run)
+        if known is not None and time.monotonic() - known[0] < _REST * known[1] * len(self._engines):
+            return known[2]
+        if run not in self._telling:
+            self._telling[run] = asyncio.create_task(self._tell(run))
+            self._telling[run].add_done_callback(lambda _: self._telling.pop(run, None))
+        return await asyncio.shield(self._telling[run])
+
+    async def _tell(self, run: str) -> Engines:
+        found = await self._store(run).engines(time.time() - EVIDENCE_SECONDS)
+        replays = (await self.recent(run)).replays
+        served = self._pointer(run).served()
+        survival = [] if served is None else replays.survival(served.manifest.version)
+
+        def tell() -> tuple[Engines, float]:
+            began = time.thread_time()
+            accounts = {reporter: Account.read(text) for reporter, text in found.items()}
+            watched = watch({name: account.blocks for name, account in accounts.items()}, replays, self.rule)
+            steps = [one for account in accounts.values() for one in account.steps]
+            return Engines(watched, _worth(steps, survival)), time.thread_time() - began
+
+        told, seconds = await asyncio.to_thread(tell)
+        self._engines[run] = time.monotonic(), seconds, told
+        return told
