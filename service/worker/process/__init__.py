@@ -12,7 +12,7 @@ A run that a person has paused or archived is closed after a checkpoint, so it h
 in its queue ends as skipped.
 
 Where memory runs out for a run that has work, those that have been idle longest are closed (`room`), and it is tried
-again; each of them is opened again for its next batch (`_may_close_for` has the rule). A run is refused for want of
+again; each of them is opened again for its next batch (`Room` has the rule). A run is refused for want of
 memory only where none is idle, or that did not help.
 After the death of a process at work, runs without work are not open beside the run that it was at.
 """
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import math
 import signal
@@ -53,7 +52,7 @@ from service.worker.loop import LeaseLost, RegisteredAnew, RunWorker
 from service.worker.process.deaths import Deaths
 from service.worker.process.device import advised, use_device
 from service.worker.process.heartbeat import Heartbeat
-from service.worker.process.room import Closed, Room
+from service.worker.process.room import Room
 from service.worker.process.runs import REFUSED_SECONDS, Run, served
 from service.worker.process.share import BUSY, Share
 from service.worker.process.turns import AHEAD_SECONDS, Turns
@@ -69,8 +68,6 @@ _LOOK_FOR_RUNS_SECONDS = 1.0
 _BUSY_SECONDS = 10.0
 #: The queue of an archived run is looked at again after this: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
-#: A run for which as many others were closed as there are, and that has not worked since, closes none for so long.
-_CLOSES_NONE_SECONDS = 3600.0
 _ERROR_CHARACTERS = 2000
 #: After an exception that nobody foresaw; twice as long after each further one, up to `REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
@@ -91,15 +88,13 @@ class Worker:
         self._share = Share(redis, self._leases)
         self._deaths = Deaths(redis)
         self._turns = Turns()
-        self._room = Room(redis, self._layout)
         self._orders = Orders(current())
-        self._to_close = 0  # idle runs, before the next turn: memory ran out
-        self._sparing = False  # a process died at work: runs that have nothing to do are not opened
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
         self._heartbeat = Heartbeat(
             redis, self._layout, self._leases, self._queue, self._runs, self._has, lambda: self._stopping
         )
+        self._room = Room(redis, self._layout, self._runs, self._heartbeat.lock, self._rest, self._tell_ranks)
 
     @property
     def served(self) -> dict[str, RunWorker]:
@@ -123,7 +118,7 @@ class Worker:
                 if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
                     return_freed_memory()
                     returned = time.monotonic()
-                self._orders.stand({"runs": sorted(self.served)})
+                self._tell_ranks()
                 try:
                     if not self._turn():
                         self._pause(_IDLE_SECONDS)
@@ -135,6 +130,9 @@ class Worker:
                     self._pause(_DISK_SECONDS)
             self._close()
 
+    def _tell_ranks(self) -> None:
+        self._orders.stand({"runs": sorted(self.served)})
+
     def _pause(self, seconds: float) -> None:
         """Sleep, but not beyond a `stop`."""
         deadline = time.monotonic() + seconds
@@ -142,9 +140,8 @@ class Worker:
             time.sleep(min(left, _IDLE_SECONDS))
 
     def _turn(self) -> bool:
-        if self._to_close:  # not sooner: what was raised has kept what the failed run had
-            self._close_idle(self._to_close)
-            self._to_close, self._looked = 0, -math.inf
+        if self._room.make():
+            self._looked = -math.inf
         self._find_runs()
         worked = False
         began = time.monotonic()
@@ -194,7 +191,6 @@ class Worker:
             case _:
                 self._fail(run, error)
 
-    # --- room for runs that have work
     def _want_room(self, run: str, error: Exception) -> None:
         """Close a run for which memory ran out; have it tried again once idle ones are closed, else refuse it."""
         state = self._runs.setdefault(run, Run())
@@ -204,74 +200,10 @@ class Worker:
             self._note_work(run)  # a batch that it was refused with is gone
             state.closed = self._room.closed(run)
             self._give_back(run)
-        elif self._may_close_for(run):
-            self._to_close = max(self._to_close, 2**state.short)
-            state.short, state.short_at, state.retry_at = state.short + 1, time.monotonic(), 0.0
-        else:
+        elif not self._room.want(run):
             patient = isinstance(error, torch.OutOfMemoryError)
             seconds = REFUSED_SECONDS if patient else state.back_off(_FAILED_SECONDS)
             self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
-
-    def _may_close_for(self, run: str) -> bool:
-        """Whether idle runs are closed for one for which memory runs out.
-
-        1, 2, 4, ... at a time, so that it is not tried a thousand times beside a thousand small ones. Once as many were
-        closed as there are, none is before it has worked, its target is another file, or an hour has passed: a run that
-        never fits must not close again and again those that have a batch now and then.
-        """
-        state = self._runs[run]
-        if time.monotonic() - state.short_at > _CLOSES_NONE_SECONDS:
-            state.short = 0
-        return 2**state.short <= len(self._runs) and any(other != run for other in self._idle())
-
-    def _ends_for_memory(self, run: str) -> bool:
-        """Whether a run ends where there is no memory for one of its batches: others are closed for it, or it says so.
-
-        Once it has said so, its other batches are not to wait for that one.
-        """
-        return self._may_close_for(run) or not self._runs[run].failures
-
-    def _idle(self) -> list[str]:
-        """The open runs with nothing to do now, the one first that has been so longest.
-
-        Last those that wait for a file that cannot be read: once closed, they are opened again to look for it.
-        """
-        inboxes = {run: worker.inbox for run, worker in self.served.items()}
-        waits = {run: inbox.unreadable for run, inbox in inboxes.items()}
-        idle = [run for run, inbox in inboxes.items() if not self._room.has_work(run, {*inbox.held, *waits[run]})]
-        return sorted(idle, key=lambda run: (bool(waits[run]), self._runs[run].worked_at))
-
-    def _close_idle(self, most: int | None = None) -> None:
-        """Close so many idle runs after a checkpoint, and return their memory; each is opened again when it is called.
-
-        None: all of them.
-        """
-        for run in self._idle()[:most]:
-            log.info("run %s is idle, and closed until a batch comes: another one needs the memory", run)
-            self._close_for_others(run, self._runs[run])
-        gc.collect()
-        return_freed_memory()
-        self._orders.stand({"runs": sorted(self.served)})  # other ranks give their memory up too
-
-    def _close_for_others(self, run: str, state: Run) -> None:
-        worker = state.worker
-        if worker is None:
-            return
-        ended = self._rest(run, state)
-        entries = worker.inbox.held if ended else ()  # these wait for more; else all of them come again
-        state.closed = Closed(frozenset(entries), worker.learner.journal.heeded)
-
-    def _stays_closed(self, run: str, state: Run, file: FileId) -> bool:
-        """Whether a run that is not open need not be, and others may need the memory."""
-        if state.closed is None and self._sparing and not self._room.needs(run):
-            state.closed, state.file = self._room.spared(run), file
-        if state.closed is None:
-            return False
-        if state.file == file and not self._room.is_called(run, state.closed):
-            return True
-        with self._heartbeat.lock:  # or a heartbeat would give back the lease that is taken next
-            state.closed = None
-        return False
 
     def _drop(self, run: str, reason: str) -> None:
         """Leave a run to another worker, without a checkpoint: theirs is newer."""
@@ -330,12 +262,12 @@ class Worker:
             self._let_go(run)
         wanted = sum(self._is_wanted(run, now) for run in names)
         if self._share.look(len(self.served), wanted, now):
-            idle = self._idle()  # one that has nothing to do gains nothing, and the other one may not open it
+            idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
             # All but the first at work: so those that work most come to be parted.
             at_work = [run for run in self._turns.order(self.served)[:-1] if run not in idle]
             for run in at_work[-1:]:
                 log.info("run %s is left to another worker, which has fewer", run)
-                self._rest(run, self._runs[run])
+                self._rest(run)
                 self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
         for run in names:
             self._runs.setdefault(run, Run())
@@ -356,7 +288,7 @@ class Worker:
         if not wanted.worked_on:
             if state.worker is not None:
                 log.warning("run %s is not worked on until it is active again, as a person wants it", run)
-            self._rest(run, state)
+            self._rest(run)
             with self._heartbeat.lock:
                 state.closed = None
             self._share.forget(run)
@@ -376,7 +308,7 @@ class Worker:
             state.worker = None
             log.warning("run %s was registered anew", run)
         refused = state.retry_at > now and state.file == file
-        if state.worker is not None or refused or self._stays_closed(run, state, file):
+        if state.worker is not None or refused or self._room.stays_closed(run, state, file):
             return
         if not self._share.may_take(run, len(self.served), now) or not self._leases.hold(run):
             self._recent_suspected.discard(run)
@@ -402,11 +334,12 @@ class Worker:
         self._share.forget(run)
         self._leases.give_back(run)
 
-    def _rest(self, run: str, state: Run) -> bool:
+    def _rest(self, run: str) -> bool:
         """Close a run that is not to be worked on, after a checkpoint, and let other workers see to it.
 
         Returns whether that went well.
         """
+        state = self._runs[run]
         if state.worker is None:
             return True
         ended = self._end(run, state.worker)
@@ -444,8 +377,8 @@ class Worker:
             self._close_until(run, *aside)
             return
         if died:  # for memory, maybe, that idle runs had: it dies of its own only if it dies without them
-            self._sparing = True
-            self._close_idle()
+            self._room.sparing = True
+            self._room.close_idle()
         try:
             opened = RunWorker(
                 self._settings,
@@ -456,7 +389,7 @@ class Worker:
                 holds_lease=lambda: not state.lost and self._leases.hold(run),
                 stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
                 recent_suspected=self._recent_suspected,
-                ends_for_memory=functools.partial(self._ends_for_memory, run),
+                ends_for_memory=functools.partial(self._room.ends, run),
             )
             store.forget_refusal()
             store.forget_former()

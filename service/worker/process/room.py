@@ -1,41 +1,59 @@
-"""Which runs have nothing to do, so that they may be closed where another needs the memory, and when each is opened
-again.
+"""Memory for runs that have work: which others are idle and closed for them, and when each is opened again.
 
 A run that is open and idle keeps its memory as long as nobody needs it: to open it again takes seconds.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
 
 from redis import Redis
 
-from service.storage.layout import Layout
+from service.memory import return_freed_memory
+from service.storage.layout import FileId, Layout
 from service.storage.queue.keys import Keys, text
 from service.storage.reports import Store
 from service.storage.runs import untouched
 from service.worker.checkpoint import WorkerCheckpoint
+from service.worker.process.runs import Closed, Run, served
 
+log = logging.getLogger("draftalign.worker")
 
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """What a run had when it was closed for others, or not opened: it is opened for what comes beside that."""
-
-    entries: frozenset[str]  # of its queue, which wait for more (while the draft vocabulary is gathered)
-    heeded: Mapping[str, str]  # what people had asked of its drift alarm
+#: A run for which as many others were closed as there are, and that has not worked since, closes none for so long.
+_CLOSES_NONE_SECONDS: Final = 3600.0
 
 
 class Room:
-    """What the runs of one worker have to do."""
+    """Memory for the runs of one worker: which are idle, and closed where another one needs it.
 
-    def __init__(self, redis: Redis, layout: Layout) -> None:
+    `sparing`: a process died at work; runs that have nothing to do are not opened.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        layout: Layout,
+        runs: Mapping[str, Run],
+        lock: threading.Lock,
+        rest: Callable[[str], bool],
+        tell_ranks: Callable[[], None],
+    ) -> None:
+        """`lock`: the heartbeat's. `rest`: close a run after a checkpoint; whether that went well. `tell_ranks`: which
+        runs are open.
+        """
         self._redis: Any = redis
-        self._layout = layout
+        self._layout, self._runs, self._lock, self._rest, self._tell_ranks = layout, runs, lock, rest, tell_ranks
+        self._to_close = 0  # idle runs, before the next turn
+        self.sparing = False
 
-    def has_work(self, run: str, held: Collection[str] = ()) -> bool:
+    # --- what a run has to do
+    def _has_work(self, run: str, held: Collection[str] = ()) -> bool:
         """Whether entries wait in its queue beside those that are in hand."""
         queue = Keys(run).queue
         newest = self._redis.xrevrange(queue, count=1)
@@ -43,19 +61,102 @@ class Room:
 
     def needs(self, run: str) -> bool:
         """Whether opening a run is urgent: it has work, or was never begun, and its first drafter is to be served."""
-        return self.has_work(run) or untouched(self._layout, run)
+        return self._has_work(run) or untouched(self._layout, run)
 
     def closed(self, run: str) -> Closed:
         """A run that there was no memory to open, and that has nothing to do: what people asked waits for a batch."""
         return Closed(frozenset(), Store(self._redis, run).drift_requests())
 
-    def spared(self, run: str) -> Closed:
+    def _spared(self, run: str) -> Closed:
         """A run that is not opened because it has nothing to do, unless people asked what its checkpoint lacks."""
         newest = WorkerCheckpoint(self._layout.worker(run)).newest()
         state = {} if newest is None else json.loads((newest / "state.json").read_text())
         return Closed(frozenset(), state.get("drift_heeded", {}))
 
-    def is_called(self, run: str, closed: Closed) -> bool:
+    def _is_called(self, run: str, closed: Closed) -> bool:
         """Whether something came for a run since it was closed."""
         asked = Store(self._redis, run).drift_requests()
-        return self.has_work(run, closed.entries) or any(closed.heeded.get(what) != asked[what] for what in asked)
+        return self._has_work(run, closed.entries) or any(closed.heeded.get(what) != asked[what] for what in asked)
+
+    # --- who gives memory up, and for whom
+    def want(self, run: str) -> bool:
+        """Have idle runs closed, before the next turn, for one for which memory ran out; whether that is done."""
+        state = self._runs[run]
+        if not self._may_close_for(run):
+            return False
+        self._to_close = max(self._to_close, 2**state.short)
+        state.short, state.short_at, state.retry_at = state.short + 1, time.monotonic(), 0.0
+        return True
+
+    def make(self) -> bool:
+        """Close the idle runs that others want the memory of; whether there were any such others.
+
+        Not sooner than in the next turn: what was raised has kept what the failed run had.
+        """
+        if not self._to_close:
+            return False
+        self.close_idle(self._to_close)
+        self._to_close = 0
+        return True
+
+    def _may_close_for(self, run: str) -> bool:
+        """Whether idle runs are closed for one for which memory runs out.
+
+        1, 2, 4, ... at a time, so that it is not tried a thousand times beside a thousand small ones. Once as many were
+        closed as there are, none is before it has worked, its target is another file, or an hour has passed: a run that
+        never fits must not close again and again those that have a batch now and then.
+        """
+        state = self._runs[run]
+        if time.monotonic() - state.short_at > _CLOSES_NONE_SECONDS:
+            state.short = 0
+        return 2**state.short <= len(self._runs) and any(other != run for other in self.idle())
+
+    def ends(self, run: str) -> bool:
+        """Whether a run ends where there is no memory for one of its batches: others are closed for it, or it says so.
+
+        Once it has said so, its other batches are not to wait for that one.
+        """
+        return self._may_close_for(run) or not self._runs[run].failures
+
+    def idle(self) -> list[str]:
+        """The open runs with nothing to do now, the one first that has been so longest.
+
+        Last those that wait for a file that cannot be read: once closed, they are opened again to look for it.
+        """
+        inboxes = {run: worker.inbox for run, worker in served(self._runs).items()}
+        waits = {run: inbox.unreadable for run, inbox in inboxes.items()}
+        idle = [run for run, inbox in inboxes.items() if not self._has_work(run, {*inbox.held, *waits[run]})]
+        return sorted(idle, key=lambda run: (bool(waits[run]), self._runs[run].worked_at))
+
+    def close_idle(self, most: int | None = None) -> None:
+        """Close so many idle runs after a checkpoint, and return their memory; each is opened again when it is called.
+
+        None: all of them.
+        """
+        for run in self.idle()[:most]:
+            log.info("run %s is idle, and closed until a batch comes: another one needs the memory", run)
+            self._close(run)
+        gc.collect()
+        return_freed_memory()
+        self._tell_ranks()  # they give their memory up too
+
+    def _close(self, run: str) -> None:
+        state = self._runs[run]
+        worker = state.worker
+        if worker is None:
+            return
+        ended = self._rest(run)
+        entries = worker.inbox.held if ended else ()  # these wait for more; else all of them come again
+        state.closed = Closed(frozenset(entries), worker.learner.journal.heeded)
+
+    def stays_closed(self, run: str, state: Run, file: FileId) -> bool:
+        """Whether a run that is not open need not be, and others may need the memory."""
+        if state.closed is None and self.sparing and not self.needs(run):
+            state.closed, state.file = self._spared(run), file
+        if state.closed is None:
+            return False
+        if state.file == file and not self._is_called(run, state.closed):
+            return True
+        with self._lock:  # or a heartbeat would give back the lease that is taken next
+            state.closed = None
+        return False

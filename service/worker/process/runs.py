@@ -7,10 +7,17 @@ from dataclasses import dataclass
 
 from service.storage.layout import FileId
 from service.worker.loop import RunWorker
-from service.worker.process.room import Closed
 
 #: A run that cannot be worked on is tried again after this, at most.
 REFUSED_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What a run had when it was closed for others, or not opened: it is opened for what comes beside that."""
+
+    entries: frozenset[str]  # of its queue, which wait for more (while the draft vocabulary is gathered)
+    heeded: Mapping[str, str]  # what people had asked of its drift alarm
 
 
 @dataclass
@@ -22,7 +29,7 @@ class Run:
     retry_at: float = 0.0  # not opened nor asked before this (monotonic), unless its target is another file
     failures: int = 0  # unforeseen exceptions, and errors of the disk, since it last worked
     worked_at: float = 0.0  # it was opened, or had work, last (monotonic)
-    short: int = 0  # times that others were closed for it since it last worked (`_may_close_for`)
+    short: int = 0  # times that others were closed for it since it last worked (`Room` has the rule)
     short_at: float = 0.0  # the last of them (monotonic)
     closed: Closed | None = None  # it has nothing to do, and others need the memory: not open until it is called
     proven: bool = True  # it has worked since it was opened

@@ -39,6 +39,7 @@ from service.worker.learner import Learner
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
 from service.worker.process import Worker, turns
+from service.worker.process.room import Room
 
 RUNS = ["a", "b", "c", "d"]
 NO_MEMORY: list[Exception] = [
@@ -177,7 +178,8 @@ def test_a_run_is_refused_only_where_no_other_is_idle_and_says_so(
 ) -> None:
     monkeypatch.setattr(turns, "AHEAD_SECONDS", 1e-6)
     monkeypatch.setattr(service.worker.process, "AHEAD_SECONDS", 1e-6)  # one claim in each turn
-    worker._close_idle(2)
+    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 30.0)
+    worker._room.close_idle(2)
     assert worker.served.keys() == {"c"}
     failed = no_room(monkeypatch, worker, where, error, others=1)
     theirs = [post(bench, "c", f"flood{number}") for number in range(12)]
@@ -192,7 +194,7 @@ def test_a_run_is_refused_only_where_no_other_is_idle_and_says_so(
     assert "memory ran out, and to close idle runs did not help, or none was idle" in told
     assert str(error) in told
     wait = worker._runs["d"].retry_at - time.monotonic()
-    assert wait > 50 if isinstance(error, torch.OutOfMemoryError) else 0 < wait <= 1, "as it was before"
+    assert wait > 50 if isinstance(error, torch.OutOfMemoryError) else 0 < wait <= 30
     until_trained(bench, worker, "c", theirs[-1])
     worker._runs["d"].retry_at = 0.0  # a minute later
     until_trained(bench, worker, "d", honest)
@@ -242,19 +244,19 @@ def test_a_run_that_never_fits_closes_its_neighbours_as_often_as_there_are_some_
 ) -> None:
     """They have a batch now and then, and are idle each time that it is tried."""
     real, closed = Learner.train, list[str]()
-    close = Worker._close_for_others
+    close = Room._close
 
     def allocating(self: Learner, *args: Any) -> Any:
         if self.run == "d":
             raise error
         return real(self, *args)
 
-    def closing(self: Worker, run: str, state: Any) -> None:
+    def closing(self: Room, run: str) -> None:
         closed.append(run)
-        close(self, run, state)
+        close(self, run)
 
     monkeypatch.setattr(Learner, "train", allocating)
-    monkeypatch.setattr(Worker, "_close_for_others", closing)
+    monkeypatch.setattr(Room, "_close", closing)
     register(bench, "d")
     post(bench, "d", "x")
 
@@ -288,7 +290,7 @@ def test_a_batch_for_whose_file_there_is_no_memory_keeps_the_others_of_its_run_w
 ) -> None:
     monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 0.0)
     worker._settings = bench.settings.model_copy(update={"claim_tokens": 10_000})  # both batches are claimed at once
-    worker._close_idle()
+    worker._room.close_idle()
     register(bench, "d")
     for run in RUNS:
         train(bench, worker, run, "again")
@@ -313,13 +315,13 @@ def test_a_batch_for_whose_file_there_is_no_memory_keeps_the_others_of_its_run_w
             until_trained(bench, worker, "a", post(bench, "a", f"small{number}"))
         assert opened == ["a"] * 3 + ["b"], "it goes on, and closes nobody for it"
         assert str(error) in error_of(bench, "a"), "as long as that batch waits"
-        worker._close_idle()
+        worker._room.close_idle()
         assert worker.served == {}, "to wait for memory is no work"
         until_trained(bench, worker, "a", post(bench, "a", "another"))
     assert not is_trained(bench, "a", huge)
     pending = bench.redis.xpending_range(Keys("a").queue, GROUP, "-", "+", 9)
     assert [entry["times_delivered"] for entry in pending] == [0]
-    worker._close_idle()
+    worker._room.close_idle()
     until_trained(bench, worker, "a", huge)
     worker._turn()
     assert error_of(bench, "a") is None
@@ -344,8 +346,8 @@ def test_a_run_of_which_all_that_waits_cannot_be_read_is_idle_and_is_tried_again
         patch.setattr("service.worker.inbox.load_batch", lambda *_, **__: (_ for _ in ()).throw(bad_sector))
         bad = post(bench, "a", "bad")
         worker._turn()
-        assert worker._idle() == ["b", "c", "a"]
-    worker._close_idle()
+        assert worker._room.idle() == ["b", "c", "a"]
+    worker._room.close_idle()
     until_trained(bench, worker, "a", bad)
 
 
@@ -387,7 +389,7 @@ def test_a_run_that_looks_for_a_file_again_and_again_is_the_last_one_closed_for_
 ) -> None:
     for run in ("b", "c"):
         train(bench, worker, run, "again")
-    assert worker._idle() == ["b", "c", "a"]
+    assert worker._room.idle() == ["b", "c", "a"]
     no_room(monkeypatch, worker, "opened", NO_MEMORY[0])
     register(bench, "d")
     train(bench, worker, "d", "first")
@@ -420,7 +422,7 @@ def test_memory_that_runs_out_where_a_run_is_looked_after_leaves_it_open_with_wh
 ) -> None:
     """The kernel may say so of any file that is opened; it is not this run that needs more."""
     worker._settings = bench.settings.model_copy(update={"checkpoint_seconds": 1e9})
-    worker._close_idle()
+    worker._room.close_idle()
     unsaved = post(bench, "a", "unsaved")
     while "a" not in worker.served or not worker.served["a"].inbox.done:
         worker._turn()
@@ -441,7 +443,7 @@ def test_memory_that_runs_out_where_a_run_is_looked_after_leaves_it_open_with_wh
         worker._runs["a"].retry_at = 0.0
     worker._turn()
     assert error_of(bench, "a") is None
-    worker._close_idle()
+    worker._room.close_idle()
     assert is_trained(bench, "a", unsaved)
 
 
@@ -461,7 +463,7 @@ def test_deliveries_that_another_worker_counts_stay_where_a_lost_run_is_closed(
     worker._heartbeat.beat()
     if has == "another had it":
         bench.redis.delete(Leases.key("e"))
-    worker._close_idle()
+    worker._room.close_idle()
     assert "e" not in worker.served
     pending = bench.redis.xpending_range(Keys("e").queue, GROUP, "-", "+", 9)
     assert [entry["times_delivered"] for entry in pending] == [3]
@@ -519,13 +521,13 @@ def test_a_checkpoint_that_fails_when_a_run_is_closed_for_another_loses_no_batch
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker._settings = bench.settings.model_copy(update={"checkpoint_seconds": 1e9})
-    worker._close_idle()
+    worker._room.close_idle()
     unsaved = post(bench, "a", "unsaved")
     while "a" not in worker.served or not worker.served["a"].inbox.done:
         worker._turn()
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "save", lambda *_: (_ for _ in ()).throw(MemoryError("no copy of the weights")))
-        worker._close_idle()
+        worker._room.close_idle()
     assert "a" not in worker.served
     assert not is_trained(bench, "a", unsaved)
     worker._settings = bench.settings
@@ -536,7 +538,7 @@ def test_a_checkpoint_that_fails_when_a_run_is_closed_for_another_loses_no_batch
 def test_a_run_that_is_closed_for_others_has_somebody_who_looks_after_it_and_heeds_people(
     bench: Bench, worker: Worker
 ) -> None:
-    worker._close_idle(2)
+    worker._room.close_idle(2)
 
     def beat(run: str) -> float:
         return Store(bench.redis, run).worker().heartbeat or 0.0
@@ -561,7 +563,7 @@ def test_a_run_that_is_closed_for_others_has_somebody_who_looks_after_it_and_hee
     for _ in range(2):
         worker._turn()
     assert "reset" in worker.served["a"].learner.journal.heeded
-    worker._close_idle()
+    worker._room.close_idle()
     for _ in range(2):
         worker._turn()
     assert not worker.served, "it was heeded once"
@@ -570,7 +572,7 @@ def test_a_run_that_is_closed_for_others_has_somebody_who_looks_after_it_and_hee
 def test_a_closed_run_whose_heartbeat_fails_keeps_no_other_from_its_own(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker._close_idle()
+    worker._room.close_idle()
     for run in RUNS[:3]:
         Store(bench.redis, run).set_worker({"heartbeat": 1.0})
     real = Layout.run_json
@@ -600,7 +602,7 @@ def test_redis_that_went_away_while_a_run_was_opened_is_no_death(
     worker._runs["d"].worker = None
     worker._turn()
     assert worker.served.keys() == set(RUNS)
-    assert not worker._sparing
+    assert not worker._room.sparing
 
 
 def test_after_a_death_at_work_runs_without_work_are_not_open_beside_what_killed_it(
@@ -675,13 +677,13 @@ def test_a_run_that_others_are_closed_for_is_opened_before_one_of_these_that_is_
 ) -> None:
     """Or whoever comes first by name would take the memory each time."""
     failed = no_room(monkeypatch, worker, "opened", NO_MEMORY[0])
-    close = Worker._close_for_others
+    close = Room._close
 
-    def closing(self: Worker, run: str, state: Any) -> None:
-        close(self, run, state)
+    def closing(self: Room, run: str) -> None:
+        close(self, run)
         post(bench, run, f"meanwhile {len(failed)}")
 
-    monkeypatch.setattr(Worker, "_close_for_others", closing)
+    monkeypatch.setattr(Room, "_close", closing)
     register(bench, "d")
     post(bench, "d", "x")
     for _ in range(2):
@@ -693,7 +695,7 @@ def test_a_run_that_others_are_closed_for_is_opened_before_one_of_these_that_is_
 def test_a_closed_run_is_opened_again_for_another_target_and_once_it_was_paused(bench: Bench, worker: Worker) -> None:
     bench.register(run="e")  # from scratch
     worker._turn()
-    worker._close_idle()
+    worker._room.close_idle()
     worker._turn()
     assert not worker.served
     bench.layout.run_json("e").unlink()
@@ -714,10 +716,10 @@ def test_what_a_closed_run_had_is_free_before_anything_else_is_done(
     learner = weakref.ref(worker.served["a"].learner)
     worker.served["a"].learner.__dict__["itself"] = learner()  # as a library may leave it, one that compiles say
     returned = list[bool]()
-    monkeypatch.setattr(service.worker.process, "return_freed_memory", lambda: returned.append(learner() is None))
+    monkeypatch.setattr(service.worker.process.room, "return_freed_memory", lambda: returned.append(learner() is None))
     gc.disable()
     try:
-        worker._close_idle(1)
+        worker._room.close_idle(1)
     finally:
         gc.enable()
     assert returned == [True]

@@ -238,7 +238,7 @@ def test_a_run_with_nothing_to_do_is_not_handed_over_and_one_with_work_is_also_t
     worker, other = (a_worker(bench) for _ in range(2))
     while not all(trained(bench, run, batch) for run, batch in zip(RUNS, bench.posted, strict=True)):
         worker._turn()
-    other._sparing = True
+    other._room.sparing = True
     for _ in range(4):
         other._turn()
         worker._turn()
