@@ -165,7 +165,7 @@ class ServiceContext:
         """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files."""
         await asyncio.to_thread(sweep_deleted, self.layout)
         registered = self.layout.run_names()
-        for run in self._kept.keys() - registered:
+        for run in {*self._kept, *self.evidence.runs, *self.disk.runs}.difference(registered):
             self.drop(run)  # another process deleted it
         gone = await self.disk.sweep(registered)
         await self._shorten_memory(registered)  # while Redis is full, this is what helps

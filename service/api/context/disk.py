@@ -35,6 +35,11 @@ class Disk:
         self.room_wanted = asyncio.Event()
         self._wanted_bytes: set[int] = set()  # that these uploads need
 
+    @property
+    def runs(self) -> set[str]:
+        """Those of which something is kept."""
+        return {*self._kept_bytes}
+
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""
         self._kept_bytes.pop(run, None)
@@ -68,10 +73,10 @@ class Disk:
         return share if self._settings.queue_max_bytes is None else min(share, self._settings.queue_max_bytes)
 
     async def sweep(self, runs: Collection[str]) -> int:
-        """Delete spooled files of these runs that no entry will ever name; returns how many.
+        """Delete spooled files of these runs that no entry will ever name, and unfinished uploads; returns how many.
 
-        They come from a crash between rename and enqueue, or between acknowledgement and deletion; or they are of dead
-        batches, and kept for too long or too large together.
+        And note what the worker keeps of each. The files come from a crash between rename and enqueue, or between
+        acknowledgement and deletion; or they are of dead batches, and kept for too long or too large together.
         """
         gone = await asyncio.to_thread(self._spool.reap_uploads, self._settings.orphan_age_seconds)
         for run in runs:

@@ -1,7 +1,7 @@
 """What is known of each run by its newest batches and its engines: replay α, live α beside it, step times.
 
-It is told again when another batch was scored, or an engine may have reported, and no more often than the event loop
-can bear.
+It is told again when another batch was scored, or an engine may have reported: what engines say, in at most a fifth of
+a core.
 """
 
 from __future__ import annotations
@@ -78,6 +78,11 @@ class Evidence:
         self._recent: dict[str, Recent] = {}
         self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
         self._telling: dict[str, asyncio.Task[Engines]] = {}
+
+    @property
+    def runs(self) -> set[str]:
+        """Those of which something is kept: one may have been told while it was deleted."""
+        return {*self._recent, *self._engines}
 
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""

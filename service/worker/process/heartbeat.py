@@ -30,8 +30,8 @@ _BEAT_SECONDS = 3.0
 class Heartbeat:
     """Of all runs of a worker.
 
-    `lock` is held while one run's lease is renewed, or given back: else a heartbeat would take a lease again that was
-    just given back.
+    `lock` is held while a run is given back, closed for others no more, or let go, and for each run's heartbeat: else
+    that would take a lease again that was just given back.
     """
 
     def __init__(
@@ -53,11 +53,12 @@ class Heartbeat:
         self._ended = False
 
     @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
-        """Beat meanwhile."""
-        threading.Thread(target=self._work, name="heartbeat", daemon=True).start()
+    def beating(self) -> Iterator[threading.Thread]:
+        """Beat meanwhile, in that thread. It ends with the next beat, also where an exception ends the worker."""
+        thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+        thread.start()
         try:
-            yield
+            yield thread
         finally:
             self._ended = True
 

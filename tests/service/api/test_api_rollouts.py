@@ -36,6 +36,7 @@ from storage_fixtures import RolloutQueue
 
 from rl_hooks import wire
 from service.api.context import ServiceContext
+from service.api.context.evidence import Recent
 from service.cli.valkey import EmbeddedValkey, find_binary
 from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
 
@@ -398,11 +399,12 @@ def test_a_sweep_forgets_runs_that_another_process_deleted(service: RunningServi
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             other = ServiceContext(service.settings, client)
             await other.reap()
-            before = {*other._kept, *other.disk._kept_bytes}
+            before = other.disk.runs & other._kept.keys()
+            other.evidence._recent["gone"] = Recent.of((0, 0), {}, None)  # of one that was deleted while that was told
             assert service.client.delete("/runs/default").status_code == 204
             await other.reap()
             other.close()
-            return before, {*other._kept, *other.disk._kept_bytes}
+            return before, {*other._kept, *other.evidence.runs, *other.disk.runs}
 
     assert asyncio.run(sweep_twice()) == ({"default"}, set())
 

@@ -44,7 +44,8 @@ SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", "14"))
 def worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     """A worker that serves the run `default`, which has one version; a refused run is tried again at once."""
     monkeypatch.setattr(service.worker.process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
-    monkeypatch.setattr(service.worker.process, "REFUSED_SECONDS", 0.0)
+    for module in (service.worker.process, service.worker.process.runs):
+        monkeypatch.setattr(module, "REFUSED_SECONDS", 0.0)
     bench.begin()
     made = Worker(bench.settings, Redis.from_url(bench.redis_url))
     made._turn()

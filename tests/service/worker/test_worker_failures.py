@@ -576,16 +576,17 @@ def test_heartbeats_survive_whatever_is_raised_and_one_runs_trouble_is_not_the_o
         return beat(self, *args)
 
     monkeypatch.setattr(WorkersQueue, "heartbeat", failing)
-    with worker._heartbeat.beating():
+    with worker._heartbeat.beating() as thread:
         bench.wait(lambda: beats.count("default") >= 3)
         assert [r.getMessage() for r in caplog.records if r.exc_info] == [
             f"no heartbeat for run {FIRST} (said once for each kind of error)"
         ]
-    bench.wait(lambda: "heartbeat" not in {thread.name for thread in threading.enumerate()})
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_a_beat_that_fails_before_it_comes_to_any_run_does_not_end_the_heartbeat(
-    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(service.worker.process.heartbeat, "_BEAT_SECONDS", 0.01)
     beats: list[int] = []
@@ -598,9 +599,9 @@ def test_a_beat_that_fails_before_it_comes_to_any_run_does_not_end_the_heartbeat
         raise MemoryError("no room for a list of runs")
 
     monkeypatch.setattr(worker._heartbeat, "beat", failing)
-    with worker._heartbeat.beating():
+    with worker._heartbeat.beating() as thread:
         assert twice.wait(20)
-    bench.wait(lambda: "heartbeat" not in {thread.name for thread in threading.enumerate()})
+    thread.join(20)
     assert [r.getMessage() for r in caplog.records if r.exc_info] == [
         "a heartbeat failed (said once for each kind of error)"
     ]
