@@ -111,6 +111,20 @@ def test_the_version_rises_where_trained_weights_are_sent(monkeypatch: pytest.Mo
         assert worker.draftalign.hook.stats()["skipped_stale"] == 2, "the rollouts of the pass after an update"
 
 
+def test_fully_async_rollouts_need_the_engines_log_probabilities(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Older weights drew the tokens."""
+    worker: Any = kind()
+    worker.cfg.fully_async.enabled = True
+    with extended(monkeypatch, worker, kind) as service:
+        worker._forward_backward_micro(experience(rollout_logprobs=None), 1.0)
+        assert not sent(worker, service)
+        worker._forward_backward_micro(experience(), 1.0)
+        assert len(sent(worker, service)) == 1
+    assert "fully_async rollouts without the engines' log-probabilities are left out" in caplog.text
+
+
 def test_an_update_s_metrics_get_the_hooks_numbers_and_nothing_of_it_breaks(
     monkeypatch: pytest.MonkeyPatch, kind: type[Worker]
 ) -> None:
@@ -205,7 +219,7 @@ def test_other_arguments_than_skyrl_has_now_reach_it_as_they_came(
 def test_what_is_not_covered_is_refused_and_skyrl_goes_on(
     monkeypatch: pytest.MonkeyPatch, kind: type[Worker], caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
-    worker: Any = kind()
+    worker: Any = kind(temperature=0.7)  # at 1 `fully_async` is covered
     worker.sequence_parallel_size = 2 if wrong == "sequence parallelism" else 1
     worker.cfg.fully_async.enabled = wrong == "fully_async"
     with extended(monkeypatch, worker, kind) as service:
