@@ -203,13 +203,12 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
 async def _waits_for_head(context: ServiceContext, run: str) -> bool:
     """Whether only a head brings the run on: then its share is of what is free, whatever heads it has.
 
-    As in `_check_heads`: nothing waits for the worker, which alone deletes heads. One may have come since the head of
-    the batch accepted last: its answer was lost, and it is sent again. By arrival: a trainer may go back to a lower
-    version.
+    As in `_check_heads`: nothing waits for the worker, which alone deletes heads. One may have come since the last
+    batch: its answer was lost, and it is sent again. Whatever its version is: a trainer may go back to a lower one.
     """
-    newest = await context.soon(context.store(run).latest_policy())
     waiting = (await context.soon(context.queue(run).depth())).items
-    came = await asyncio.to_thread(heads_since, context.layout, run, newest)
+    last = (await context.soon(context.queue(run).arrivals())).last or 0.0
+    came = await asyncio.to_thread(heads_since, context.layout, run, last)
     return not waiting and came < 2 and read_state(context.layout, run).state == "active"
 
 

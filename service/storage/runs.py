@@ -335,14 +335,13 @@ def heads_bytes(layout: Layout, run: str) -> int:
     return total
 
 
-def heads_since(layout: Layout, run: str, version: int | None) -> int:
-    """How many of a run's heads came after that of a policy version; all, where it has none. Blocks."""
-    came: dict[str, int] = {}
+def heads_since(layout: Layout, run: str, seconds: float) -> int:
+    """How many of a run's heads came after this Unix time, which may be another host's. Blocks."""
+    came = 0
     for path in layout.heads(run).glob("*.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # the worker deletes heads too
-            came[path.stem] = path.stat().st_mtime_ns
-    since = came.get(layout.head(run, version).stem, 0) if version is not None else 0
-    return sum(at > since for at in came.values())
+            came += path.stat().st_mtime > seconds
+    return came
 
 
 def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +145,26 @@ def test_heads_of_a_run_leave_room_for_others(
     assert codes.count(201) in (6, 7, 8)
     assert reply.json()["type"] == "urn:draftalign:spool-low"
     assert "others find room" in reply.json()["detail"]
+    assert service.post(rollout_file(("1",), run="other"), "other").status_code == 202
+
+
+def test_a_head_that_is_sent_again_and_again_makes_no_room_for_others_of_its_run(
+    serve: Serve, disk: Disk, redis_client: Redis
+) -> None:
+    """That of the batch accepted last: the others come after it only until it comes again."""
+    service = serve(spool_min_free_bytes=0, max_heads=64)
+    for run in ("heads", "other"):
+        service.register(run)
+    put = functools.partial(service.client.put, "/runs/heads/head", headers=HEADERS)
+    assert put(content=head_file(100)).status_code == 201
+    assert service.post(rollout_file(("r",), run="heads", policy_version=100), "heads").status_code == 202
+    work_off(service, redis_client, "heads")
+    disk(10 * len(head_file(1)))
+    codes = []
+    for version in range(1, 12):
+        codes.append(put(content=head_file(version)).status_code)
+        put(content=head_file(100))
+    assert codes.count(201) in (6, 7, 8)
     assert service.post(rollout_file(("1",), run="other"), "other").status_code == 202
 
 

@@ -93,6 +93,16 @@ def train(bench: Bench, worker: Worker, run: str, name: str) -> None:
     until_trained(bench, worker, run, post(bench, run, name))
 
 
+def train_unsaved(bench: Bench, worker: Worker) -> str:
+    """Run a is open and was trained on a batch that no checkpoint has; the batch."""
+    worker._settings = bench.settings.model_copy(update={"checkpoint_seconds": 1e9})
+    worker._room.close_idle()
+    batch = post(bench, "a", "unsaved")
+    while "a" not in worker.served or not worker.served["a"].inbox.done:
+        worker._turn()
+    return batch
+
+
 def ask_of_drift(bench: Bench, run: str) -> None:
     async def ask() -> None:
         client = aio.Redis.from_url(bench.redis_url)
@@ -421,11 +431,7 @@ def test_memory_that_runs_out_where_a_run_is_looked_after_leaves_it_open_with_wh
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel may say so of any file that is opened; it is not this run that needs more."""
-    worker._settings = bench.settings.model_copy(update={"checkpoint_seconds": 1e9})
-    worker._room.close_idle()
-    unsaved = post(bench, "a", "unsaved")
-    while "a" not in worker.served or not worker.served["a"].inbox.done:
-        worker._turn()
+    unsaved = train_unsaved(bench, worker)
     opened = worker.served["a"]
     look_after = Worker._look_after
     for error in NO_MEMORY[2:]:
@@ -520,11 +526,7 @@ def test_what_a_run_has_in_hand_for_its_vocabulary_comes_again_once_more_comes(
 def test_a_checkpoint_that_fails_when_a_run_is_closed_for_another_loses_no_batch(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker._settings = bench.settings.model_copy(update={"checkpoint_seconds": 1e9})
-    worker._room.close_idle()
-    unsaved = post(bench, "a", "unsaved")
-    while "a" not in worker.served or not worker.served["a"].inbox.done:
-        worker._turn()
+    unsaved = train_unsaved(bench, worker)
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "save", lambda *_: (_ for _ in ()).throw(MemoryError("no copy of the weights")))
         worker._room.close_idle()
