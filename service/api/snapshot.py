@@ -296,6 +296,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         accepted=int(counters.get("accepted_total") or 0),
         queued=queued,
         queue_fill=max(queued / settings.queue_max_items, size / limit_bytes if limit_bytes else 0.0),
+        drops_oldest=settings.overflow == "drop_oldest",
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
         last_scored=max((r.created for r in recent), default=None),

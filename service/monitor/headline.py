@@ -59,8 +59,8 @@ class RunFacts:
     `recent_batches`, `recent_dead`: of the batches that arrived last and have ended or were scored; `newest_dead`: how
     many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
-    seconds. `queue_fill`: of its bounds. `failed_pushes`: that did not revive the drafter of the engine that is dead.
-    `api_began`: when this API process did.
+    seconds. `queue_fill`: of its bounds; `drops_oldest`: what a full queue does, instead of refusing. `failed_pushes`:
+    that did not revive the drafter of the engine that is dead. `api_began`: when this API process did.
     """
 
     now: float
@@ -72,6 +72,7 @@ class RunFacts:
     accepted: int = 0
     queued: int = 0
     queue_fill: float = 0.0
+    drops_oldest: bool = False
     oldest_queued: float | None = None
     last_arrival: float | None = None
     longest_pause: float | None = None
@@ -229,8 +230,8 @@ def _of_dead_batches(facts: RunFacts) -> Iterator[Headline]:
 
 def _of_queue(facts: RunFacts) -> Iterator[Headline]:
     if facts.queue_fill >= _QUEUE_NEARLY_FULL:
-        full = "rollouts are refused" if facts.queue_fill >= 1 else "at 100 % rollouts are refused"
-        text = f": {_waits(facts.queued)}; {full}."
+        full = "the oldest are dropped" if facts.drops_oldest else "rollouts are refused"
+        text = f": {_waits(facts.queued)}; {'' if facts.queue_fill >= 1 else 'at 100 % '}{full}."
         yield _found("warn", "queue_full", f"Queue {facts.queue_fill:.0%} full".replace("%", " %"), text)
     elif facts.action == "defer":
         yield _found(

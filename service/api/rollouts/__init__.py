@@ -191,13 +191,13 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
 
 
 def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limit_bytes: int) -> Problem:
-    """The answer to a batch of `length` bytes that finds the run's queue full names the limit that it meets first."""
+    """The answer to a batch of `length` bytes that finds the run's queue full, naming a limit that it meets."""
     settings = context.settings
-    if held.items >= settings.queue_max_items:
-        found = f"{held.items} of {settings.queue_max_items} batches (DRAFTALIGN_QUEUE_MAX_ITEMS)"
-    elif held.bytes + length > limit_bytes:
+    if held.bytes + length > limit_bytes:  # first: with `drop_oldest` it alone refuses
         whose = "DRAFTALIGN_QUEUE_MAX_BYTES" if limit_bytes == settings.queue_max_bytes else "its share of the disk"
         found = f"{in_units(held.bytes)} of {in_units(limit_bytes)} ({whose}), and this file has {in_units(length)}"
+    elif held.items >= settings.queue_max_items:
+        found = f"{held.items} of {settings.queue_max_items} batches (DRAFTALIGN_QUEUE_MAX_ITEMS)"
     else:
         found = f"{held.rollouts} of {settings.queue_max_rollouts} rollouts (DRAFTALIGN_QUEUE_MAX_ROLLOUTS)"
     return Problem(
