@@ -127,7 +127,6 @@ def handed_over(bench: Bench, monkeypatch: pytest.MonkeyPatch, has: int) -> tupl
     """A worker with all four runs that has handed one over to another, which has so many; and which one."""
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     monkeypatch.setattr(share, "_HAND_OVER_SECONDS", 0.0)
-    monkeypatch.setattr(share, "_LEFT_SECONDS", 0.5)
     begin(bench)
     worker = a_worker(bench)
     worker._find_runs()
@@ -138,6 +137,13 @@ def handed_over(bench: Bench, monkeypatch: pytest.MonkeyPatch, has: int) -> tupl
     gone = set(RUNS) - set(worker.served)
     assert len(gone) == 1
     return worker, other, gone
+
+
+def an_hour_passes(bench: Bench, worker: Worker, run: str) -> None:
+    """In which nobody serves a run that this worker has handed over."""
+    worker._share._handed_over_at -= 3600.0
+    worker._share._left_since[run] -= 3600.0
+    Store(bench.redis, run).set_worker({"heartbeat": time.time() - 7200.0})  # before it was handed over
 
 
 def test_a_run_that_is_handed_over_is_left_alone_and_the_next_waits_until_it_is_taken(
@@ -176,7 +182,7 @@ def test_a_run_that_was_taken_and_closed_for_others_between_two_looks_keeps_no_o
 ) -> None:
     """Who has it looks after it without its lease, and opens it for its next batch."""
     worker, other, gone = handed_over(bench, monkeypatch, 0)
-    time.sleep(0.1)
+    an_hour_passes(bench, worker, *gone)
     Store(bench.redis, *gone).set_worker({"heartbeat": time.time()})
     for _ in range(2):
         other.others(0)
@@ -210,7 +216,6 @@ def test_a_run_that_is_left_is_taken_back_at_once_where_no_other_worker_lives(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, other, _ = handed_over(bench, monkeypatch, 0)
-    monkeypatch.setattr(share, "_LEFT_SECONDS", 60.0)
     other.leave()
     worker._find_runs()
     assert len(worker.served) == 4
@@ -258,8 +263,8 @@ def test_a_run_with_nothing_to_do_is_not_handed_over_and_one_with_work_is_also_t
 def test_a_run_that_nobody_takes_comes_back_and_none_is_handed_over_for_long(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, other, _ = handed_over(bench, monkeypatch, 0)
-    time.sleep(0.6)
+    worker, other, gone = handed_over(bench, monkeypatch, 0)
+    an_hour_passes(bench, worker, *gone)
     for _ in range(3):
         other.others(0)
         worker._find_runs()
@@ -309,9 +314,8 @@ def test_the_first_error_of_a_run_that_another_worker_serves_is_no_reason_to_tak
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, other, gone = handed_over(bench, monkeypatch, 0)
-    monkeypatch.setattr(share, "_LEFT_SECONDS", 30.0)
     (run,) = gone
-    worker._share._left_since[run] -= 60.0
+    an_hour_passes(bench, worker, run)
     assert other.hold(run)
     Store(bench.redis, run).set_worker({"heartbeat": time.time()})
     other.others(1)
@@ -328,8 +332,8 @@ def test_a_sign_of_life_from_a_clock_that_is_ahead_keeps_no_run_from_being_serve
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, other, gone = handed_over(bench, monkeypatch, 0)
+    an_hour_passes(bench, worker, *gone)
     Store(bench.redis, *gone).set_worker({"heartbeat": time.time() + 3600.0})
-    time.sleep(0.6)
     other.others(0)
     worker._find_runs()
     assert len(worker.served) == 4
@@ -433,7 +437,7 @@ def test_beside_a_worker_of_long_turns_one_run_is_handed_over_in_vain_and_then_n
     other.others(share.BUSY)
     worker._find_runs()
     assert set(RUNS) - set(worker.served) == gone
-    time.sleep(0.6)
+    an_hour_passes(bench, worker, *gone)
     worker._find_runs()
     assert len(worker.served) == 4
     for _ in range(3):
