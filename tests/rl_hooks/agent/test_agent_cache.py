@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_half_way_through_a_download_leaves_the_drafter_that
                 "config.json": json.dumps(drafter_config(32)).encode(),
             }
             second = service.publish(2, files=larger)
-            eventually(lambda: len(service.ranges) > 3)  # it tries again
+            eventually(lambda: len(service.ranges) > 4)  # it tries again, and has said why
             settle(engine)
         finally:
             process.kill()
@@ -329,7 +329,15 @@ def test_where_the_disk_is_full_of_older_versions_they_give_way_to_the_newest(
 def test_a_full_disk_keeps_what_an_engine_that_is_away_would_get(
     service: Service, engine: Engine, tmp_path: Path, fill: Fill
 ) -> None:
+    """The offer, and what it goes back to where it refuses that; until it has taken the offer."""
     cache, versions = tmp_path / "default", [service.publish(1)]
+
+    def kept() -> list[str]:
+        """The versions that are there once the newest was tried again."""
+        asked = len(service.requests)
+        eventually(lambda: len(service.requests) >= asked + 2)
+        return [version for version in versions if (cache / version).exists()]
+
     with running_agent(service, engine, cache=tmp_path):
         eventually(lambda: engine.version == versions[0])
         settle(engine)
@@ -338,11 +346,17 @@ def test_a_full_disk_keeps_what_an_engine_that_is_away_would_get(
             versions.append(service.publish(number))
             eventually((cache / versions[-1]).exists)
         fill(2.5)
-        service.publish(4)
+        newest = service.publish(4)
         eventually(lambda: not (cache / versions[1]).exists())
+        assert kept() == [versions[0], versions[2]]
+        engine.swap_asked.clear()
+        engine.swap_allowed.clear()
         engine.restart()
-        eventually(lambda: engine.version == versions[2])
-    assert (cache / versions[0]).exists(), "what it goes back to"
+        assert engine.swap_asked.wait(60)
+        assert kept() == [versions[0], versions[2]]
+        engine.swap_allowed.set()
+        eventually(lambda: engine.version == newest)
+    assert engine.swapped == [versions[0], versions[2], newest]
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["", "the service is away"])
