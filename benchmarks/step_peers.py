@@ -13,12 +13,14 @@ import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
+from drafter.device import ahead
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.model.eagle3_unroll import unroll
 from drafter.policy import Policy, TargetHead
@@ -155,7 +157,8 @@ def ours(case: Case, *, full_vocabulary: bool = False) -> Step:
 def ours_trainer(case: Case) -> Step:
     """What the worker does for an optimizer window: float32 masters, bfloat16 compute, batch and head on the host.
 
-    Copies, casts, clipping and the optimizer included. The head's rows go to the device once, as for a policy version.
+    Copies, casts, clipping and the optimizer included; the next batch is prepared meanwhile, as in the worker, so steps
+    must ask for the batches in order, round and round. The head's rows go to the device once, as for a policy version.
     """
     settings = TrainConfig(
         steps_ahead=case.steps,
@@ -166,9 +169,14 @@ def ours_trainer(case: Case) -> Step:
     trainer = DrafterTrainer(case.drafter, settings)
     policy = Policy(0, case.embed_tokens, TargetHead(case.head.cpu()))
     batches = [batch.to("cpu") for batch in case.batches]
+    numbered = cycle(range(len(batches)))
+    prepared = ahead(((i, trainer.prepare(batches[i])) for i in numbered), trainer.device)
 
     def step(which: int = 0) -> dict[str, Tensor]:
-        report = trainer.step([(batches[which], policy)])
+        number, batch = next(prepared)
+        if number != which:
+            raise ValueError(f"expected batches in order, of which {number} is the next, got {which}")
+        report = trainer.step([(batch, policy)])
         if report.skipped is not None:
             raise RuntimeError(f"the trainer skipped the step: {report.skipped}")
         return {}

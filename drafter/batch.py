@@ -234,11 +234,6 @@ class RolloutBatch:
         scale = None if self.aux_scale is None else self.aux_scale[self.aux_rows]
         return replace(self, aux_hidden=self.aux_hidden[self.aux_rows], aux_scale=scale, aux_rows=None)
 
-    def pinned(self) -> RolloutBatch:
-        """The batch in memory from which copies to a GPU need not be waited for."""
-        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
-        return replace(self, **pinned, aux_rows=None if self.aux_rows is None else self.aux_rows.pin_memory())
-
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RolloutBatch:
         """Move to a device; `dtype` converts the features (not log-probabilities). `cu_seqlens` stays on the CPU.
 
@@ -250,6 +245,11 @@ class RolloutBatch:
             return self._moved(device, dtype)
         widened = self._moved(device, None)._widened()
         return widened._moved(device, dtype)
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Say that work on `stream` reads this batch, which another stream made: its memory is kept until then."""
+        for tensor in self._tensors().values():
+            tensor.record_stream(stream)
 
     def _moved(self, device: torch.device | str, dtype: torch.dtype | None) -> RolloutBatch:
         changes: dict[str, Any] = {

@@ -59,18 +59,24 @@ def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | N
 def ahead(items: Iterable[_T], device: torch.device) -> Iterator[_T]:
     """Yield the items, the next one made in a thread while the caller keeps `device` busy with this one.
 
-    On a CPU, where the thread would take the cores that the caller works with, one after another.
+    On CUDA the thread has a stream of its own: its copies run beside the caller's kernels. On a CPU, where the thread
+    would take the cores that the caller works with, the items are made one after another.
     """
     if device.type == "cpu":
         yield from items
         return
     iterator, end = iter(items), object()
-    use = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
-    with ThreadPoolExecutor(1, "ahead", *use) as thread:
+    with ThreadPoolExecutor(1, "ahead", _use_own_stream, (device,)) as thread:
         waiting = thread.submit(next, iterator, end)
         while (item := waiting.result()) is not end:
             waiting = thread.submit(next, iterator, end)
             yield item  # type: ignore[misc]
+
+
+def _use_own_stream(device: torch.device) -> None:
+    """Give this thread a stream of its own on a device that has streams; that device is its current one too."""
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def working_dtype(device: torch.device) -> torch.dtype | None:

@@ -25,7 +25,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.model.draft_model import DraftModel
-from drafter.model.matmul import times, times_wide
+from drafter.model.matmul import add_times_wide, times, times_wide
 from drafter.model.pointwise import rms_norm, take_rows
 from drafter.training.loss import DraftLoss, acceptance_slope, chunk_size, kernels, target_of
 from drafter.training.target import DraftTarget
@@ -137,7 +137,7 @@ class _FusedChain(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[entries] = times(slope, lm_head.t())
             if grad_head is not None:
-                grad_head += times_wide(slope.t(), h.t())
+                add_times_wide(grad_head, slope.t(), h.t())
         ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
         kl_sums, acceptance_sums = sums.unbind(0)
         kl_sums, acceptance_sums = kl_sums.clone(), acceptance_sums.clone()

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from drafter.device import has_triton, to_device
 from drafter.model.draft_model import DraftModel
-from drafter.model.matmul import times, times_wide
+from drafter.model.matmul import add_times_wide, times, times_wide
 from drafter.model.pointwise import rms_norm, take_rows
 from drafter.training.target import DraftTarget
 from drafter.unroll.plan import Plan
@@ -169,7 +169,7 @@ class _FusedLoss(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[entries] = times(slope, lm_head.t())
             if grad_head is not None:
-                grad_head += times_wide(slope.t(), h.t())
+                add_times_wide(grad_head, slope.t(), h.t())
         ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(lm_head.dtype))
         sums = torch.zeros_like(step_weights)
         kl_sums = sums.index_add(0, plan.entry_step, kl)

@@ -128,7 +128,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all moments on the CPU."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.moments().items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.moments().items()}
 
     def expected(self, stored: Mapping[str, Tensor]) -> dict[str, torch.Size]:
         """Names and shapes of what `load` takes of a stored state. Moments of another method are left out of it.

@@ -104,10 +104,20 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a step needs of a batch before the device is asked for anything; `DrafterTrainer.prepare` makes it."""
+    """What a step needs of a batch before it computes anything; `DrafterTrainer.prepare` makes it."""
 
-    batch: RolloutBatch  # towards CUDA in pinned memory
+    batch: RolloutBatch  # on the device, once `copied`
     plan: Plan  # on the host
+    response_tokens: int
+    copied: torch.cuda.Event | None = None  # the end of the copy to CUDA, on the stream of whoever prepared it
+
+    def taken(self) -> RolloutBatch:
+        """The batch, for work on the current stream, which waits for the copy there. The caller does not wait."""
+        if self.copied is not None:
+            stream = torch.cuda.current_stream(self.batch.input_ids.device)
+            stream.wait_event(self.copied)
+            self.batch.used_on(stream)
+        return self.batch
 
 
 @dataclass(frozen=True)
@@ -160,12 +170,16 @@ class DrafterTrainer(Generic[_D]):
         return next(self.drafter.parameters()).device
 
     def prepare(self, batch: RolloutBatch) -> Prepared:
-        """Do the host's share of a step, which another thread may do while the device is busy with the step before.
+        """Plan a step and start its batch's copy to the device: for another thread, beside the step before (`ahead`).
 
         Raises `BatchRejected` where the batch does not fit the drafter.
         """
         plan = self.drafter.plan(batch, self.config.steps_ahead)
-        return Prepared(batch.pinned() if self.device.type == "cuda" else batch, plan)
+        if self.device.type != "cuda":
+            return Prepared(batch.to(self.device), plan, batch.response_tokens)
+        moved, copied = batch.to(self.device, self._dtype), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(self.device))
+        return Prepared(moved, plan, batch.response_tokens, copied)
 
     def step(self, window: Sequence[tuple[RolloutBatch | Prepared, Policy]]) -> StepReport:
         """One optimizer step on all the batches together, prepared ahead or not, each with the policy that wrote it.
@@ -178,7 +192,7 @@ class DrafterTrainer(Generic[_D]):
         )
         response_tokens, tokens, *entries = self.ranks.add(
             [
-                sum(p.batch.response_tokens for p, _ in pairs),
+                sum(p.response_tokens for p, _ in pairs),
                 sum(p.batch.tokens for p, _ in pairs),
                 *(sum(p.plan.entries[j] for p, _ in pairs) for j in range(self.config.steps_ahead)),
             ]
@@ -221,7 +235,7 @@ class DrafterTrainer(Generic[_D]):
     def _loss(self, prepared: Prepared, policy: Policy, denominator: int) -> DraftLoss | None:
         if not any(prepared.plan.entries):
             return None
-        plan, batch = prepared.plan.to(self.device), prepared.batch.to(self.device)
+        plan, batch = prepared.plan.to(self.device), prepared.taken()
         # A GPU's matrix units sum half-precision products in float32; a CPU's do not hand such sums out.
         product = torch.promote_types(self._dtype, torch.float32) if self.device.type == "cpu" else self._dtype
         target = draft_target(batch, plan, self.drafter.vocabulary, policy.needed_head(), product)

@@ -13,8 +13,9 @@ from rl_hooks.format.eagle3 import DrafterConfig, tensor_shapes
 from service.capacity.sizes import Deployment, batches
 from service.settings import Settings
 
-#: What a GPU is taken to do: 55 % of 790 TFLOP/s. No GPU has run it.
-GPU_TFLOPS: Final = 435.0
+#: What a GPU does of these operations in a worker: one H200, reading and judging in the time, checkpoints not
+#: (docs/lab/performance.md, "The whole worker").
+GPU_TFLOPS: Final = 400.0
 #: Drafters that score a rollout: candidate, served and frozen. One that is passed over: the served one.
 SCORERS: Final = 3
 #: The gap check of a batch reads at most so many tokens.

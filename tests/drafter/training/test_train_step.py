@@ -148,7 +148,9 @@ def test_the_trainers_row_moves_float32_masters_from_batches_on_the_host(train_h
     step = ours_trainer(case)
     before = {name: p.detach().clone() for name, p in case.drafter.named_parameters()}
     step()
-    step(2)
+    step(1)
+    with pytest.raises(ValueError, match="2 is the next, got 0"):  # it was prepared ahead
+        step(0)
     for name, p in case.drafter.named_parameters():
         assert p.dtype == torch.float32
         assert torch.equal(p, before[name]) == (name == "lm_head.weight" and not train_head), name
