@@ -99,7 +99,7 @@ class Run:
         versions = [world.first, *(v for v in (OF_A, OF_B) if v != world.first)]
         lineage: Any = SimpleNamespace(archived=lambda: versions, existing=lambda v: v, waiting=dict, published=0)
         self.gate = Gate(Settings(), lineage, SimpleNamespace())  # type: ignore[arg-type]
-        self.gate._replay = self._replayed  # type: ignore[method-assign]
+        self.gate.archive.replay = self._replayed  # type: ignore[method-assign]
         self.gate.begin(OF_A)
         self._world, self._rng = world, rng
         self._replays = dict[str, Replay]()
@@ -121,7 +121,7 @@ class Run:
             self._replays[version] = _pack(tokens, common + excess(world, version, of_b) + self._noise(0.5))
         worse = np.log(self._replays[self.served].rounds / tokens) + 0.02 + self._noise(0.3)
         self._replays[CANDIDATE] = _pack(tokens, worse)
-        scored = {CANDIDATE, self.served, world.first, self.gate.watched or self.served}
+        scored = {CANDIDATE, self.served, world.first, self.gate.outcomes.watched or self.served}
         prompts, places = [f"{number}/{i}" for i in range(world.prompts)], tuple(range(size))
         fresh = Fresh(
             (Part(places, number),),  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ class Run:
             by_prompt=True,
         )
         of_a, of_b_too, ours = (math.log(self._replays[version].alpha) for version in (OF_A, OF_B, self.served))
-        self.gate.settle(fresh)
+        self.gate.outcomes.settle(fresh)
         winner = self.gate.judge(fresh, self.served)[0]
         if winner.verdict.promote:
             facts = winner.facts | {"judged_to": f"{number}-0", "train_on": False}

@@ -77,7 +77,7 @@ class ClaimScorer:
         """
         compared, found = set(), []
         for loaded in reversed(rest):
-            if not loaded.entry.belated and self._gate.hungry(tested):
+            if not loaded.entry.belated and self._gate.training.hungry(self._settings.gate_rollouts, tested):
                 compared.add(loaded)
                 tested += len(self._looked(loaded))
         for loaded in rest:
@@ -108,7 +108,7 @@ class ClaimScorer:
             roles = self._lineage.roles(by, current, frozen=comparison == "all")
         if by is not None and (watched := self._lineage.existing(self._journal.watched or "")) is not None:
             roles.setdefault("watched", (watched, self._lineage.version(watched)))
-        if comparison == "all" and (before := self._lineage.existing(self._gate.watched or "")) is not None:
+        if comparison == "all" and (before := self._lineage.existing(self._gate.outcomes.watched or "")) is not None:
             roles.setdefault("before", (before, self._lineage.version(before)))
         try:
             looked = self._looked(loaded)
@@ -166,7 +166,7 @@ class ClaimScorer:
         """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""
         self._uncompared += 1
         keeps_up = self.keeps_up and len({loaded.batch.policy_version for loaded in fresh}) == 1
-        if keeps_up or self._gate.unmeasured or self._uncompared >= _CLAIMS_PER_COMPARISON:
+        if keeps_up or self._gate.outcomes.unmeasured or self._uncompared >= _CLAIMS_PER_COMPARISON:
             self._uncompared = 0
             return "all"
         return "candidate"

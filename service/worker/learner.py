@@ -215,7 +215,8 @@ class Learner:
             contests = self.judge([*passed_over, *scored], before_publishing=before_publishing) if judged else []
             outcome = contests[0] if contests else None
             if held is not None or kept:
-                self.gate.concluded()  # the evidence does not describe the engines, or may not change what they serve
+                # The evidence does not describe the engines, or may not change what they serve.
+                self.gate.training.concluded()
             elif scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
                 self._conclude(contests, newest_version)
             if passed_over:
@@ -227,7 +228,7 @@ class Learner:
             if self.gate.served == looked["served"]:
                 self.gate.restore(looked)
             else:  # a version was published, which the looks have ended with
-                self.gate.concluded()
+                self.gate.training.concluded()
             raise
         if not scored:
             told = passed_over and not passed_over[-1][0].entry.belated
@@ -264,7 +265,7 @@ class Learner:
             _served_alpha(scored),
             version_seconds=version_seconds,
             warming_up=self.lineage.warming_up,
-            unfinished=self.gate.untested is not None and self.gate.done < _WHOLE,
+            unfinished=self.gate.training.seconds is not None and self.gate.training.done < _WHOLE,
         )
 
     def report(self, outcome: Outcome) -> None:
@@ -340,7 +341,7 @@ class Learner:
         self._follow(served)
         before = self.gate.state
         entries = sorted((loaded.entry.arrived for loaded, _ in scored), key=arrival)
-        realised = self.gate.settle(wider) if self.gate.measures(entries[0]) else None
+        realised = self.gate.outcomes.settle(wider) if self.gate.outcomes.measures(entries[0]) else None
         contests = self.gate.judge(fresh, served, wider)
         if contests and contests[0].verdict.promote:
             after = self.gate.state
@@ -376,7 +377,7 @@ class Learner:
             event = self.gate.begin(served)
         else:
             event = self._go_on_from(served, facts)
-            self.gate.concluded()
+            self.gate.training.concluded()
         if event is not None:
             self.lineage.record_gain(event)
 
@@ -411,7 +412,7 @@ class Learner:
         self.journal.totals.published += 1
         if train_on is not None:  # what was measured until now was against another drafter
             self.controller.curve = LearningCurve()
-            self.gate.concluded()
+            self.gate.training.concluded()
         return self.gate.promoted(version, self.gate.served, facts, is_candidate=train_on is not False)
 
     def _conclude(self, contests: Sequence[Contest], policy_version: int) -> None:
@@ -420,9 +421,9 @@ class Learner:
         A part of one gains little beside the error of a look. Where that is published, it is as good as a whole one.
         """
         candidate = next((c for c in contests if c.version == CANDIDATE), None)
-        if candidate is None or self.gate.untested is None or candidate.look.prompts < 2:
+        if candidate is None or self.gate.training.seconds is None or candidate.look.prompts < 2:
             return  # where the prompts are too few, the next claims say more
-        if self.gate.done < _WHOLE and not candidate.verdict.promote:
+        if self.gate.training.done < _WHOLE and not candidate.verdict.promote:
             return
         if not candidate.verdict.promote:
             self.lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
@@ -432,9 +433,9 @@ class Learner:
             gain=look.gain,
             error=None if look.fault else math.hypot(look.error, CLAIM_SD),
             promoted=candidate is contests[0] and candidate.verdict.promote,
-            train_seconds=self.gate.untested,
+            train_seconds=self.gate.training.seconds,
         )
-        self.gate.concluded()
+        self.gate.training.concluded()
 
     # --- forgetting
     def forget_recent(self) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from service.errors import ConfigurationError
 
+#: More would wait for the memory.
+_FEEDING_THREADS = 8
 _MEMORY_ADVICE = (
     "the GPU's memory ran out: lower DRAFTALIGN_TRAIN_STEP_TOKENS, raise DRAFTALIGN_GPU_MEMORY_SHARE where it is set, "
     "or stop what else runs on this GPU"
@@ -33,6 +37,10 @@ def use_device(name: str, memory_share: float = 1.0) -> torch.device:
         torch.set_num_threads(1)  # on shared cores, threads that wait for each other are far slower than one
     elif device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # Triton starts its kernels on the current one
+        # Rollouts are gathered for it by the host: a large window takes one thread longer than the GPU trains on it.
+        # `torchrun` would leave each rank one.
+        shared_by = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, min(_FEEDING_THREADS, len(os.sched_getaffinity(0)) // shared_by)))
         if memory_share < 1:
             torch.cuda.set_per_process_memory_fraction(memory_share, device.index or 0)
     return device

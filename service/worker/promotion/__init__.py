@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,26 +26,18 @@ from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import Look, Trial, Verdict, compare
-from service.monitor.records import arrival
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.promotion.evidence import FEWEST_PROMPTS, LEAST_PROMPTS, POOLED_CLAIMS, Fresh, Pool
+from service.worker.promotion.archive import Archive
+from service.worker.promotion.evidence import FEWEST_PROMPTS, POOLED_CLAIMS, Fresh, Pool
 from service.worker.promotion.level import Level
-from service.worker.promotion.promises import Kept, Promise
+from service.worker.promotion.outcomes import Outcomes
+from service.worker.promotion.training import Training
 from service.worker.scoring import replay_each
 from service.worker.target import Target
 
 #: Part of the error that archived versions may spend together; the candidate has the rest.
 _ARCHIVE_SHARE: Final = 0.1
-#: Rollouts of the first round of the halving; the next have twice as many each.
-_FIRST_ROUND: Final = 4
-#: Claims after which it is asked without one: where the prompts become easier for all, α does not fall.
-_UNASKED_CLAIMS: Final = 16
-#: The archived version that fits best then is looked at so often at most where claims are pooled, if it seems better.
-_ASKED_LOOKS: Final = 4
-#: An archived version whose wins brought less than this part of what was expected of them wins by `POOLED_CLAIMS`
-#: together. Where claims alternate, a win brings -1 if each is unlike the one before, 0 if two are alike, 1/3 if three.
-_LASTED: Final = 1.0 / 6.0
 #: A version that a person sent is given up after so many looks against one served drafter,
 SENT_LOOKS: Final = 64
 #: or after so many others were published: its trial begins again with each of them.
@@ -95,19 +87,10 @@ class Gate:
         self._target = target
         self.served: str | None = None  # the version that all trials are against
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
-        self._level = Level()
-        self._promise: Promise | None = None
-        self._won: dict[str, Kept] = {}  # archived versions that won, and what came of it
-        # Not in `state`: a restart begins to pool from nothing.
-        self._pools = defaultdict[str, Pool](Pool)  # by challenger
-        self._level_pool, self._promise_pool = Pool(), Pool()
-        self._asked: str | None = None  # the archived version that was chosen at a fall, and is not judged yet
-        self._unasked = 0  # claims since the archive was asked
-        self._kept = Kept()
-        self.trained_to: int | None = None  # newest policy version that the candidate was trained on
-        self.untested: float | None = None  # seconds of the last training, parts together, until it has been judged
-        self.done = 0.0  # share of a whole training that those are
-        self.tested = 0  # rollouts that the candidate was judged on since then
+        self.training = Training()
+        self.archive = Archive(settings, lineage, target)
+        self.outcomes = Outcomes(lineage)
+        self._pools = defaultdict[str, Pool](Pool)  # by challenger; not in `state`: a restart pools from nothing
 
     # --- state
     @property
@@ -116,14 +99,9 @@ class Gate:
         return {
             "served": self.served,
             "trials": {version: trial.to_json() for version, trial in self._trials.items()},
-            "level": None if math.isnan(self._level.mean) else asdict(self._level),
-            "promise": None if self._promise is None else asdict(self._promise),
-            "kept": asdict(self._kept),
-            "won": {version: asdict(won) for version, won in self._won.items()},
-            "trained_to": self.trained_to,
-            "untested": self.untested,
-            "done": self.done,
-            "tested": self.tested,
+            "level": self.archive.level.to_json(),
+            **self.outcomes.state,
+            **self.training.state,
         }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
@@ -131,50 +109,23 @@ class Gate:
         if state is None:
             return
         self.served = state["served"]
-        self._forget_pools()
+        self._pools.clear()
         self._trials = {
             # A checkpoint of before the spread was learnt has none; others than the candidate begin at the least.
             version: Trial.from_json(trial if version == CANDIDATE else {"claims": 0.0} | trial)
             for version, trial in state["trials"].items()
         }
-        self._level = Level(**state["level"] or {})
-        promise = state["promise"]
-        self._promise = None if promise is None else Promise(**{"expected": promise["promised"]} | promise)
-        self._kept = Kept(**state.get("kept", {}))
-        self._won = {version: Kept(**won) for version, won in state.get("won", {}).items()}
-        self.trained_to, self.done = state.get("trained_to"), state.get("done", 1.0)
-        self.untested, self.tested = state["untested"], state["tested"]
-
-    @property
-    def watched(self) -> str | None:
-        """The version served before, while the newest one's gain is being measured: every batch needs its score."""
-        return None if self._promise is None else self._promise.before
-
-    @property
-    def unmeasured(self) -> bool:
-        """Whether nothing is known yet of what the newest version really gains, and it can be measured."""
-        promise = self._promise
-        return promise is not None and promise.rollouts == 0 and self._lineage.existing(promise.before) is not None
-
-    def hungry(self, more: int = 0) -> bool:
-        """Whether the candidate, since it was trained, was judged on too few rollouts, with `more` of them."""
-        return self.untested is not None and self.tested + more < self._settings.gate_rollouts
+        self.archive.begin(Level(**state["level"] or {}))
+        self.outcomes.restore(state)
+        self.training = Training.from_state(state)
 
     def trained(self, seconds: float | None, policy_version: int, share: float = 1.0) -> None:
         """The candidate was trained on that policy's rollouts, for a share of a whole training.
 
         None: nothing can be learnt from how that went.
         """
-        self.tested, self.trained_to = 0, policy_version
-        if seconds is None:
-            self.concluded()
-        else:
-            self.untested, self.done = (self.untested or 0.0) + seconds, self.done + share
+        self.training.add(seconds, policy_version, share)
         self._trial(CANDIDATE).trained(share)
-
-    def concluded(self) -> None:
-        """What was trained until now is judged, or will not be."""
-        self.untested, self.done = None, 0.0
 
     # --- looks
     def judge(self, fresh: Fresh, served: str | None, wider: Fresh | None = None) -> list[Contest]:
@@ -187,7 +138,7 @@ class Gate:
         wider = wider or fresh
         if served != self.served:
             self.begin(served)
-        if served is None and self.trained_to is None:
+        if served is None and self.training.trained_to is None:
             return []
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
         index = np.array(fresh.evidence, dtype=np.int64)
@@ -195,21 +146,16 @@ class Gate:
         for version, replay in fresh.replays.items():
             if version != served:
                 pair = replay.select(index), incumbent.select(index)
-                self.tested += int(np.count_nonzero(pair[1].tokens)) if version == CANDIDATE else 0
+                self.training.tested += int(np.count_nonzero(pair[1].tokens)) if version == CANDIDATE else 0
                 found.append(self._take(version, self._look(version, fresh, *pair, fresh.evidence)))
         for version in wider.replays.keys() - fresh.replays.keys():
             part = np.array(wider.evidence, dtype=np.int64)
             pair = wider.replays[version].select(part), wider.replays[str(served)].select(part)
             found.append(self._take(version, self._look(version, wider, *pair, wider.evidence)))
-        if served is not None and (pooled := self._level_pool.add(fresh, [incumbent], range(len(fresh.prompts)))):
-            (replay,), groups = pooled
-            self._level.take(replay, groups)
-        self._unasked += 1
-        asks = self._level.fallen or self._unasked > _UNASKED_CLAIMS
-        archive = [v for v in self._lineage.archived() if v not in wider.replays] if asks else []
-        if archive and fresh.evidence:
-            self._unasked = 0
-            found.append(self._ask(fresh, incumbent, archive))
+        if served is not None:
+            self.archive.watch(fresh, incumbent)
+        if (archived := self.archive.due(wider.replays)) and fresh.evidence:
+            found.append(self._ask(fresh, incumbent, archived))
         return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
 
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
@@ -220,8 +166,7 @@ class Gate:
         however many prompts they have: the kind of the prompts may alternate, and then one claim does not tell what
         the next one brings.
         """
-        won = self._won.get(version)
-        claims = 1 if won is None or won.share >= _LASTED else POOLED_CLAIMS
+        claims = 1 if self.outcomes.lasts(version) else POOLED_CLAIMS
         pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=FEWEST_PROMPTS, claims=claims)
         if pooled is not None:
             (ours, theirs), groups = pooled
@@ -233,22 +178,13 @@ class Gate:
         return replace(look, prompts=0, fault=why if rollouts else look.fault)
 
     def _ask(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
-        """Look at the archived version that fits best; where a claim says too little, also on the next ones.
-
-        One look of four claims of a prompt each is not enough: the archive has a small part of the error.
-        """
-        version, judging = self._asked, list(fresh.evidence)
-        if version is None or version not in versions:
-            version, judging = self._fittest(fresh, versions)
-        ours = self._replay(version, fresh.select(judging)) if judging else incumbent.select([])
+        """Look at the archived version that fits best; where a claim says too little, also on the next ones."""
+        version, judging = self.archive.choose(fresh, versions)
+        ours = self.archive.replay(version, fresh.select(judging)) if judging else incumbent.select([])
         theirs = incumbent.select(np.array(judging, dtype=np.int64))
-        look = self._look(version, fresh, ours, theirs, judging)
-        contest = self._take(version, look)
-        verdict, few = contest.verdict, len({fresh.prompts[rollout] for rollout in fresh.evidence}) < LEAST_PROMPTS
-        hopes = few and verdict.gain >= self._settings.gate_min_gain and verdict.looks < _ASKED_LOOKS
-        waits = bool(look.fault) and (bool(self._pools[version].claims) or not judging)
-        self._level.fallen = not verdict.promote and (hopes or waits)
-        self._asked = version if self._level.fallen else None
+        contest = self._take(version, self._look(version, fresh, ours, theirs, judging))
+        waits = bool(contest.look.fault) and (bool(self._pools[version].claims) or not judging)
+        self.archive.judged(version, contest.verdict, fresh, waits=waits)
         return contest
 
     def _take(self, version: str, look: Look) -> Contest:
@@ -256,8 +192,8 @@ class Gate:
         trial.take(look)
         verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
         verdict = replace(verdict, reason=look.fault or verdict.reason)
-        trained_to = self.trained_to if version == CANDIDATE else None
-        return Contest(version, verdict, look, trained_to, self._kept.correction)
+        trained_to = self.training.trained_to if version == CANDIDATE else None
+        return Contest(version, verdict, look, trained_to, self.outcomes.correction)
 
     def begin(self, served: str | None) -> dict[str, Any] | None:
         """Begin all trials again, against `served`; how far a training moves the candidate stays known (`Trial.next`).
@@ -265,16 +201,11 @@ class Gate:
         What the version before was promised to gain is no longer measured: it does not serve. Returns the event of that
         promise, with what is known of it; None where nothing is.
         """
-        event = self._settled() if self._promise is not None and self._promise.rollouts else None
-        candidate = self._trials[CANDIDATE].next()
-        self.served, self._level, self._promise = served, Level(), None
-        self._forget_pools()
-        self._trials = {CANDIDATE: candidate}
-        return event
-
-    def _forget_pools(self) -> None:
+        event = self.outcomes.end()
+        self.served, self._trials = served, {CANDIDATE: self._trials[CANDIDATE].next()}
+        self.archive.begin()
         self._pools.clear()
-        self._level_pool, self._promise_pool, self._asked = Pool(), Pool(), None
+        return event
 
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
@@ -312,50 +243,6 @@ class Gate:
                 if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
                     self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 
-    def _fittest(self, fresh: Fresh, versions: Sequence[str]) -> tuple[str, list[int]]:
-        """The archived version that fits best, by successive halving, and rollouts of prompts that did not choose it.
-
-        Those of a single prompt all choose, and the next claims judge.
-        """
-        order: dict[str, list[int]] = {}
-        for rollout in fresh.evidence:
-            order.setdefault(fresh.prompts[rollout], []).append(rollout)
-        choosing = [rollout for prompt in list(order)[::2] for rollout in order[prompt]] if len(versions) > 1 else []
-        judging = sorted({*fresh.evidence} - {*choosing})
-        left, wanted, rounds = list(versions), _FIRST_ROUND, dict.fromkeys(versions, 0.0)
-        while len(left) > 1 and choosing:
-            part, choosing = fresh.select(choosing[:wanted]), choosing[wanted:]
-            for version in left:
-                rounds[version] += float(self._replay(version, part).rounds.sum())
-            left, wanted = sorted(left, key=rounds.__getitem__)[: (len(left) + 1) // 2], 2 * wanted
-        return left[0], judging
-
-    def _replay(self, version: str, batches: Sequence[RolloutBatch]) -> Replay:
-        drafter, depth, drafting = self._lineage.version(version), self._settings.depth, self._settings.drafting
-        parts = [
-            replay_each({version: drafter}, self._target.at(batch.policy_version), [batch], depth, drafting)[version]
-            for batch in batches
-        ]
-        return Replay.concat(parts)
-
-    # --- what became of it
-    def measures(self, entry_id: str) -> bool:
-        """Whether the rollouts of a queue entry may measure the version published last: they did not choose it."""
-        after = None if self._promise is None else self._promise.after
-        return after is None or arrival(entry_id) > arrival(after)
-
-    def settle(self, fresh: Fresh) -> dict[str, Any] | None:
-        """Measure the gain of the version published last; its event once that is known well enough."""
-        promise = self._promise
-        if promise is None or not {promise.version, promise.before} <= fresh.replays.keys():
-            return None
-        index = np.array(fresh.evidence, dtype=np.int64)
-        pair = [fresh.replays[version].select(index) for version in (promise.version, promise.before)]
-        if (pooled := self._promise_pool.add(fresh, pair, fresh.evidence)) is not None:
-            (new, old), groups = pooled
-            promise.add(new, old, groups, max(batch.policy_version for batch in fresh.batches))
-        return self._settled() if promise.settled else None
-
     def promoted(
         self, version: str, before: str | None, facts: Mapping[str, Any], *, is_candidate: bool
     ) -> dict[str, Any] | None:
@@ -366,25 +253,10 @@ class Gate:
         """
         event = self.begin(version)
         if before is not None:
-            gain = facts["gain"]
-            promised, after = facts.get("promised", gain), facts.get("judged_to")
-            self._promise = Promise(version, before, promised, gain, after=after, archived="train_on" in facts)
+            self.outcomes.begin(version, before, facts)
         if is_candidate:
             self._trials[CANDIDATE].variance = 0.0
         return event
-
-    def _settled(self) -> dict[str, Any] | None:
-        promise, self._promise = self._promise, None
-        if promise is None:
-            return None
-        if (
-            promise.archived
-        ):  # each win is one turn, however few rollouts it had; the candidate's promises are not like it
-            self._won.setdefault(promise.version, Kept()).add(promise, weight=1.0)
-            self._won = {version: won for version, won in self._won.items() if self._lineage.existing(version)}
-        else:
-            self._kept.add(promise, weight=promise.weight)
-        return promise.event()
 
 
 def archive_trial(place: int) -> Trial:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,10 @@ class Level:
     mean: float = math.nan
     variance: float = 0.0  # of one claim about it
     fallen: bool = False  # and the archive was not asked since
+
+    def to_json(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps; None before the first claim."""
+        return None if math.isnan(self.mean) else asdict(self)
 
     def take(self, replay: Replay, groups: npt.NDArray[np.int64] | None) -> None:
         """Take in a claim, and see whether α fell significantly. The level then starts there."""

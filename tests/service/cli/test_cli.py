@@ -307,12 +307,31 @@ def test_the_worker_takes_its_share_of_the_gpus_memory(
     share: float, capped: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     caps: list[tuple[float, int]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: caps.append((share, index)))
     assert use_device("cuda:1", share) == torch.device("cuda:1")
     assert (taken, caps) == ([1], capped)
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "threads"),
+    [("cpu", 16, 1, 1), ("cuda", 16, 1, 8), ("cuda", 16, 4, 4), ("cuda", 2, 8, 1)],
+)
+def test_a_gpu_is_fed_by_several_threads_whatever_started_the_worker(
+    device: str, cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun sets it
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    use_device(device)
+    assert found == [threads]
 
 
 @pytest.mark.parametrize("start", [run_worker, run_on_ranks])

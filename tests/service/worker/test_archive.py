@@ -16,7 +16,7 @@ from drafter.replay.acceptance import Replay
 from service.storage.drafters.versions import Manifest
 from service.storage.registry import Registry
 from service.worker.loop import RunWorker
-from service.worker.promotion import Gate
+from service.worker.promotion.archive import Archive
 
 #: The candidate learns too slowly to matter.
 SETTINGS: dict[str, Any] = {"gate_min_gain": 0.005, "recent_tokens": 100_000, "learning_rate": 1e-12}
@@ -70,13 +70,13 @@ def test_a_policy_that_goes_back_finds_the_drafter_that_it_had(
     bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed: list[int] = []
-    replay = Gate._replay
+    replay = Archive.replay
 
-    def counted(self: Gate, version: str, batches: Any) -> Replay:
+    def counted(self: Archive, version: str, batches: Any) -> Replay:
         replayed.append(sum(batch.rollouts for batch in batches))
         return replay(self, version, batches)
 
-    monkeypatch.setattr(Gate, "_replay", counted)
+    monkeypatch.setattr(Archive, "replay", counted)
     worker, of_a, of_b = begun(bench, tmp_path, decoys=3)
     with caplog.at_level(logging.INFO, "draftalign.worker"):
         assert {claim(bench, worker, f"b{n}", B + n) for n in range(4)} == {of_b.version}

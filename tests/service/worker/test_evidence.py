@@ -168,7 +168,7 @@ def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) 
     parts = fresh.select(chosen)
     names = [f"{name}/{place}" for name in ("one", "two") for place in both[0][1].looked]
     assert [found for part in parts for found in part.rollout_ids] == [names[i] for i in chosen]
-    alone = worker.learner.gate._replay(version, parts)
+    alone = worker.learner.gate.archive.replay(version, parts)
     torch.testing.assert_close(alone.rounds, fresh.replays[version].select(chosen).rounds)
 
 

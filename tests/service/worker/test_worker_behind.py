@@ -129,7 +129,7 @@ def test_rollouts_that_turn_out_dead_do_not_keep_the_worker_from_the_others(
         worker.cycle()
         if claim_tokens == 1:
             worker.cycle()
-    assert worker.learner.gate.untested is not None, "it has trained"
+    assert worker.learner.gate.training.seconds is not None, "it has trained"
     _, about = scored_and_trained(bench, monkeypatch, worker)
     # The last training is judged on what comes next.
     assert worker.learner.controller.trainings >= (0 if claim_tokens == 1 else 9)

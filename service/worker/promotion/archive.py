@@ -1,0 +1,96 @@
+"""Archived versions where the served drafter falls: when they are asked, and which of them is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Final
+
+from drafter.batch import RolloutBatch
+from drafter.replay.acceptance import Replay
+from drafter.replay.gate import Verdict
+from service.settings import Settings
+from service.worker.lineage import Lineage
+from service.worker.promotion.evidence import LEAST_PROMPTS, Fresh, Pool
+from service.worker.promotion.level import Level
+from service.worker.scoring import replay_each
+from service.worker.target import Target
+
+#: Rollouts of the first round of the halving; the next have twice as many each.
+_FIRST_ROUND: Final = 4
+#: Claims after which it is asked without a fall: where the prompts become easier for all, α does not fall.
+_UNASKED_CLAIMS: Final = 16
+#: The archived version that fits best then is looked at so often at most where claims are pooled, if it seems better.
+_ASKED_LOOKS: Final = 4
+
+
+class Archive:
+    """The archived versions of a run, against the drafter that is served now."""
+
+    def __init__(self, settings: Settings, lineage: Lineage, target: Target) -> None:
+        self._settings = settings
+        self._lineage = lineage
+        self._target = target
+        self._unasked = 0  # claims since it was asked
+        self.begin()
+
+    def begin(self, level: Level | None = None) -> None:
+        """Begin against another served drafter, or go on from the level that a checkpoint holds."""
+        self.level = level or Level()
+        self._pool = Pool()
+        self._asked: str | None = None  # the version that was chosen at a fall, and is not judged yet
+
+    def watch(self, fresh: Fresh, served: Replay) -> None:
+        """Take in the served drafter's replay of a claim: a fall asks the archive."""
+        if pooled := self._pool.add(fresh, [served], range(len(fresh.prompts))):
+            (replay,), groups = pooled
+            self.level.take(replay, groups)
+
+    def due(self, scored: Container[str]) -> list[str]:
+        """Versions to choose from on this claim, less those that it scored anyway; none where none is to be asked."""
+        self._unasked += 1
+        asks = self.level.fallen or self._unasked > _UNASKED_CLAIMS
+        return [version for version in self._lineage.archived() if version not in scored] if asks else []
+
+    def choose(self, fresh: Fresh, versions: Sequence[str]) -> tuple[str, list[int]]:
+        """The version to judge, and the rollouts that judge it: that of the claim before while it has no verdict."""
+        self._unasked = 0
+        if self._asked is None or self._asked not in versions:
+            return self._fittest(fresh, versions)
+        return self._asked, list(fresh.evidence)
+
+    def judged(self, version: str, verdict: Verdict, fresh: Fresh, *, waits: bool) -> None:
+        """Hear the verdict on what was chosen. `waits`: it had too little evidence, and the next claims bring more.
+
+        One look of four claims of a prompt each is not enough: the archive has a small part of the error.
+        """
+        few = len({fresh.prompts[rollout] for rollout in fresh.evidence}) < LEAST_PROMPTS
+        hopes = few and verdict.gain >= self._settings.gate_min_gain and verdict.looks < _ASKED_LOOKS
+        self.level.fallen = not verdict.promote and (hopes or waits)
+        self._asked = version if self.level.fallen else None
+
+    def _fittest(self, fresh: Fresh, versions: Sequence[str]) -> tuple[str, list[int]]:
+        """The archived version that fits best, by successive halving, and rollouts of prompts that did not choose it.
+
+        Those of a single prompt all choose, and the next claims judge.
+        """
+        order: dict[str, list[int]] = {}
+        for rollout in fresh.evidence:
+            order.setdefault(fresh.prompts[rollout], []).append(rollout)
+        choosing = [rollout for prompt in list(order)[::2] for rollout in order[prompt]] if len(versions) > 1 else []
+        judging = sorted({*fresh.evidence} - {*choosing})
+        left, wanted, rounds = list(versions), _FIRST_ROUND, dict.fromkeys(versions, 0.0)
+        while len(left) > 1 and choosing:
+            part, choosing = fresh.select(choosing[:wanted]), choosing[wanted:]
+            for version in left:
+                rounds[version] += float(self.replay(version, part).rounds.sum())
+            left, wanted = sorted(left, key=rounds.__getitem__)[: (len(left) + 1) // 2], 2 * wanted
+        return left[0], judging
+
+    def replay(self, version: str, batches: Sequence[RolloutBatch]) -> Replay:
+        """What a version would have accepted of all these rollouts."""
+        drafter, depth, drafting = self._lineage.version(version), self._settings.depth, self._settings.drafting
+        parts = [
+            replay_each({version: drafter}, self._target.at(batch.policy_version), [batch], depth, drafting)[version]
+            for batch in batches
+        ]
+        return Replay.concat(parts)

@@ -1,0 +1,105 @@
+"""What became of published versions: the newest one's gain is measured, and corrects what is promised of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+
+from service.monitor.records import arrival
+from service.worker.lineage import Lineage
+from service.worker.promotion.evidence import Fresh, Pool
+from service.worker.promotion.promises import Kept, Promise
+
+#: An archived version whose wins brought less than this part of what was expected of them wins by several claims
+#: together. Where claims alternate, a win brings -1 if each is unlike the one before, 0 if two are alike, 1/3 if three.
+_LASTED: Final = 1.0 / 6.0
+
+
+class Outcomes:
+    """The promise that is being measured, and what earlier ones brought."""
+
+    def __init__(self, lineage: Lineage) -> None:
+        self._lineage = lineage
+        self._promise: Promise | None = None
+        self._pool = Pool()
+        self._kept = Kept()
+        self._won: dict[str, Kept] = {}  # archived versions that won, and what came of it
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain JSON values. Claims that are pooled are not in it."""
+        return {
+            "promise": None if self._promise is None else asdict(self._promise),
+            "kept": asdict(self._kept),
+            "won": {version: asdict(won) for version, won in self._won.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, which a checkpoint of any age holds."""
+        promise = state["promise"]
+        self._promise = None if promise is None else Promise(**{"expected": promise["promised"]} | promise)
+        self._pool = Pool()
+        self._kept = Kept(**state.get("kept", {}))
+        self._won = {version: Kept(**won) for version, won in state.get("won", {}).items()}
+
+    @property
+    def correction(self) -> float:
+        """Factor for the logarithmic gain that a look expects, by what earlier versions brought."""
+        return self._kept.correction
+
+    def lasts(self, version: str) -> bool:
+        """Whether an archived version may win by one claim: it has never won, or what it won lasted."""
+        won = self._won.get(version)
+        return won is None or won.share >= _LASTED
+
+    @property
+    def watched(self) -> str | None:
+        """The version served before, while the newest one's gain is being measured: every batch needs its score."""
+        return None if self._promise is None else self._promise.before
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether nothing is known yet of what the newest version really gains, and it can be measured."""
+        promise = self._promise
+        return promise is not None and promise.rollouts == 0 and self._lineage.existing(promise.before) is not None
+
+    def begin(self, version: str, before: str, facts: Mapping[str, Any]) -> None:
+        """Measure from now on what `version` gains over `before`; `facts`: see `Gate.promoted`."""
+        gain, after = facts["gain"], facts.get("judged_to")
+        promised, archived = facts.get("promised", gain), "train_on" in facts
+        self._promise = Promise(version, before, promised, gain, after=after, archived=archived)
+
+    def measures(self, entry_id: str) -> bool:
+        """Whether the rollouts of a queue entry may measure the version published last: they did not choose it."""
+        after = None if self._promise is None else self._promise.after
+        return after is None or arrival(entry_id) > arrival(after)
+
+    def settle(self, fresh: Fresh) -> dict[str, Any] | None:
+        """Measure the gain of the version published last; its event once that is known well enough."""
+        promise = self._promise
+        if promise is None or not {promise.version, promise.before} <= fresh.replays.keys():
+            return None
+        index = np.array(fresh.evidence, dtype=np.int64)
+        pair = [fresh.replays[version].select(index) for version in (promise.version, promise.before)]
+        if (pooled := self._pool.add(fresh, pair, fresh.evidence)) is not None:
+            (new, old), groups = pooled
+            promise.add(new, old, groups, max(batch.policy_version for batch in fresh.batches))
+        return self._counted(promise) if promise.settled else None
+
+    def end(self) -> dict[str, Any] | None:
+        """Another drafter serves: measure no more. The event of what is known by now; None where nothing is."""
+        promise, self._pool = self._promise, Pool()
+        self._promise = None
+        return self._counted(promise) if promise is not None and promise.rollouts else None
+
+    def _counted(self, promise: Promise) -> dict[str, Any]:
+        self._promise = None
+        if promise.archived:  # each win is one turn, however few rollouts; the candidate's promises are not like it
+            self._won.setdefault(promise.version, Kept()).add(promise, weight=1.0)
+            self._won = {version: won for version, won in self._won.items() if self._lineage.existing(version)}
+        else:
+            self._kept.add(promise, weight=promise.weight)
+        return promise.event()

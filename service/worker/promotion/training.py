@@ -1,0 +1,43 @@
+"""The candidate's training that is still to be judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(slots=True)
+class Training:
+    """What was done since the candidate was last judged, and on how much it was judged since."""
+
+    trained_to: int | None = None  # newest policy version that the candidate was ever trained on
+    seconds: float | None = None  # of the last training, parts together, until it has been judged
+    done: float = 0.0  # share of a whole training that those are
+    tested: int = 0  # rollouts that the candidate was judged on since then
+
+    def add(self, seconds: float | None, policy_version: int, share: float) -> None:
+        """Count a share of a training on that policy's rollouts. None: nothing can be learnt from how that went."""
+        self.tested, self.trained_to = 0, policy_version
+        if seconds is None:
+            self.concluded()
+        else:
+            self.seconds, self.done = (self.seconds or 0.0) + seconds, self.done + share
+
+    def concluded(self) -> None:
+        """What was trained until now is judged, or will not be."""
+        self.seconds, self.done = None, 0.0
+
+    def hungry(self, rollouts: int, more: int = 0) -> bool:
+        """Whether it waits for a verdict on so many rollouts and has fewer, with `more` of them."""
+        return self.seconds is not None and self.tested + more < rollouts
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Plain JSON values, as a checkpoint names them."""
+        return {"trained_to": self.trained_to, "untested": self.seconds, "done": self.done, "tested": self.tested}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Of what `state` gave, in a checkpoint of any age."""
+        return cls(state.get("trained_to"), state["untested"], state.get("done", 1.0), state["tested"])
