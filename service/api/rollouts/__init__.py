@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
@@ -92,17 +92,17 @@ async def post_rollouts(
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
     check_room(context, length, run or "")
-    limit_bytes = 0
+    room = _Room(0)
     if run is None:
         await context.check_redis()  # without it the body could not be queued
     else:
         context.run(run)
         check_open(context.layout, run, for_rollouts=True)
-        limit_bytes = await _check_queue(context, run, length)
+        room = await _check_queue(context, run, length)
     headers: list[RolloutHeader] = []
 
     async def on_header(header: Header) -> None:
-        nonlocal limit_bytes
+        nonlocal room
         rollouts = check_rollout_header(header)
         if run is not None and rollouts.run != run:
             raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
@@ -125,7 +125,12 @@ async def post_rollouts(
         _check_run(context.run(rollouts.run), rollouts)
         if run is None:
             check_open(context.layout, rollouts.run, for_rollouts=True)
-            limit_bytes = await _check_queue(context, rollouts.run, length)
+            room = await _check_queue(context, rollouts.run, length)
+        if (
+            room.dead_bytes is not None
+            and await context.soon(context.queue(rollouts.run).batch(rollouts.batch_id)) is None
+        ):
+            await context.soon(context.disk.sweep_dead(rollouts.run, room.dead_bytes))
         headers.append(rollouts)
 
     check_room(context, length, run or "")  # again: others came while Redis was asked; from here on nothing is awaited
@@ -137,7 +142,7 @@ async def post_rollouts(
             _check_index(upload, header, record.vocab_size)
         else:
             await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
-        outcome = await _enqueue(context, upload, header, length, limit_bytes)
+        outcome = await _enqueue(context, upload, header, length, room.limit_bytes)
     duplicate = outcome.outcome == "duplicate"
     response.status_code = 200 if duplicate else 202
     return Receipt.model_validate(
@@ -164,8 +169,15 @@ def _warning(outcome: Enqueued, rollouts: int) -> str | None:
     return None
 
 
-async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
-    """Refuse a file that would not fit the run's queue; returns the bytes at which that is full."""
+class _Room(NamedTuple):
+    """What a file finds in its run's queue."""
+
+    limit_bytes: int  # at which the queue is full
+    dead_bytes: int | None = None  # the run's dead batches may keep so many: the others' make room. None: all of them
+
+
+async def _check_queue(context: ServiceContext, run: str, length: int) -> _Room:
+    """Refuse a file that would not fit the run's queue."""
     settings = context.settings
     queue = context.queue(run)
     items, size, rollouts = await context.soon(queue.depth())
@@ -177,17 +189,17 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> int:
         dead = await context.soon(queue.dead_file_bytes())
         share = context.disk.queue_share_bytes(size, run, dead)
     limit_bytes = share if settings.queue_max_bytes is None else min(share, settings.queue_max_bytes)
-    full = full or wanted > limit_bytes
+    full, gives_way = full or wanted > limit_bytes, None
     if wanted > share and size + coming == 0:
         context.disk.want_room(4 * length)
     elif share - dead < wanted and not full:
-        await context.soon(context.disk.sweep_dead(run, share - wanted))
+        gives_way = share - wanted
     if settings.overflow == "drop_oldest":
         full = coming + length > limit_bytes  # else room is made when the entry is added
     if full:
         await context.soon(context.queue(run).count_rejected())
         raise queue_full(context, run, Depth(items, size + coming, rollouts), length, limit_bytes)
-    return limit_bytes
+    return _Room(limit_bytes, gives_way)
 
 
 def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limit_bytes: int) -> Problem:

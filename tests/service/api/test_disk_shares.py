@@ -319,6 +319,23 @@ def test_an_upload_that_is_refused_anyway_takes_no_dead_batches(serve: Serve, di
     assert dead_files(service, "a") == before
 
 
+def test_a_bad_file_and_a_duplicate_take_no_dead_batches(serve: Serve, disk: Disk, redis_client: Redis) -> None:
+    service = serve(spool_min_free_bytes=0)
+    service.register("a")
+    disk(20 * BODY)
+    make_dead(service, redis_client, "a", 8)
+    there = rollout_file(("there",), run="a")
+    assert service.post(there, "a").status_code == 202
+    disk(4 * BODY)
+    before = dead_files(service, "a")
+    for name in ("a", None):  # with the run in the URL and without
+        assert service.post(rollout_file(("bad",), run="a", target_fingerprint="0" * 64), name).status_code == 422
+        assert service.post(there, name).status_code == 200
+    assert dead_files(service, "a") == before
+    assert service.post(rollout_file(("good",), run="a"), "a").status_code == 202
+    assert dead_files(service, "a") < before, "else this shows nothing"
+
+
 def test_uploads_that_come_at_once_share_the_room_too(serve: Serve, disk: Disk) -> None:
     service = serve(spool_min_free_bytes=0)
     for run in ("slow", "other"):
