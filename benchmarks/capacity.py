@@ -173,7 +173,8 @@ def draw(
             axis.plot(x, y, ".", label=world, ms=5)
             values += [v for v in [*x, *y] if v > 0]
         axis.plot([min(values), max(values)], [min(values), max(values)], "k-", lw=0.7)
-        axis.set(xscale="log", yscale="log", xlabel="draftalign plan", ylabel="simulated", title=title)
+        scale = "linear" if name == "busy" else "log"  # a share: less than one decade
+        axis.set(xscale=scale, yscale=scale, xlabel="draftalign plan", ylabel="simulated", title=title)
         axis.legend(fontsize=7)
     for axis, (title, sizes, values) in zip(axes[1], curves, strict=True):
         axis.plot(sizes, values[: len(sizes)], "o-", label="simulated")
