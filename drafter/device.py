@@ -74,9 +74,15 @@ def ahead(items: Iterable[_T], device: torch.device) -> Iterator[_T]:
 
 
 def _use_own_stream(device: torch.device) -> None:
-    """Give this thread a stream of its own on a device that has streams; that device is its current one too."""
+    """Give this thread the device's stream for copies, where it has streams; that device is its current one too."""
     if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(_stream_for_copies(device))
+
+
+@cache
+def _stream_for_copies(device: torch.device) -> torch.cuda.Stream:
+    """One for the whole process: the allocator keeps freed memory for the stream that it was taken on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def working_dtype(device: torch.device) -> torch.dtype | None:

@@ -197,6 +197,16 @@ def test_what_is_prepared_ahead_is_what_a_step_prepares() -> None:
         assert torch.equal(prepared.taken().aux_hidden.cpu(), batch.aux_hidden)
 
 
+def test_trainings_one_after_another_keep_no_more_memory() -> None:
+    device, sizes = torch.device("cuda", torch.cuda.current_device()), []
+    for _ in range(6):
+        for copied in ahead((torch.zeros(1 << 22).to(device) for _ in range(4)), device):
+            copied.record_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        sizes.append(torch.cuda.memory_reserved())
+    assert sizes[-1] == sizes[1], "each stream would keep its own"
+
+
 @pytest.mark.parametrize("drafting", ["probabilistic", "greedy"])
 def test_replay_gives_what_it_gives_on_the_cpu(drafting: Any) -> None:
     w = flash_world("packed, awkward")
