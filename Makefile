@@ -6,9 +6,6 @@ ARGS ?=
 # Two processes run tests: most of them wait, but each holds some gigabytes of torch.
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Threads that wait for each other on shared cores are far slower than one.
-unit quick coverage chaos fuzz: export OMP_NUM_THREADS ?= 1
-
 .DEFAULT_GOAL := help
 .PHONY: help setup demo up test lint types format unit quick chaos coverage clean
 

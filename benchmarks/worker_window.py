@@ -5,7 +5,8 @@
 
 A run with an embedded Valkey is given batches one by one, and the worker works on each in this process. Features and
 tokens are random, log-probabilities the head's own, so that nothing is refused. Of each batch: wall seconds of its
-cycle, those of training in it, and for one more cycle the seconds in which the device ran a kernel or a copy.
+cycle, those of training in it, and for one more cycle the seconds of all kernels and copies on the device, which may
+run at the same time.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def main() -> int:
                 took = time.perf_counter() - began
             line = f"batch {number}: cycle {took:.2f} s, training {totals.train_seconds - trained:.2f} s of it, "
             line += f"{totals.trained_tokens - tokens} response tokens trained"
-            print(line + (f", device busy {found['busy_s']:.2f} s (profiled)" if profiled else ""), flush=True)
-        print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if options.device != "cpu" else "")
+            print(line + (f", kernels and copies {found['busy_s']:.2f} s (profiled)" if profiled else ""), flush=True)
+        if options.device != "cpu":
+            print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     return 0
 
 

@@ -66,7 +66,8 @@ def ahead(items: Iterable[_T], device: torch.device) -> Iterator[_T]:
         yield from items
         return
     iterator, end = iter(items), object()
-    with ThreadPoolExecutor(1, "ahead", _use_own_stream, (device,)) as thread:
+    with ThreadPoolExecutor(1, "ahead") as thread:
+        thread.submit(_use_own_stream, device).result()  # no initializer: its error would not be told
         waiting = thread.submit(next, iterator, end)
         while (item := waiting.result()) is not end:
             waiting = thread.submit(next, iterator, end)

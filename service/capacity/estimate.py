@@ -1,7 +1,7 @@
 """The facts of a deployment: worker GPUs, queue, lag, downloads, API cores, Redis, money.
 
-Limits come from the settings. Each fact says whether it is arithmetic, was measured on two shared cores, or rests on an
-assumption that no GPU has checked.
+Limits come from the settings. Each fact says whether it is arithmetic, was measured on two shared cores or on one
+H200, or is assumed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from service.capacity.work import GPU_TFLOPS, Work
 from service.monitor.worth import step_speedup
 from service.settings import Settings
 
-Basis = Literal["arithmetic", "measured on two cores", "assumed"]
+Basis = Literal["arithmetic", "measured on two cores", "measured on one H200", "assumed"]
 #: Measured on two shared cores: CPU seconds of the API for a GiB, a post, a report of an engine, a push to one; idle.
 INGEST_CPU: Final = 1.0
 POST_CPU: Final = 0.0025
@@ -152,22 +152,23 @@ def estimate(
 
 
 def _of_worker(worker: Worker, tflops: float) -> dict[str, Fact]:
+    rate: Basis = "measured on one H200" if tflops == GPU_TFLOPS else "assumed"
     return {
         "worker_gpus": Fact(
             worker.wanted,
             "GPUs",
-            "assumed",
+            rate,
             f"{worker.work.train:,.1f} GPU s of training and {worker.work.score:,.1f} of scoring a step of a run, at"
-            f" {tflops:g} TFLOP/s (no GPU has run it); with {worker.gpus:g} GPUs it is busy {worker.busy:.0%} and"
+            f" {tflops:g} TFLOP/s of training; with {worker.gpus:g} GPUs it is busy {worker.busy:.0%} and"
             f" trains on {worker.trained:.0%}",
             worker.load,
         ),
-        "busy": Fact(worker.busy, "share", "assumed", "of the worker's time"),
+        "busy": Fact(worker.busy, "share", rate, "of the worker's time"),
         "trained": Fact(worker.trained, "share", "assumed", "of what is sent that is trained on; the rest is scored"),
         "scoring": Fact(
             worker.least,
             "GPUs",
-            "assumed",
+            rate,
             "to score alone; below that the queue grows without end",
             worker.least / worker.gpus,
         ),

@@ -13,9 +13,10 @@ from rl_hooks.format.eagle3 import DrafterConfig, tensor_shapes
 from service.capacity.sizes import Deployment, batches
 from service.settings import Settings
 
-#: What a GPU does of these operations in a worker: one H200, reading and judging in the time, checkpoints not
-#: (docs/lab/performance.md, "The whole worker").
-GPU_TFLOPS: Final = 400.0
+#: What a GPU does of a training's operations in a worker: one H200 (docs/lab/performance.md, "The whole worker").
+GPU_TFLOPS: Final = 470.0
+#: Of that rate, what it does of scoring: files are read and checked in that time.
+_SCORING: Final = 0.35
 #: Drafters that score a rollout: candidate, served and frozen. One that is passed over: the served one.
 SCORERS: Final = 3
 #: The gap check of a batch reads at most so many tokens.
@@ -74,7 +75,7 @@ class Work:
 
     @classmethod
     def of(cls, plan: Deployment, settings: Settings, tflops: float) -> Work:
-        """At so many TFLOP/s that a GPU really does."""
+        """At so many TFLOP/s that a GPU really does of training."""
         T, drafter = plan.sent_tokens, plan.drafter
         responses, documents = T * (1 - plan.prompt_share), max(1.0, T / plan.tokens)
         one = pass_flops(drafter, T, responses, documents, settings.depth)
@@ -85,4 +86,5 @@ class Work:
         checked = min(responses, batches(plan) * _GAP_TOKENS)
         gap = 2.0 * drafter.vocab_size * drafter.hidden_size * checked
         rate = tflops * 1e12
-        return cls(train / rate, (SCORERS * replay + gap) / rate, (replay + gap) / rate)
+        scoring = _SCORING * rate
+        return cls(train / rate, (SCORERS * replay + gap) / scoring, (replay + gap) / scoring)

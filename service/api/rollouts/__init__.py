@@ -126,9 +126,8 @@ async def post_rollouts(
         if run is None:
             check_open(context.layout, rollouts.run, for_rollouts=True)
             room = await _check_queue(context, rollouts.run, length)
-        if (
-            room.dead_bytes is not None
-            and await context.soon(context.queue(rollouts.run).batch(rollouts.batch_id)) is None
+        if room.dead_bytes is not None and await context.soon(
+            context.queue(rollouts.run).would_take(rollouts.batch_id)
         ):
             await context.soon(context.disk.sweep_dead(rollouts.run, room.dead_bytes))
         headers.append(rollouts)
@@ -173,7 +172,7 @@ class _Room(NamedTuple):
     """What a file finds in its run's queue."""
 
     limit_bytes: int  # at which the queue is full
-    dead_bytes: int | None = None  # the run's dead batches may keep so many: the others' make room. None: all of them
+    dead_bytes: int | None = None  # of files of the run's dead batches may stay, the rest make room; None: all may
 
 
 async def _check_queue(context: ServiceContext, run: str, length: int) -> _Room:

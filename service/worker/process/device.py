@@ -39,7 +39,7 @@ def use_device(name: str, memory_share: float = 1.0) -> torch.device:
         torch.cuda.set_device(device.index or 0)  # Triton starts its kernels on the current one
         # Rollouts are gathered for it by the host: a large window takes one thread longer than the GPU trains on it.
         # `torchrun` would leave each rank one.
-        shared_by = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        shared_by = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1))
         torch.set_num_threads(max(1, min(_FEEDING_THREADS, len(os.sched_getaffinity(0)) // shared_by)))
         if memory_share < 1:
             torch.cuda.set_per_process_memory_fraction(memory_share, device.index or 0)

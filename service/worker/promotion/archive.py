@@ -46,7 +46,7 @@ class Archive:
             self.level.take(replay, groups)
 
     def due(self, scored: Container[str]) -> list[str]:
-        """Versions to choose from on this claim, less those that it scored anyway; none where none is to be asked."""
+        """Count a claim. Versions to choose from on it, less those that it scored anyway; none where none is asked."""
         self._unasked += 1
         asks = self.level.fallen or self._unasked > _UNASKED_CLAIMS
         return [version for version in self._lineage.archived() if version not in scored] if asks else []

@@ -336,6 +336,24 @@ def test_a_bad_file_and_a_duplicate_take_no_dead_batches(serve: Serve, disk: Dis
     assert dead_files(service, "a") < before, "else this shows nothing"
 
 
+def test_a_batch_that_comes_again_after_its_file_was_lost_makes_its_room(
+    serve: Serve, disk: Disk, redis_client: Redis
+) -> None:
+    service = serve(spool_min_free_bytes=0)
+    service.register("a")
+    disk(20 * BODY)
+    lost = rollout_file(("lost",), run="a")
+    assert service.post(lost, "a").status_code == 202
+    queue = RolloutQueue(redis_client, "a")
+    for entry in queue.claim("w", 1000, 60.0):
+        queue.dead_letter(entry, "blob_missing")
+    make_dead(service, redis_client, "a", 8)
+    disk(2 * BODY)
+    before = dead_files(service, "a")
+    assert service.post(lost, "a").status_code == 202
+    assert dead_files(service, "a") < before
+
+
 def test_uploads_that_come_at_once_share_the_room_too(serve: Serve, disk: Disk) -> None:
     service = serve(spool_min_free_bytes=0)
     for run in ("slow", "other"):

@@ -325,7 +325,9 @@ def test_a_gpu_is_fed_by_several_threads_whatever_started_the_worker(
 ) -> None:
     found: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun sets it
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1000")  # on all hosts
+    monkeypatch.setenv("LOCAL_WORLD_SIZE" if ranks > 1 else "WORLD_SIZE", str(ranks))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
