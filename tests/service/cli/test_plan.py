@@ -154,9 +154,8 @@ def test_the_command_prints_json_that_can_be_read(tmp_path: Any) -> None:
     named = run("--policy", "8b", "--json", "--gpu-hour-price", "3", "--alpha-now", "2", "--alpha-gain", "0.2")
     facts = json.loads(mine.output)
     assert facts == json.loads(named.output)
-    assert {"arithmetic", "measured on two cores", "measured on one H200", "assumed"} == {
-        fact["basis"] for fact in facts.values()
-    }
+    bases = {"arithmetic", "measured on two cores", "measured on one H200", "assumed"}
+    assert {fact["basis"] for fact in facts.values()} == bases
     assert all(math.isfinite(fact["value"]) for fact in facts.values())
     assert "DOES NOT FIT" in run("--ranks", "64").output
 
