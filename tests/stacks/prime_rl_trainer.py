@@ -1,4 +1,4 @@
-"""prime-rl's real RL trainer on two gloo processes, FSDP2: `prime_rl_trainer.py OUT CASE`.
+"""prime-rl's real RL trainer on two gloo processes, FSDP2: `prime_rl_trainer.py OUT CASE`, with PRIME_RL_SOURCE.
 
 CASE is `float32`, `bfloat16` (prime-rl's own mixed precision, compiled, layers checkpointed) or `broken` (rank 1's hook
 fails in each forward). All of `train` runs, started as its users start it: configuration, model, FSDP2, data loader,
@@ -31,6 +31,7 @@ from rank_fixtures import run_two_ranks
 from sent_fixtures import Alone, compare, small_policy, states_alone, with_and_without
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from rl_hooks.trainer import staging
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks import prime_rl as adapter
 
@@ -122,6 +123,8 @@ def prime_rl_on_a_cpu(case: str) -> Any:
     import transformers.integrations.hub_kernels
     import transformers.quantizers  # these ask for packages that stand in below
 
+    source = Path(os.environ["PRIME_RL_SOURCE"])
+    sys.path += [str(source / "src"), str(source / "packages/prime-rl-configs/src")]  # one namespace package
     sys.meta_path.insert(0, StandIn())
     call_the_cpu_cuda()
     train: Any = importlib.import_module(adapter.TRAINER)
@@ -207,7 +210,13 @@ def configuration(case: str, policy: Path, output: Path) -> str:
 def alone(whole: Any, sample: Any) -> Alone:
     """A rollout in a forward of its own."""
     out = whole(torch.tensor([sample.token_ids]), output_hidden_states=True, use_cache=False)
-    return Alone(states_alone(out, AUX), torch.tensor(sample.mask).int(), torch.tensor(sample.logprobs))
+    normaliser = (out.logits[0].float() / TEMPERATURE).logsumexp(-1)
+    known = torch.tensor(sample.mask).int(), torch.tensor(sample.logprobs)
+    return Alone(states_alone(out, AUX), *known, logsumexp=normaliser)
+
+
+def no_score(*_: Any, **__: Any) -> Any:
+    raise MemoryError("no room for logits")
 
 
 def train(
@@ -223,16 +232,17 @@ def train(
 
     def broadcast(self: Any, model: Any, step: int) -> None:
         # The test gathers; the hook does not.
-        weights[step] = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+        named = ((name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in model.named_parameters())
+        weights[step] = {name: p.full_tensor().detach().clone() for name, p in named}
         send(self, model, step)
 
     class Hook(DrafterHook):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             hooks.append(self)
-            if case == "broken" and rank == 1:
-                self._features._entering = None
 
+    if case == "broken" and rank == 1:
+        vars(staging)["score_rows"] = no_score
     if rank == 0:
         output.mkdir()
         write_batches(output)
@@ -258,15 +268,20 @@ def train(
         assert hook.flush(20), hook.stats()
         whole, expected = small_policy(VOCABULARY), {}
         for step in range(1, STEPS + 1):
-            whole.load_state_dict(weights[step - 1])
+            whole.float().load_state_dict(weights[step - 1])
+            whole = whole.bfloat16() if case == "bfloat16" else whole
             mine = json.loads((out / f"rows{step}.{rank}.json").read_text())
             by_tokens = {tuple(one.token_ids): one for one in samples(step)}
             expected |= {tokens: alone(whole, by_tokens[tokens]) for tokens in map(tuple, mine)}
         found["expected"] = len(expected)
-        found["sent"] = compare(service, found, expected, whole.lm_head.weight)
+        head = weights[STEPS - 1]["lm_head.weight"]
+        # In mixed precision the head that is multiplied by is rounded.
+        head = head.bfloat16().float() if case == "bfloat16" else head
+        found["sent"] = compare(service, found, expected, head)
         counted = ("failures", "captured_rollouts", "skipped_empty", "last_failure")
         found["stats"] = {name: hook.stats()[name] for name in counted}
         hook.close()
+    found["moved"] = not torch.equal(weights[0]["lm_head.weight"], weights[STEPS]["lm_head.weight"])
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     found["logged"] = sorted({name for row in log for name in row if name.startswith("draftalign/")})
     return list(weights[STEPS].values())

@@ -1,14 +1,14 @@
-"""prime-rl's trainer with the hook in it: start this module where you start `prime_rl.trainer.rl.train`.
+"""prime-rl's trainer with the hook in it: start this module where you would start `prime_rl.trainer.rl.train`.
 
->>> torchrun --nproc-per-node=8 -m rl_hooks.trainer.stacks.prime_rl @ trainer.toml   # with DRAFTALIGN_URL set
+>>> torchrun --nproc-per-node=8 -m rl_hooks.trainer.stacks.prime_rl @ trainer.toml     # with DRAFTALIGN_URL set
 
-In that module three names are wrapped, and nothing else of prime-rl is. Written against prime-rl 0.8.0. Four questions
-are answered:
+Of that module three names are wrapped; nothing else of prime-rl is touched. Written against prime-rl 0.8.1.dev67. Four
+questions are answered:
 
-- tokens and mask: the packed micro-batches, and of them what the sampler drew: not what only the `ce` loss trains on.
-  Older weights may have drawn the tokens, so the sampler's log-probabilities (`inference_logprobs`) are sent;
-- version: that of the weights of the forward, as prime-rl numbers its broadcasts: a step less than the batch's;
-- which forward: the update's, which is the only one; the optimizer steps after all micro-batches of a batch;
+- tokens and mask: the packed micro-batches, and of them what the policy drew: not what the `ce` loss alone trains on.
+  Older weights may have drawn it, so the sampler's log-probabilities (`inference_logprobs`) are sent;
+- version: that of the weights of the forward, as prime-rl numbers what it broadcasts: a step less than the batch's;
+- which forward: the update's, the only one. The optimizer steps after all micro-batches of a batch;
 - which rank sends: each its own rollouts, as data is parallel; rank 0 registers the run.
 """
 
@@ -18,8 +18,7 @@ import asyncio
 import functools
 import importlib
 import logging
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -34,25 +33,24 @@ TRAINER: Final = "prime_rl.trainer.rl.train"
 _log = logging.getLogger("rl_hooks")
 
 
-def micro_batch_rollouts(input_ids: Tensor, micro_batch: dict[str, Any]) -> dict[str, Any]:
+def micro_batch_rollouts(input_ids: Tensor, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
     """What `DrafterHook.capture` is to be told of a micro-batch, whose forward is over `input_ids` [1, T]."""
     if not torch.equal(input_ids.cpu(), micro_batch["input_ids"]):
-        raise UnsupportedTrainerError("this forward is not over the tokens of the next micro-batch of the data loader")
-    drawn = micro_batch["loss_mask"]
-    rl, ref_kl = micro_batch["rl_weights"], micro_batch["ref_kl_weights"]
-    if rl is not None or ref_kl is not None:  # as prime-rl tells tokens with log-probabilities of a sampler from others
+        raise UnsupportedTrainerError("this forward is not over the tokens of the data loader's next micro-batch")
+    drawn, rl, ref_kl = (micro_batch[name] for name in ("loss_mask", "rl_weights", "ref_kl_weights"))
+    if rl is not None or ref_kl is not None:  # prime-rl's own rule for tokens that have a sampler's log-probabilities
         sampled = drawn if rl is None else rl != 0
         drawn = drawn & (sampled if ref_kl is None else sampled | (ref_kl != 0))
     temperatures = set(micro_batch["temperatures"][drawn].tolist())
     if len(temperatures) > 1:
         raise UnsupportedTrainerError(f"rollouts of several temperatures in one micro-batch: {sorted(temperatures)}")
-    bounds = torch.tensor([0, *micro_batch["sequence_lengths"]]).cumsum(0)
-    # prime-rl pads the row within its last sequence, where positions begin again.
-    places = torch.cat([torch.arange(end - begin) for begin, end in pairwise(bounds.tolist())])[None]
+    lengths = micro_batch["sequence_lengths"]
+    # The row is padded within its last sequence, where positions begin again.
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
     return {
         "input_ids": input_ids,
-        "cu_seqlens": bounds,
         "attention_mask": places == micro_batch["position_ids"],
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
         "loss_mask": drawn,
         "logprobs": micro_batch["inference_logprobs"],
         "temperature": temperatures.pop() if temperatures else 1.0,
@@ -60,37 +58,31 @@ def micro_batch_rollouts(input_ids: Tensor, micro_batch: dict[str, Any]) -> dict
 
 
 class _Run:
-    """This process's hook, the micro-batches that it is to see, and of which version the weights are."""
+    """This process's hook, the micro-batches that it will see, and of which version the weights are."""
 
-    def __init__(self) -> None:
-        self.hook: DrafterHook | None = None
-        self.version = -1
-        self._waiting: Iterator[dict[str, Any]] = iter(())
+    hook: DrafterHook | None = None
+    version = -1
+    waiting: Iterator[Mapping[str, Any]] = iter(())
 
-    def attach(self, model: Any, parallel: Any, options: dict[str, Any]) -> DrafterHook:
-        if parallel.cp_enabled:
-            raise UnsupportedTrainerError("context parallelism gives each rank a part of a row: set model.cp to 1")
+    def attach(self, model: Any, parallel_dims: Any, options: dict[str, Any]) -> DrafterHook:
+        if parallel_dims.cp_enabled:
+            raise UnsupportedTrainerError("context parallelism gives a rank a part of each row: set model.cp to 1")
         return DrafterHook(model, **options, rank=dist.get_rank(), world_size=dist.get_world_size())
 
-    def received(self, micro_batches: list[dict[str, Any]]) -> None:
-        """A batch is about to be trained on."""
-        self._waiting = iter(list(micro_batches))
-
     def told(self, hook: DrafterHook, input_ids: Tensor) -> dict[str, Any] | None:
-        """What `capture` is to be told of the forward over `input_ids`; None: it is not captured."""
-        micro_batch = next(self._waiting, None)
+        micro_batch = next(self.waiting, None)
         if micro_batch is None:
-            hook.tally.warn("no batch", "forwards without a micro-batch of prime-rl's DataLoader (fake data) are left out")
+            hook.tally.warn("no batch", "forwards of no micro-batch of prime-rl's DataLoader are left out: fake data")
             return None
-        if micro_batch.get("mm_kwargs"):
+        if micro_batch["mm_kwargs"]:
             hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
             return None
         return {**micro_batch_rollouts(input_ids, micro_batch), "policy_version": self.version}
 
 
 def extend(train: Any) -> None:
-    """Have prime-rl's module `prime_rl.trainer.rl.train` send rollouts, by what it calls: in place."""
-    setup, loader, forward, run = train.setup_model, train.DataLoader, train.forward, _Run()
+    """Have prime-rl's module `prime_rl.trainer.rl.train` send rollouts. In place: its loop looks these names up."""
+    setup, loader, run_forward, run = train.setup_model, train.DataLoader, train.forward, _Run()
 
     @functools.wraps(setup)
     def setup_model(config: Any, parallel_dims: Any, *args: Any, **more: Any) -> Any:
@@ -101,36 +93,35 @@ def extend(train: Any) -> None:
     class DataLoader(loader):  # type: ignore[misc]
         def __init__(self, output_dir: Any, start_step: int, *args: Any, **more: Any) -> None:
             super().__init__(output_dir, start_step, *args, **more)
-            run.version = start_step - 2  # a batch brings it to that of the weights: the step before
+            run.version = start_step - 2  # its first batch makes this the version of the weights that it meets
 
         def get_batch(self) -> Any:
-            micro_batches = super().get_batch()
-            run.version += 1
-            if (hook := run.hook) is not None:
-                hook.guard(run.received, micro_batches)
-                if dist.get_rank() == 0:  # prime-rl's monitors are rank 0's
+            batch, run.version, hook = super().get_batch(), run.version + 1, run.hook
+            if hook is not None:
+                run.waiting = hook.guard(lambda: iter([*batch])) or iter(())
+                if dist.get_rank() == 0:  # the others have no monitors
                     hook.guard(lambda: asyncio.run(train.monitors.log(hook.metrics(), step=run.version + 1)))
-            return micro_batches
+            return batch
 
-    @functools.wraps(forward)
-    def captured(model: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
+    @functools.wraps(run_forward)
+    def forward(model: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
         hook = run.hook
         told = None if hook is None else hook.guard(run.told, hook, input_ids)
         if hook is None or told is None:
-            return forward(model, input_ids, *args, **more)
+            return run_forward(model, input_ids, *args, **more)
         with hook.capture(**told):
-            return forward(model, input_ids, *args, **more)
+            return run_forward(model, input_ids, *args, **more)
 
-    train.setup_model, train.DataLoader, train.forward = setup_model, DataLoader, captured
+    train.setup_model, train.DataLoader, train.forward = setup_model, DataLoader, forward
 
 
 def main() -> None:
-    """prime-rl's trainer, extended. It trains without us where it cannot be."""
+    """prime-rl's trainer, extended; as it is where it cannot be."""
     train = importlib.import_module(TRAINER)
     try:
         extend(train)
     except Exception:  # noqa: BLE001 - the trainer goes on without us
-        _log.exception("draftalign is OFF: this prime-rl cannot be extended; it was written against prime-rl 0.8.0")
+        _log.exception("draftalign is OFF: this prime-rl cannot be extended; it was written against 0.8.1.dev67")
     train.main()
 
 
