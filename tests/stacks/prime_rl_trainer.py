@@ -18,10 +18,10 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import torch
@@ -73,7 +73,7 @@ class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return _Kind(name, (), {}) if name[0].isupper() and len(name) > 1 else MagicMock(name=name)
 
         module.__getattr__ = get
-        return module
+        return cast("types.ModuleType", module)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
@@ -83,10 +83,9 @@ def varlen(q: Any, k: Any, v: Any, cu_q: Any, _cu_k: Any, _max_q: int, _max_k: i
     """flash_attn's `flash_attn_varlen_func` over [T, N, hd]."""
     k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
     heads_first = [one.transpose(0, 1) for one in (q, k, v)]
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(*(one[:, a:b] for one in heads_first), is_causal=causal)
-        for a, b in pairwise(cu_q.tolist())
-    ]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    cut = [[one[:, a:b] for one in heads_first] for a, b in pairwise(cu_q.tolist())]
+    parts = [attend(*one, is_causal=causal) for one in cut]  # type: ignore[misc]
     return torch.cat(parts, 1).transpose(0, 1)
 
 
@@ -118,32 +117,33 @@ def call_the_cpu_cuda() -> None:
     cuda.max_memory_reserved = lambda *_: 0
 
 
+def clip(parameters: Any, max_norm: float, **_: Any) -> Any:
+    norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor()
+
+
 def prime_rl_on_a_cpu(case: str) -> Any:
     """prime-rl's module with its loop."""
-    import transformers.integrations.hub_kernels
-    import transformers.quantizers  # these ask for packages that stand in below
-
+    for asking in ("integrations.hub_kernels", "quantizers"):  # whether packages are there that stand in below
+        importlib.import_module(f"transformers.{asking}")
     source = Path(os.environ["PRIME_RL_SOURCE"])
     sys.path += [str(source / "src"), str(source / "packages/prime-rl-configs/src")]  # one namespace package
     sys.meta_path.insert(0, StandIn())
     call_the_cpu_cuda()
     train: Any = importlib.import_module(adapter.TRAINER)
-    attn, dims, model, perf, utils = (
-        importlib.import_module(f"prime_rl.trainer.{name}")
-        for name in ("models.layers.attn", "parallel_dims", "model", "perf", "utils")
-    )
+    names = ("models.layers.attn", "parallel_dims", "model", "perf", "utils")
+    modules: list[Any] = [importlib.import_module(f"prime_rl.trainer.{name}") for name in names]
+    attn, dims, model, perf, utils = modules
     perf.PerfCounter._mfu_from_tps = lambda *_: 0.0  # a CPU's peak is not known
     attn.FlashAttention._funcs = {2: varlen}
     dims.device_type = "cpu"
     if case != "bfloat16":
         model.MixedPrecisionPolicy = lambda **_: MixedPrecisionPolicy()
-    utils.torch_clip_grad_norm_ = lambda params, max_norm, **_: torch.nn.utils.clip_grad_norm_(
-        params, max_norm
-    ).full_tensor()
+    utils.torch_clip_grad_norm_ = clip
     train.setup_torch_distributed = lambda **_: None  # the ranks have their group
     dist.destroy_process_group = lambda *_: None
-    inductor = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda self, **more: inductor(self, backend="eager", **more)
+    module: Any = torch.nn.Module
+    module.compile = partialmethod(module.compile, backend="eager")
     return train
 
 
@@ -255,7 +255,7 @@ def train(
     settings.write_text(configuration(case, out / "policy", output))
     sys.argv = ["trainer", "@", str(settings)]
     torch.manual_seed(7)
-    FileSystemWeightBroadcast.broadcast_weights, adapter.DrafterHook = broadcast, Hook
+    FileSystemWeightBroadcast.broadcast_weights, vars(adapter)["DrafterHook"] = broadcast, Hook
     try:
         (loop.main if service is None else adapter.main)()
     finally:
@@ -266,7 +266,8 @@ def train(
     if service is not None:
         (hook,) = hooks
         assert hook.flush(20), hook.stats()
-        whole, expected = small_policy(VOCABULARY), {}
+        whole = small_policy(VOCABULARY)
+        expected: dict[tuple[int, ...], Alone] = {}
         for step in range(1, STEPS + 1):
             whole.float().load_state_dict(weights[step - 1])
             whole = whole.bfloat16() if case == "bfloat16" else whole

@@ -58,7 +58,7 @@ def micro_batch_rollouts(input_ids: Tensor, micro_batch: Mapping[str, Any]) -> d
 
 
 class _Run:
-    """This process's hook, the micro-batches that it will see, and of which version the weights are."""
+    """A process's hook, the micro-batches that it will see, and of which version the weights are."""
 
     hook: DrafterHook | None = None
     version = -1
@@ -90,7 +90,7 @@ def extend(train: Any) -> None:
         run.hook = attached("prime-rl", dist.get_rank(), functools.partial(run.attach, model, parallel_dims))
         return model
 
-    class DataLoader(loader):  # type: ignore[misc]
+    class DataLoader(loader):  # type: ignore[misc, valid-type]
         def __init__(self, output_dir: Any, start_step: int, *args: Any, **more: Any) -> None:
             super().__init__(output_dir, start_step, *args, **more)
             run.version = start_step - 2  # its first batch makes this the version of the weights that it meets

@@ -16,6 +16,7 @@ from sent_fixtures import small_policy
 from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks import prime_rl as adapter
 
 LENGTHS, PADDING = (5, 7, 4), 3
@@ -68,7 +69,7 @@ class Loop:
     async def _log(self, data: dict[str, float], step: int) -> None:
         self.logged.append((data, step))
 
-    def setup_model(self, _config: str, _parallel_dims: Any, _loading_later: bool = False) -> Any:  # noqa: FBT001, FBT002
+    def setup_model(self, _config: str, _parallel_dims: Any, _loading_later: bool = False) -> Any:
         return small_policy(512)
 
     def forward(self, model: Any, input_ids: Tensor, position_ids: Tensor, **more: Any) -> Any:
@@ -76,7 +77,7 @@ class Loop:
         return model(input_ids, position_ids=position_ids, use_cache=False).logits
 
     def main(self) -> None:
-        model = self.setup_model("model", SimpleNamespace(cp_enabled=self._cp), False)  # noqa: FBT003 - as prime-rl
+        model = self.setup_model("model", SimpleNamespace(cp_enabled=self._cp), False)
         loader = None if self._fake else self.DataLoader("out", self._start_step, 1, "zmq")
         for batch in self.batches:
             if loader is not None:
@@ -94,7 +95,7 @@ def extended(monkeypatch: pytest.MonkeyPatch, loop: Any, *, url: str | None = No
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setitem(sys.modules, adapter.TRAINER, loop)
     hooks: list[Any] = []
-    make = adapter.DrafterHook
+    make = DrafterHook
 
     def kept(*args: Any, **more: Any) -> Any:
         hooks.append(make(*args, **more))
@@ -274,7 +275,7 @@ def test_a_monitor_that_fails_and_other_ranks_cost_nothing(monkeypatch: pytest.M
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
         return setup(*args)
 
-    third.setup_model = on_rank_1  # type: ignore[method-assign]
+    monkeypatch.setattr(third, "setup_model", on_rank_1)
     with extended(monkeypatch, third):
         assert not third.logged
 
