@@ -15,7 +15,6 @@ questions are answered:
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import logging
 from collections.abc import Iterator, Mapping
@@ -84,10 +83,9 @@ def extend(train: Any) -> None:
     """Have prime-rl's module `prime_rl.trainer.rl.train` send rollouts. In place: its loop looks these names up."""
     setup, loader, run_forward, run = train.setup_model, train.DataLoader, train.forward, _Run()
 
-    @functools.wraps(setup)
     def setup_model(config: Any, parallel_dims: Any, *args: Any, **more: Any) -> Any:
         model = setup(config, parallel_dims, *args, **more)
-        run.hook = attached("prime-rl", dist.get_rank(), functools.partial(run.attach, model, parallel_dims))
+        run.hook = attached("prime-rl", dist.get_rank(), lambda options: run.attach(model, parallel_dims, options))
         return model
 
     class DataLoader(loader):  # type: ignore[misc, valid-type]
@@ -98,12 +96,11 @@ def extend(train: Any) -> None:
         def get_batch(self) -> Any:
             batch, run.version, hook = super().get_batch(), run.version + 1, run.hook
             if hook is not None:
-                run.waiting = hook.guard(lambda: iter([*batch])) or iter(())
+                run.waiting = iter(batch)
                 if dist.get_rank() == 0:  # the others have no monitors
                     hook.guard(lambda: asyncio.run(train.monitors.log(hook.metrics(), step=run.version + 1)))
             return batch
 
-    @functools.wraps(run_forward)
     def forward(model: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
         hook = run.hook
         told = None if hook is None else hook.guard(run.told, hook, input_ids)
