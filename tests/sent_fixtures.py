@@ -37,7 +37,7 @@ class Alone(NamedTuple):
     logsumexp: torch.Tensor | None = None  # [T], compared where the token after is generated
 
 
-def small_policy(vocabulary: int) -> Any:
+def small_policy(vocabulary: int, *, tied: bool = False) -> Any:
     """The policy that these scripts train."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -49,7 +49,7 @@ def small_policy(vocabulary: int) -> Any:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         architectures=["Qwen3ForCausalLM"],
         attn_implementation="sdpa",
     )

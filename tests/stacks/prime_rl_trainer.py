@@ -1,11 +1,11 @@
 """prime-rl's real RL trainer on two gloo processes, FSDP2: `prime_rl_trainer.py OUT CASE`, with PRIME_RL_SOURCE.
 
-CASE is `float32`, `bfloat16` (prime-rl's own mixed precision, compiled, layers checkpointed) or `broken` (rank 1's hook
-fails in each forward). All of `train` runs, started as its users start it: configuration, model, FSDP2, data loader,
-loss, optimizer, broadcasts of weights to a folder. Of the test's own, for want of CUDA: flash attention's kernel, the
-names of devices, torchtitan's clipping, Dynamo's backend, and packages of CUDA that are imported and not used here.
-Every rank writes OUT/<rank>.json: what was sent, against each rollout alone in transformers' model in one process; the
-weights with and without us.
+CASE is `float32`, `bfloat16` (prime-rl's default: mixed precision, compiled, layers checkpointed; with tied weights) or
+`broken` (rank 1's hook fails in each forward). All of `train` runs, started as its users start it: configuration,
+model, FSDP2, data loader, loss, optimizer, broadcasts of weights to a folder. Of the test's own, for want of CUDA:
+flash attention's kernel, the names of devices, torchtitan's clipping, Dynamo's backend, and packages of CUDA that are
+imported and not used here. Every rank writes OUT/<rank>.json: what was sent, against each rollout alone in
+transformers' model in one process; the weights with and without us.
 """
 
 from __future__ import annotations
@@ -117,6 +117,10 @@ def call_the_cpu_cuda() -> None:
     cuda.max_memory_reserved = lambda *_: 0
 
 
+def is_default(case: str) -> bool:
+    return case == "bfloat16"
+
+
 def clip(parameters: Any, max_norm: float, **_: Any) -> Any:
     norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     return norm.full_tensor()
@@ -137,7 +141,7 @@ def prime_rl_on_a_cpu(case: str) -> Any:
     perf.PerfCounter._mfu_from_tps = lambda *_: 0.0  # a CPU's peak is not known
     attn.FlashAttention._funcs = {2: varlen}
     dims.device_type = "cpu"
-    if case != "bfloat16":
+    if not is_default(case):
         model.MixedPrecisionPolicy = lambda **_: MixedPrecisionPolicy()
     utils.torch_clip_grad_norm_ = clip
     train.setup_torch_distributed = lambda **_: None  # the ranks have their group
@@ -194,11 +198,10 @@ def write_batches(output: Path) -> None:
 
 def configuration(case: str, policy: Path, output: Path) -> str:
     """TOML for prime-rl's trainer."""
-    whole = case == "bfloat16"
     lines = [
         f'output_dir = "{output}"\nmax_steps = {STEPS}\nmatmul_precision = "highest"',
         f'[model]\nname = "{policy}"\nattn = "flash_attention_2"\nseq_len = {ROW}\noptim_cpu_offload = false',
-        'ac_offloading = "None"' + ("" if whole else '\ncompile = "None"\nac = "None"'),
+        'ac_offloading = "None"' + ("" if is_default(case) else '\ncompile = "None"\nac = "None"'),
         '[optim]\ntype = "adamw"\nlr = 0.01',
         '[rollout_transport]\ntype = "filesystem"',
         '[monitors.file]\npath = "log.jsonl"',
@@ -266,23 +269,20 @@ def train(
     if service is not None:
         (hook,) = hooks
         assert hook.flush(20), hook.stats()
-        whole = small_policy(VOCABULARY)
+        whole = small_policy(VOCABULARY, tied=is_default(case))
         expected: dict[tuple[int, ...], Alone] = {}
         for step in range(1, STEPS + 1):
-            whole.float().load_state_dict(weights[step - 1])
-            whole = whole.bfloat16() if case == "bfloat16" else whole
+            whole.float().load_state_dict(weights[step - 1], strict=not is_default(case))  # a tied head has no name
+            whole = whole.bfloat16() if is_default(case) else whole
             mine = json.loads((out / f"rows{step}.{rank}.json").read_text())
             by_tokens = {tuple(one.token_ids): one for one in samples(step)}
             expected |= {tokens: alone(whole, by_tokens[tokens]) for tokens in map(tuple, mine)}
         found["expected"] = len(expected)
-        head = weights[STEPS - 1]["lm_head.weight"]
-        # In mixed precision the head that is multiplied by is rounded.
-        head = head.bfloat16().float() if case == "bfloat16" else head
-        found["sent"] = compare(service, found, expected, head)
+        found["sent"] = compare(service, found, expected, whole.lm_head.weight.float())
         counted = ("failures", "captured_rollouts", "skipped_empty", "last_failure")
         found["stats"] = {name: hook.stats()[name] for name in counted}
         hook.close()
-    found["moved"] = not torch.equal(weights[0]["lm_head.weight"], weights[STEPS]["lm_head.weight"])
+    found["moved"] = any(not torch.equal(one, weights[STEPS][name]) for name, one in weights[0].items())
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     found["logged"] = sorted({name for row in log for name in row if name.startswith("draftalign/")})
     return list(weights[STEPS].values())
@@ -296,6 +296,6 @@ def work(rank: int, out: Path, case: str, loop: Any) -> None:
 
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
-    small_policy(VOCABULARY).save_pretrained(OUT / "policy")
     CASE = sys.argv[2]
+    small_policy(VOCABULARY, tied=is_default(CASE)).save_pretrained(OUT / "policy")
     sys.exit(run_two_ranks(partial(work, out=OUT, case=CASE, loop=prime_rl_on_a_cpu(CASE))))
