@@ -29,6 +29,7 @@ import torch.distributed as dist
 from hooks_fixtures import Receiver
 from rank_fixtures import run_two_ranks
 from sent_fixtures import Alone, compare, small_policy, states_alone, with_and_without
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rl_hooks.trainer import staging
@@ -82,11 +83,12 @@ class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def varlen(q: Any, k: Any, v: Any, cu_q: Any, _cu_k: Any, _max_q: int, _max_k: int, *, causal: bool) -> torch.Tensor:
     """flash_attn's `flash_attn_varlen_func` over [T, N, hd]."""
     k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
-    heads_first = [one.transpose(0, 1) for one in (q, k, v)]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    cut = [[one[:, a:b] for one in heads_first] for a, b in pairwise(cu_q.tolist())]
-    parts = [attend(*one, is_causal=causal) for one in cut]  # type: ignore[misc]
-    return torch.cat(parts, 1).transpose(0, 1)
+    q, k, v = (one.transpose(0, 1) for one in (q, k, v))
+    places = torch.arange(q.shape[1])
+    rollout = torch.bucketize(places, cu_q, right=True)  # as a mask: Dynamo traces this
+    seen = (rollout[:, None] == rollout) & (places[:, None] >= places)
+    assert causal
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
 
 
 def on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,14 +105,16 @@ def on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def call_the_cpu_cuda() -> None:
     tensor: Any = torch.Tensor
-    for owner, name in (
-        (torch, "tensor"),
-        (torch, "empty"),
-        (torch, "zeros"),
-        (tensor, "to"),
-        (torch.nn.Module, "to_empty"),
-    ):
+    move = on_cpu(tensor.to)
+
+    def to(self: Any, *args: Any, **more: Any) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo knows the builtin by its own name only
+            return self.type(args[0]) if isinstance(args[0], torch.dtype) else self
+        return move(self, *args, **more)
+
+    for owner, name in ((torch, "tensor"), (torch, "empty"), (torch, "zeros"), (torch.nn.Module, "to_empty")):
         setattr(owner, name, on_cpu(getattr(owner, name)))
+    tensor.to = to
     tensor.cuda = lambda self: self
     cuda: Any = torch.cuda
     cuda.reset_peak_memory_stats = cuda.empty_cache = cuda.synchronize = lambda *_: None
@@ -282,6 +286,8 @@ def train(
         counted = ("failures", "captured_rollouts", "skipped_empty", "last_failure")
         found["stats"] = {name: hook.stats()[name] for name in counted}
         hook.close()
+    found["graphs"] = counters["stats"]["unique_graphs"]
+    found["breaks"] = len(counters["graph_break"]) + len(counters["unimplemented"])
     found["moved"] = any(not torch.equal(one, weights[STEPS][name]) for name, one in weights[0].items())
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     found["logged"] = sorted({name for row in log for name in row if name.startswith("draftalign/")})

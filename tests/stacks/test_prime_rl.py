@@ -45,6 +45,8 @@ def test_every_rollout_of_a_packed_row_is_sent_as_it_is_alone(ranks: list[dict[s
     sent = found["sent"]
     assert (sent["rollouts"], sent["left"], found["expected"]) == (count, 0, count)
     assert max(sent["packed"]) > 1
+    assert (found["graphs"] > 0) is (found["case"] == "bfloat16"), "prime-rl compiles its layers by default"
+    assert found["breaks"] == 0
     assert (sent["mask"], sent["logp"]) == (True, 0.0), "the sampler's log-probabilities, to the bit"
     assert sent["temperature"] == pytest.approx(0.7)
     # bfloat16 rounds in each of eight layers of prime-rl's own, and elsewhere in transformers'.
