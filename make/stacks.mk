@@ -1,6 +1,8 @@
 # RL stacks with their real packages, on a CPU, each pinned and in an environment of its own. Not part of `make test`.
 # STACKS_PIP_ARGS goes to pip where torch must come from an index of CPU builds (a CUDA torch works too, but is 3 GB more).
 STACKS := verl openrlhf areal skyrl megatron ray
+# prime-rl is in no package index: name a checkout of it, PRIME_RL_SOURCE=/src/prime-rl (v0.8.1.dev67), to have it checked.
+STACKS += $(if $(PRIME_RL_SOURCE),prime_rl)
 STACKS_PIP_ARGS ?=
 .PHONY: stacks stacks-clean
 
@@ -29,8 +31,8 @@ EXTRA_skyrl := skyrl==0.3.0 skyrl-gym==0.4.0
 	  -e . pytest ray==2.60.0
 	@touch $@
 
-stacks: $(VENV)/.ready $(STACKS:%=.venv-%/.ready) ## The hook in real RL stacks on a CPU (verl, OpenRLHF, AReaL, Megatron-Core), the service on Ray
+stacks: $(VENV)/.ready $(STACKS:%=.venv-%/.ready) ## The hook in real RL stacks on a CPU (verl, OpenRLHF, AReaL, SkyRL, Megatron-Core, prime-rl), the service on Ray
 	@timeout 1500 $(BIN)/python -m pytest tests/stacks $(ARGS)
 
 stacks-clean: ## Remove the environments of the RL stacks
-	rm -rf $(STACKS:%=.venv-%)
+	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl

@@ -34,9 +34,10 @@ class Alone(NamedTuple):
     generated: torch.Tensor  # int[T], 1 where the weights of now drew the token
     logprobs: torch.Tensor  # [T]
     reward: float | None = None
+    logsumexp: torch.Tensor | None = None  # [T], compared where the token after is generated
 
 
-def small_policy(vocabulary: int) -> Any:
+def small_policy(vocabulary: int, *, tied: bool = False) -> Any:
     """The policy that these scripts train."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -48,7 +49,7 @@ def small_policy(vocabulary: int) -> Any:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         architectures=["Qwen3ForCausalLM"],
         attn_implementation="sdpa",
     )
@@ -92,6 +93,11 @@ def compare(service: Receiver, found: Found, expected: dict[tuple[int, ...], Alo
             result["mask"] &= file.array("loss_mask")[begin:end].tolist() == alone.generated.tolist()
             result["logp"] = max(result["logp"], float(((said - alone.logprobs) * alone.generated).abs().max()))
             result["rewards"] &= reward == alone.reward
+            if alone.logsumexp is not None:
+                predicting = alone.generated.roll(-1) * (torch.arange(end - begin) < end - begin - 1)
+                gaps = (of_every_token(file, "logsumexp")[begin:end] - alone.logsumexp)[predicting > 0]
+                normaliser = float(gaps.abs().max())
+                result["normaliser"] = max(result.get("normaliser", 0.0), normaliser)
             result["rollouts"] += 1
         result["packed"].append(len(bounds) - 1)
         result["last_rows"].append(wire.check_rollout_header(file.header).last_rows)

@@ -387,6 +387,8 @@ def _refuse_leak(
         apart = ~host(at if at.dtype == torch.bool else at > _HIDDEN, np.bool_)
     elif mask is not None or ("mask" in said and "flash" not in attention):
         apart = np.zeros(len(starts), np.bool_)  # each row is one sequence to this attention
+    elif {*said} == {"cu_seqlens"}:  # layers of a trainer's own, with flash attention by these (prime-rl)
+        apart = begins("cu_seqlens")
     elif "flash" in attention:
         # All that it may go by must agree. Positions are looked at in a row alone, and where boundaries are not whole.
         apart = np.ones(len(starts), np.bool_)

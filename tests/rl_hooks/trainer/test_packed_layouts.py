@@ -106,6 +106,23 @@ def test_what_transformers_flash_attention_joins_is_refused_whatever_the_forward
     assert all("one" in case[2:4] and (not case[4] or "absent" in case[2:4]) for case in strict), strict
 
 
+@pytest.mark.parametrize(("bounds", "refused"), [([0, 3, 6], False), ([0, 3, 8], False), ([0, 6], True)])
+def test_layers_that_are_told_of_cu_seqlens_alone_go_by_them(bounds: list[int], refused: bool) -> None:
+    """Those of prime-rl's own models, which do not ask transformers for attention. Padding may follow."""
+    layout = lay_out(ROW, None, torch.tensor([0, SEAM, T]), None)
+    said: dict[str, Any] = {"hidden_states": torch.zeros(1, T, 4), "cu_seqlens": torch.tensor(bounds), "max_seqlen": 3}
+    if refused:
+        with pytest.raises(RolloutError, match="attended to the one before"):
+            check_forward(boundaries_among(said), layout, FLASH)
+        return
+    if bounds[-1] > T:
+        layout = lay_out(torch.ones(1, 8), torch.tensor([[1] * T + [0, 0]]), torch.tensor([0, SEAM, 8]), None)
+    check_forward(boundaries_among(said), layout, FLASH)
+    for more in ({"attention_mask": None}, {"position_ids": torch.arange(T)[None]}):  # transformers' does not heed them
+        with pytest.raises(RolloutError, match="attended to the one before"):
+            check_forward(boundaries_among(said | more), layout, FLASH)
+
+
 def test_the_attention_is_that_of_the_forward_and_not_of_the_attaching() -> None:
     """A hook that thought of flash attention would take positions for a separation that sdpa does not make."""
     model = tiny_qwen3(tied=False, seed=1)

@@ -1,0 +1,126 @@
+"""prime-rl's trainer with the hook in it: start this module where you would start `prime_rl.trainer.rl.train`.
+
+>>> torchrun --nproc-per-node=8 -m rl_hooks.trainer.stacks.prime_rl @ trainer.toml     # with DRAFTALIGN_URL set
+
+Of that module three names are wrapped; nothing else of prime-rl is touched. Written against prime-rl 0.8.1.dev67. Four
+questions are answered:
+
+- tokens and mask: the packed micro-batches, and of them what the policy drew: not what the `ce` loss alone trains on.
+  Older weights may have drawn it, so the sampler's log-probabilities (`inference_logprobs`) are sent;
+- version: that of the weights of the forward, as prime-rl numbers what it broadcasts: a step less than the batch's;
+- which forward: the update's, the only one. The optimizer steps after all micro-batches of a batch;
+- which rank sends: each its own rollouts, as data is parallel; rank 0 registers the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.hook import DrafterHook
+from rl_hooks.trainer.stacks.environment import attached
+
+TRAINER: Final = "prime_rl.trainer.rl.train"
+_log = logging.getLogger("rl_hooks")
+
+
+def micro_batch_rollouts(input_ids: Tensor, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What `DrafterHook.capture` is to be told of a micro-batch, whose forward is over `input_ids` [1, T]."""
+    if not torch.equal(input_ids.cpu(), micro_batch["input_ids"]):
+        raise UnsupportedTrainerError("this forward is not over the tokens of the data loader's next micro-batch")
+    drawn, rl, ref_kl = (micro_batch[name] for name in ("loss_mask", "rl_weights", "ref_kl_weights"))
+    if rl is not None or ref_kl is not None:  # prime-rl's own rule for tokens that have a sampler's log-probabilities
+        sampled = drawn if rl is None else rl != 0
+        drawn = drawn & (sampled if ref_kl is None else sampled | (ref_kl != 0))
+    temperatures = set(micro_batch["temperatures"][drawn].tolist())
+    if len(temperatures) > 1:
+        raise UnsupportedTrainerError(f"rollouts of several temperatures in one micro-batch: {sorted(temperatures)}")
+    lengths = micro_batch["sequence_lengths"]
+    # The row is padded within its last sequence, where positions begin again.
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {
+        "input_ids": input_ids,
+        "attention_mask": places == micro_batch["position_ids"],
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
+        "loss_mask": drawn,
+        "logprobs": micro_batch["inference_logprobs"],
+        "temperature": temperatures.pop() if temperatures else 1.0,
+    }
+
+
+class _Run:
+    """A process's hook, the micro-batches that it will see, and of which version the weights are."""
+
+    hook: DrafterHook | None = None
+    version = -1
+    waiting: Iterator[Mapping[str, Any]] = iter(())
+
+    def attach(self, model: Any, parallel_dims: Any, options: dict[str, Any]) -> DrafterHook:
+        if parallel_dims.cp_enabled:
+            raise UnsupportedTrainerError("context parallelism gives a rank a part of each row: set model.cp to 1")
+        return DrafterHook(model, **options, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+    def told(self, hook: DrafterHook, input_ids: Tensor) -> dict[str, Any] | None:
+        micro_batch = next(self.waiting, None)
+        if micro_batch is None:
+            hook.tally.warn("no batch", "forwards of no micro-batch of prime-rl's DataLoader are left out: fake data")
+            return None
+        if micro_batch["mm_kwargs"]:
+            hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            return None
+        return {**micro_batch_rollouts(input_ids, micro_batch), "policy_version": self.version}
+
+
+def extend(train: Any) -> None:
+    """Have prime-rl's module `prime_rl.trainer.rl.train` send rollouts. In place: its loop looks these names up."""
+    setup, loader, run_forward, run = train.setup_model, train.DataLoader, train.forward, _Run()
+
+    def setup_model(config: Any, parallel_dims: Any, *args: Any, **more: Any) -> Any:
+        model = setup(config, parallel_dims, *args, **more)
+        run.hook = attached("prime-rl", dist.get_rank(), lambda options: run.attach(model, parallel_dims, options))
+        return model
+
+    class DataLoader(loader):  # type: ignore[misc, valid-type]
+        def __init__(self, output_dir: Any, start_step: int, *args: Any, **more: Any) -> None:
+            super().__init__(output_dir, start_step, *args, **more)
+            run.version = start_step - 2  # its first batch makes this the version of the weights that it meets
+
+        def get_batch(self) -> Any:
+            batch, run.version, hook = super().get_batch(), run.version + 1, run.hook
+            if hook is not None:
+                run.waiting = iter(batch)
+                if dist.get_rank() == 0:  # the others have no monitors
+                    hook.guard(lambda: asyncio.run(train.monitors.log(hook.metrics(), step=run.version + 1)))
+            return batch
+
+    def forward(model: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
+        hook = run.hook
+        told = None if hook is None else hook.guard(run.told, hook, input_ids)
+        if hook is None or told is None:
+            return run_forward(model, input_ids, *args, **more)
+        with hook.capture(**told):
+            return run_forward(model, input_ids, *args, **more)
+
+    train.setup_model, train.DataLoader, train.forward = setup_model, DataLoader, forward
+
+
+def main() -> None:
+    """prime-rl's trainer, extended; as it is where it cannot be."""
+    train = importlib.import_module(TRAINER)
+    try:
+        extend(train)
+    except Exception:  # noqa: BLE001 - the trainer goes on without us
+        _log.exception("draftalign is OFF: this prime-rl cannot be extended; it was written against 0.8.1.dev67")
+    train.main()
+
+
+if __name__ == "__main__":
+    main()
