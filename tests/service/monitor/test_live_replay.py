@@ -316,7 +316,8 @@ def test_prompts_that_nothing_is_known_of_or_too_many_are_left_out() -> None:
     assert blocks(one, other)[0].by_prompt == {}
     odd = {"00000000": (0.0, 0.0), "00000001": (3.0, 0.0)}
     known = [replace(r, replayed=tuple(replace(x, by_prompt=odd) for x in r.replayed or ())) for r in scores(8)]
-    found = judged({"a": blocks(*(report(512, policy=n) | {"by_prompt": odd} for n in range(8)))}, known)
+    counted_so = {"by_prompt": dict.fromkeys(odd, [800, 256])}
+    found = judged({"a": blocks(*(report(512, policy=n) | counted_so for n in range(8)))}, known)
     assert found.engines[0].name == "healthy"
 
 
