@@ -298,6 +298,33 @@ def test_prompts_that_were_replayed_stand_for_a_block_only_where_they_are_most_o
     assert math.isclose(most.log_ratio, math.log(0.8), abs_tol=0.01)
 
 
+def test_a_policy_version_is_compared_whole_however_many_reports_and_files_it_came_in() -> None:
+    """Reports of one prompt share its replay's error; a trainer may send a prompt's answers in several files."""
+    halves = [
+        replace(
+            block, rounds=block.rounds // 2, by_prompt={p: [t // 2, n // 2] for p, (t, n) in block.by_prompt.items()}
+        )
+        for block in an_engine(0.9)
+        for _ in range(2)
+    ]
+    parts = [
+        replace(
+            one, replayed=(Replayed(r.version, r.sums, by_prompt=dict.fromkeys(r.by_prompt, (60.0 * share, 30.0))),)
+        )
+        for one in known_prompts(8)
+        for share in (0.5, 1.5)
+        for r in one.replayed or ()
+    ]
+    whole = [
+        replace(one, replayed=(Replayed(r.version, r.sums, by_prompt=dict.fromkeys(r.by_prompt, (120.0, 60.0))),))
+        for one in known_prompts(8)
+        for r in one.replayed or ()
+    ]
+    found = [Replays(known).beside([engine]).paired for known in (parts, whole) for engine in (an_engine(0.9), halves)]
+    assert found[0] is not None
+    assert found == [pytest.approx(found[0])] * 4
+
+
 def test_another_depth_than_replays_is_compared_by_the_sums() -> None:
     engine = tuple(replace(block, drafted=2 * block.rounds) for block in an_engine(1.0))
     known = [
@@ -316,7 +343,7 @@ def test_prompts_that_nothing_is_known_of_or_too_many_are_left_out() -> None:
     assert blocks(one, other)[0].by_prompt == {}
     odd = {"00000000": (0.0, 0.0), "00000001": (3.0, 0.0)}
     known = [replace(r, replayed=tuple(replace(x, by_prompt=odd) for x in r.replayed or ())) for r in scores(8)]
-    counted_so = {"by_prompt": dict.fromkeys(odd, [800, 256])}
+    counted_so = {"by_prompt": {key: [800, 256] for key in odd}}
     found = judged({"a": blocks(*(report(512, policy=n) | counted_so for n in range(8)))}, known)
     assert found.engines[0].name == "healthy"
 
