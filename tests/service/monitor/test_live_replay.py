@@ -301,11 +301,10 @@ def test_prompts_that_were_replayed_stand_for_a_block_only_where_they_are_most_o
 def test_a_policy_version_is_compared_whole_however_many_reports_and_files_it_came_in() -> None:
     """Reports of one prompt share its replay's error; a trainer may send a prompt's answers in several files."""
     halves = [
-        replace(
-            block, rounds=block.rounds // 2, by_prompt={p: [t // 2, n // 2] for p, (t, n) in block.by_prompt.items()}
-        )
+        replace(block, rounds=block.rounds // 2, by_prompt={p: [(t + more) // 2, n // 2] for p, (t, n) in own.items()})
         for block in an_engine(0.9)
-        for _ in range(2)
+        for own in [block.by_prompt]
+        for more in (0, 1)
     ]
     parts = [
         replace(
