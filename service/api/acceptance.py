@@ -146,7 +146,8 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     if report.canary is not None:
         _check_canary(context, report.run, report.canary)
     odd = report.check_emitted()
-    record = AcceptanceRecord(**report.model_dump(exclude={"step_times"}), created=time.time())
+    counts = report.model_dump(exclude={"step_times", "by_prompt"})
+    record = AcceptanceRecord(**counts, by_prompt=report.by_prompt or None, created=time.time())
     steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times]
     blocks = await context.store(report.run).book(record, steps)
     if report.canary is not None:

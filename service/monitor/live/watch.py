@@ -19,9 +19,11 @@ newest stretches are tested at once, so that a change shows however old the engi
     var d = (s + r)/rounds + s · sum w_i²/replayed rounds_i + (o/3/expected tokens)²,  w_i: share of the expected tokens
 
 with s the variance of log α that one round's worth of text brings (prompts differ: measured between them), r that of
-the coin flips in one round, and o the tokens by which one prompt alone may be off. It is called low where
-(d + `dead_band`)/sd < -`certain`: a scan over change points with a fixed limit. Its error over a whole run is measured,
-not derived: benchmarks/live_replay.py.
+the coin flips in one round, and o the tokens by which one prompt alone may be off. Where an engine counts by prompt,
+both sums are over the prompts that were replayed, and the variance is that of these differences (`Replays.beside`).
+
+It is called low where (d + `dead_band`)/sd < -`certain`: a scan over change points with a fixed limit. Its error over a
+whole run is measured, not derived: benchmarks/live_replay.py.
 
 Pure: no torch, no Redis, no clock.
 """
