@@ -4,17 +4,18 @@
     python -m benchmarks.live_replay --engines 200
 
 The classes are the service's own: reports go through `counted`, replay through score records, verdicts come from
-`watch`. Drawn are prompts (8 rollouts each, alike), rollouts, and every round's accepted drafts by position. Engines
-answer other rollouts than are replayed. A policy version is one step; its replay is known when the step is over, as in
-a service.
+`watch`. Drawn are prompts (8 rollouts each, alike), rollouts, and every round's accepted drafts by position. A policy
+version is one step; its replay is known when the step is over, as in a service. In `WORLDS` engines answer other
+prompts than are replayed, in `SHARED` these very ones, and count their rounds by prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,10 @@ class World:
     drift: float = 0.02  # sd of the drafter's log odds from step to step: the policy moves
     steps_per_version: int = 5
     answer_tokens: int = 60
+    #: Of the replayed prompts: "whole", "spread", "by difficulty"; empty: engines answer others.
+    routing: str = ""
+    siblings: int = ROLLOUTS_PER_PROMPT  # of each prompt that are replayed, of what engines answered
+    mix: float = 0.0  # prompts' log odds rise and fall by so much in 19 steps
 
 
 WORLDS = (
@@ -59,6 +64,18 @@ WORLDS = (
     World("32 rounds a report", rounds_per_step=64, reports_per_step=2),
     World("8,192 rounds a step", rounds_per_step=8192, reports_per_step=8),
     World("answers of 8 tokens", answer_tokens=8),
+)
+
+
+UNLIKE: dict[str, Any] = {"prompt_spread": 0.9, "rollout_spread": 0.6}
+SHARED = (
+    World("a prompt at one engine", routing="whole"),
+    World("a prompt at all engines", routing="spread"),
+    World("a prompt at one, unlike each other", routing="whole", **UNLIKE),
+    World("a prompt at all, unlike each other", routing="spread", **UNLIKE),
+    World("the same, 2 of 8 answers replayed", routing="spread", siblings=2, **UNLIKE),
+    World("one engine has the hardest prompts", routing="by difficulty", siblings=2, **UNLIKE),
+    World("a mix of prompts that moves", routing="whole", siblings=2, mix=1.0, **UNLIKE),
 )
 
 
@@ -159,10 +176,13 @@ class Simulation:
         for step in range(count):
             self._shift = 0.95 * self._shift + world.drift * float(self._random.normal())
             shares = odds(SOUND, self._shift)
-            for _ in range(world.reports_per_step):
-                rounds = {name: self._report(step, number, shares) for number, name in enumerate(self._blocks)}
+            if world.routing:
+                self._draw(step)
+            for part in range(world.reports_per_step):
+                report = self._answer if world.routing else self._report
+                rounds = {name: report(step, number, shares, part) for number, name in enumerate(self._blocks)}
                 yield step, rounds, watch(self._blocks, replays, self._rule)
-            self._scores.append(self._score(step, shares))
+            self._scores.append(self._replay(step, shares) if world.routing else self._score(step, shares))
             replays = Replays(self._scores[-STEPS_KEPT:])
             yield step, {}, watch(self._blocks, replays, self._rule)
 
@@ -175,18 +195,60 @@ class Simulation:
         own = self._random.normal(0.0, self._world.rollout_spread, prompts * ROLLOUTS_PER_PROMPT)
         return odds(shares, (prompt + own)[:, None])
 
-    def _report(self, step: int, number: int, shares: Floats) -> int:
+    def _report(self, step: int, number: int, shares: Floats, _part: int) -> int:
         world, case = self._world, self._case
         wanted = world.rounds_per_step / world.reports_per_step
         per_answer = world.answer_tokens / (1 + np.cumprod(shares).sum())
         prompts = max(1, round(wanted / per_answer / ROLLOUTS_PER_PROMPT))
         found = self._rollouts(odds(case.engine(step, number, shares), world.natural_bias), prompts)
+        return self._record(step, number, found, np.full(len(found), wanted / len(found)), scale=True)
+
+    def _draw(self, step: int) -> None:
+        """The step's prompts, their answers' log odds and tokens [P, 8], and which engine answers each."""
+        world, engines, size = self._world, self._case.engines, ROLLOUTS_PER_PROMPT
+        answers = engines * world.rounds_per_step * float(1 + np.cumprod(SOUND).sum()) / world.answer_tokens
+        count = max(2, round(answers / size))
+        prompt = self._random.normal(world.mix * np.sin(step / 3), world.prompt_spread, count)
+        if world.routing == "by difficulty":
+            prompt.sort()
+        self._odds = prompt[:, None] + self._random.normal(0.0, world.rollout_spread, (count, size))
+        self._tokens = self._random.poisson(world.answer_tokens, (count, size)).clip(2)
+        place = np.arange(count) if world.routing == "by difficulty" else self._random.permutation(count)
+        self._engine = np.repeat((place * engines // count)[:, None], size, axis=1)
+        self._part = np.repeat(self._random.integers(0, world.reports_per_step, count)[:, None], size, axis=1)
+        if world.routing == "spread":
+            self._engine = (np.arange(size) + self._random.integers(0, engines, (count, 1))) % engines
+        self._names = [f"{step:04x}{number:04x}" for number in range(count)]
+
+    def _answer(self, step: int, number: int, shares: Floats, part: int) -> int:
+        """What an engine counts of its prompts of this step."""
+        prompt, answer = np.nonzero((self._engine == number) & (self._part == part))
+        if not len(prompt):
+            return 0
+        shares = odds(self._case.engine(step, number, shares), self._world.natural_bias)
+        found = odds(shares, self._odds[prompt, answer][:, None])
+        return self._record(step, number, found, self._tokens[prompt, answer].astype(float), prompt)
+
+    def _record(
+        self, step: int, number: int, found: Floats, tokens: Floats, prompt: Any = None, *, scale: bool = False
+    ) -> int:
+        """Count answers of so many tokens; `scale`: of so many rounds, all together."""
+        case = self._case
         depth = case.depth if case.wrong(step, number) else K
         survived = np.cumprod(found[:, :depth], axis=1)
         alphas = 1 + survived.sum(axis=1)  # an answer has its tokens, however many rounds they take
-        rounds = np.maximum(1, np.rint(wanted / alphas / (1 / alphas).sum())).astype(int)
+        wanted = tokens.sum() / alphas / (1 / alphas).sum() if scale else tokens / alphas
+        rounds = np.maximum(1, np.rint(wanted)).astype(int)
         law = np.diff(np.concatenate([np.ones((len(found), 1)), survived, np.zeros((len(found), 1))], axis=1), axis=1)
-        kept = self._random.multinomial(rounds, -law).sum(axis=0)  # rounds that kept 0..depth drafts
+        each = self._random.multinomial(rounds, -law)  # rounds that kept 0..depth drafts
+        kept = each.sum(axis=0)
+        by_prompt = None
+        if prompt is not None:
+            emitted = rounds + each @ np.arange(depth + 1)
+            by_prompt = {
+                self._names[p]: (int(emitted[prompt == p].sum()), int(rounds[prompt == p].sum()))
+                for p in np.unique(prompt)
+            }
         by_position = tuple(int(n) for n in kept[::-1].cumsum()[::-1][1:])
         total = int(rounds.sum())
         record = AcceptanceRecord(
@@ -199,6 +261,7 @@ class Simulation:
             emitted_tokens=total + sum(by_position),
             accepted_per_position=by_position,
             created=float(step),
+            by_prompt=by_prompt,
         )
         name = f"engine {number}"
         self._blocks[name] = counted(self._blocks[name], record)
@@ -206,17 +269,28 @@ class Simulation:
 
     def _score(self, step: int, shares: Floats) -> ScoreRecord:
         found = self._rollouts(self._case.replay(step, shares), self._world.prompts)
-        survived = np.cumprod(found, axis=1)
         tokens = self._random.poisson(self._world.answer_tokens, len(found)).clip(2).astype(float)
+        return self._scored(step, found, tokens, ROLLOUTS_PER_PROMPT, [])
+
+    def _replay(self, step: int, shares: Floats) -> ScoreRecord:
+        """Replay of what the engines answered, or of a part of each prompt's answers."""
+        chosen = slice(0, self._world.siblings)
+        found = odds(self._case.replay(step, shares), self._odds[:, chosen].reshape(-1, 1))
+        tokens = self._tokens[:, chosen].reshape(-1).astype(float)
+        return self._scored(step, found, tokens, self._world.siblings, self._names)
+
+    def _scored(self, step: int, found: Floats, tokens: Floats, siblings: int, names: Sequence[str]) -> ScoreRecord:
+        survived = np.cumprod(found, axis=1)
         rounds = tokens / (1 + survived.sum(axis=1))
         accepted = (rounds[:, None] * survived).sum(axis=0)
         reached = np.concatenate([[rounds.sum()], accepted[:-1]])
-        by_prompt = (counts.reshape(-1, ROLLOUTS_PER_PROMPT).sum(axis=1).tolist() for counts in (tokens, rounds))
+        by_prompt = [counts.reshape(-1, siblings).sum(axis=1).tolist() for counts in (tokens, rounds)]
         sums = DrafterSums.of(*by_prompt)
+        each = dict(zip(names, zip(*by_prompt, strict=True), strict=True)) if names else {}
         version = self._version(step)
         return ScoreRecord(
             served=sums,
-            replayed=(Replayed(version, sums, tuple(accepted.tolist()), tuple(reached.tolist())),),
+            replayed=(Replayed(version, sums, tuple(accepted.tolist()), tuple(reached.tolist()), each),),
             drafter_version=version,
             policy_version=step,
             entry_id=f"{step + 1}-0",
@@ -280,19 +354,25 @@ def main() -> None:
     rule = LiveRule()
     print("sound engines (simulated): ever called anything but healthy or unknown\n")
     print("| world | engines | reports | called sick | runs held |\n|---|---|---|---|---|")
-    for number, world in enumerate(WORLDS):
-        engines = asked.engines if number == 0 else max(4, asked.engines // 5)
+    for number, world in enumerate((*WORLDS, *SHARED)):
+        engines = asked.engines if world in (WORLDS[0], *SHARED) else max(4, asked.engines // 5)
         called, reports, holds, names = false_names(world, engines, asked.steps, 1000 * number, rule)
         said = f" ({', '.join(f'{n} {c}' for n, c in names.items())})" if names else ""
         print(f"| {world.name} | {engines} | {reports:,} | {called}{said} | {holds} |", flush=True)
     print("\nrounds of the engine until it is named (simulated): median, worst of the runs; other names meanwhile\n")
-    print("| case | name | " + " | ".join(w.name for w in WORLDS[:4]) + " | other names |")
-    print("|---|---|" + "---|" * 5)
+    for worlds in (WORLDS[:4], SHARED[:5]):
+        _until_named(worlds, asked.runs, rule)
+
+
+def _until_named(worlds: Sequence[World], runs: int, rule: LiveRule) -> None:
+    """Print the table of these worlds."""
+    print("| case | name | " + " | ".join(w.name for w in worlds) + " | other names |")
+    print("|---|---|" + "---|" * (len(worlds) + 1))
     for case in cases():
         cells, wrong = [], Counter[str]()
-        for world in WORLDS[:4]:
+        for world in worlds:
             found: list[int | None] = []
-            for seed in range(asked.runs):
+            for seed in range(runs):
                 rounds, others = until_named(world, case, seed, rule)
                 found += rounds
                 wrong += others

@@ -116,6 +116,12 @@ def prompt_hash(prompt_ids: npt.ArrayLike) -> str:
     return hashlib.sha256(np.asarray(prompt_ids, dtype="<i4").tobytes()).hexdigest()[:16]
 
 
+#: Digits of its `prompt_hash` by which an engine counts a prompt's rounds, and prompts of one drafter and policy
+#: version beyond which it counts none: so many rounds tell by their sum alone.
+COUNTED_DIGITS: Final = 8
+COUNTED_PROMPTS: Final = 64
+
+
 def target_fingerprint(config: Mapping[str, Any], aux_layers: Sequence[int]) -> str:
     """Hash of the facts that trainer, drafter and engine must agree on: architecture sizes and captured layers."""
     keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")

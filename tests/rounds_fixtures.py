@@ -32,12 +32,15 @@ class Scheduler:
         self.policy = 0
         self.truth: Counter[tuple[str | None, int]] = Counter()
         self.accepted: Counter[tuple[str | None, int]] = Counter()
+        self.prompts = 5
+        self.of_prompt: Counter[tuple[str | None, int, int, str]] = Counter()
         self.emitted = 0
         self.told = 0
 
     def schedule(self, _throttle: bool = False) -> Output:
         for _ in range(self.draw.randint(0, 2)):
-            self.requests[f"r{len(self.drafts) + self.draw.randrange(10**6)}"] = True
+            name = f"r{len(self.drafts) + self.draw.randrange(10**6)}"
+            self.requests[name] = SimpleNamespace(prompt_token_ids=[self.draw.randrange(self.prompts)])
         output = Output(policy=self.policy)
         for request in list(self.requests):
             if self.draw.random() < 0.7:
@@ -63,6 +66,9 @@ class Scheduler:
                 law = (makers[request], scheduler_output.policy)
                 self.truth[law] += 1
                 self.accepted[law] += accepted
+                prompt = self.requests[request].prompt_token_ids[0]
+                self.of_prompt[*law, prompt, "tokens"] += accepted + 1
+                self.of_prompt[*law, prompt, "rounds"] += 1
                 self.make_spec_decoding_stats(
                     None,
                     num_draft_tokens=DEPTH,

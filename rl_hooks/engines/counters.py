@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from rl_hooks.errors import MetricsError, cut
+from rl_hooks.wire import COUNTED_PROMPTS
 
 ROUNDS: Final = "vllm:spec_decode_num_drafts_total"
 DRAFTED: Final = "vllm:spec_decode_num_draft_tokens_total"
@@ -63,8 +64,11 @@ class Counts:
     #: Tokens that rounds emitted, after trimming; None where the engine does not count them.
     emitted_tokens: int | None = 0
     window_seconds: float = 0.0
+    #: Tokens emitted and rounds by prompt (`COUNTED_DIGITS` of its hash); empty where the engine does not count so.
+    by_prompt: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __add__(self, other: Counts) -> Counts:
+        both = {p: self._of(p, 1, other) for p in (*self.by_prompt, *other.by_prompt)}
         known = self.emitted_tokens is not None and other.emitted_tokens is not None
         longest, shortest = sorted((self.accepted_per_position, other.accepted_per_position), key=len, reverse=True)
         return Counts(
@@ -74,12 +78,19 @@ class Counts:
             tuple(a + (shortest[i] if i < len(shortest) else 0) for i, a in enumerate(longest)),
             (self.emitted_tokens or 0) + (other.emitted_tokens or 0) if known else None,
             self.window_seconds + other.window_seconds,
+            both if len(both) <= COUNTED_PROMPTS else {},
         )
+
+    def _of(self, prompt: str, sign: int, other: Counts) -> tuple[int, int]:
+        (tokens, rounds), (more, also) = (one.by_prompt.get(prompt, (0, 0)) for one in (self, other))
+        return tokens + sign * more, rounds + sign * also
 
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict` after a trip through JSON."""
-        return cls(**{**document, "accepted_per_position": tuple(document["accepted_per_position"])})
+        by_prompt = {p: (int(tokens), int(rounds)) for p, (tokens, rounds) in document.get("by_prompt", {}).items()}
+        positions = tuple(document["accepted_per_position"])
+        return cls(**{**document, "accepted_per_position": positions, "by_prompt": by_prompt})
 
     @property
     def alpha(self) -> float:
@@ -99,6 +110,7 @@ class Counts:
             ),
             (self.emitted_tokens or 0) - (earlier.emitted_tokens or 0) if known else None,
             seconds,
+            {p: more for p in self.by_prompt if (more := self._of(p, -1, earlier))[1] > 0},
         )
 
     def with_rounds_without_drafts(self) -> Counts:

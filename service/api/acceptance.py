@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import to_json
 
+from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
 from service.api.auth import Caller, check_covers
 from service.api.context import Context, RunQuery, ServiceContext
 from service.api.drafters import tagged
@@ -26,6 +27,7 @@ from service.storage.runs import check_open
 
 router = APIRouter(tags=["acceptance"])
 
+PromptDigits = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{COUNTED_DIGITS}}}$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 53, strict=True)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
 
@@ -82,6 +84,11 @@ class AcceptanceReport(BaseModel):
     emitted_tokens: Count | None = Field(None, description="Tokens that rounds emitted, after trimming, if known.")
     accepted_per_position: list[Count] = Field(default_factory=list, max_length=64)
     window_seconds: float = Field(0.0, ge=0)
+    by_prompt: dict[PromptDigits, tuple[Count, Count]] = Field(
+        default_factory=dict,
+        max_length=COUNTED_PROMPTS,
+        description=f"Emitted tokens and rounds by the first {COUNTED_DIGITS} digits of a prompt's hash, if known.",
+    )
     depth: int | None = Field(None, description="Tokens that the engine drafts a round, if known.")
     drafting: str | None = Field(None, description="`greedy` or `probabilistic`, if known.")
     final: bool = False
@@ -139,7 +146,8 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     if report.canary is not None:
         _check_canary(context, report.run, report.canary)
     odd = report.check_emitted()
-    record = AcceptanceRecord(**report.model_dump(exclude={"step_times"}), created=time.time())
+    counts = report.model_dump(exclude={"step_times", "by_prompt"})
+    record = AcceptanceRecord(**counts, by_prompt=report.by_prompt or None, created=time.time())
     steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times]
     blocks = await context.store(report.run).book(record, steps)
     if report.canary is not None:

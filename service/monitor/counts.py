@@ -22,12 +22,17 @@ def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceR
     fell = before is not None and (now.accepted_tokens or 0) < (before.accepted_tokens or 0)
     if before is None or fell or now.rounds < before.rounds:
         return now
-    return _combined(now, before, -1)
+    older = before.by_prompt or {}
+    more = {
+        prompt: (max(0, tokens - older.get(prompt, (0, 0))[0]), rounds - older.get(prompt, (0, 0))[1])
+        for prompt, (tokens, rounds) in (now.by_prompt or {}).items()
+    }
+    return replace(_combined(now, before, -1), by_prompt={p: counts for p, counts in more.items() if counts[1] > 0})
 
 
 def total(more: AcceptanceRecord, so_far: AcceptanceRecord | None) -> AcceptanceRecord:
-    """`more` with the sum of both counts."""
-    return more if so_far is None else _combined(more, so_far, 1)
+    """`more` with the sum of both counts; those of prompts are of no sum."""
+    return replace(more if so_far is None else _combined(more, so_far, 1), by_prompt=None)
 
 
 def _combined(a: AcceptanceRecord, b: AcceptanceRecord, sign: int) -> AcceptanceRecord:

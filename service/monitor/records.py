@@ -87,6 +87,7 @@ class Replayed:
 
     `sums`: with the second moments of prompts, where those of other sums are of rollouts; `rollouts` counts prompts.
     `accepted[j]`: rounds that kept drafts 0..j. `reached[j]`: rounds that kept those before it and had a j-th one.
+    `by_prompt`: tokens and rounds of each prompt, as engines count them; empty where the batch has many.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -94,6 +95,7 @@ class Replayed:
     sums: DrafterSums
     accepted: tuple[float, ...] = ()
     reached: tuple[float, ...] = ()
+    by_prompt: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class AcceptanceRecord:
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({"as_of_arrival"})
+    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt"})  # of most engines
     run: str = "default"
     reporter: str | None = None
     engine: str = ""
@@ -191,6 +193,7 @@ class AcceptanceRecord:
     canary: dict[str, object] | None = None
     created: float | None = None
     as_of_arrival: bool | None = None
+    by_prompt: dict[str, tuple[int, int]] | None = None
 
     @property
     def reported(self) -> float:

@@ -215,11 +215,12 @@ def _count(name: str, value: bytes) -> AcceptanceRecord | None:
     record = read(AcceptanceRecord, value)
     if record is None:
         return None
-    return replace(  # a few strings in many records; nobody reads the canary
+    return replace(  # a few strings in many records; nobody reads the canary, or prompts
         record,
         engine=sys.intern(record.engine),
         method=sys.intern(record.method),
         reporter=None if record.reporter is None else sys.intern(record.reporter),
         drafter_version=None if record.drafter_version is None else sys.intern(record.drafter_version),
         canary=None,
+        by_prompt=None,
     )

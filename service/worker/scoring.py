@@ -24,6 +24,7 @@ from drafter.replay.lossless import drafters_favour
 from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
 from drafter.training.ranks import Ranks
+from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
 from service.monitor.records import DrafterSums, Favour, Replayed, ScoreRecord
 
 log = logging.getLogger("draftalign.worker")
@@ -201,9 +202,11 @@ def _favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour 
 def _replayed(version: str, found: Replay, prompts: Sequence[str]) -> Replayed:
     """What live counts are compared with, summed by prompt; a thousandth of a round is enough."""
     accepted, reached = (tuple(counts.sum(axis=0).round(3).tolist()) for counts in (found.accepted, found.reached))
-    _, prompt = np.unique(prompts, return_inverse=True)
+    names, prompt = np.unique(prompts, return_inverse=True)
     tokens, rounds = (np.bincount(prompt, counts).tolist() for counts in (found.tokens, found.rounds))
-    return Replayed(version, DrafterSums.of(tokens, rounds), accepted, reached)
+    each = zip(names.tolist(), tokens, rounds, strict=True) if len(names) <= COUNTED_PROMPTS else ()
+    by_prompt = {name[:COUNTED_DIGITS]: (round(t, 3), round(r, 3)) for name, t, r in each if r > 0}
+    return Replayed(version, DrafterSums.of(tokens, rounds), accepted, reached, by_prompt)
 
 
 def _entropies(batch: RolloutBatch) -> tuple[float, ...]:

@@ -15,14 +15,17 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash
 
 log = logging.getLogger("vllm.draftalign")
 
 _MAX_BUCKETS: Final = 64
+#: Aborted requests whose prompts are still known, before they are forgotten.
+_STALE_PROMPTS: Final = 1024
 #: What vLLM's scheduler tells for each request that had drafts to verify.
 _TOLD: Final = (
     *("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
@@ -40,6 +43,8 @@ class _Bucket:
     emitted: int = 0
     #: Rounds by how many drafts they accepted.
     accepted: Counter[int] = field(default_factory=Counter)
+    #: Tokens emitted and rounds of each prompt; None: there were too many.
+    by_prompt: dict[str, list[int]] | None = field(default_factory=dict)
 
     def counts(self) -> Counts:
         table = dict(self.accepted)
@@ -52,7 +57,17 @@ class _Bucket:
                 sum(rounds for length, rounds in table.items() if length > position) for position in range(deepest)
             ),
             emitted_tokens=self.emitted,
+            by_prompt={prompt: (tokens, rounds) for prompt, (tokens, rounds) in (self.by_prompt or {}).items()},
         )
+
+    def add(self, prompt: str, emitted: int) -> None:
+        """One round of a prompt."""
+        if self.by_prompt is not None:
+            of = self.by_prompt.setdefault(prompt, [0, 0])
+            of[0] += emitted
+            of[1] += 1
+            if len(self.by_prompt) > COUNTED_PROMPTS:
+                self.by_prompt = None
 
 
 class RoundCounter:
@@ -69,6 +84,7 @@ class RoundCounter:
         #: Request -> drafter of its drafts, while some are older than the present one; None: all are its.
         self._makers: dict[str, str | None] | None = None
         self._step: list[tuple[str, int, int]] = []  # request, drafts, accepted ones
+        self._prompts: dict[str, str | None] = {}  # request -> its prompt, as it is counted; None: not known
         self._law: _Law = self.serving
         self._scheduler = scheduler
         self._wrap(scheduler)
@@ -112,6 +128,8 @@ class RoundCounter:
             with self._guarded():
                 invalid = num_invalid_spec_tokens.get(request_id, 0) if num_invalid_spec_tokens else 0
                 append((request_id, num_draft_tokens - invalid, num_accepted_tokens))
+                if request_id not in self._prompts:  # now: a request that ends in this step is not there after it
+                    self._prompts[request_id] = _prompt(self._scheduler.requests.get(request_id))
             return told(spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
 
         def counted_update(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +166,12 @@ class RoundCounter:
                     by_maker.setdefault(self._makers.get(round_[0], drafter), []).append(round_)
                 for maker, rounds in by_maker.items():
                     self._book((maker, policy), rounds, emitted)
+            for request, _, _ in self._step:
+                if request not in self._scheduler.requests:
+                    self._prompts.pop(request, None)
             self._step.clear()
+            if len(self._prompts) > 2 * len(self._scheduler.requests) + _STALE_PROMPTS:  # aborted ones
+                self._prompts = {r: prompt for r, prompt in self._prompts.items() if r in self._scheduler.requests}
         if self._makers is not None:
             self._makers |= dict.fromkeys(scheduler_output.num_scheduled_tokens, drafter)
             requests = self._scheduler.requests
@@ -162,9 +185,18 @@ class RoundCounter:
             bucket = self._buckets.pop(law, None)
             if bucket is None:
                 while len(self._buckets) >= _MAX_BUCKETS:
-                    self._gone += self._buckets.pop(next(iter(self._buckets))).counts()
+                    self._gone += replace(self._buckets.pop(next(iter(self._buckets))).counts(), by_prompt={})
                 bucket = _Bucket()
             self._buckets[law] = bucket  # the last one counted stands last
             bucket.drafted += sum(drafted)
             bucket.accepted.update(accepted)
             bucket.emitted += sum(map(emitted.get, requests, itertools.repeat(0)))
+            for request in requests if bucket.by_prompt is not None else ():
+                if (prompt := self._prompts.get(request)) is not None:
+                    bucket.add(prompt, emitted.get(request, 0))
+
+
+def _prompt(request: Any) -> str | None:
+    """How a request's prompt is counted; None where its tokens are not there."""
+    tokens = getattr(request, "prompt_token_ids", None)
+    return None if tokens is None else prompt_hash(tokens)[:COUNTED_DIGITS]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from rl_hooks.wire import COUNTED_PROMPTS
 from service.monitor.records import AcceptanceRecord
 
 #: A block is closed at so many rounds; a report with more is a block of its own.
@@ -35,6 +36,7 @@ class Block:
     drafted: int | None
     accepted: tuple[int, ...]
     since: float
+    by_prompt: Mapping[str, Sequence[int]] = field(default_factory=dict)  # tokens and rounds; empty: not known
 
     @property
     def alpha(self) -> float:
@@ -66,6 +68,9 @@ class Block:
 
     def __add__(self, newer: Block) -> Block:
         long, short = sorted((self.accepted, newer.accepted), key=len, reverse=True)
+        by_prompt = {**self.by_prompt, **newer.by_prompt}
+        for prompt in self.by_prompt.keys() & newer.by_prompt.keys():
+            by_prompt[prompt] = [a + b for a, b in zip(self.by_prompt[prompt], newer.by_prompt[prompt], strict=True)]
         padded = (*short, *[0] * (len(long) - len(short)))
         drafted = None if self.drafted is None or newer.drafted is None else self.drafted + newer.drafted
         return replace(
@@ -74,6 +79,7 @@ class Block:
             tokens=self.tokens + newer.tokens,
             drafted=drafted,
             accepted=tuple(a + b for a, b in zip(long, padded, strict=True)),
+            by_prompt=by_prompt if len(by_prompt) <= COUNTED_PROMPTS else {},
         )
 
 
@@ -92,6 +98,7 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
         more.drafted_tokens,
         _positions(more),
         more.reported,
+        more.by_prompt or {},
     )
     last = blocks[-1] if blocks else None
     if last is not None and last.idle == new.idle:

@@ -79,17 +79,22 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A block with its replay, and both at the depth that they have in common."""
+    """A block with its replay, and both at the depth that they have in common.
+
+    `rounds`, `tokens`, `expected`: of those prompts of the block that were replayed where it is `paired`, else of all.
+    """
 
     block: Block
     cell: Cell
+    rounds: int
     tokens: float
     expected: float
+    paired: bool = False
 
 
-def at_common_depth(block: Block, replays: Replays, rule: LiveRule) -> Known | None:
-    """A block beside its replay, at the depth that both have; None where that cannot be told."""
-    cell = replays.get(block)
+def at_common_depth(block: Block, replays: Replays, rule: LiveRule, cell: Cell | None = None) -> Known | None:
+    """A block beside its replay, at the depth that both have; None where that cannot be told. `cell`: another's."""
+    cell = cell or replays.get(block)
     if cell is None:
         return None
     depth, ours = _drafts(block, cell), len(cell.accepted) or rule.depth
@@ -98,8 +103,11 @@ def at_common_depth(block: Block, replays: Replays, rule: LiveRule) -> Known | N
         if not block.accepted:
             return None
         tokens, depth = block.rounds + sum(block.accepted[:ours]), None
+    elif replays.paired and (depth is None or depth > ours - 0.01) and (pairs := cell.on_prompts_of(block)):
+        emitted, expected, rounds = (math.fsum(column) for column in zip(*pairs, strict=True))
+        return Known(block, cell, int(rounds), emitted, expected, paired=True)
     alpha = cell.alpha(depth if depth is not None and depth < ours - 0.01 else None)
-    return None if alpha is None else Known(block, cell, tokens, alpha * block.rounds)
+    return None if alpha is None else Known(block, cell, block.rounds, tokens, alpha * block.rounds)
 
 
 def _drafts(block: Block, cell: Cell) -> float | None:
@@ -116,29 +124,34 @@ def _drafts(block: Block, cell: Cell) -> float | None:
 class Scan:
     """Sums over the newest blocks, one more with each call of `add`.
 
-    `outlier`: tokens by which a single prompt may be off (`Replays`). A stretch may hold little else, so such a prompt
-    by itself must stay within `OVER` standard errors.
+    `outliers`: whether a stretch may hold little but one prompt that is off (`Replays.outlier`): such a prompt by
+    itself must stay within `OVER` standard errors.
     """
 
-    def __init__(self, spread: float, outlier: float = 0.0) -> None:
-        self._spread, self._outlier = spread, outlier
-        self._tokens = self._expected = self._flips = self._rounds = 0.0
-        self._replayed = 0.0  # sum of expected_i² / replayed rounds_i
+    def __init__(self, replays: Replays, *, outliers: bool = True) -> None:
+        self._replays, self._outliers = replays, outliers
+        self._tokens = self._expected = self._rounds = 0.0
+        self._squares = self._outlier = 0.0  # variance of the tokens; tokens that one prompt may be off
         self._of: defaultdict[int, float] = defaultdict(float)
 
     def add(self, known: Known) -> Stretch:
         """Take one block in; returns the stretch from it to the newest."""
-        cell = id(known.cell)
-        before = self._of[cell]
-        self._of[cell] = now = before + known.expected
-        self._replayed += (now * now - before * before) / known.cell.rounds
+        if known.paired and self._replays.paired is not None:
+            spread, outlier = self._replays.paired
+            self._squares += spread * known.expected
+        else:
+            spread, outlier = self._replays.spread or 0.0, self._replays.outlier
+            cell = id(known.cell)
+            before = self._of[cell]
+            self._of[cell] = now = before + known.expected
+            self._squares += (spread + known.cell.flips) * known.expected**2 / known.rounds
+            self._squares += spread * (now * now - before * before) / known.cell.rounds
+        self._outlier = max(self._outlier, outlier * self._outliers)
         self._tokens += known.tokens
         self._expected += known.expected
-        self._rounds += known.block.rounds
-        self._flips += known.cell.flips * known.block.rounds
+        self._rounds += known.rounds
         ratio = max(self._tokens, 1.0) / self._expected
-        variance = (self._spread + self._flips / self._rounds) / self._rounds
-        variance += (self._spread * self._replayed + (self._outlier / OVER) ** 2) / self._expected**2
+        variance = (self._squares + (self._outlier / OVER) ** 2) / self._expected**2
         rounds, error = self._rounds, math.sqrt(max(variance, _LEAST))
         return Stretch(int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), error)
 
@@ -161,7 +174,7 @@ def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
     if dead is not None and dead.kind != "unknown":
         return dead
     known = [found for block in blocks if (found := at_common_depth(block, replays, rule)) is not None]
-    rounds = sum(k.block.rounds for k in known)
+    rounds = sum(k.rounds for k in known)
     if not known:
         text = "no replay α of what it drafts with, on rollouts of the same policy version, so far"
         return dead or Finding("unknown", text)
@@ -170,7 +183,7 @@ def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
     if rounds < rule.min_rounds:
         return dead or Finding("unknown", f"{rounds} rounds so far; {rule.min_rounds} are needed to judge")
     begin, kind = _change(known, replays, replace(rule, above_band=_above_band(known, replays, rule)))
-    about, scan = known[begin:], Scan(replays.spread, replays.outlier)
+    about, scan = known[begin:], Scan(replays)
     stretch = [scan.add(k) for k in reversed(about)][-1]
     if kind == "healthy":
         if dead is not None:
@@ -198,7 +211,7 @@ def _change(known: Sequence[Known], replays: Replays, rule: LiveRule) -> tuple[i
     """Where the newest stretch that differs begins, and how; 0 and healthy where none does."""
     begin = 0
     while True:
-        scan, stretches = Scan(replays.spread or 0.0, replays.outlier), []
+        scan, stretches = Scan(replays), []
         for one in reversed(known[begin:]):
             stretches.append(scan.add(one))
         low = min(range(len(stretches)), key=lambda i: (stretches[i].log_ratio + rule.dead_band) / stretches[i].error)
@@ -270,10 +283,9 @@ def _other_depth(known: Sequence[Known], rule: LiveRule) -> str | None:
     )
 
 
-def was_sound(found: Finding, spread: float) -> bool:
-    """Whether the engine accepted, before it fell, significantly more than halfway to what it accepts now."""
+def was_sound(found: Finding, replays: Replays) -> bool:
+    """Whether the engine accepted, before it fell, more than halfway to what it accepts now."""
     if not found.before or found.stretch is None:
         return False
-    scan = Scan(spread)
-    before = [scan.add(one) for one in found.before][-1]
-    return (before.log_ratio - found.stretch.log_ratio / 2) / before.error > OVER
+    scan = Scan(replays)
+    return [scan.add(one) for one in found.before][-1].log_ratio > found.stretch.log_ratio / 2

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from service.monitor.live.blocks import Block
@@ -20,6 +21,8 @@ _DESIGN_EFFECT: Final = 4.0
 #: A step's prompts are taken to bring up to so many times what they bring in the calmest quarter of the steps. What is
 #: beyond is one prompt's: chance alone makes 16 prompts of a step bring 2.5 times that in one of 64 steps.
 _USUAL: Final = 3.0
+#: Share of a block's rounds that must be of replayed prompts for these to stand for it.
+_COVERED: Final = 0.8
 #: Variance of log α from one round's coin flips, at most, for depths up to 4, where no positions are known.
 COIN_FLIPS: Final = 0.45
 
@@ -32,6 +35,7 @@ class Cell:
     rounds: float
     accepted: tuple[float, ...]
     reached: tuple[float, ...]
+    by_prompt: Mapping[str, Sequence[float]] = field(default_factory=dict)  # tokens and rounds
 
     def alpha(self, depth: float | None = None) -> float | None:
         """Tokens per round, for an engine that drafts `depth` tokens; None where that cannot be told."""
@@ -42,6 +46,18 @@ class Cell:
         whole = int(depth)
         kept = math.fsum(self.accepted[:whole]) + (depth - whole) * self.accepted[whole]
         return 1.0 + kept / self.rounds
+
+    def on_prompts_of(self, block: Block) -> list[tuple[float, float, int]]:
+        """Of each prompt of the block that was replayed: tokens emitted, tokens that its rounds should emit, rounds.
+
+        Of none where these are few of the block's rounds: they may be of another kind, the first turns of talks, say.
+        """
+        pairs = list[tuple[float, float, int]]()
+        for prompt, (tokens, rounds) in block.by_prompt.items():
+            replayed = self.by_prompt.get(prompt)
+            if replayed is not None and min(rounds, *replayed) > 0:
+                pairs.append((tokens, rounds * replayed[0] / replayed[1], rounds))
+        return pairs if sum(pair[2] for pair in pairs) >= _COVERED * block.rounds else []
 
     @property
     def flips(self) -> float:
@@ -59,6 +75,8 @@ class Replays:
     `spread`: variance of log α that one round's worth of text brings; None where there are too few rollouts to say.
     `outlier`: the most tokens by which a single prompt was off what its rounds should have emitted; `spread` is an
     average and hides such a prompt. 0 where no step's prompts are farther off than prompts usually are.
+    `paired`: the same two of engines beside replay on the same prompts, the variance by tokens; None where too few are
+    known.
     """
 
     def __init__(self, scores: Iterable[ScoreRecord]) -> None:
@@ -79,9 +97,29 @@ class Replays:
         spread = _spread([*prompts.values()], 1.0)
         self.spread = _spread(rollouts, _DESIGN_EFFECT) if spread is None else spread
         self.outlier = _outlier([*prompts.values()])
+        self.paired: tuple[float, float] | None = None
         responses = math.fsum(sums.rollouts for sums in rollouts)
         #: Tokens that rounds emit in one response, on average; None where nobody knows.
         self.response_tokens = math.fsum(sums.tokens for sums in rollouts) / responses if responses > 0 else None
+
+    def beside(self, engines: Iterable[Sequence[Block]]) -> Replays:
+        """The same, with `paired` as these engines' counts show it.
+
+        Around each engine's own level in each policy version: one that is wrong alike on all prompts adds nothing.
+        """
+        steps = list[DrafterSums]()
+        for blocks in engines:
+            of: dict[tuple[str, int], Block] = {}
+            for block in blocks:
+                key = (block.drafter_version, block.policy_version)
+                of[key] = of[key] + block if key in of else block
+            for block in of.values():
+                cell = self.get(block)
+                if cell is not None and (pairs := cell.on_prompts_of(block)):
+                    steps.append(DrafterSums.of([pair[0] for pair in pairs], [pair[1] for pair in pairs]))
+        found, spread = copy.copy(self), _spread(steps, 1.0)
+        found.paired = None if spread is None else (spread, _outlier(steps))
+        return found
 
     def get(self, block: Block) -> Cell | None:
         """Replay of the block's drafter version on rollouts of its policy version."""
@@ -107,7 +145,7 @@ def _replayed(score: ScoreRecord) -> Iterable[tuple[str, Cell]]:
     if score.replayed is not None:
         for one in score.replayed:
             if one.sums.rounds > 0 and one.sums.tokens > 0:
-                yield one.version, Cell(one.sums.tokens, one.sums.rounds, one.accepted, one.reached)
+                yield one.version, Cell(one.sums.tokens, one.sums.rounds, one.accepted, one.reached, one.by_prompt)
     elif score.drafter_version is not None and (sums := score.sums("served")) is not None and sums.tokens > 0:
         yield score.drafter_version, Cell(sums.tokens, sums.rounds, (), ())
 
@@ -117,7 +155,12 @@ def _pooled(cells: Sequence[Cell]) -> Cell:
     alike = len({(len(c.accepted), len(c.reached)) for c in cells}) == 1
     accepted = tuple(map(math.fsum, zip(*(c.accepted for c in cells), strict=True))) if alike else ()
     reached = tuple(map(math.fsum, zip(*(c.reached for c in cells), strict=True))) if alike else ()
-    return Cell(math.fsum(c.tokens for c in cells), math.fsum(c.rounds for c in cells), accepted, reached)
+    by_prompt: dict[str, list[float]] = {}
+    for cell in cells:
+        for prompt, (tokens, rounds) in cell.by_prompt.items():
+            so_far = by_prompt.get(prompt, (0.0, 0.0))
+            by_prompt[prompt] = [so_far[0] + tokens, so_far[1] + rounds]
+    return Cell(math.fsum(c.tokens for c in cells), math.fsum(c.rounds for c in cells), accepted, reached, by_prompt)
 
 
 def _spread(clustered: Sequence[DrafterSums], effect: float) -> float | None:

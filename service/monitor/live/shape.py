@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from service.monitor.live.engine import MISSING, Known, Scan
+from service.monitor.live.engine import MISSING, Known, LiveRule, Scan, at_common_depth
 from service.monitor.live.replays import COIN_FLIPS, Cell, Replays
 
 #: What moves a prompt's α moves the shares of its first drafts and of its later ones alike, but for so much of it.
@@ -61,7 +61,7 @@ def fell_while_replay_healed(known: Sequence[Known], spread: float) -> bool:
         by_version.setdefault(one.block.drafter_version, []).append(one)
     sides = []
     for found in by_version.values():
-        rounds = float(sum(k.block.rounds for k in found))
+        rounds = float(sum(k.rounds for k in found))
         replayed = math.fsum({id(k.cell): k.cell.rounds for k in found}.values())
         live, expected = math.fsum(k.tokens for k in found), math.fsum(k.expected for k in found)
         sides.append((math.log(max(live, 1.0) / rounds), math.log(expected / rounds), rounds, replayed))
@@ -76,16 +76,15 @@ def fell_while_replay_healed(known: Sequence[Known], spread: float) -> bool:
     return False
 
 
-def as_another(known: Sequence[Known], replays: Replays) -> str | None:
+def as_another(known: Sequence[Known], replays: Replays, rule: LiveRule) -> str | None:
     """The version that accepts, in replay, what this engine accepts; None where none does or nobody knows."""
-    spread = replays.spread or 0.0
     names = set.intersection(*(set(replays.others(k.block)) for k in known)) if known else set()
     best = None
     for name in sorted(names):
-        scan, stretch = Scan(spread), None
+        scan, stretch = Scan(replays, outliers=False), None
         for one in known:
-            cell = replays.others(one.block)[name]
-            stretch = scan.add(Known(one.block, cell, one.tokens, one.block.rounds * (cell.alpha() or 1.0)))
+            other = at_common_depth(one.block, replays, rule, replays.others(one.block)[name])
+            stretch = stretch if other is None else scan.add(other)
         if stretch is not None and abs(stretch.log_ratio) < 2 * stretch.error and stretch.error < 0.1:
             distance = abs(stretch.log_ratio) / stretch.error
             best = min(best or (distance, name), (distance, name))

@@ -19,9 +19,11 @@ newest stretches are tested at once, so that a change shows however old the engi
     var d = (s + r)/rounds + s · sum w_i²/replayed rounds_i + (o/3/expected tokens)²,  w_i: share of the expected tokens
 
 with s the variance of log α that one round's worth of text brings (prompts differ: measured between them), r that of
-the coin flips in one round, and o the tokens by which one prompt alone may be off. It is called low where
-(d + `dead_band`)/sd < -`certain`: a scan over change points with a fixed limit. Its error over a whole run is measured,
-not derived: benchmarks/live_replay.py.
+the coin flips in one round, and o the tokens by which one prompt alone may be off. Where an engine counts by prompt,
+both sums are over the prompts that were replayed, and the variance is that of these differences (`Replays.beside`).
+
+It is called low where (d + `dead_band`)/sd < -`certain`: a scan over change points with a fixed limit. Its error over a
+whole run is measured, not derived: benchmarks/live_replay.py.
 
 Pure: no torch, no Redis, no clock.
 """
@@ -102,6 +104,7 @@ class Watch:
 
 def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRule) -> Watch:
     """Judge all engines: their blocks by reporter, oldest first."""
+    replays = replays.beside(engines.values())
     findings = {reporter: find(blocks, replays, rule) for reporter, blocks in engines.items() if blocks}
     judged = {r: f for r, f in findings.items() if f.kind != "unknown"}
     above = [r for r, f in judged.items() if f.kind == "above"]
@@ -109,7 +112,7 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
     all_above = len(above) >= _ALL * len(judged) > 0
     verdicts = []
     for reporter, found in sorted(findings.items()):
-        name, text = _named(found, replays, together=together, all_above=all_above)
+        name, text = _named(found, replays, rule, together=together, all_above=all_above)
         verdicts.append(
             EngineVerdict(reporter, name, text, engines[reporter][-1].drafter_version, found.stretch, found.since)
         )
@@ -131,7 +134,7 @@ def _together(
     if len(others) <= (1 - _ALL) * alive:
         return True
     began = min(judged[r].blocks[0].block.policy_version for r in low)
-    scan, found = Scan(replays.spread or 0.0, replays.outlier), None
+    scan, found = Scan(replays), None
     for reporter in others:
         for block in engines[reporter]:
             if block.policy_version >= began and (known := at_common_depth(block, replays, rule)) is not None:
@@ -139,7 +142,9 @@ def _together(
     return found is not None and (found.log_ratio + rule.dead_band) / found.error < -OVER
 
 
-def _named(found: Finding, replays: Replays, *, together: bool, all_above: bool) -> tuple[VerdictName, str]:
+def _named(
+    found: Finding, replays: Replays, rule: LiveRule, *, together: bool, all_above: bool
+) -> tuple[VerdictName, str]:
     if found.kind in ("healthy", "unknown", "depth", "dead"):
         return found.kind, found.text
     if found.kind == "above":
@@ -157,10 +162,10 @@ def _named(found: Finding, replays: Replays, *, together: bool, all_above: bool)
     if together:
         blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
         return "trainer features", f"{found.text}: {blame}"
-    other = as_another(found.blocks, replays)
+    other = as_another(found.blocks, replays, rule)
     if other is not None:
         return "stale weights", f"{found.text}: it accepts what {other} would"
-    if was_sound(found, spread):
+    if was_sound(found, replays):
         versions = {k.block.drafter_version for k in found.before}
         new = found.blocks[0].block.drafter_version not in versions
         began = "with this version" if new else "in the middle of a version"

@@ -117,8 +117,8 @@ class Account:
 
 
 def _block(values: list[Any]) -> Block:
-    drafter, policy, rounds, tokens, drafted, accepted, since_ = values
-    return Block(drafter, policy, rounds, tokens, drafted, tuple(accepted), since_)
+    drafter, policy, rounds, tokens, drafted, accepted, since_, *by_prompt = values
+    return Block(drafter, policy, rounds, tokens, drafted, tuple(accepted), since_, *map(dict, by_prompt))
 
 
 def _step(values: Sequence[Any]) -> StepSample:

@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rl_hooks.engines.counters import (
 )
 from rl_hooks.errors import MetricsError
 from rl_hooks.release import _replayed_alpha
+from rl_hooks.wire import COUNTED_PROMPTS
 
 
 @pytest.fixture
@@ -622,6 +624,17 @@ def test_buckets_are_bounded_and_the_least_recent_goes_first() -> None:
     assert len(kept) == MAX_BUCKETS
     assert 0 in kept
     assert 1 not in kept
+
+
+def test_rounds_of_prompts_are_added_subtracted_and_kept_within_bounds() -> None:
+    earlier = Counts(4, by_prompt={"0000000a": (6, 2), "0000000b": (5, 2)})
+    later = earlier + Counts(3, by_prompt={"0000000b": (4, 1), "0000000c": (7, 2)})
+    assert later.by_prompt == {"0000000a": (6, 2), "0000000b": (9, 3), "0000000c": (7, 2)}
+    assert later.since(earlier, 1.0).by_prompt == {"0000000b": (4, 1), "0000000c": (7, 2)}
+    assert Counts.load(json.loads(json.dumps(asdict(later)))) == later
+    full = Counts(by_prompt={f"{n:08x}": (2, 1) for n in range(COUNTED_PROMPTS)})
+    assert (full + full).by_prompt == dict.fromkeys(full.by_prompt, (4, 2))
+    assert (full + Counts(by_prompt={"ffffffff": (2, 1)})).by_prompt == {}, "a report with more is refused"
 
 
 def test_alpha_of_nothing_is_not_a_number() -> None:

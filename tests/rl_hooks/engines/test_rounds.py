@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from rounds_fixtures import Output, Scheduler
 
 from rl_hooks.engines.counters import Counts
-from rl_hooks.engines.vllm.rounds import CountingUnsupportedError, RoundCounter, _Bucket
+from rl_hooks.engines.vllm.rounds import CountingUnsupportedError, RoundCounter, _Bucket, _prompt
+from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,6 +47,60 @@ def test_every_round_is_its_makers_whatever_is_swapped_between_steps(seed: int, 
     }
     assert (read.emitted_tokens, read.drafted_tokens) == (scheduler.emitted, scheduler.told)
     assert read.policy_version == scheduler.policy
+    of_prompt = scheduler.of_prompt
+    assert {(d, p): c.by_prompt for d, p, c in read.exact} == {
+        law: {
+            prompt_hash([n])[:COUNTED_DIGITS]: (of_prompt[*law, n, "tokens"], of_prompt[*law, n, "rounds"])
+            for n in range(scheduler.prompts)
+            if of_prompt[*law, n, "rounds"]
+        }
+        for law in scheduler.truth
+    }
+
+
+def test_a_request_that_comes_again_under_its_name_is_its_new_prompts() -> None:
+    scheduler = Scheduler(0)
+    counter = RoundCounter(scheduler)
+    for prompt in (1, 2):
+        scheduler.requests = {"r": SimpleNamespace(prompt_token_ids=[prompt])}
+        while "r" in scheduler.requests:  # the scheduler ends it at random
+            scheduler.update_from_output(Output(num_scheduled_tokens={"r": 1}), {"r": "v1"})
+    ((_, _, counts),) = counter.read().exact or ()
+    assert set(counts.by_prompt) == {prompt_hash([1])[:COUNTED_DIGITS], prompt_hash([2])[:COUNTED_DIGITS]}
+
+
+def test_more_prompts_than_are_compared_are_not_counted_one_by_one_and_take_no_room() -> None:
+    scheduler = Scheduler(0)
+    counter, known = RoundCounter(scheduler), []
+    for prompt in range(3 * COUNTED_PROMPTS):
+        name = f"r{prompt}"
+        scheduler.requests = {name: SimpleNamespace(prompt_token_ids=[prompt])}  # the one before was aborted
+        scheduler.update_from_output(Output(num_scheduled_tokens={name: 1}), {name: "v1"})
+        ((_, _, counts),) = counter.read().exact or ()
+        known.append(len(counts.by_prompt))
+    assert known == [*range(1, COUNTED_PROMPTS + 1), *[0] * (2 * COUNTED_PROMPTS)]
+    assert counts.rounds == 3 * COUNTED_PROMPTS
+
+
+def test_prompts_of_aborted_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_hooks.engines.vllm.rounds._STALE_PROMPTS", 8)
+    scheduler = Scheduler(0)
+    counter = RoundCounter(scheduler)
+    for number in range(100):
+        scheduler.requests = {f"r{number}": SimpleNamespace(prompt_token_ids=[0])}
+        scheduler.update_from_output(Output(num_scheduled_tokens={f"r{number}": 1}), {f"r{number}": "v1"})
+    assert len(counter._prompts) <= 10
+
+
+def test_a_request_without_tokens_counts_for_no_prompt() -> None:
+    scheduler = Scheduler(0)
+    counter = RoundCounter(scheduler)
+    for request in (None, SimpleNamespace(prompt_token_ids=None)):
+        scheduler.requests = {"r": SimpleNamespace(prompt_token_ids=[0])}
+        counter._prompts = {"r": _prompt(request)}
+        scheduler.update_from_output(Output(num_scheduled_tokens={"r": 1}), {"r": "v1"})
+    ((_, _, counts),) = counter.read().exact or ()
+    assert (counts.rounds, counts.by_prompt) == (2, {})
 
 
 class Told(Scheduler):
@@ -139,11 +194,12 @@ def test_totals_never_fall_when_old_versions_leave_the_books() -> None:
         counter.serve("v1", version)
         output = scheduler.schedule()
         output.num_scheduled_tokens = {"r": 1}
-        scheduler.requests["r"] = True
+        scheduler.requests["r"] = SimpleNamespace(prompt_token_ids=[version])
         scheduler.update_from_output(output, {"r": "v1"})
         assert not counter.read().has_fallen(before)
         before = counter.read()
     assert before.rounds == 100
+    assert counter._gone.by_prompt == {}, "prompts of versions that left the books take no room"
     assert before.exact is not None
     assert len(before.exact) < 100
 

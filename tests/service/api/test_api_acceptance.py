@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES
 from service.monitor.live.watch import EngineVerdict, failed_pushes, push_is_due
 from service.storage.reports import StoreKeys
+from service.storage.reports.engine_counts import Account
 
 
 class Engine:
@@ -212,6 +214,10 @@ def test_a_canary_verdict_is_kept_once(engine: Engine) -> None:
         ({"accepted_per_position": [-1]}, "accepted_per_position.0"),
         ({"accepted_per_position": [0] * 65}, "accepted_per_position"),
         ({"window_seconds": -1}, "window_seconds"),
+        ({"by_prompt": {"0000000A": [3, 1]}}, "by_prompt.0000000A.[key]"),
+        ({"by_prompt": {"0000000a": [3, -1]}}, "by_prompt.0000000a.1"),
+        ({"by_prompt": {"0000000a": [3]}}, "by_prompt.0000000a.1"),
+        ({"by_prompt": {f"{n:08x}": [3, 1] for n in range(65)}}, "by_prompt"),
     ],
 )
 def test_a_bad_report_is_refused_by_the_name_of_its_fault(engine: Engine, changes: Any, field: str) -> None:
@@ -248,6 +254,20 @@ def test_emitted_tokens_that_no_such_rounds_can_emit_are_left_out_and_said(engin
     for policy, sound in ((12, None), (13, 199_000), (14, 200_050), (15, 20_000)):  # trimmed, or counted a moment later
         assert engine.report(100_000, 100_000, policy, emitted_tokens=sound).json()["warning"] is None
     assert engine.report(10, 20, 16, emitted_tokens=0).json()["warning"] is None, "too few to say"
+
+
+def test_rounds_by_prompt_are_kept_for_the_comparison_and_nowhere_else(engine: Engine, redis_client: Redis) -> None:
+    engine.report(600, 1200, by_prompt={"0000000a": [900, 300], "0000000b": [900, 300]})
+    engine.report(600, 1200, by_prompt={"0000000a": [1500, 500], "0000000b": [900, 300], "0000000c": [1200, 400]})
+    ((_, account),) = Store(redis_client, "default").accounts(0.0).values()
+    assert [dict(block.by_prompt) for block in account.blocks] == [
+        {"0000000a": [900, 300], "0000000b": [900, 300]},
+        {"0000000a": [600, 200], "0000000c": [1200, 400]},
+    ]
+    assert "0000000a" not in engine.service.client.get("/alpha").text
+    without = json.loads(account.text())
+    without["blocks"] = [block[:7] for block in without["blocks"]]  # as it was written before there were any
+    assert [block.by_prompt for block in Account.read(json.dumps(without)).blocks] == [{}, {}]
 
 
 def test_a_report_of_an_unknown_run_is_a_404(engine: Engine) -> None:

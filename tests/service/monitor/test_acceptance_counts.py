@@ -53,6 +53,19 @@ def test_counts_that_fell_began_anew() -> None:
     assert since(counted(3, 1), counted(100, 70)).rounds == 3
 
 
+def test_rounds_of_prompts_are_differences_and_belong_to_no_sum() -> None:
+    """The first had more prompts than are told one by one; the second began anew with one of them."""
+    before = counted(10, 4, by_prompt={"0000000a": (9, 3), "0000000b": (5, 7)})
+    now = counted(25, 19, by_prompt={"0000000a": (15, 5), "0000000b": (5, 7), "0000000c": (4, 2)})
+    assert since(now, before).by_prompt == {"0000000a": (6, 2), "0000000c": (4, 2)}
+    assert since(now, counted(10, 4)).by_prompt == now.by_prompt
+    assert since(now, None).by_prompt == now.by_prompt
+    assert since(counted(25, 19, by_prompt={"0000000a": (2, 1)}), before).by_prompt == {}
+    assert since(counted(25, 19), before).by_prompt == {}
+    assert total(now, before).by_prompt is None
+    assert total(now, None).by_prompt is None
+
+
 def test_an_unknown_emission_stays_unknown() -> None:
     more = since(counted(9, 2, emitted_tokens=None), counted(4, 1))
     assert more.emitted_tokens is None

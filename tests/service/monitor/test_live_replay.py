@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_fixtures import acceptance
 
-from benchmarks.live_replay import WORLDS, cases, false_names, until_named
+from benchmarks.live_replay import SHARED, WORLDS, cases, false_names, until_named
 from service.monitor.live.blocks import KEPT_BLOCKS, Block, counted
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
@@ -45,6 +45,24 @@ def test_what_is_wrong_is_named_within_its_rounds(case: Any) -> None:
         assert len(known) == len(rounds), f"seed {seed}: never named {case.named}, but {others}"
         assert max(known) <= BARS[case.name] * 1.02, seed
         assert not [name for name in others if name.startswith("sound")], seed
+
+
+BY_PROMPT = ("half dead (1.75 against 3.04)", "aux layers wrong from the start", "trainer's features break")
+
+
+@pytest.mark.parametrize("world", SHARED[:4], ids=lambda world: world.name)
+@pytest.mark.parametrize("case", [case for case in cases() if case.name in BY_PROMPT], ids=lambda case: case.name)
+def test_it_is_named_however_unlike_prompts_are_where_engines_count_by_prompt(case: Any, world: Any) -> None:
+    rounds, others = until_named(world, case, 100, RULE)
+    assert max(n or math.inf for n in rounds) <= 2048
+    assert not others
+
+
+def test_a_sound_engine_that_has_all_the_hardest_prompts_is_never_named() -> None:
+    hardest = SHARED[5]
+    assert hardest.routing == "by difficulty"
+    called, _, holds, names = false_names(hardest, 8, 30, 500, RULE)
+    assert (called, holds) == (0, 0), names
 
 
 @pytest.mark.parametrize("world", [WORLDS[0], WORLDS[2], WORLDS[4]], ids=lambda world: world.name)
@@ -213,6 +231,120 @@ def test_whatever_is_reported_is_judged_and_kept_within_bounds(reports: list[Any
     assert all(len(block.accepted) <= 16 for block in kept)
     for verdict in judged({"a": kept, "b": blocks(*SOUND)}).engines:
         assert verdict.stretch is None or math.isfinite(verdict.stretch.log_ratio)
+
+
+# --- prompt by prompt
+def on_prompts(alphas: dict[str, float], live: float, rounds: int = 40, others: int = 0) -> dict[str, Any]:
+    """An engine's rounds on these prompts, `live` times what replay says, and `others` on none of them, at α 9."""
+    by_prompt = {prompt: [round(rounds * alpha * live), rounds] for prompt, alpha in alphas.items()}
+    if others:
+        by_prompt["ffffffff"] = [9 * others, others]
+    tokens, count = (sum(column) for column in zip(*by_prompt.values(), strict=True))
+    counts = {"accepted_tokens": tokens - count, "drafted_tokens": 4 * count, "accepted_per_position": []}
+    return {"rounds": count, "emitted_tokens": tokens, "by_prompt": by_prompt, **counts}
+
+
+def by_prompt(step: int) -> dict[str, float]:
+    """α by prompt: half of a step's are hard. The two halves have other digits."""
+    return {f"{step:04x}{number:04x}": 1.5 + 3.0 * (number % 2) + 0.05 * (number % 5) for number in range(16)}
+
+
+def known_prompts(steps: int) -> list[ScoreRecord]:
+    made = []
+    for step in range(steps):
+        each = {prompt: (60.0 * alpha, 60.0) for prompt, alpha in by_prompt(step).items()}
+        sums = DrafterSums.of(*zip(*each.values(), strict=True))
+        replayed = Replayed("v1", sums, by_prompt=each)
+        made.append(
+            ScoreRecord(replayed=(replayed,), drafter_version="v1", policy_version=step, entry_id=f"{step + 1}-0")
+        )
+    return made
+
+
+def an_engine(live: float, hard: bool | None = None, others: int = 0) -> tuple[Block, ...]:
+    """What an engine counts in 8 steps: of all prompts, of the hard or the easy ones; or nothing by prompt."""
+    found = []
+    for step in range(8):
+        mine = {p: a for p, a in by_prompt(step).items() if hard is None or (a < 3) == hard}
+        found.append(report(0, policy=step) | on_prompts(mine, live, others=others))
+    return blocks(*found)
+
+
+def without(engine: tuple[Block, ...]) -> tuple[Block, ...]:
+    return tuple(replace(block, by_prompt={}) for block in engine)
+
+
+def test_an_engine_is_compared_with_replay_on_its_own_prompts() -> None:
+    """By the sums of all prompts the engine of the hard ones is sick, and that of the easy ones is not."""
+    hard, easy, slow = an_engine(1.0, hard=True), an_engine(1.0, hard=False), an_engine(0.8, hard=False)
+    found = judged({"hard": hard, "easy": easy, "slow": slow}, known_prompts(8))
+    assert [(one.reporter, one.sick) for one in found.engines] == [("easy", False), ("hard", False), ("slow", True)]
+    assert found.engines[2].stretch is not None
+    assert math.isclose(found.engines[2].stretch.log_ratio, math.log(0.8), abs_tol=0.01)
+    summed = judged({"hard": without(hard), "easy": without(easy)}, known_prompts(8))
+    assert summed.engines[1].stretch is not None
+    assert summed.engines[1].stretch.log_ratio < -0.4
+
+
+def test_prompts_that_were_replayed_stand_for_a_block_only_where_they_are_most_of_it() -> None:
+    """First turns of talks are prompts of the trainer's; later turns are not, and may be easier."""
+    few = judged({"a": an_engine(0.8, others=200)}, known_prompts(8)).engines[0].stretch
+    most = judged({"a": an_engine(0.8, others=100)}, known_prompts(8)).engines[0].stretch
+    assert few is not None
+    assert few.rounds == 8 * (16 * 40 + 200)
+    assert few.log_ratio > 0, "the sums of all prompts"
+    assert most is not None
+    assert most.rounds == 8 * 16 * 40
+    assert math.isclose(most.log_ratio, math.log(0.8), abs_tol=0.01)
+
+
+def test_a_policy_version_is_compared_whole_however_many_reports_and_files_it_came_in() -> None:
+    """Reports of one prompt share its replay's error; a trainer may send a prompt's answers in several files."""
+    halves = [
+        replace(block, rounds=block.rounds // 2, by_prompt={p: [(t + more) // 2, n // 2] for p, (t, n) in own.items()})
+        for block in an_engine(0.9)
+        for own in [block.by_prompt]
+        for more in (0, 1)
+    ]
+    parts = [
+        replace(
+            one, replayed=(Replayed(r.version, r.sums, by_prompt=dict.fromkeys(r.by_prompt, (60.0 * share, 30.0))),)
+        )
+        for one in known_prompts(8)
+        for share in (0.5, 1.5)
+        for r in one.replayed or ()
+    ]
+    whole = [
+        replace(one, replayed=(Replayed(r.version, r.sums, by_prompt=dict.fromkeys(r.by_prompt, (120.0, 60.0))),))
+        for one in known_prompts(8)
+        for r in one.replayed or ()
+    ]
+    found = [Replays(known).beside([engine]).paired for known in (parts, whole) for engine in (an_engine(0.9), halves)]
+    assert found[0] is not None
+    assert found == [pytest.approx(found[0])] * 4
+
+
+def test_another_depth_than_replays_is_compared_by_the_sums() -> None:
+    engine = tuple(replace(block, drafted=2 * block.rounds) for block in an_engine(1.0))
+    known = [
+        replace(one, replayed=tuple(replace(r, accepted=(9.0,) * 4, reached=(9.0,) * 4) for r in one.replayed or ()))
+        for one in known_prompts(8)
+    ]
+    found = judged({"a": engine}, known).engines[0].stretch
+    assert found is not None
+    assert found.replay_alpha < 1.1, "of the first two drafts"
+
+
+def test_prompts_that_nothing_is_known_of_or_too_many_are_left_out() -> None:
+    one = report(100) | {"by_prompt": {f"{n:08x}": [3, 1] for n in range(64)}}
+    other = report(100) | {"by_prompt": {"ffffffff": [3, 1]}}
+    assert blocks(one, one)[0].by_prompt == {f"{n:08x}": [6, 2] for n in range(64)}
+    assert blocks(one, other)[0].by_prompt == {}
+    odd = {"00000000": (0.0, 0.0), "00000001": (3.0, 0.0)}
+    known = [replace(r, replayed=tuple(replace(x, by_prompt=odd) for x in r.replayed or ())) for r in scores(8)]
+    counted_so = {"by_prompt": {key: [800, 256] for key in odd}}
+    found = judged({"a": blocks(*(report(512, policy=n) | counted_so for n in range(8)))}, known)
+    assert found.engines[0].name == "healthy"
 
 
 def test_joined_blocks_lose_no_round_of_a_long_cell() -> None:

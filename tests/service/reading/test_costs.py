@@ -100,6 +100,22 @@ def test_a_score_is_kept_in_less_than_a_kilobyte(redis_url: str, redis_client: R
     on_series(redis_url, work)
 
 
+def test_rounds_by_prompt_are_not_kept_here(redis_url: str, redis_client: Redis) -> None:
+    """A report has up to 64 of them, a reporter up to 64 reports; only the comparison of its account reads them."""
+
+    async def work(series: Series, asked: list[int]) -> None:
+        client = redis.asyncio.Redis.from_url(redis_url)
+        fields = {"reporter": "engine", "drafter_version": "v000001-aaaaaaaa", "policy_version": 1, "rounds": 10}
+        try:
+            await AsyncStore(client, "default").book(acceptance(fields | {"by_prompt": {"0000000a": [20, 10]}}))
+            await series.refresh()
+        finally:
+            await client.aclose()
+        assert [(r.rounds, r.by_prompt) for r in series._counts.values() if r is not None] == [(10, None)]
+
+    on_series(redis_url, work)
+
+
 def test_a_policy_version_whose_counts_were_added_up_leaves_nothing(
     redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

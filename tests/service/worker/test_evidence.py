@@ -6,6 +6,7 @@ only tells which prompt it is. A drafter can learn the texts that it is trained 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -154,6 +155,25 @@ def test_while_newer_rollouts_wait_some_siblings_stand_for_all(bench: Bench) -> 
     assert half.record.tokens == whole.record.tokens
     look = judged(bench, worker, "judged", prompts).look
     assert (look.prompts, look.rollouts) == (16, 32)
+
+
+def test_a_score_tells_replay_by_prompt_as_engines_count_it_where_prompts_are_not_many(bench: Bench) -> None:
+    worker = trained(bench)
+    batch, few = scored(bench, worker, "few", siblings(range(100, 108)))
+    prompts = prompt_hashes(batch)
+    replayed = few.record.replayed
+    assert replayed
+    for one in replayed:
+        replay = few.versions[one.version]
+        assert one.by_prompt == {
+            prompt[: wire.COUNTED_DIGITS]: tuple(
+                round(math.fsum(counts[[n for n, p in enumerate(prompts) if p == prompt]]), 3)
+                for counts in (replay.tokens, replay.rounds)
+            )
+            for prompt in set(prompts)
+        }
+    _, many = scored(bench, worker, "many", range(200, 300))
+    assert [one.by_prompt for one in many.record.replayed or ()] == [{}] * len(replayed)
 
 
 def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) -> None:
