@@ -161,12 +161,17 @@ def _base_policy() -> Any:
 
 
 def features_table(
-    stage: Stage, right: Eagle3Drafter, *, seed: int, rows: Collection[str] = (*ONE_LAYER, *BROKEN)
+    stage: Stage,
+    right: Eagle3Drafter,
+    *,
+    seed: int,
+    rows: Collection[str] = (*ONE_LAYER, *BROKEN),
+    steps: int = TRAIN_STEPS,
 ) -> Table:
     """α by what the hook sends; `right` was trained on `stage.train` as it is. Each row is a training."""
 
     def trained(batch: RolloutBatch, layers: int = len(AUX_LAYERS)) -> Eagle3Drafter:
-        return train(batch, stage.policy, layers=layers, seed=seed)
+        return train(batch, stage.policy, layers=layers, seed=seed, steps=steps)
 
     def scored(drafter: Eagle3Drafter, batch: RolloutBatch) -> float:
         return alpha(drafter, batch, stage.policy)
@@ -242,11 +247,11 @@ def quick_stage(count: int, seed: int) -> Stage:
     return Stage.of(batch_of(policy, [r for r in rollouts if len(r.token_ids) > 1]), policy.lm_head.weight.detach())
 
 
-def quick_table(rows: Collection[str] = (*ONE_LAYER, *BROKEN), seed: int = 0) -> Table:
+def quick_table(rows: Collection[str] = (*ONE_LAYER, *BROKEN), seed: int = 0, *, steps: int = TRAIN_STEPS) -> Table:
     """The table of the base policy, on few rollouts."""
     stage = quick_stage(400, seed)
-    right = train(stage.train, stage.policy, layers=len(AUX_LAYERS), seed=seed)
-    return features_table(stage, right, seed=seed, rows=rows)
+    right = train(stage.train, stage.policy, layers=len(AUX_LAYERS), seed=seed, steps=steps)
+    return features_table(stage, right, seed=seed, rows=rows, steps=steps)
 
 
 def measure(directory: Path, *, seed: int, steps: int, every: int) -> dict[str, Any]:

@@ -29,7 +29,17 @@ _NOT_QUICK = frozenset(Path(__file__).with_name("not_quick.txt").read_text().spl
 _LONG = "chaos", "demo", "slow"
 _ENGINES = "vllm_server", "sglang_server"
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a tmpfs on Linux
+_ROOMY = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 4 << 30
 _KERNELS = Path(__file__).parent / "drafter/training/test_triton_loss.py"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Temporary directories are in memory, where there is room: what may not be lost is synced, thousands of times.
+
+    Whatever needs a disk needs a fault of one, and brings it.
+    """
+    if _ROOMY and config.option.basetemp is None:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -66,8 +76,7 @@ def valkey() -> Iterator[EmbeddedValkey]:
     """
     from service.cli.valkey import EmbeddedValkey
 
-    roomy = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 1 << 29
-    with tempfile.TemporaryDirectory(prefix="valkey", dir=_MEMORY if roomy else None) as name:
+    with tempfile.TemporaryDirectory(prefix="valkey", dir=_MEMORY if _ROOMY else None) as name:
         server = EmbeddedValkey(Path(name))
         server.start()
         yield server

@@ -58,7 +58,7 @@ def test_real_text_mostly_follows_habit() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_drafter_needs_right_features() -> None:
-    table = quick_table(["zeros"])
+    table = quick_table(["zeros"], steps=150)  # α of right features rises between the 80th and the 120th
     right = table["three layers"]["both"]
     # Over the last layer alone the bar of `benchmarks.claims` is not met yet (1.05; measured 0.99).
     assert right > BARS["zeros"] * table["zeros"]["both"], table

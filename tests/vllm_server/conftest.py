@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine_fixtures import trained_drafter
 from server_load import write_drafters
-from vllm_server.vllm_process import PYTHON, VllmServer
+from vllm_server.vllm_process import FORKED, PYTHON, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
 
@@ -31,7 +31,7 @@ def trained() -> Eagle3Drafter:
 @pytest.fixture(scope="session")
 def server(drafters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """One server for the session: a start costs a minute."""
-    started = VllmServer(tmp_path_factory.mktemp("vllm"), drafters / "random", drafters)
+    started = VllmServer(tmp_path_factory.mktemp("vllm"), drafters / "random", drafters, **FORKED)
     try:
         started.wait_until_healthy()
         yield started

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_fixtures import base_policy, random_drafter, write
 from vllm_server.vllm_conformance import check_conformance
-from vllm_server.vllm_process import VllmServer
+from vllm_server.vllm_process import FORKED, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
 
@@ -46,7 +46,7 @@ def served(
     write(drafter_of(1, **form), directory / "first")
     write(drafter_of(2, **form), directory / "second")
     write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), directory / "plain")
-    server = VllmServer(tmp_path_factory.mktemp("vllm"), directory / "first", directory)
+    server = VllmServer(tmp_path_factory.mktemp("vllm"), directory / "first", directory, **FORKED)
     try:
         server.wait_until_healthy()
         yield server, directory, next(iter(form))

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from service_fixtures import RunningService
 from storage_fixtures import Store
 from torch import Tensor
-from vllm_server.vllm_process import VllmServer
+from vllm_server.vllm_process import FORKED, VllmServer
 
 from examples.policy import BASE_POLICY
 from rl_hooks.agent.follower import EngineFollower
@@ -98,7 +98,9 @@ def test_mtp_speculation_is_counted_as_vllm_counts_it(
     service.register()
     policy = mimo(tmp_path / "policy", noise=0.05)
     speculative = {"method": "mtp", "num_speculative_tokens": 1}
-    server = VllmServer(tmp_path / "vllm", drafters / "random", drafters, speculative=speculative, policy=policy)
+    server = VllmServer(
+        tmp_path / "vllm", drafters / "random", drafters, speculative=speculative, policy=policy, **FORKED
+    )
     try:
         server.wait_until_healthy()
         assert server.state()["method"] == "mtp"

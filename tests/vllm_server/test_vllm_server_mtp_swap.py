@@ -25,7 +25,7 @@ from service_fixtures import RunningService
 from torch import Tensor
 from vllm_server.mtp_policies import batch_of_texts, embedding_and_head, module, shared, write_module, write_policy
 from vllm_server.vllm_conformance import TOLERANCE, calls, record
-from vllm_server.vllm_process import DEPTH, V2_RUNNER, VllmServer
+from vllm_server.vllm_process import DEPTH, FORKED, V2_RUNNER, VllmServer
 
 from drafter.files.checkpoint import config_fingerprint
 from drafter.model.pointwise import rms_norm
@@ -54,7 +54,8 @@ def serving_family(family: str, scratch: Path, **environment: Any) -> Iterator[S
     write_module(family, modules / "trained")
     write_module(family, modules / "random", trained=False)
     policy = write_policy(family, scratch / "policy")
-    server = VllmServer(scratch / "vllm", modules, modules, speculative=SPECULATIVE, policy=policy, **environment)
+    started = FORKED | environment
+    server = VllmServer(scratch / "vllm", modules, modules, speculative=SPECULATIVE, policy=policy, **started)
     try:
         server.wait_until_healthy()
         yield Serving(server, modules)

@@ -13,7 +13,7 @@ from redis import Redis
 from server_load import logged
 from service_fixtures import RunningService
 from storage_fixtures import Store
-from vllm_server.vllm_process import DEPTH, VllmServer
+from vllm_server.vllm_process import DEPTH, FORKED, VllmServer
 
 from drafter.replay.ngram import ngram_replay
 from examples.features import batch_of
@@ -33,7 +33,7 @@ def test_ngram_speculation_is_counted_as_replay_counts_it(
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 1,
     }
-    server = VllmServer(tmp_path / "vllm", drafters / "random", drafters, speculative=speculative)
+    server = VllmServer(tmp_path / "vllm", drafters / "random", drafters, speculative=speculative, **FORKED)
     try:
         server.wait_until_healthy()
         assert server.state()["method"] == "ngram"

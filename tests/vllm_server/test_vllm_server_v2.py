@@ -10,7 +10,7 @@ from decode_fixtures import policy_of
 from engine_fixtures import base_policy, elicit_prompts
 from server_load import logged
 from vllm_server.vllm_conformance import check_conformance
-from vllm_server.vllm_process import DEPTH, V2_RUNNER, VllmServer
+from vllm_server.vllm_process import DEPTH, FORKED, V2_RUNNER, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.replay import replay
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def v2(drafters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """A server with the V2 runner and a random drafter."""
-    server = VllmServer(tmp_path_factory.mktemp("vllm"), drafters / "random", drafters, **V2_RUNNER)
+    server = VllmServer(tmp_path_factory.mktemp("vllm"), drafters / "random", drafters, **V2_RUNNER, **FORKED)
     try:
         server.wait_until_healthy()
         assert "Using V2 Model Runner" in server.log.read_text()

@@ -2,13 +2,14 @@
 
 SGLang drafts on a CPU with its AMX backend only, whose kernels are `sgl_kernel` beside this file here. torchvision and
 torchaudio have no builds for a CPU torch; SGLang imports them for models that these tests do not serve.
-SGLang's processes import this file again.
+SGLang's processes are forked and not spawned: each would import all of SGLang again, which takes half of a start.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import multiprocessing
 import os
 import sys
 import types
@@ -53,6 +54,8 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_, **__: None
     load_plugins()
     override_platform(has_amx=True).install()
     try:

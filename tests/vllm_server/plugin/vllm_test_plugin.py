@@ -1,6 +1,7 @@
 """What the tests add to the vLLM server, inside its processes. Never shipped.
 
 * the repair of sampling on a CPU that the demo's plugin has too;
+* a model's class is looked into where it is, and not in a process that imports all of vLLM, as where CUDA must wait;
 * a recorder of what the engine's drafter read and answered, for numeric conformance;
 * faults: weights that change behind the engine's back, a load that fails half-way;
 * `POST /test/rpc {"method", "args"}`, so that the server runs without development mode.
@@ -19,9 +20,11 @@ from examples.vllm_plugin import load_policy, repair_sampling
 
 
 def register() -> None:
-    """General plugin: the repair, and RPC methods on the workers."""
+    """General plugin: the repair, classes looked into at once, and RPC methods on the workers."""
+    from vllm.model_executor.models import registry
     from vllm.v1.worker.worker_base import WorkerBase
 
+    registry._run_in_subprocess = lambda look: look()
     looking = (start_recording, stop_recording, policy_digest, storage, keep_collected, take_collected)
     for method in (
         *looking,
