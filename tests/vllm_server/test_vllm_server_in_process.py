@@ -189,6 +189,12 @@ def test_an_llm_with_variables_alone_follows_the_service(
         for policy, (start, end) in spans.items():
             wanted = (end[0] - start[0], end[1] - start[1], tuple(b - a for a, b in zip(start[2], end[2], strict=True)))
             eventually(lambda p=policy, w=wanted: _booked(store, version, p) == w, 30)  # type: ignore[misc]
+        known = {wire.prompt_hash(prompt)[: wire.COUNTED_DIGITS] for prompt in (*_PROMPTS, [5])}
+        for record in store.acceptances():
+            by_prompt = record.by_prompt or {}
+            assert {*by_prompt} <= known
+            sums = [sum(counts) for counts in zip(*by_prompt.values(), strict=True)] or [0, 0]
+            assert sums == [record.emitted_tokens, record.rounds], "each round is its prompt's"
 
     # --- the service goes away: the trainer's run goes on, and its log gets a line
     service.stop()

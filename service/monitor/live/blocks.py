@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from rl_hooks.wire import COUNTED_PROMPTS
 from service.monitor.records import AcceptanceRecord
 
+#: Prompts that a block tells apart: as many as a report (`rl_hooks.wire.COUNTED_PROMPTS`; this room imports nothing).
+MOST_PROMPTS: Final = 64
 #: A block is closed at so many rounds; a report with more is a block of its own.
 _BLOCK_ROUNDS: Final = 256
 #: Blocks kept per engine. Beyond them the oldest neighbours are joined, or the oldest is forgotten.
@@ -79,7 +80,7 @@ class Block:
             tokens=self.tokens + newer.tokens,
             drafted=drafted,
             accepted=tuple(a + b for a, b in zip(long, padded, strict=True)),
-            by_prompt=by_prompt if len(by_prompt) <= COUNTED_PROMPTS else {},
+            by_prompt=by_prompt if len(by_prompt) <= MOST_PROMPTS else {},
         )
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from record_fixtures import acceptance
 
 from benchmarks.live_replay import SHARED, WORLDS, cases, false_names, until_named
-from service.monitor.live.blocks import KEPT_BLOCKS, Block, counted
+from rl_hooks.wire import COUNTED_PROMPTS
+from service.monitor.live.blocks import KEPT_BLOCKS, MOST_PROMPTS, Block, counted
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import Watch, watch
@@ -351,3 +352,7 @@ def test_joined_blocks_lose_no_round_of_a_long_cell() -> None:
     found = blocks(*(report(300) for _ in range(200)))
     assert sum(block.rounds for block in found) == 60_000
     assert all(block.rounds == 300 for block in found[-4:]), "the newest stay apart: a change shows in them"
+
+
+def test_a_block_tells_as_many_prompts_apart_as_a_report() -> None:
+    assert MOST_PROMPTS == COUNTED_PROMPTS
