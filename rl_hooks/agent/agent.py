@@ -420,6 +420,8 @@ class SwapAgent:
             "final": not mark[1],
             **more,
         }
+        if not bucket.counts.by_prompt:
+            del document["by_prompt"]
         if times := follower.books.step_times.document():
             document["step_times"] = times
         response = await ask(client, "POST", "/acceptance", json=document)

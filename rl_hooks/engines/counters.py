@@ -68,7 +68,8 @@ class Counts:
     by_prompt: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __add__(self, other: Counts) -> Counts:
-        both = {p: self._of(p, 1, other) for p in (*self.by_prompt, *other.by_prompt)}
+        told = self._tells_prompts and other._tells_prompts
+        both = {p: self._of(p, 1, other) for p in (*self.by_prompt, *other.by_prompt)} if told else {}
         known = self.emitted_tokens is not None and other.emitted_tokens is not None
         longest, shortest = sorted((self.accepted_per_position, other.accepted_per_position), key=len, reverse=True)
         return Counts(
@@ -80,6 +81,11 @@ class Counts:
             self.window_seconds + other.window_seconds,
             both if len(both) <= COUNTED_PROMPTS else {},
         )
+
+    @property
+    def _tells_prompts(self) -> bool:
+        """Whether the prompts of its rounds are known: too many were told once, and are not told apart again."""
+        return not self.rounds or bool(self.by_prompt)
 
     def _of(self, prompt: str, sign: int, other: Counts) -> tuple[int, int]:
         (tokens, rounds), (more, also) = (one.by_prompt.get(prompt, (0, 0)) for one in (self, other))
@@ -110,7 +116,9 @@ class Counts:
             ),
             (self.emitted_tokens or 0) - (earlier.emitted_tokens or 0) if known else None,
             seconds,
-            {p: more for p in self.by_prompt if (more := self._of(p, -1, earlier))[1] > 0},
+            {p: more for p in self.by_prompt if (more := self._of(p, -1, earlier))[1] > 0 and more[0] >= 0}
+            if earlier._tells_prompts
+            else {},
         )
 
     def with_rounds_without_drafts(self) -> Counts:
@@ -184,7 +192,7 @@ class Snapshot:
     @classmethod
     def of_exact(cls, exact: ExactCounts, gone: Counts, policy_version: int | None) -> Self:
         """Of an engine that counts by version; `gone`: what it counted for versions that it no longer lists."""
-        total = sum((counts for _, _, counts in exact), gone)
+        total = sum((replace(counts, by_prompt={}) for _, _, counts in exact), gone)
         return cls(
             total.rounds,
             total.drafted_tokens,

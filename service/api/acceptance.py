@@ -183,7 +183,7 @@ def _misfit(settings: Settings, report: AcceptanceReport) -> str | None:
 async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequence[Block]) -> EngineVerdict:
     """Judge this engine by itself: a report costs the same however many others there are. `GET /alpha` judges all."""
     replays = (await context.evidence.recent(report.run)).replays
-    found = watch({report.reporter: blocks}, replays, context.evidence.rule)
+    found = await asyncio.to_thread(watch, {report.reporter: blocks}, replays, context.evidence.rule)
     nothing = EngineVerdict(report.reporter, "unknown", "no rounds with a published drafter so far")
     return found.get(report.reporter) or nothing
 

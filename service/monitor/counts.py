@@ -22,12 +22,15 @@ def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceR
     fell = before is not None and (now.accepted_tokens or 0) < (before.accepted_tokens or 0)
     if before is None or fell or now.rounds < before.rounds:
         return now
-    older = before.by_prompt or {}
+    older, newer = before.by_prompt or {}, now.by_prompt or {}
+    if before.rounds and not older:  # rounds of which nobody knows the prompts: those that are told now are of all time
+        newer = {}
     more = {
-        prompt: (max(0, tokens - older.get(prompt, (0, 0))[0]), rounds - older.get(prompt, (0, 0))[1])
-        for prompt, (tokens, rounds) in (now.by_prompt or {}).items()
+        prompt: (tokens - older.get(prompt, (0, 0))[0], rounds - older.get(prompt, (0, 0))[1])
+        for prompt, (tokens, rounds) in newer.items()
     }
-    return replace(_combined(now, before, -1), by_prompt={p: counts for p, counts in more.items() if counts[1] > 0})
+    grown = {prompt: counts for prompt, counts in more.items() if counts[0] >= 0 and counts[1] > 0}
+    return replace(_combined(now, before, -1), by_prompt=grown)
 
 
 def total(more: AcceptanceRecord, so_far: AcceptanceRecord | None) -> AcceptanceRecord:

@@ -156,6 +156,7 @@ def score(
     said = batch.input_ids[batch.loss_mask].cpu()
     rewards = batch.rewards or ()
     prompts = prompt_hashes(part)
+    by_prompt = prompts if _in_one_piece(part) else ()
     unpublished = drafters["candidate"][0] if "candidate" in drafters else None
     sums = {name: DrafterSums.of(found.tokens, found.rounds) for name, found in replays.items()}
     favour = _favour(drafters["served"][1], part, policy) if "served" in drafters else None
@@ -165,7 +166,7 @@ def score(
         frozen=sums.get("frozen"),
         ngram=sums["ngram"],
         best=sums.get("best"),
-        replayed=tuple(_replayed(v, found, prompts) for v, found in by_version.items() if v != unpublished),
+        replayed=tuple(_replayed(v, found, prompts, by_prompt) for v, found in by_version.items() if v != unpublished),
         policy_version=batch.policy_version,
         rollouts=batch.rollouts,
         tokens=int(batch.response_tokens),
@@ -199,12 +200,23 @@ def _favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour 
     return None if found is None else Favour(*found)
 
 
-def _replayed(version: str, found: Replay, prompts: Sequence[str]) -> Replayed:
-    """What live counts are compared with, summed by prompt; a thousandth of a round is enough."""
+def _in_one_piece(batch: RolloutBatch) -> bool:
+    """Whether no rollout goes on after other tokens (a tool's, a user's): an engine takes these for another prompt."""
+    generated, starts = batch.loss_mask.cpu(), batch.cu_seqlens[:-1]
+    begins = generated & ~generated.roll(1)
+    begins[starts] = generated[starts]
+    return int(begins.sum()) <= batch.rollouts
+
+
+def _replayed(version: str, found: Replay, prompts: Sequence[str], told_apart: Sequence[str]) -> Replayed:
+    """What live counts are compared with, summed by prompt; a thousandth of a round is enough.
+
+    `told_apart`: the same prompts, where engines count them as they are here; else empty.
+    """
     accepted, reached = (tuple(counts.sum(axis=0).round(3).tolist()) for counts in (found.accepted, found.reached))
     names, prompt = np.unique(prompts, return_inverse=True)
     tokens, rounds = (np.bincount(prompt, counts).tolist() for counts in (found.tokens, found.rounds))
-    each = zip(names.tolist(), tokens, rounds, strict=True) if len(names) <= COUNTED_PROMPTS else ()
+    each = zip(names.tolist(), tokens, rounds, strict=True) if told_apart and len(names) <= COUNTED_PROMPTS else ()
     by_prompt = {name[:COUNTED_DIGITS]: (round(t, 3), round(r, 3)) for name, t, r in each if r > 0}
     return Replayed(version, DrafterSums.of(tokens, rounds), accepted, reached, by_prompt)
 

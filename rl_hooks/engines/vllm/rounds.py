@@ -99,7 +99,8 @@ class RoundCounter:
         """Cumulative counts of each (drafter version, policy version). Any thread."""
         with self._reading:
             exact = [(drafter, policy, bucket.counts()) for (drafter, policy), bucket in self._buckets.items()]
-            return Snapshot.of_exact(tuple(exact), self._gone, self.serving[1])
+            gone = self._gone
+        return Snapshot.of_exact(tuple(exact), gone, self.serving[1])
 
     # --- called in the scheduler
     def _wrap(self, scheduler: Any) -> None:
@@ -125,11 +126,12 @@ class RoundCounter:
             num_invalid_spec_tokens: dict[str, int] | None,
             request_id: str,
         ) -> Any:
-            with self._guarded():
-                invalid = num_invalid_spec_tokens.get(request_id, 0) if num_invalid_spec_tokens else 0
-                append((request_id, num_draft_tokens - invalid, num_accepted_tokens))
-                if request_id not in self._prompts:  # now: a request that ends in this step is not there after it
-                    self._prompts[request_id] = _prompt(self._scheduler.requests.get(request_id))
+            if not self.failed:
+                with self._guarded():
+                    invalid = num_invalid_spec_tokens.get(request_id, 0) if num_invalid_spec_tokens else 0
+                    append((request_id, num_draft_tokens - invalid, num_accepted_tokens))
+                    if request_id not in self._prompts:  # now: a request that ends in this step is not there after it
+                        self._prompts[request_id] = _prompt(self._scheduler.requests.get(request_id))
             return told(spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
 
         def counted_update(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,6 +199,9 @@ class RoundCounter:
 
 
 def _prompt(request: Any) -> str | None:
-    """How a request's prompt is counted; None where its tokens are not there."""
+    """How a request's prompt is counted; None where its tokens are not there, or are none that a rollout may hold."""
     tokens = getattr(request, "prompt_token_ids", None)
-    return None if tokens is None else prompt_hash(tokens)[:COUNTED_DIGITS]
+    try:
+        return None if tokens is None else prompt_hash(tokens)[:COUNTED_DIGITS]
+    except (OverflowError, TypeError, ValueError):
+        return None

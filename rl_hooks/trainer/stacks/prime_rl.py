@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -60,7 +61,7 @@ class _Run:
     """A process's hook, the micro-batches that it will see, and of which version the weights are."""
 
     hook: DrafterHook | None = None
-    version = -1
+    version: int | None = None  # None: not known, as before the first batch
     waiting: Iterator[Mapping[str, Any]] = iter(())
 
     def attach(self, model: Any, parallel_dims: Any, options: dict[str, Any]) -> DrafterHook:
@@ -72,6 +73,9 @@ class _Run:
         micro_batch = next(self.waiting, None)
         if micro_batch is None:
             hook.tally.warn("no batch", "forwards of no micro-batch of prime-rl's DataLoader are left out: fake data")
+            return None
+        if self.version is None:
+            hook.tally.warn("version", "rollouts are left out: this prime-rl's DataLoader is not told its `start_step`")
             return None
         if micro_batch["mm_kwargs"]:
             hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
@@ -89,16 +93,21 @@ def extend(train: Any) -> None:
         return model
 
     class DataLoader(loader):  # type: ignore[misc, valid-type]
-        def __init__(self, output_dir: Any, start_step: int, *args: Any, **more: Any) -> None:
-            super().__init__(output_dir, start_step, *args, **more)
-            run.version = start_step - 2  # its first batch makes this the version of the weights that it meets
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            try:
+                step = inspect.signature(loader.__init__).bind(self, *args, **more).arguments["start_step"]
+                run.version = step - 2  # its first batch makes this the version of the weights that it meets
+            except Exception:  # noqa: BLE001 - another prime-rl; told() says so
+                run.version = None
 
         def get_batch(self) -> Any:
-            batch, run.version, hook = super().get_batch(), run.version + 1, run.hook
+            batch, hook = super().get_batch(), run.hook
+            version = run.version = None if run.version is None else run.version + 1
             if hook is not None:
                 run.waiting = iter(batch)
-                if dist.get_rank() == 0:  # the others have no monitors
-                    hook.guard(lambda: asyncio.run(train.monitors.log(hook.metrics(), step=run.version + 1)))
+                if version is not None and dist.get_rank() == 0:  # the others have no monitors
+                    hook.guard(lambda: asyncio.run(train.monitors.log(hook.metrics(), step=version + 1)))
             return batch
 
     def forward(model: Any, input_ids: Any, *args: Any, **more: Any) -> Any:

@@ -99,7 +99,7 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
         more.drafted_tokens,
         _positions(more),
         more.reported,
-        more.by_prompt or {},
+        _by_prompt(more, tokens),
     )
     last = blocks[-1] if blocks else None
     if last is not None and last.idle == new.idle:
@@ -110,6 +110,13 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
     if len(kept) > KEPT_BLOCKS:
         _shorten(kept)
     return tuple(kept[-KEPT_BLOCKS:])
+
+
+def _by_prompt(more: AcceptanceRecord, tokens: int) -> dict[str, tuple[int, int]]:
+    """Counts by prompt; empty where they contradict the sums."""
+    found = more.by_prompt or {}
+    sums = [sum(column) for column in zip(*found.values(), strict=True)] or [0, 0]
+    return found if sums[0] <= tokens and sums[1] <= more.rounds else {}
 
 
 def _positions(more: AcceptanceRecord) -> tuple[int, ...]:

@@ -89,6 +89,7 @@ class Known:
     rounds: int
     tokens: float
     expected: float
+    replayed: float  # rounds of the replay that `expected` comes of
     paired: bool = False
 
 
@@ -104,10 +105,10 @@ def at_common_depth(block: Block, replays: Replays, rule: LiveRule, cell: Cell |
             return None
         tokens, depth = block.rounds + sum(block.accepted[:ours]), None
     elif replays.paired and (depth is None or depth > ours - 0.01) and (pairs := cell.on_prompts_of(block)):
-        emitted, expected, rounds = (math.fsum(column) for column in zip(*pairs, strict=True))
-        return Known(block, cell, int(rounds), emitted, expected, paired=True)
+        emitted, expected, rounds, replayed = (math.fsum(column) for column in zip(*pairs, strict=True))
+        return Known(block, cell, int(rounds), emitted, expected, replayed, paired=True)
     alpha = cell.alpha(depth if depth is not None and depth < ours - 0.01 else None)
-    return None if alpha is None else Known(block, cell, block.rounds, tokens, alpha * block.rounds)
+    return None if alpha is None else Known(block, cell, block.rounds, tokens, alpha * block.rounds, cell.rounds)
 
 
 def _drafts(block: Block, cell: Cell) -> float | None:
@@ -232,15 +233,20 @@ def _change(known: Sequence[Known], replays: Replays, rule: LiveRule) -> tuple[i
 def _find_dead(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding | None:
     """Nothing is accepted of what replay accepts, over more rounds than hard prompts explain, or over `DEAD_ROUNDS`.
 
-    It needs no replay on rollouts of the same policy version: a worker may be far behind an engine that is dead.
+    It needs no replay on rollouts of the same policy version: a worker may be far behind an engine that is dead. Where
+    there is one of the engine's own prompts, that is what is accepted in replay.
     """
     version = blocks[-1].drafter_version
-    replayed, hidden = replays.alpha(version), False
+    overall, hidden = replays.alpha(version), False
     tokens = rounds = 0
+    own: list[Known] | None = []
     for block in reversed(blocks):
         if block.drafter_version != version:
             break
         tokens, rounds = tokens + block.tokens, rounds + block.rounds
+        known = at_common_depth(block, replays, rule)
+        own = [*own, known] if own is not None and known is not None and known.paired else None
+        replayed = math.fsum(k.expected for k in own) / math.fsum(k.rounds for k in own) if own else overall
         if rounds < rule.min_rounds:
             continue
         if tokens > rule.live_alpha * rounds:

@@ -22,7 +22,11 @@ _DESIGN_EFFECT: Final = 4.0
 #: beyond is one prompt's: chance alone makes 16 prompts of a step bring 2.5 times that in one of 64 steps.
 _USUAL: Final = 3.0
 #: Share of a block's rounds that must be of replayed prompts for these to stand for it.
-_COVERED: Final = 0.8
+_COVERED: Final = 0.95
+#: An engine whose differences have so many times the variance of the middle engine's says nothing of the others', where
+#: the variances of so many engines are known.
+_SCATTERS: Final = 6.0
+_ENGINES_TOLD: Final = 3
 #: Variance of log α from one round's coin flips, at most, for depths up to 4, where no positions are known.
 COIN_FLIPS: Final = 0.45
 
@@ -47,16 +51,16 @@ class Cell:
         kept = math.fsum(self.accepted[:whole]) + (depth - whole) * self.accepted[whole]
         return 1.0 + kept / self.rounds
 
-    def on_prompts_of(self, block: Block) -> list[tuple[float, float, int]]:
-        """Of each prompt of the block that was replayed: tokens emitted, tokens that its rounds should emit, rounds.
+    def on_prompts_of(self, block: Block) -> list[tuple[float, float, int, float]]:
+        """Of each prompt of the block that was replayed: tokens, tokens that replay says, rounds, rounds of the replay.
 
         Of none where these are few of the block's rounds: they may be of another kind, the first turns of talks, say.
         """
-        pairs = list[tuple[float, float, int]]()
+        pairs = list[tuple[float, float, int, float]]()
         for prompt, (tokens, rounds) in block.by_prompt.items():
             replayed = self.by_prompt.get(prompt)
             if replayed is not None and min(rounds, *replayed) > 0:
-                pairs.append((tokens, rounds * replayed[0] / replayed[1], rounds))
+                pairs.append((tokens, rounds * replayed[0] / replayed[1], rounds, replayed[1]))
         return pairs if sum(pair[2] for pair in pairs) >= _COVERED * block.rounds else []
 
     @property
@@ -107,8 +111,9 @@ class Replays:
 
         Around each engine's own level in each policy version: one that is wrong alike on all prompts adds nothing.
         """
-        steps = list[DrafterSums]()
+        by_engine = list[list[DrafterSums]]()
         for blocks in engines:
+            steps = list[DrafterSums]()
             of: dict[tuple[str, int], Block] = {}
             for block in blocks:
                 key = (block.drafter_version, block.policy_version)
@@ -117,8 +122,10 @@ class Replays:
                 cell = self.get(block)
                 if cell is not None and (pairs := cell.on_prompts_of(block)):
                     steps.append(DrafterSums.of([pair[0] for pair in pairs], [pair[1] for pair in pairs]))
-        found, spread = copy.copy(self), _spread(steps, 1.0)
-        found.paired = None if spread is None else (spread, _outlier(steps))
+            by_engine.append(steps)
+        alike = _alike(by_engine)
+        found, spread = copy.copy(self), _spread(alike, 1.0)
+        found.paired = None if spread is None else (spread, _outlier(alike))
         return found
 
     def get(self, block: Block) -> Cell | None:
@@ -161,6 +168,15 @@ def _pooled(cells: Sequence[Cell]) -> Cell:
             so_far = by_prompt.get(prompt, (0.0, 0.0))
             by_prompt[prompt] = [so_far[0] + tokens, so_far[1] + rounds]
     return Cell(math.fsum(c.tokens for c in cells), math.fsum(c.rounds for c in cells), accepted, reached, by_prompt)
+
+
+def _alike(by_engine: Sequence[Sequence[DrafterSums]]) -> list[DrafterSums]:
+    """The differences of all engines, less those of engines that scatter far more: one must not hide the others."""
+    own = [(_spread(steps, 1.0), steps) for steps in by_engine]
+    known = sorted(spread for spread, _ in own if spread is not None)
+    most = _SCATTERS * known[(len(known) - 1) // 2] if len(known) >= _ENGINES_TOLD else math.inf
+    kept = [steps for spread, steps in own if most == math.inf or (spread is not None and spread <= most)]
+    return [one for steps in kept for one in steps]
 
 
 def _spread(clustered: Sequence[DrafterSums], effect: float) -> float | None:

@@ -62,7 +62,10 @@ def fell_while_replay_healed(known: Sequence[Known], spread: float) -> bool:
     sides = []
     for found in by_version.values():
         rounds = float(sum(k.rounds for k in found))
-        replayed = math.fsum({id(k.cell): k.cell.rounds for k in found}.values())
+        of_cell: dict[int, float] = {}
+        for k in found:  # blocks may be of other prompts: what is known of one of them is the least that is known
+            of_cell[id(k.cell)] = max(k.replayed, of_cell.get(id(k.cell), 0.0))
+        replayed = math.fsum(of_cell.values())
         live, expected = math.fsum(k.tokens for k in found), math.fsum(k.expected for k in found)
         sides.append((math.log(max(live, 1.0) / rounds), math.log(expected / rounds), rounds, replayed))
     if len(sides) < 2:

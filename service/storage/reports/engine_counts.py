@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, Final, Protocol
 
 from service.errors import TooManyReporters
@@ -86,7 +86,9 @@ class Account:
 
     def text(self) -> str:
         """Write it for Redis."""
-        blocks, steps = list(map(astuple, self.blocks)), list(map(astuple, self.steps))
+        # `astuple` would copy each prompt's counts.
+        blocks = [[getattr(block, one.name) for one in fields(Block)] for block in self.blocks]
+        steps = list(map(astuple, self.steps))
         document = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 

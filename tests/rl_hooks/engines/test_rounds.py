@@ -146,6 +146,9 @@ def test_a_scheduler_that_answers_otherwise_costs_the_counts_and_no_step(
     counter = RoundCounter(scheduler)
     rounds_of(scheduler, 30)
     assert counter.failed
+    known = len(counter._prompts)
+    rounds_of(scheduler, 30)
+    assert len(counter._prompts) == known, "nothing is kept any more"
     assert caplog.text.count("no longer counted") == 1
     assert scheduler.told > 0
 

@@ -54,11 +54,14 @@ def test_counts_that_fell_began_anew() -> None:
 
 
 def test_rounds_of_prompts_are_differences_and_belong_to_no_sum() -> None:
-    """The first had more prompts than are told one by one; the second began anew with one of them."""
+    """Where one of the two does not know its prompts, or contradicts the other, nothing is known of the difference."""
     before = counted(10, 4, by_prompt={"0000000a": (9, 3), "0000000b": (5, 7)})
     now = counted(25, 19, by_prompt={"0000000a": (15, 5), "0000000b": (5, 7), "0000000c": (4, 2)})
     assert since(now, before).by_prompt == {"0000000a": (6, 2), "0000000c": (4, 2)}
-    assert since(now, counted(10, 4)).by_prompt == now.by_prompt
+    assert since(now, counted(10, 4)).by_prompt == {}, "some of these rounds were counted before"
+    assert since(now, counted(0, 0)).by_prompt == now.by_prompt
+    fewer = counted(25, 19, by_prompt={"0000000a": (8, 5), "0000000b": (7, 8)})
+    assert since(fewer, before).by_prompt == {"0000000b": (2, 1)}, "tokens of the other one fell"
     assert since(now, None).by_prompt == now.by_prompt
     assert since(counted(25, 19, by_prompt={"0000000a": (2, 1)}), before).by_prompt == {}
     assert since(counted(25, 19), before).by_prompt == {}

@@ -290,13 +290,46 @@ def test_an_engine_is_compared_with_replay_on_its_own_prompts() -> None:
 def test_prompts_that_were_replayed_stand_for_a_block_only_where_they_are_most_of_it() -> None:
     """First turns of talks are prompts of the trainer's; later turns are not, and may be easier."""
     few = judged({"a": an_engine(0.8, others=200)}, known_prompts(8)).engines[0].stretch
-    most = judged({"a": an_engine(0.8, others=100)}, known_prompts(8)).engines[0].stretch
+    most = judged({"a": an_engine(0.8, others=20)}, known_prompts(8)).engines[0].stretch
     assert few is not None
     assert few.rounds == 8 * (16 * 40 + 200)
     assert few.log_ratio > 0, "the sums of all prompts"
     assert most is not None
     assert most.rounds == 8 * 16 * 40
     assert math.isclose(most.log_ratio, math.log(0.8), abs_tol=0.01)
+
+
+def test_an_engine_whose_counts_by_prompt_are_wild_hides_no_other() -> None:
+    """Sound ones beside it stay sound, a slow one is named, and what contradicts the sums is not taken at all."""
+    engines = {name: an_engine(1.0) for name in "abc"} | {"slow": an_engine(0.8)}
+    wild = tuple(
+        replace(
+            block, by_prompt={p: [n if i % 2 else 9 * n, n] for i, (p, (_, n)) in enumerate(block.by_prompt.items())}
+        )
+        for block in an_engine(1.0)
+    )
+    assert Replays(known_prompts(8)).beside([wild]).paired is not None, "else this shows nothing"
+    for more in ({}, {"wild": wild}):
+        found = {one.reporter: one.sick for one in judged(engines | more, known_prompts(8)).engines}
+        assert [found[name] for name in ("a", "b", "c", "slow")] == [False, False, False, True]
+    contradicting = on_prompts(by_prompt(0), 1.0) | {"by_prompt": {p: [10**9, 100] for p in by_prompt(0)}}
+    assert not blocks(report(0, policy=0) | contradicting)[0].by_prompt
+
+
+def test_an_engine_of_hard_prompts_alone_is_not_dead() -> None:
+    """Replay says of these prompts what the engine counts; of all prompts it says three times as much."""
+    nothing = dict.fromkeys(by_prompt(0), 1.02)
+    each = dict.fromkeys(nothing, (61.2, 60.0))
+    known = [
+        ScoreRecord(
+            replayed=(Replayed("v1", DrafterSums.of(*zip(*each.values(), strict=True)), by_prompt=each),),
+            drafter_version="v1", policy_version=0, entry_id="1-0",
+        ),
+        *[replace(one, policy_version=1 + (one.policy_version or 0)) for one in known_prompts(8)],
+    ]  # fmt: skip
+    engine = blocks(report(0, policy=0) | on_prompts(nothing, 1.0, rounds=120))
+    assert not judged({"a": engine}, known).engines[0].sick
+    assert judged({"a": without(engine)}, known).engines[0].name == "dead"
 
 
 def test_a_policy_version_is_compared_whole_however_many_reports_and_files_it_came_in() -> None:

@@ -29,7 +29,7 @@ from service.worker.lineage import CANDIDATE
 from service.worker.loop import RunWorker
 from service.worker.promotion import Contest
 from service.worker.promotion.evidence import Fresh
-from service.worker.scoring import Scores, some_siblings
+from service.worker.scoring import Scores, _in_one_piece, some_siblings
 
 LENGTH, SIBLINGS = 20, 4
 SETTINGS: dict[str, Any] = {
@@ -172,6 +172,10 @@ def test_a_score_tells_replay_by_prompt_as_engines_count_it_where_prompts_are_no
             )
             for prompt in set(prompts)
         }
+    talk, pieces = batch.select([0, 1]), [0, *batch.cu_seqlens[1:3].tolist()]
+    assert _in_one_piece(talk)
+    talk.loss_mask[pieces[1] - 2] = False  # a tool's answer, after which it goes on
+    assert not _in_one_piece(talk), "an engine counts what follows for another prompt"
     _, many = scored(bench, worker, "many", range(200, 300))
     assert [one.by_prompt for one in many.record.replayed or ()] == [{}] * len(replayed)
 
