@@ -1,6 +1,6 @@
 """How soon is an engine that accepts otherwise than replay says named, and how often is a sound one? Simulated.
 
-    python -m benchmarks.live_replay            # the table of docs/lab/live_replay.md, about two minutes on one core
+    python -m benchmarks.live_replay            # the tables of docs/reference/live_replay.md
     python -m benchmarks.live_replay --engines 200
 
 The classes are the service's own: reports go through `counted`, replay through score records, verdicts come from
