@@ -13,6 +13,19 @@ from drafter.mtp.module import MtpConfig, MtpDrafter
 from drafter.policy import Policy, TargetHead
 
 VOCAB, LAYERS = 41, 3
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "moe_intermediate_size": 10,
+    "num_hidden_layers": LAYERS,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -27,11 +40,7 @@ YARN = {
 
 def target_config(**changes: Any) -> DeepseekV3Config:
     sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 24,
-        "intermediate_size": 20,
-        "moe_intermediate_size": 10,
-        "num_hidden_layers": LAYERS,
+        **_SIZES,
         "num_attention_heads": 3,
         "num_key_value_heads": 3,
         "q_lora_rank": 10,
@@ -45,12 +54,6 @@ def target_config(**changes: Any) -> DeepseekV3Config:
         "topk_group": 2,
         "num_experts_per_tok": 3,
         "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 1,
-        "max_position_embeddings": 64,
-        "attn_implementation": "eager",
-        "experts_implementation": "eager",
-        "pad_token_id": 0,
-        "eos_token_id": 1,
     }
     return DeepseekV3Config(**(sizes | changes))
 
@@ -66,11 +69,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def glm_config(**changes: Any) -> Glm4MoeConfig:
     sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 24,
-        "intermediate_size": 20,
-        "moe_intermediate_size": 10,
-        "num_hidden_layers": LAYERS,
+        **_SIZES,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
@@ -78,12 +77,6 @@ def glm_config(**changes: Any) -> Glm4MoeConfig:
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 1.5,
-        "num_nextn_predict_layers": 1,
-        "max_position_embeddings": 64,
-        "attn_implementation": "eager",
-        "experts_implementation": "eager",
-        "pad_token_id": 0,
-        "eos_token_id": 1,
     }
     return Glm4MoeConfig(**(sizes | changes))
 

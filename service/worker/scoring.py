@@ -156,7 +156,7 @@ def score(
     said = batch.input_ids[batch.loss_mask].cpu()
     rewards = batch.rewards or ()
     prompts = prompt_hashes(part)
-    by_prompt = prompts if _in_one_piece(part) else ()
+    told_apart = _in_one_piece(part)
     unpublished = drafters["candidate"][0] if "candidate" in drafters else None
     sums = {name: DrafterSums.of(found.tokens, found.rounds) for name, found in replays.items()}
     favour = _favour(drafters["served"][1], part, policy) if "served" in drafters else None
@@ -166,7 +166,9 @@ def score(
         frozen=sums.get("frozen"),
         ngram=sums["ngram"],
         best=sums.get("best"),
-        replayed=tuple(_replayed(v, found, prompts, by_prompt) for v, found in by_version.items() if v != unpublished),
+        replayed=tuple(
+            _replayed(v, found, prompts, told_apart=told_apart) for v, found in by_version.items() if v != unpublished
+        ),
         policy_version=batch.policy_version,
         rollouts=batch.rollouts,
         tokens=int(batch.response_tokens),
@@ -205,13 +207,14 @@ def _in_one_piece(batch: RolloutBatch) -> bool:
     generated, starts = batch.loss_mask.cpu(), batch.cu_seqlens[:-1]
     begins = generated & ~generated.roll(1)
     begins[starts] = generated[starts]
-    return int(begins.sum()) <= batch.rollouts
+    rollout = torch.repeat_interleave(torch.arange(batch.rollouts), batch.cu_seqlens.diff())
+    return int(torch.bincount(rollout[begins], minlength=1).max()) <= 1
 
 
-def _replayed(version: str, found: Replay, prompts: Sequence[str], told_apart: Sequence[str]) -> Replayed:
+def _replayed(version: str, found: Replay, prompts: Sequence[str], *, told_apart: bool) -> Replayed:
     """What live counts are compared with, summed by prompt; a thousandth of a round is enough.
 
-    `told_apart`: the same prompts, where engines count them as they are here; else empty.
+    `told_apart`: whether engines count these prompts as they are here (`_in_one_piece`).
     """
     accepted, reached = (tuple(counts.sum(axis=0).round(3).tolist()) for counts in (found.accepted, found.reached))
     names, prompt = np.unique(prompts, return_inverse=True)

@@ -148,6 +148,8 @@ def test_a_step_never_waits_for_the_device(loss: Loss) -> None:
     try:
         torch.cuda.set_sync_debug_mode("error")
         step()
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            w.drafter.lm_head.weight.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -176,6 +176,8 @@ def test_a_score_tells_replay_by_prompt_as_engines_count_it_where_prompts_are_no
     assert _in_one_piece(talk)
     talk.loss_mask[pieces[1] - 2] = False  # a tool's answer, after which it goes on
     assert not _in_one_piece(talk), "an engine counts what follows for another prompt"
+    talk.loss_mask[pieces[1] :] = False
+    assert not _in_one_piece(talk), "a rollout without a response makes up for nothing"
     _, many = scored(bench, worker, "many", range(200, 300))
     assert [one.by_prompt for one in many.record.replayed or ()] == [{}] * len(replayed)
 
