@@ -160,8 +160,13 @@ def drive(hosts: Hosts, batches: int) -> list[str]:
     """Send everything, and move the worker from host to host meanwhile; returns the batches that were acknowledged."""
     world, sent = World(), list[str]()
     file = world.run_file(drafter=world.drafter())
-    for url in hosts.urls:  # the second finds what the first made
-        hosts.ask("PUT", f"{url}/runs/{RUN}", expected=(200, 201), content=file, headers=HEADERS)
+    known = f"{hosts.urls[1]}/runs/{RUN}"
+    wait(lambda: hosts.ask("GET", known) == 404, "the second API knows no run")  # its client may remember that
+    put = hosts.ask("PUT", f"{hosts.urls[0]}/runs/{RUN}", expected=(200, 201), content=file, headers=HEADERS)
+    if put != 201:
+        raise SystemExit(f"the run was not registered: {put} {[*hosts.troubles]}")
+    print(f"a run of one API is known to the other after {heard(lambda: hosts.ask('GET', known) == 200):.2f} s")
+    hosts.ask("PUT", known, expected=(200, 201), content=file, headers=HEADERS)  # it finds what the first made
     hosts.start("worker", 1, "worker, then killed")
     asleep = threading.Timer(
         ASLEEP_SECONDS, lambda: hosts.processes["worker, then stopped"].send_signal(signal.SIGCONT)
@@ -188,6 +193,20 @@ def states(hosts: Hosts, sent: list[str]) -> Counter[str]:
     """What became of the batches; 'lost': nobody knows it."""
     replies = [httpx.get(f"{hosts.urls[0]}/rollouts/{batch}?run={RUN}", timeout=40) for batch in sent]
     return Counter(reply.json()["state"] if reply.status_code == 200 else "lost" for reply in replies)
+
+
+def heard(condition: Callable[[], bool]) -> float:
+    """Seconds until it holds."""
+    began = time.monotonic()
+    wait(condition, "the other API has heard of it")
+    return time.monotonic() - began
+
+
+def paused(hosts: Hosts) -> float:
+    """Seconds until one API knows that a run was paused at the other."""
+    first, second = (f"{url}/runs/{RUN}" for url in hosts.urls)
+    httpx.patch(first, json={"state": "paused", "reason": "trial"}, timeout=40).raise_for_status()
+    return heard(lambda: httpx.get(second, timeout=40).json()["state"]["state"] == "paused")
 
 
 def rolled_back(hosts: Hosts, reader: Reader) -> list[float]:
@@ -230,6 +249,7 @@ def main() -> None:
             f"{len(readers[0].seen)} and {len(readers[1].seen)}; files that were wrong: {sum(r.wrong for r in readers)}"
         )
         print("a rollback at one API is served by the other after " + ", ".join(f"{s:.2f} s" for s in late))
+        print(f"a pause at one API is known to the other after {paused(hosts):.2f} s")
         print(f"answers that were errors: {sum(hosts.troubles.values())}")
         before = hosts.troubles.copy()
         hosts.ask("DELETE", f"{hosts.urls[0]}/runs/{RUN}", expected=(204,))

@@ -26,7 +26,7 @@ from drafter.training.ranks import Ranks, joined
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.errors import ConfigurationError
 from service.settings import Settings
-from service.storage.layout import FileId, Layout, file_id
+from service.storage.layout import FileId, Layout, file_id, is_there
 from service.worker.checkpoint import taken_over
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.process import run_worker
@@ -87,7 +87,7 @@ class FollowedRun:
 
     def _read(self, name: str, known: tuple[int, ...]) -> tuple[RolloutBatch, Path]:
         places = (self._layout.worker(self._run) / "recent" / name, self._layout.spool(self._run) / name)
-        path = next((place for place in places if place.exists()), None)
+        path = next((place for place in places if is_there(place)), None)
         if path is None:
             raise OSError(f"{name} is neither among the recent rollouts nor in the spool: is this rank 0's state_dir?")
         return without(load_batch(path), known), path

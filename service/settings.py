@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Scope = Literal["write", "read", "watch", "admin"]
@@ -69,9 +69,7 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to bind. Anything but loopback needs `tokens`.")
     port: int = Field(8400, ge=0, le=65535, description="TCP port of the API; 0 takes a free one.")
     redis_url: SecretStr | None = Field(
-        None,
-        validation_alias=AliasChoices("redis_url", "DRAFTALIGN_REDIS_URL", "REDIS_URL"),
-        description="Redis or Valkey to use. Unset: an embedded Valkey is started.",
+        None, description="Redis or Valkey to use. Unset: an embedded Valkey is started."
     )
     tokens: SecretStr = Field(
         SecretStr(""), description='Tokens with scopes, "secret:write,read;other:admin". Empty: loopback only.'

@@ -71,7 +71,11 @@ class Delivery:
                     self.origin, job.method, job.path, headers, parts, timeout_seconds=self.timeout_seconds
                 )
             except OSError as error:
-                self.tally.note("connection", f"{self._name(job)}: {error or type(error).__name__}")
+                up = "is `draftalign up` running there? " if isinstance(error, ConnectionRefusedError) else ""
+                text = (
+                    f"{self._name(job)}: {error or type(error).__name__}; {up}It is tried again, and training goes on"
+                )
+                self.tally.note("connection", text)
             else:
                 verdict = self._judge(job, reply)
                 if verdict is not None:

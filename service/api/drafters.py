@@ -253,17 +253,12 @@ async def post_drafter(
     return manifest
 
 
-class RollbackRequest(BaseModel):
-    """Body of a rollback."""
+class ChoiceRequest(BaseModel):
+    """Body of a rollback or a hold."""
 
     model_config = ConfigDict(extra="forbid")
     reason: str = Field(min_length=1, max_length=400)
-
-
-class HoldRequest(RollbackRequest):
-    """Body of a hold."""
-
-    by: str | None = Field(None, min_length=1, max_length=80, description="Who holds it, for people to read.")
+    by: str | None = Field(None, min_length=1, max_length=80, description="Who wants it, for people to read.")
 
 
 _HELD: Final[dict[int | str, dict[str, Any]]] = {
@@ -272,19 +267,24 @@ _HELD: Final[dict[int | str, dict[str, Any]]] = {
 
 
 @router.post(
-    "/drafter/{version}/rollback", response_model=Manifest, responses=_HELD, openapi_extra=json_body(RollbackRequest)
+    "/drafter/{version}/rollback", response_model=Manifest, responses=_HELD, openapi_extra=json_body(ChoiceRequest)
 )
 async def post_rollback(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
-    """Serve an older version again, until the gate finds a better one. Body: `{"reason": "..."}`."""
+    """Serve an older version again, until the gate finds a better one. Body: `{"reason": "...", "by": "..."}`.
+
+    Where it is served already, engines load it again.
+    """
     audit(request, "rollback", version=version)
     context.run(run)
     check_open(context.layout, run)
-    body = await parse_body(request, RollbackRequest)
+    body = await parse_body(request, ChoiceRequest)
     audit(request, "rollback", version=version, reason=body.reason)
-    return await context.locking(context.registry.rollback, run, version, body.reason)
+    manifest = await context.locking(context.registry.rollback, run, version, body.reason, by=body.by)
+    log.warning("run %s serves %s again, by %r: %r", run, version, body.by or "a person", body.reason)
+    return manifest
 
 
-@router.put("/drafter/{version}/hold", response_model=Manifest, responses=_HELD, openapi_extra=json_body(HoldRequest))
+@router.put("/drafter/{version}/hold", response_model=Manifest, responses=_HELD, openapi_extra=json_body(ChoiceRequest))
 async def put_hold(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
     """Serve a version and keep it served until it is released. Body: `{"reason": "...", "by": "..."}`.
 
@@ -293,9 +293,11 @@ async def put_hold(request: Request, context: Context, version: str, run: RunQue
     audit(request, "hold", version=version)
     context.run(run)
     check_open(context.layout, run)
-    body = await parse_body(request, HoldRequest)
+    body = await parse_body(request, ChoiceRequest)
     audit(request, "hold", version=version, reason=body.reason)
-    return await context.locking(context.registry.hold, run, version, body.reason, body.by)
+    manifest = await context.locking(context.registry.hold, run, version, body.reason, body.by)
+    log.warning("run %s holds %s, by %r: %r", run, version, body.by or "a person", body.reason)
+    return manifest
 
 
 @router.delete(
@@ -314,4 +316,6 @@ async def delete_hold(
     audit(request, "release", version=version)
     context.run(run)
     check_open(context.layout, run)
-    return await context.locking(context.registry.release, run, version, by)
+    manifest = await context.locking(context.registry.release, run, version, by)
+    log.warning("run %s: %s is released, by %r", run, version, by or "a person")
+    return manifest

@@ -28,7 +28,7 @@ from service.monitor.records import State
 from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
-from service.storage.layout import FileId, file_id
+from service.storage.layout import FileId, file_id, is_there
 from service.storage.runs import (
     RunRecord,
     change_state,
@@ -81,14 +81,14 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     length = check_announcement(request, context.settings.max_run_bytes)
     await context.check_redis()
     check_not_withdrawn(context.layout, run)
-    if not context.layout.run_json(run).exists():
+    if not is_there(context.layout.run_json(run)):
         _check_number(context, caller)
     check_open(context.layout, run, for_rollouts=True)  # whoever registers is about to send some
     refused = await _refused_file(context, run)
     records: list[RunRecord] = []
 
     async def on_header(header: Header) -> None:
-        begins = refused is not None or not context.layout.run_json(run).exists()
+        begins = refused is not None or not is_there(context.layout.run_json(run))
         record = read_run_header(run, header, begins=begins)
         records.append(record)
         if not begins:
@@ -99,7 +99,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     with context.spool.reserve(length), context.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
-        created = refused is not None or not context.layout.run_json(run).exists()
+        created = refused is not None or not is_there(context.layout.run_json(run))
         if created:
             await asyncio.to_thread(check_initial_drafter, upload.path)
             await context.check_redis()  # it may have stopped while the file came, and to forget may rightly take long
@@ -217,7 +217,7 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
 
     A worker that merely failed has refused nothing: the run may be gathering its vocabulary, with nothing trained.
     """
-    if not context.layout.run_json(run).exists() or not untouched(context.layout, run):
+    if not is_there(context.layout.run_json(run)) or not untouched(context.layout, run):
         return None
     file = file_id(context.layout.target(run))
     refused = (await context.soon(context.store(run).worker())).refused
@@ -263,7 +263,7 @@ async def delete(run: str, request: Request, context: Context) -> None:
     store = context.store(run)
     deadline = time.monotonic() + _LET_GO_SECONDS
     while not await store.take_from_workers():
-        if not context.layout.withdrawn(run).exists():
+        if not is_there(context.layout.withdrawn(run)):
             return  # another request was faster
         if time.monotonic() > deadline:
             raise Problem(
@@ -273,7 +273,7 @@ async def delete(run: str, request: Request, context: Context) -> None:
                 headers={"Retry-After": str(context.settings.retry_after_seconds)},
             )
         await asyncio.sleep(_POLL_SECONDS)
-    if not context.layout.withdrawn(run).exists():
+    if not is_there(context.layout.withdrawn(run)):
         await store.give_back()  # the lease is of another run of that name
         return
     forget, objects = _forgetting(context, run), context.registry.objects

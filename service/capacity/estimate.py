@@ -140,7 +140,7 @@ def estimate(
         ),
         "download": _of_download(traffic),
         "api_cores": Fact(
-            traffic.cores, "cores", "measured on two cores", "of the API; one process has one", traffic.cores
+            traffic.cores, "cores", "measured on two cores", "of the API, of which one process takes one", traffic.cores
         ),
         "redis": Fact(
             _redis_bytes(traffic),
@@ -153,13 +153,14 @@ def estimate(
 
 def _of_worker(worker: Worker, tflops: float) -> dict[str, Fact]:
     rate: Basis = "measured on one H200" if tflops == GPU_TFLOPS else "assumed"
+    gpus = f"{worker.gpus:g} GPU{'' if worker.gpus == 1 else 's'}"
     return {
         "worker_gpus": Fact(
             worker.wanted,
             "GPUs",
             rate,
             f"{worker.work.train:,.1f} GPU s of training and {worker.work.score:,.1f} of scoring a step of a run, at"
-            f" {tflops:g} TFLOP/s of training; with {worker.gpus:g} GPUs it is busy {worker.busy:.0%} and"
+            f" {tflops:g} TFLOP/s of training; with {gpus} it is busy {worker.busy:.0%} and"
             f" trains on {worker.trained:.0%}",
             worker.load,
         ),
@@ -169,7 +170,7 @@ def _of_worker(worker: Worker, tflops: float) -> dict[str, Fact]:
             worker.least,
             "GPUs",
             rate,
-            "to score alone; below that the queue grows without end",
+            "for scoring alone; with fewer the queue grows without end",
             worker.least / worker.gpus,
         ),
     }
@@ -198,7 +199,8 @@ def _of_hook(traffic: Traffic) -> Fact:
         rank_bytes,
         "bytes",
         "measured on two cores",
-        "of a rank and step; its queue_bytes (256 MiB) and what line and API take meanwhile hold the rest back",
+        f"a rank's rollouts of a step; its hook holds {HOOK_BYTES / GIB:g} GiB back, and sends"
+        f" {sent_meanwhile / GIB:,.2f} meanwhile",
         max(rank_bytes / (HOOK_BYTES + sent_meanwhile), traffic.file_bytes / HOOK_BYTES),
     )
 

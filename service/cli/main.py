@@ -37,7 +37,7 @@ from service.cli.remote import (
 )
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
-from service.settings import Settings
+from service.settings import Settings, redis_place
 from service.storage.layout import BATCH_ID
 
 app = typer.Typer(
@@ -95,7 +95,10 @@ def _settings(state_dir: Path | None, **given: Any) -> Settings:
     log = logging.getLogger("draftalign")
     if unknown := unknown_variables():
         log.warning("no setting is called %s; see docs/reference/settings.md for the names", ", ".join(unknown))
-    log.info("settings that differ from the defaults: %s", settings.model_dump(exclude_defaults=True, mode="json"))
+    differing = settings.model_dump(exclude_defaults=True, mode="json")
+    if settings.redis_url is not None:
+        differing["redis_url"] = redis_place(settings.redis_url.get_secret_value())
+    log.info("settings that differ from the defaults: %s", differing)
     return settings
 
 

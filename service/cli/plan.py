@@ -71,6 +71,9 @@ def plan(
             raise ConfigurationError(f"--{name} must be above 0, got {value}")
     if dtype not in get_args(FeatureDtype):
         raise ConfigurationError(f"--dtype must be one of {', '.join(get_args(FeatureDtype))}, got {dtype!r}")
+    for name, share in {"prompt-share": prompt_share, "generation-share": generation_share}.items():
+        if not 0 <= share <= 1:
+            raise ConfigurationError(f"--{name} is a share, from 0 to 1, got {share}")
     if (alpha_now is None) != (alpha_gain is None) or (alpha_now is not None and gpu_hour_price is None):
         raise ConfigurationError("--alpha-now and --alpha-gain go together, and with --gpu-hour-price")
     if alpha_now is not None and not 1 <= alpha_now < math.inf:
@@ -89,6 +92,10 @@ def plan(
     if json_:
         typer.echo(json.dumps({name: asdict(fact) for name, fact in worst_first(facts)}, indent=1))
         return
+    each = f"{ranks} rank(s) and {engines} engine(s); a step of {step_seconds:g} s, {rollouts_a_step:,} rollouts of"
+    sent = f"{sampled_share:.0%} of them sent, as {dtype}"
+    typer.echo(f"{policy}: {runs} run(s) of {each} {tokens_a_rollout:,} tokens, {sent}. Each is an option (--help).")
+    typer.echo(f"{'':13} {'needed':>22} {'of limit':8}  [rests on]")
     for name, fact in worst_first(facts):
         said = "" if fact.load is None else f"{fact.load:7.0%}{' DOES NOT FIT' if fact.load > 1 else ''}"
         amount = f"{fact.value / GIB:,.2f} GiB" if fact.unit == "bytes" else f"{fact.value:,.3g} {fact.unit}"

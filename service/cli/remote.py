@@ -71,8 +71,11 @@ def rollback(
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
     run = name_of(service, run)
-    call("POST", service, f"/drafter/{quote(version, safe='')}/rollback", params={"run": run}, json={"reason": reason})
-    typer.echo(f"run {run} serves {version}")
+    served = call("GET", service, f"/runs/{quote(run, safe='')}").json()["drafter"]
+    body = {"reason": reason, "by": whoami()}
+    call("POST", service, f"/drafter/{quote(version, safe='')}/rollback", params={"run": run}, json=body)
+    again = ", as before: its engines load it again" if served == version else ""
+    typer.echo(f"run {run} serves {version}{again}")
 
 
 def hold(

@@ -6,6 +6,7 @@ directory. docs/reference/architecture.md draws the tree.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -131,7 +132,8 @@ class Layout:
         """Runs that were registered, sorted."""
         if not self.runs.is_dir():
             return []
-        return sorted(p.name for p in self.runs.iterdir() if RUN_NAME.fullmatch(p.name) and _is_there(p / "run.json"))
+        named = [path for path in self.runs.iterdir() if RUN_NAME.fullmatch(path.name)]
+        return sorted(path.name for path in named if _may_be_there(path / "run.json"))
 
     def make_run(self, run: str) -> None:
         """Create the run's directories; idempotent."""
@@ -139,8 +141,32 @@ class Layout:
             path.mkdir(parents=True, exist_ok=True)
 
 
+def revalidate(directory: Path) -> None:
+    """Have this host's file system look at a directory's names again; what cannot be opened is left as it is.
+
+    An NFS client answers from its cache for up to a minute: that a name is not there, or which file it is of. To open
+    the directory makes it ask the server (close-to-open consistency). A local disk's names are never old.
+    """
+    for _ in range(2):
+        try:
+            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except FileNotFoundError:  # the cache may say that as well
+            revalidate(directory.parent)
+        except OSError:
+            return
+        else:
+            return
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists, also where another host made or deleted it just now. Raises OSError where nobody knows."""
+    revalidate(path.parent)
+    return path.exists()
+
+
 def file_id(path: Path) -> FileId:
-    """Identity of a file, which differs after it was replaced; None if it does not exist or cannot be read."""
+    """Identity of a file, which differs after it was replaced, by another host too; None: it cannot be read."""
+    revalidate(path.parent)
     try:
         found = path.stat()
     except OSError:
@@ -148,8 +174,9 @@ def file_id(path: Path) -> FileId:
     return found.st_ino, found.st_mtime_ns
 
 
-def _is_there(path: Path) -> bool:
+def _may_be_there(path: Path) -> bool:
     """Whether there is a file, also one that cannot be looked at: who opens it says why, and it hides no other run."""
+    revalidate(path.parent)
     try:
         return path.is_file()
     except OSError:

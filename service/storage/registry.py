@@ -41,7 +41,7 @@ from service.monitor.records import HeldVersion
 from service.storage.drafters.versions import MANIFEST, Manifest, Versions, digests_of, version_number
 from service.storage.history.digest import Sent
 from service.storage.history.events import History
-from service.storage.layout import VERSION_NAME, Layout
+from service.storage.layout import VERSION_NAME, Layout, revalidate
 
 #: For `instead_of`: replace the served version, whichever it is.
 ANY = "*"
@@ -198,16 +198,18 @@ class Registry(Versions):
         *,
         instead_of: str | None = ANY,
         gate: Mapping[str, Any] | None = None,
+        by: str | None = None,
     ) -> Manifest:
         """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
 
-        `instead_of`, `gate`: as for `publish`. Raises `LatestHeld` when a person holds what is served.
+        So engines load it again where it is served already. `instead_of`, `gate`: as for `publish`; `by`: who wants it.
+        Raises `LatestHeld` when a person holds what is served.
         """
         self.verify(run, version)
         with locked(self._layout, run):
             self._require_served(run, instead_of)
             self._require_free(run)
-            more = None if gate is None else {"gate": gate}
+            more = ({} if gate is None else {"gate": gate}) | ({} if by is None else {"by": by})
             return self._repoint(run, self.get(run, version), reason, "rolled_back", more=more)
 
     def hold(self, run: str, version: str, reason: str, by: str | None = None) -> Manifest:
@@ -297,6 +299,7 @@ class Registry(Versions):
                     self._delete(run, version)
 
     def _pointer(self, run: str) -> dict[str, Any] | None:
+        revalidate(self._layout.run(run))
         try:
             text = self._layout.latest(run).read_bytes()
             pointer = json.loads(text)

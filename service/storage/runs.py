@@ -38,7 +38,7 @@ from rl_hooks.wire import (
 from service.errors import RunClosed, RunConflict, RunDamaged, RunNotFound
 from service.monitor.records import RunState, State
 from service.storage.admission.nearness import differences
-from service.storage.layout import FileId, Layout, file_id
+from service.storage.layout import FileId, Layout, file_id, is_there, revalidate
 from service.storage.registry import Registry, locked
 from service.storage.spool import Upload
 
@@ -189,6 +189,7 @@ def read_head_header(record: RunRecord, header: Header) -> int:
 def load_run(layout: Layout, run: str) -> RunRecord:
     """The record of a registered run; raises RunNotFound, or RunDamaged."""
     path = layout.run_json(run)
+    revalidate(path.parent)
     try:
         record = RunRecord.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
@@ -271,7 +272,7 @@ def commit_run(
     record = record.model_copy(update={"crc32": crc32_of(upload.path)})
     with locked(layout, record.run):
         check_not_withdrawn(layout, record.run)
-        if not layout.run_json(record.run).exists():
+        if not is_there(layout.run_json(record.run)):
             forget()
         elif refused is not None and refused == file_id(layout.target(record.run)) and untouched(layout, record.run):
             # Until the new run.json exists the run is not registered, and no rollouts are accepted for it.
@@ -372,6 +373,7 @@ def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: in
 def read_state(layout: Layout, run: str) -> RunState:
     """What a person wants of a run. A file that cannot be read pauses it: nothing is lost until it is mended."""
     path = layout.run_state(run)
+    revalidate(path.parent)
     try:
         found: RunState = _STATE.validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -417,13 +419,13 @@ def check_open(layout: Layout, run: str, *, for_rollouts: bool = False) -> None:
 
 def check_not_withdrawn(layout: Layout, run: str) -> None:
     """Raise RunConflict while a run of this name is being deleted: a new one would go on from its files."""
-    if layout.withdrawn(run).exists():
+    if is_there(layout.withdrawn(run)):
         raise RunConflict(f"run {run!r} is being deleted; ask DELETE /runs/{run} again to end that")
 
 
 def withdraw_run(layout: Layout, run: str) -> None:
     """Unregister a run: nobody finds it any more, and no other may take its name. Raises RunNotFound. Blocks."""
-    if not layout.run_json(run).exists() and not layout.withdrawn(run).exists():
+    if not is_there(layout.run_json(run)) and not layout.withdrawn(run).exists():
         raise RunNotFound(f"run {run!r} is not registered")
     with locked(layout, run), contextlib.suppress(FileNotFoundError):  # an earlier attempt came as far
         layout.run_json(run).rename(layout.withdrawn(run))
@@ -439,7 +441,7 @@ def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: 
     name = f"{_DELETED}{uuid.uuid4().hex}"
     spool, files = layout.spool(run).with_name(name), layout.run(run).with_name(name)
     with locked(layout, run):
-        if not layout.withdrawn(run).exists():
+        if not is_there(layout.withdrawn(run)):
             return  # another request was faster; the name may be another run's by now
         forget()
         with contextlib.suppress(FileNotFoundError):

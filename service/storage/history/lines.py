@@ -9,20 +9,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Final, Generic, TypeVar
 
 from pydantic_core import to_json
 
 from rl_hooks.durable import append_line, sync
 from rl_hooks.lock import LockHeld, exclusive
+from service.storage.layout import is_there
 
 _Kept = TypeVar("_Kept")
+#: Longer than a line takes to be on a slow disk.
+_LOCK_SECONDS: Final = 1.0
 
 
 class LineFile:
     """The pieces of one such file: `path`, which is appended to, and `<stem>-<Unix time in ns>.jsonl`.
 
-    Several processes may append. A line is one write, which needs no lock that a paused process could keep.
+    Several processes may append. A line is one write to the end of the file, which on a local disk needs no lock. Hosts
+    of an NFS would overwrite each other's, so a lock is waited for, but not for long: a paused process could keep it.
     """
 
     def __init__(self, path: Path, *, max_bytes: int, kept: int, mode: int = 0o666) -> None:
@@ -34,12 +38,18 @@ class LineFile:
 
         `head`: makes the line that a new piece begins with.
         """
-        if self._is_full():
-            # Held by a paused process, it keeps the file growing, and nobody waiting.
-            with contextlib.suppress(LockHeld), exclusive(self.path.with_suffix(".lock"), 0.0):
-                if self._is_full():  # else another process was faster
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(exclusive(self.path.with_suffix(".lock"), _LOCK_SECONDS))
+            except LockHeld:  # it grows meanwhile
+                pass
+            else:
+                if self._is_full():
                     self.path.rename(self.path.with_stem(f"{self.path.stem}-{time.time_ns()}"))
-        is_new = not self.path.exists()
+            self._append(entry, head)
+
+    def _append(self, entry: Mapping[str, Any], head: Callable[[], Mapping[str, Any] | None]) -> None:
+        is_new = not is_there(self.path)
         first = head() if is_new else None
         lines = [to_json(one, inf_nan_mode="null") for one in (first, entry) if one is not None]
         append_line(self.path, b"\n".join(lines), self._mode)

@@ -40,7 +40,7 @@ from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.settings import Settings
 from service.storage import ready
-from service.storage.layout import FileId, Layout, file_id
+from service.storage.layout import FileId, Layout, file_id, is_there
 from service.storage.lease import Leases
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.ready import why_unusable
@@ -312,7 +312,7 @@ class Worker:
             return
         if not self._share.may_take(run, len(self.served), now) or not self._leases.hold(run):
             self._recent_suspected.discard(run)
-        elif self._layout.run_json(run).exists():
+        elif is_there(self._layout.run_json(run)):
             with self._heartbeat.opening(run):
                 self._open(run, state, file)
         else:  # it was deleted meanwhile

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from redis import Redis
 from redis.exceptions import RedisError
 
-from service.storage.layout import Layout
+from service.storage.layout import Layout, is_there
 from service.storage.lease import Leases
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.reports import Store
@@ -124,7 +124,7 @@ class Heartbeat:
             if not known or self._stopping() or not self._leases.hold(run):
                 return
             try:
-                if self._layout.run_json(run).exists():  # nothing is written of one that is being deleted
+                if is_there(self._layout.run_json(run)):  # nothing is written of one that is being deleted
                     Store(self._redis, run).set_worker({})
             finally:
                 self._leases.give_back(run)  # though the disk fails: another worker may have it

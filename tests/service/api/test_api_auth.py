@@ -206,7 +206,8 @@ def test_settings_never_print_secrets() -> None:
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTALIGN_DEPTH", "6")
-    monkeypatch.setenv("REDIS_URL", "redis://elsewhere")
+    monkeypatch.setenv("DRAFTALIGN_REDIS_URL", "redis://elsewhere")
+    monkeypatch.setenv("REDIS_URL", "redis://of.another.program")
     settings = settings_of()
     assert settings.depth == 6
     assert settings.redis_url is not None

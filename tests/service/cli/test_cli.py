@@ -32,7 +32,7 @@ HEADERS = {"Content-Type": "application/x-safetensors"}
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_") and k != "REDIS_URL"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")}
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **changes}
 
 
