@@ -46,7 +46,7 @@ NETWORK: Final = f"{PROJECT}_default"
 APIS: Final = 3
 SENDERS: Final = 3
 #: Ends of a batch that need no more work.
-DONE: Final = ("trained", "held_out", "skipped")
+DONE: Final = ("trained", "skipped")
 READ, WRITE, ADMIN = (secrets.token_hex(16) for _ in range(3))
 ENVIRONMENT: Final = os.environ | {
     "DRAFTALIGN_READ_TOKEN": READ,

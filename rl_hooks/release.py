@@ -257,14 +257,7 @@ class PublicKeys:
     def of_environment(cls, environment: Mapping[str, str]) -> Self | None:
         """The keys in DRAFTALIGN_PUBLIC_KEYS, None without it; raises ValueError."""
         text = environment.get("DRAFTALIGN_PUBLIC_KEYS")
-        if text is not None:
-            return cls.parse(text)
-        if environment.get("DRAFTALIGN_SIGNING_KEY"):
-            raise ValueError(
-                "DRAFTALIGN_SIGNING_KEY, a secret that service and agents shared, is no longer read: make a key with "
-                "`draftalign keygen`, and give agents its public half in DRAFTALIGN_PUBLIC_KEYS"
-            )
-        return None
+        return None if text is None else cls.parse(text)
 
     def check(self, nonce: str, body: bytes, signature: str | None) -> None:
         """Raise SignatureError unless one of the keys signed this body for this nonce."""

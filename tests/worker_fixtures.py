@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -373,11 +372,6 @@ class Bench:
         while not condition():
             assert time.monotonic() < deadline, f"nothing happened in {seconds} s"
             time.sleep(0.02)
-
-
-def name_rollouts_without_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a service did before files were compared with what came."""
-    monkeypatch.setattr(Spool, "new_blob", lambda _, batch_id, __: f"{batch_id}.{uuid.uuid4().hex}.safetensors")
 
 
 # --- worker processes ------------------------------------------------------------------------------------------------

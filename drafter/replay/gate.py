@@ -272,7 +272,7 @@ class Trial:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Back from `to_json`."""
-        tuples = {name: [tuple(one) for one in values.get(name, [])] for name in ("starts", "last")}
+        tuples = {name: [tuple(one) for one in values[name]] for name in ("starts", "last")}
         return cls(**values | tuples)
 
 

@@ -41,7 +41,7 @@ class AuditLog:
     def read(self, run: str | None = None) -> Iterator[dict[str, Any]]:
         """Each call, oldest first: its second line, or its first where there is no second one (yet). `run`: of one."""
         calls: dict[str, dict[str, Any]] = {}
-        # Of each file the piece in use, and those of an earlier service, which had one file for all.
+        # Of each file the piece in use.
         for path in sorted({one.with_stem(one.stem.partition("-")[0]) for one in self._directory.glob("*.jsonl")}):
             for entry in self._file(path).read():
                 calls[entry["id"]] = calls.get(entry["id"], {}) | entry
@@ -49,5 +49,5 @@ class AuditLog:
 
     @staticmethod
     def _file(path: Path) -> LineFile:
-        kept = _KEPT.get(path.stem.partition("_")[0], 0)
+        kept = _KEPT[path.stem.partition("_")[0]]
         return LineFile(path, max_bytes=_PIECE_BYTES, kept=kept, mode=0o600)

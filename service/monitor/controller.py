@@ -22,7 +22,7 @@ due when α of the served drafter has fallen (`Level`), when the last one was pr
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Self
 
@@ -289,12 +289,9 @@ class Controller:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Back from `to_json`. What an older worker did not write begins afresh; what it alone knew is dropped."""
-        known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
-        if "variance" not in known:
-            known.pop("gain", None)  # smoothed, of unknown error
-        curve = LearningCurve.of(values.get("curve", {}).get("measured", ()))
-        return cls(**known | {"level": Level(**values.get("level", {})), "curve": curve})
+        """Back from `to_json`."""
+        curve = LearningCurve.of(values["curve"]["measured"])
+        return cls(**values | {"level": Level(**values["level"]), "curve": curve})
 
 
 def _smoothed(known: float, seconds: float) -> float:

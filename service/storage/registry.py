@@ -88,7 +88,7 @@ class Registry(Versions):
         pointer = self._pointer(run)
         if pointer is not None and pointer.get("event") in OFFERS:
             return {name: value for name, value in pointer.items() if name != "held"}
-        return self.history.last_of(run, OFFERS)  # of before it was pushed again, or of an older service
+        return self.history.last_of(run, OFFERS)  # of before it was pushed again
 
     # --- writing
     def publish(
@@ -381,8 +381,6 @@ class Registry(Versions):
     def _unrecorded(self, run: str, pointer: Mapping[str, Any]) -> dict[str, Any] | None:
         """The event of the last move, where the history never had it; None where it has, or had and forgot it."""
         recorded = self.history.digest(run).sequence
-        if recorded is None and self.history.forgot_moves(run):  # of an earlier service, which carried nothing on
-            return None
         if recorded is not None and recorded >= pointer["sequence"]:
             return None
         return {name: value for name, value in pointer.items() if name != "held"}

@@ -65,10 +65,10 @@ class RunRecord(BaseModel):
     policy_version: int
     draft_vocab_size: int | None
     has_drafter: bool
-    last_rows: LastRows = "all"  # that its drafters read; a run of an older service has not looked, and takes all
+    last_rows: LastRows  # that its drafters read
     bytes: int
     created: float
-    crc32: int | None = None  # of target.safetensors; of a run of an older service it is not known
+    crc32: int | None = None  # of target.safetensors, once that is kept
 
 
 def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunRecord:
@@ -213,8 +213,7 @@ def load_target(layout: Layout, run: str, *, whole: bool = False) -> MappedFile:
         read_run_header(run, file.header, begins=False)
     except (WireError, FileNotFoundError, IsADirectoryError) as error:
         raise RunDamaged(run, path, error) from error
-    known = load_run(layout, run).crc32 if whole else None
-    if known is not None and crc32_of(path) != known:
+    if whole and crc32_of(path) != load_run(layout, run).crc32:
         raise RunDamaged(run, path, "its bytes are not those that were registered (CRC-32 differs)")
     return file
 

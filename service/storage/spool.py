@@ -142,12 +142,12 @@ class Spool:
 def check_blob(path: Path) -> None:
     """BlobDamaged when a rollout file, in the spool or kept by the worker, has not the bytes that were uploaded.
 
-    It reads the whole file. One of an older service has no digest in its name, and passes.
+    It reads the whole file. One whose name is not `BLOB_NAME` is not compared.
     """
     if not stat.S_ISREG(path.lstat().st_mode):  # a device or a pipe may never end
         raise BlobDamaged(f"{path} is damaged: it is no regular file any more")
     name = BLOB_NAME.fullmatch(path.name)
-    if name is None or name[1] is None:
+    if name is None:
         return
     with path.open("rb") as file:
         found = hashlib.file_digest(file, xxh3_64).hexdigest()

@@ -117,13 +117,11 @@ def _sums(directory: Path) -> dict[str, int]:
 
 
 def _check_sums(directory: Path) -> None:
-    """Raise CheckpointError unless each file has the bytes that were written; one of an older worker has no sums."""
+    """Raise CheckpointError unless each file has the bytes that were written."""
     path = directory / _SUMS
-    if not path.exists():
-        return
     try:
         wanted = dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); {_MEND}") from error
     found = {name: crc32_of(directory / name) if (directory / name).is_file() else None for name in wanted}
     if damaged := sorted(name for name in wanted if found[name] != wanted[name]):

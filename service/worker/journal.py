@@ -151,10 +151,10 @@ class Journal:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. A drift state of another kind is dropped: no reason to refuse a run."""
         self.totals = Totals(**state["totals"])
-        self._heeded = dict(state.get("drift_heeded", {}))
+        self._heeded = dict(state["drift_heeded"])
         try:
             self._drift = DriftMonitor(self._drift.config, DriftState.from_json(state["drift"]))
-            self._succession = Succession(**state.get("succession", {}))
+            self._succession = Succession(**state["succession"])
         except DriftError as error:
             log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
 

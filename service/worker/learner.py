@@ -127,10 +127,9 @@ class Learner:
         self.controller = Controller.from_json(state["controller"])
         self.journal.restore(state)
         self.lineage.check_vocabulary()
-        self.gate.restore(state.get("gate"))
-        self.recent.restore(
-            state["recent"], self._layout.spool(self.run), self.target.normalised, state.get("recent_known")
-        )
+        self.gate.restore(state["gate"])
+        spool = self._layout.spool(self.run)
+        self.recent.restore(state["recent"], spool, state["recent_known"], self.target.normalised)
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
                  self.journal.totals.trained_tokens)  # fmt: skip
@@ -441,7 +440,7 @@ class Learner:
     def forget_recent(self) -> None:
         """Delete the recent rollouts. What was learnt from them stays."""
         memory = self._empty_memory()
-        memory.restore([], self._layout.spool(self.run))  # deletes their files
+        memory.restore([], self._layout.spool(self.run), {})  # deletes their files
         self.recent = memory
 
     def forget_heads(self, newest_policy: int) -> None:

@@ -122,21 +122,20 @@ class RecentRollouts:
         self,
         names: Sequence[str],
         spool: Path,
+        known: Mapping[str, Sequence[int]],
         complete: Callable[[RolloutBatch], RolloutBatch] = lambda batch: batch,
-        known: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool.
 
-        `complete` adds what the sender could not compute. `known`: what `known()` was; None: of an older worker.
+        `complete` adds what the sender could not compute. `known`: what `known()` was.
         """
-        left_out = {name: tuple(places) for name, places in (known or {}).items()}
         for name in names:
             path = next((p for p in (self._directory / name, spool / name) if p.exists()), None)
             if path is None:
                 continue
             try:
                 check_blob(path)
-                places = left_out.get(name, ())
+                places = tuple(known.get(name, ()))
                 self._keep(name, complete(without(load_batch(path), places)), places)
             # Damaged, or without a head; what was learnt from it is in the checkpoint.
             except (BlobDamaged, WireError, TargetHeadError, OSError) as error:

@@ -244,7 +244,7 @@ class Target:
         check_head_bytes(self._received.path(version))
         file = MappedFile(self._received.path(version))
         head = read_tensor(file, "lm_head")  # [V, Ht]
-        if "ids" in file or head.shape != self.embed_tokens.shape:  # an older service took some of its rows as well
+        if head.shape != self.embed_tokens.shape:
             wanted = list(self.embed_tokens.shape)
             raise TargetHeadError(f"it is {list(head.shape)}, expected {wanted}; send the whole head")
         embed = head.to(self._device) if self.tied else self.embed_tokens

@@ -42,13 +42,13 @@ class Engines:
 class Recent:
     """The batches that arrived last. `times`: as the store counted when they were read."""
 
-    times: tuple[int, int]
+    times: int
     records: Mapping[str, ScoreRecord]
     newest: Newest
     replays: Replays
 
     @classmethod
-    def of(cls, times: tuple[int, int], records: Mapping[str, ScoreRecord], before: Newest | None) -> Recent:
+    def of(cls, times: int, records: Mapping[str, ScoreRecord], before: Newest | None) -> Recent:
         """Reckon what they say; not on the event loop. `before`: the newest before."""
         newest = Newest(records.values(), before)
         return cls(times, records, newest, Replays(newest))
@@ -99,7 +99,7 @@ class Evidence:
         if before is not None and before.times == times:
             return before
         records = await store.recent_scores({} if before is None else before.records)
-        if before is not None and len(records.keys() - before.records.keys()) != times[0] - before.times[0]:
+        if before is not None and len(records.keys() - before.records.keys()) != times - before.times:
             records = await store.recent_scores()  # one was scored for the second time
         newest = None if before is None else before.newest
         found = await asyncio.to_thread(lambda: Recent.of(times, records, newest))

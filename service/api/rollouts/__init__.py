@@ -61,7 +61,7 @@ class Receipt(BaseModel):
     batch_id: str
     duplicate: bool
     run: str
-    state: Literal["queued", "trained", "held_out", "skipped", "dead"] = "queued"
+    state: Literal["queued", "trained", "skipped", "dead"] = "queued"
     dead_total: int = 0
     last_dead_reason: str = ""
     known_rollouts: int = 0
@@ -363,6 +363,6 @@ async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "defaul
         "state": batch["state"],
         "reason": batch["reason"],
         **{k: int(batch[k]) for k in ("policy_version", "policy_version_max", "rollouts", "tokens", "bytes")},
-        "known_rollouts": int(batch.get("known_rollouts", 0)),  # of an older service: none were left out
+        "known_rollouts": int(batch["known_rollouts"]),
         "rollout_ids": json.loads(batch["rollout_ids"]),
     }

@@ -13,7 +13,6 @@ from service.monitor.drift.limits import DAY_SECONDS, DriftError
 
 _STATE_FORMAT: Final = "draftalign.drift.v3"
 #: The one before: one level instead of one per stratum.
-_OLDER_FORMAT: Final = "draftalign.drift.v2"
 #: Variance of what is not known, in units of a tick's. Infinity has no arithmetic.
 _UNKNOWN: Final = 1e9
 #: Memory of the traffic. A longer pause between batches counts as a day.
@@ -194,21 +193,18 @@ class DriftState:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote, also before there were strata; raises DriftError on anything else."""
+        """Read what `to_json` wrote; raises DriftError on anything else."""
         try:
             table: dict[str, Any] = json.loads(text)
             found = table.pop("format")
-            if found == _OLDER_FORMAT:
-                table = _with_levels(table)
-                found = _STATE_FORMAT
-            evidence, rise = table.pop("evidence"), table.pop("rise", {})  # no rise in a state of before it was watched
+            evidence, rise = table.pop("evidence"), table.pop("rise")
             state = cls(
                 levels=Levels(**table.pop("levels")),
                 spreads=[Spread(**spread) for spread in table.pop("spreads")],
                 pending=[(str(stratum), float(alpha), entropy) for stratum, alpha, entropy in table.pop("pending")],
                 evidence=Evidence(**(evidence | {"rows": [Row(**row) for row in evidence["rows"]]})),
                 traffic=Traffic(**table.pop("traffic")),
-                rise=Rise(**(rise | {"spreads": [Spread(**spread) for spread in rise.get("spreads", [])]})),
+                rise=Rise(**(rise | {"spreads": [Spread(**spread) for spread in rise["spreads"]]})),
                 **table,
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -218,14 +214,3 @@ class DriftState:
                 f"expected drift state {_STATE_FORMAT}, got {found!r}; delete it and the monitor starts afresh"
             )
         return state
-
-
-def _with_levels(table: dict[str, Any]) -> dict[str, Any]:
-    """A state of the format before, in which one stratum was all."""
-    baseline, known = table.pop("baseline"), table.pop("known_ticks")
-    kept = {name: table[name] for name in ("ticks", "recent", "shown", "offset", "statistics", "spreads")}
-    variance = 1 / known if known > 0 else _UNKNOWN
-    one = Levels([""], [baseline], [1.0], [None], [[variance]], doubted=known < kept["ticks"])
-    levels = asdict(one) if kept["ticks"] else asdict(Levels())
-    pending = [(stratum, alpha, None) for stratum, alpha in table["pending"]]
-    return kept | {"levels": levels, "pending": pending, "evidence": asdict(Evidence()), "traffic": asdict(Traffic())}

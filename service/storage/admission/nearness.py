@@ -151,10 +151,7 @@ def _kept_heads(layout: Layout, run: str, registered: MappedFile) -> list[_Head]
     for path in layout.heads(run).glob("*.safetensors"):
         # The worker may have just deleted it, or it is damaged: the others suffice.
         with contextlib.suppress(OSError, WireError):
-            head = _Head.of(MappedFile(path), int(path.stem), path.stat().st_mtime_ns)
-            # An older service took some rows as well, or all of them in another order.
-            if "ids" not in head.file and head.tokens == found[0].tokens:
-                found.append(head)
+            found.append(_Head.of(MappedFile(path), int(path.stem), path.stat().st_mtime_ns))
     return found
 
 

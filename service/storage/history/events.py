@@ -65,10 +65,6 @@ class History:
         with self._reading:
             return dict(digest.sent)
 
-    def forgot_moves(self, run: str) -> bool:
-        """Whether pieces of the history are gone, and may have had moves."""
-        return len(self._moves(run).pieces()) > 1
-
     def last_of(self, run: str, kinds: Collection[str]) -> dict[str, Any] | None:
         """The newest event of these kinds that is kept."""
         return next((event for event in reversed(self._moves(run).read()) if event.get("event") in kinds), None)
@@ -84,20 +80,20 @@ class History:
     def record(self, run: str, event: Mapping[str, Any]) -> None:
         """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
 
-        Takes no lock, since a paused process could hold it: a line is one write at the file's end.
+        Waits for a paused process's lock for a second at most (`LineFile`).
         """
         self._moves(run).append({"time": time.time(), **event}, head=lambda: self._carried(run))
 
     def record_verdict(self, run: str, event: Mapping[str, Any]) -> None:
-        """Append a canary's verdict, durably, unless it is a repeat. An earlier service wrote them into the history."""
-        files = self._verdicts(run), self._moves(run)
-        if not any(canary_key(event) in self._digest(file).canaries for file in files):
-            files[0].append({"time": time.time(), **event})
+        """Append a canary's verdict, durably, unless it is a repeat."""
+        file = self._verdicts(run)
+        if canary_key(event) not in self._digest(file).canaries:
+            file.append({"time": time.time(), **event})
 
     def _carried(self, run: str) -> dict[str, Any] | None:
         digest = self.digest(run)
         with self._reading:
-            return digest.carried() if self.forgot_moves(run) else None
+            return digest.carried() if len(self._moves(run).pieces()) > 1 else None  # a piece may be gone
 
     def _moves(self, run: str) -> LineFile:
         return LineFile(self._layout.history(run), max_bytes=_HISTORY_BYTES, kept=1)

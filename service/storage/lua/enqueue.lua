@@ -29,9 +29,9 @@ local function read()
   return found
 end
 local found = read()
-local held = held_of(prefix, counters, found[1])
+local held = held_of(found[1])
 -- How many of the run's batches died so far, and why the newest did: the answer to the sender's next batch says it.
-local total, reason = string.match(found[2] or redis.call('GET', names[2]) or '0 ', '^(%S+) (.*)$')
+local total, reason = string.match(found[2] or '0 ', '^(%S+) (.*)$')
 
 local function duplicate(state, known)
   if not back then redis.call('HINCRBY', counters, 'duplicates_total', 1) end
@@ -69,7 +69,7 @@ local function brought_before()
     local other = found[OTHERS + 1 + place]
     if other and other ~= ARGV[7] then
       states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
-      if states[other] == 'queued' or states[other] == 'trained' or states[other] == 'held_out' then
+      if states[other] == 'queued' or states[other] == 'trained' then
         known[#known + 1] = place
         state = states[other]
       end

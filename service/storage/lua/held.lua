@@ -15,19 +15,9 @@ end
 
 local function written(held) return string.format('%.0f %.0f %.0f %.0f %.0f %s', unpack(held)) end
 
--- The numbers of `held`. Services of before had them in the hash of counters: they are moved, once.
-local function held_of(prefix, counters, text)
-  if text then
-    local held = { string.match(text, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S*)$') }
-    for i = 1, 5 do held[i] = tonumber(held[i]) end
-    return held
-  end
-  local names = { 'items', 'bytes', 'rollouts', 'accepted_total', 'put_back_total', 'newest' }
-  local held = redis.call('HMGET', counters, unpack(names))
-  for i = 1, 5 do held[i] = tonumber(held[i] or '0') end
-  held[6] = held[6] or ''
-  redis.call('SET', prefix .. 'held', written(held))
-  redis.call('HDEL', counters, unpack(names))
-  tell_last_death(prefix, redis.call('HGET', counters, 'dead_total') or '0')
+-- The numbers of `held`.
+local function held_of(text)
+  local held = { string.match(text or '0 0 0 0 0 ', '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S*)$') }
+  for i = 1, 5 do held[i] = tonumber(held[i]) end
   return held
 end

@@ -225,24 +225,18 @@ class AsyncRolloutQueue:
             return counts(*await pipe.execute())
 
     async def _held(self) -> dict[str, Any]:
-        """Values of `HELD`; those of a run whose queue no service of now has changed yet are in the hash."""
-        if value := await self._redis.get(self._keys.held):
-            return parts(value)
-        async with self._redis.pipeline(transaction=True) as pipe:  # one moment: a script moves them
-            pipe.get(self._keys.held)
-            pipe.hmget(self._keys.counters, *HELD)
-            value, before = await pipe.execute()
-        return parts(value) if value else dict(zip(HELD, before, strict=True))
+        """Values of `HELD`."""
+        return parts(await self._redis.get(self._keys.held))
 
 
 def parts(held: object) -> dict[str, str]:
-    """The string `held` by the names in `HELD`."""
-    return dict(zip(HELD, text(held).split(" "), strict=True))
+    """The string `held` by the names in `HELD`; None: nothing has come yet."""
+    return dict(zip(HELD, ("0 0 0 0 0 " if held is None else text(held)).split(" "), strict=True))
 
 
 def counts(values: Sequence[Any], held: object) -> dict[str, int]:
     """All `COUNTERS` from the hash's values and the string `held`, None where there is none yet."""
-    both = dict(zip(COUNTERS, values, strict=True)) | (parts(held) if held else {})
+    both = dict(zip(COUNTERS, values, strict=True)) | parts(held)
     return {name: int(both[name] or 0) for name in COUNTERS}
 
 

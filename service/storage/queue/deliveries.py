@@ -257,5 +257,5 @@ def _entry(message: Any, deliveries: int) -> Entry:
         deliveries=deliveries,
         put_back=fields.get("put_back") == "1",
         first_id=fields.get("arrived", ""),
-        known=tuple(json.loads(fields.get("known", "[]"))),  # of an older service: none
+        known=tuple(json.loads(fields["known"])),
     )

@@ -245,10 +245,9 @@ class AsyncStore:
         found = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
         return {name: text for name, text in zip(reporters, found, strict=True) if text is not None}
 
-    async def times_scored(self) -> tuple[int, int]:
-        """How often a batch was scored, and how many records there are: a worker of before counts only these."""
-        times = await self._redis.get(self._keys.scored)
-        return int(times or 0), await self._redis.hlen(self._keys.scores)
+    async def times_scored(self) -> int:
+        """How often a batch was scored."""
+        return int(await self._redis.get(self._keys.scored) or 0)
 
     async def acceptances(self) -> list[AcceptanceRecord]:
         """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""

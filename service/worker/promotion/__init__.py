@@ -104,17 +104,11 @@ class Gate:
             **self.training.state,
         }
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state`; without one, from nothing: a checkpoint of a version before there was any."""
-        if state is None:
-            return
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
         self.served = state["served"]
         self._pools.clear()
-        self._trials = {
-            # A checkpoint of before the spread was learnt has none; others than the candidate begin at the least.
-            version: Trial.from_json(trial if version == CANDIDATE else {"claims": 0.0} | trial)
-            for version, trial in state["trials"].items()
-        }
+        self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
         self.archive.begin(Level(**state["level"] or {}))
         self.outcomes.restore(state)
         self.training = Training.from_state(state)

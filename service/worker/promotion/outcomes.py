@@ -38,12 +38,11 @@ class Outcomes:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, which a checkpoint of any age holds."""
-        promise = state["promise"]
-        self._promise = None if promise is None else Promise(**{"expected": promise["promised"]} | promise)
+        """Go on from `state`."""
+        self._promise = None if state["promise"] is None else Promise(**state["promise"])
         self._pool = Pool()
-        self._kept = Kept(**state.get("kept", {}))
-        self._won = {version: Kept(**won) for version, won in state.get("won", {}).items()}
+        self._kept = Kept(**state["kept"])
+        self._won = {version: Kept(**won) for version, won in state["won"].items()}
 
     @property
     def correction(self) -> float:

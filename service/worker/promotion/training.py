@@ -39,5 +39,5 @@ class Training:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Of what `state` gave, in a checkpoint of any age."""
-        return cls(state.get("trained_to"), state["untested"], state.get("done", 1.0), state["tested"])
+        """Of what `state` gave."""
+        return cls(state["trained_to"], state["untested"], state["done"], state["tested"])

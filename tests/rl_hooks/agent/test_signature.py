@@ -18,8 +18,6 @@ from pydantic import SecretStr
 from service_fixtures import RunningService
 
 from rl_hooks.agent.agent import SwapAgent
-from rl_hooks.agent.in_process import InProcessAgent
-from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import SignatureError
 from rl_hooks.release import SIGNATURE_HEADER, PublicKeys, SigningKey, new_nonce
 from service.api.app import create_app
@@ -359,22 +357,6 @@ def test_a_service_does_not_start_with_a_key_that_is_none(
 def test_public_keys_that_are_none_stop_the_agent(text: str) -> None:
     with pytest.raises(ValueError, match="public keys"):
         PublicKeys.parse(text)
-
-
-def test_an_agent_that_was_given_the_shared_secret_of_before_does_not_start_without_a_check(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, keys: dict[str, tuple[Path, str]]
-) -> None:
-    argv = [sys.executable, "-m", "service.cli", "agent", "--url", engine.url, "--cache-dir", str(tmp_path)]
-    monkeypatch.setenv("DRAFTALIGN_SIGNING_KEY", "secret")
-    done = subprocess.run(argv, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "DRAFTALIGN_PUBLIC_KEYS" in done.stderr
-    with pytest.raises(ValueError, match="DRAFTALIGN_PUBLIC_KEYS"):
-        InProcessAgent(ServiceSettings("http://127.0.0.1:1"), tmp_path, "host 1 dp0")
-    (tmp_path / "keys").write_text(keys["old"][1] + "\n")
-    monkeypatch.setenv("DRAFTALIGN_PUBLIC_KEYS", f"@{tmp_path / 'keys'}")
-    inside = InProcessAgent(ServiceSettings("http://127.0.0.1:1"), tmp_path, "host 1 dp0")
-    assert inside._config.public_keys == PublicKeys.parse(keys["old"][1])
 
 
 def test_the_log_of_the_service_tells_the_public_key_and_not_the_private_one(

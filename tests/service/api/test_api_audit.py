@@ -199,15 +199,6 @@ def test_no_token_pushes_out_what_another_did_and_registrations_push_out_nothing
     assert max(entry["time"] for entry in logged(guarded)) == logged(guarded)[-1]["time"], "oldest first"
 
 
-def test_the_log_of_an_earlier_service_is_read_too(service: RunningService) -> None:
-    """It had one file for all."""
-    old = {"time": 1.0, "token": "boss", "client": "", "run": "default", "call": "DELETE /runs/default"}
-    for name, entry in (("audit-5", {"id": "a"}), ("audit", {"id": "b", "status": 204})):
-        (service.layout.audit / f"{name}.jsonl").write_text(json.dumps(old | entry) + "\n")
-    assert [entry["id"] for entry in logged(service)][:2] == ["a", "b"]
-    assert logged(service)[-1]["action"] == "register"
-
-
 def test_several_processes_lose_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "_PIECE_BYTES", 4000)
     monkeypatch.setattr(audit, "_KEPT", {"acts": 1000})

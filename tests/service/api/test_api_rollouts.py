@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shlex
 import socket
@@ -178,17 +177,6 @@ def test_every_form_of_the_file_is_taken(service: RunningService) -> None:
     assert service.post(no_normalisers).status_code == 202
     extra = rollout_file(("5", "6"), rewards=[0.0, 1.0], raw_metadata={"anything": "else"})
     assert service.post(extra).status_code == 202
-
-
-def test_a_run_of_an_older_service_takes_all_rows_as_it_did(service: RunningService) -> None:
-    path = service.layout.run_json("default")
-    record = json.loads(path.read_text())
-    assert record.pop("last_rows") == "predicting"
-    path.write_text(json.dumps(record))
-    refused = service.post(rollout_file(last_rows="predicting"))
-    assert (refused.status_code, refused.json()["field"]) == (422, "last_hidden")
-    assert service.post(rollout_file()).json()["last_rows"] == "all"
-    assert service.client.get("/runs/default").json()["last_rows"] == "all"
 
 
 def test_a_full_queue_answers_429_with_retry_after_and_reads_no_body(serve: Serve, queue: RolloutQueue) -> None:
@@ -400,7 +388,7 @@ def test_a_sweep_forgets_runs_that_another_process_deleted(service: RunningServi
             other = ServiceContext(service.settings, client)
             await other.reap()
             before = other.disk.runs & other._kept.keys()
-            other.evidence._recent["gone"] = Recent.of((0, 0), {}, None)  # of one that was deleted while that was told
+            other.evidence._recent["gone"] = Recent.of(0, {}, None)  # of one that was deleted while that was told
             assert service.client.delete("/runs/default").status_code == 204
             await other.reap()
             other.close()

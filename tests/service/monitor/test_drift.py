@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -201,39 +201,6 @@ def test_a_fall_is_found_while_the_mix_changes(bank: Bank) -> None:
     assert any(alarms[800:820])
 
 
-def test_a_state_of_the_format_before_goes_on_with_its_baseline() -> None:
-    old = {
-        **{"format": "draftalign.drift.v2", "ticks": 1500, "baseline": 3.0, "known_ticks": 1440.0, "recent": 3.0},
-        **{"shown": 3.0, "offset": 0.1, "statistics": {"fast": 1.0, "slow": 2.0}, "pending": [["", 2.9]]},
-        **{"stratum_means": {"": 3.0}, "stratum_counts": {"": 1500}},
-        "spreads": [asdict(spread) for spread in DriftMonitor(config()).state.spreads],
-    }
-    state = DriftState.from_json(json.dumps(old))
-    assert (state.ticks, state.baseline) == (1500, 3.0)
-    assert state.known_ticks == pytest.approx(1440)
-    assert state.pending == [("", 2.9, None)]
-    assert DriftMonitor(config(), state).tick(3.0).baseline == 3.0
-
-
-@pytest.mark.parametrize("known", [0.0, 0.5, 900.0, 1500.0])
-def test_how_sure_an_older_state_is_of_its_baseline_is_kept(known: float) -> None:
-    """0: its baseline was discarded, as by a version without a measured difference, and is learnt anew."""
-    old: dict[str, Any] = {"format": "draftalign.drift.v2", "ticks": 1500, "baseline": 3.0, "known_ticks": known}
-    old |= {"recent": 3.0, "shown": 3.0, "offset": 0.0, "statistics": {}, "pending": [], "spreads": []}
-    state = DriftState.from_json(json.dumps(old))
-    assert state.known_ticks == pytest.approx(known, abs=1e-8)
-    assert (state.levels.names, state.levels.shares, state.baseline) == ([""], [1.0], 3.0)
-    assert state.levels.doubted is (known < 1500)
-    reading = DriftMonitor(config(), state).tick(2.0)
-    assert reading.baseline == pytest.approx(3.0 if known > 1440 else (3.0 * known + 2.0) / (known + 1))
-
-
-def test_an_older_state_that_saw_no_tick_is_that_of_a_new_monitor() -> None:
-    old: dict[str, Any] = {"format": "draftalign.drift.v2", "ticks": 0, "baseline": 0.0, "known_ticks": 0.0}
-    old |= {"recent": 0.0, "shown": 0.0, "offset": 0.0, "statistics": {}, "pending": [], "spreads": []}
-    assert DriftState.from_json(json.dumps(old)) == DriftState()
-
-
 # --- baseline and rebase
 def feed(monitor: DriftMonitor, values: list[float]) -> DriftReading:
     for value in values:
@@ -395,18 +362,6 @@ def test_a_rise_of_one_kind_of_prompts_raises_the_level_of_that_kind() -> None:
     assert found["easy"] == pytest.approx(4.1, abs=0.05)
     assert found["hard"] == pytest.approx(2.5, abs=0.05)
     assert feed_kinds(100, 3.7, 2.5)
-
-
-def test_a_state_of_before_rises_were_watched_goes_on() -> None:
-    monitor = DriftMonitor(SHORT)
-    feed(monitor, noise(150))
-    table = json.loads(monitor.state.to_json())
-    del table["rise"]
-    monitor.state.rise = Rise()
-    assert DriftState.from_json(json.dumps(table)) == monitor.state
-    feed(monitor, noise(50, level=3.5))
-    assert monitor.state.rise.ticks > 0
-    assert DriftState.from_json(monitor.state.to_json()) == monitor.state
 
 
 def test_publishing_often_does_not_hide_a_slow_fall() -> None:

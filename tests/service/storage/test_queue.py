@@ -12,7 +12,7 @@ import redis.asyncio
 from redis import Redis
 from storage_fixtures import RolloutQueue
 
-from service.storage.queue import COUNTERS, AsyncRolloutQueue, Batch, Enqueued, fair_bound, parts
+from service.storage.queue import COUNTERS, AsyncRolloutQueue, Batch, Enqueued, fair_bound
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.deliveries import KILLER, Entry
 from service.storage.queue.keys import ENDED_SECONDS, GROUP, REMEMBERED_BYTES, Keys
@@ -125,46 +125,6 @@ def test_an_enqueue_is_few_commands_however_many_rollouts_it_names(bench: Bench)
         cost[rollouts] = commands_done(bench.client) - before
     assert cost == {1: 6, 1000: 6, 2500: 10}
     assert len(bench.client.keys(Keys("default").rollout("*"))) == 2 + 1 + 1000 + 2500
-
-
-def as_of_before(bench: Bench) -> str:
-    """Leave the numbers as services of before did; returns the newest entry's id."""
-    keys, client = Keys("default"), bench.client
-    held = parts(client.get(keys.held))
-    client.hset(keys.counters, mapping=held)
-    client.delete(keys.held, keys.last_death)
-    return held["newest"]
-
-
-def test_the_numbers_of_an_older_service_are_taken_over_once(bench: Bench) -> None:
-    """It kept all in the hash, and asked the dead letters why the newest batch died."""
-    bench.put(*(make_batch(number) for number in range(3)))
-    assert bench.worker.dead_letter(bench.claim(max_tokens=10)[0], "broken")
-    before, newest = bench.worker.counters(), as_of_before(bench)
-
-    async def read() -> tuple[Any, Any, Any]:
-        async with redis.asyncio.Redis.from_url(bench.url) as other:
-            queue = AsyncRolloutQueue(other, "default")
-            return await queue.counters(), tuple(await queue.depth()), (await queue.arrivals()).last
-
-    unchanged = asyncio.run(read())
-    assert unchanged == (before, (2, 200, 4), int(newest.partition("-")[0]) / 1000)
-    assert bench.put(make_batch(3)) == Enqueued("accepted", "queued", (), 1, "broken")
-    assert bench.worker.ack(bench.claim(max_tokens=10)[0])
-    assert bench.worker.counters() == before | {"accepted_total": 4, "acked_total": 1}
-    assert not bench.client.hexists(Keys("default").counters, "items")
-
-
-@pytest.mark.parametrize("first", ["an end", "a drop", "a refusal"])
-def test_whatever_comes_first_takes_an_older_services_numbers_over(bench: Bench, first: str) -> None:
-    bench.put(make_batch(1), make_batch(2))
-    as_of_before(bench)
-    if first == "an end":
-        assert bench.worker.ack(bench.claim(max_tokens=10)[0])
-    else:
-        bench.put(make_batch(3), max_items=2, overflow="drop_oldest" if first == "a drop" else "reject")
-    assert bench.worker.depth() == ((1, 100) if first == "an end" else (2, 200))
-    assert bench.worker.counters()["accepted_total"] == 2 + (first == "a drop")
 
 
 def test_after_the_newest_letter_is_gone_the_one_before_says_why_a_batch_died(bench: Bench) -> None:

@@ -201,20 +201,6 @@ def test_a_drafter_that_is_sent_while_the_history_is_full_is_not_lost(
     assert Registry(Layout(tmp_path)).history.sent("default") == {first.version: Sent("better", "ada", 1)}
 
 
-def test_a_history_that_an_earlier_service_cut_gets_no_false_publish(
-    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It wrote verdicts into the history, and carried nothing on when that was full."""
-    first = publish(registry)
-    path = Layout(tmp_path).history("default")
-    verdict = {"event": "canary_passed", "version": first.version, "reporter": "a", "offer": 1, "time": 5.0}
-    path.with_stem("history-1").write_text(json.dumps(verdict) + "\n")
-    path.write_text(json.dumps(verdict | {"reporter": "b"}) + "\n")
-    registry.history.record_verdict("default", verdict | {"reporter": "b"})
-    registry.hold("default", first.version, "under test")
-    assert [event["event"] for event in registry.history.read("default")] == ["canary_passed", "canary_passed", "held"]
-
-
 def test_a_verdict_is_read_among_the_moves_and_a_repeat_is_none(registry: Registry) -> None:
     first = publish(registry)
     verdict = {"event": "canary_passed", "version": first.version, "reporter": "a", "offer": 1}

@@ -20,7 +20,7 @@ import torch
 from redis import Redis
 from service_fixtures import HEADERS, RunningService
 from storage_fixtures import Store
-from worker_fixtures import Bench, joined, name_rollouts_without_digest
+from worker_fixtures import Bench, joined
 from xxhash import xxh3_64
 
 import service.worker.process
@@ -201,16 +201,6 @@ def test_recent_rollouts_that_are_not_as_they_were_uploaded_are_left_out_when_a_
     restarted._close()
 
 
-def test_rollouts_of_an_older_service_have_no_digest_and_are_trained_on(
-    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name_rollouts_without_digest(monkeypatch)
-    batch = bench.post("a")
-    while worker._turn():
-        pass
-    assert bench.state(batch) == "trained"
-
-
 def test_a_bit_that_flips_in_what_a_run_was_registered_with_is_refused(bench: Bench) -> None:
     """In the weights too: an embedding with one huge value makes every drafter of the run useless."""
     bench.begin()
@@ -303,14 +293,6 @@ def test_a_death_while_a_head_is_replaced_leaves_the_one_before_in_use(
         patch.setattr(Upload, "keep", dies)
         assert register(1.03) == 503
     assert torch.equal(Target.open(bench.layout, RUN).at(0).needed_head().lm_head, kept)
-
-
-def test_a_run_of_an_older_service_whose_sum_is_not_known_is_opened(bench: Bench) -> None:
-    bench.begin()
-    record = json.loads(bench.layout.run_json(RUN).read_text())
-    assert record.pop("crc32") is not None
-    bench.layout.run_json(RUN).write_text(json.dumps(record))
-    Target.open(bench.layout, RUN)
 
 
 @pytest.mark.parametrize("way", ["a copy is put back", "it is moved away"])

@@ -99,11 +99,11 @@ def test_a_file_that_cannot_be_read_is_left_out_and_what_may_pass_is_raised(
 
     monkeypatch.setattr("service.worker.recent.check_blob", fail)
     again = Memory(tmp_path)
-    again.recent.restore(["bad.safetensors"], again.spool)
+    again.recent.restore(["bad.safetensors"], again.spool, {})
     assert again.recent.names() == []
     number = errno.EMFILE
     with pytest.raises(OSError, match="of the disk"):
-        Memory(tmp_path).recent.restore(["bad.safetensors"], again.spool)
+        Memory(tmp_path).recent.restore(["bad.safetensors"], again.spool, {})
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_it_knows_the_prompts_that_the_candidate_is_trained_on_and_the_newest_po
     assert (memory.recent.prompts[one], memory.recent.prompts[two], len(memory.recent.prompts)) == (1, 5, 3)
     memory.recent.settle()
     again = Memory(tmp_path, capacity_tokens=300)
-    again.recent.restore(memory.recent.names(), again.spool)
+    again.recent.restore(memory.recent.names(), again.spool, {})
     assert again.recent.prompts == memory.recent.prompts
     again.add("many", policy_version=6, rollouts=16)
     assert one not in again.recent.prompts, "what is forgotten is not trained on either"
@@ -173,7 +173,7 @@ def test_a_restart_finds_what_was_listed_wherever_it_lies_and_deletes_the_rest(t
     listed = memory.recent.names()
     (memory.directory / "stray.safetensors").write_bytes(b"left by a checkpoint that never was")
     again = Memory(tmp_path)
-    again.recent.restore([*listed, "lost.safetensors"], again.spool)
+    again.recent.restore([*listed, "lost.safetensors"], again.spool, {})
     assert again.recent.names() == listed
     again.recent.settle()
     assert (memory.files(memory.spool), memory.files(memory.directory)) == ([], ["settled", "unsettled"])

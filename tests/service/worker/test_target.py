@@ -94,18 +94,6 @@ def test_a_useless_head_is_passed_over_and_named_once(bench: Bench, caplog: pyte
     assert caplog.text.count("the head of policy version 3 is not used: file") == 1
 
 
-def test_a_head_of_some_rows_which_an_older_service_took_is_passed_over(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With them alone nobody can tell whether a batch's log-probabilities are the policy's."""
-    target = Target.open(bench.layout, "default")
-    put(bench, 1, head(1.0))
-    put(bench, 2, head(2.0, rows=4))
-    put(bench, 3, head(3.0), ids=list(range(VOCAB))[::-1])
-    assert in_force(target, 3) == 1.0
-    assert "the head of policy version 2 is not used: it is [4, " in caplog.text
-
-
 def test_a_tied_embedding_follows_the_head(tmp_path: Path, redis_url: str) -> None:
     world = World(tied=True)
     with Bench(tmp_path / "tied", redis_url, world) as bench:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from worker_fixtures import Bench, World, name_rollouts_without_digest
+from worker_fixtures import Bench, World
 
 from drafter.batch import load_batch
 from drafter.replay.gate import CLAIM_SD, Look, compare
@@ -139,17 +139,14 @@ def test_a_batch_whose_file_is_gone_is_dead_and_the_others_live(bench: Bench) ->
     assert bench.state(good) == "trained"
 
 
-def test_a_truncated_file_of_an_older_service_is_dead_with_its_reason(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name_rollouts_without_digest(monkeypatch)
+def test_a_truncated_file_is_dead_with_its_reason(bench: Bench) -> None:
     bench.begin()
     torn = bench.post("torn")
     (path,) = bench.layout.spool("default").iterdir()
     path.write_bytes(path.read_bytes()[:-100])
     bench.drain(bench.worker())
     assert bench.state(torn) == "dead"
-    assert "bytes long" in bench.reason(torn)
+    assert bench.reason(torn) == "blob_damaged"
 
 
 def test_one_token_responses_are_scored_and_trained(bench: Bench) -> None:
