@@ -1,6 +1,6 @@
 """Does an idle worker idle, wake, and leave alone what training hurts? The shipped `Controller` in simulated worlds.
 
-    python -m benchmarks.idle [--runs 20]     # prints both tables; seeded; about a minute
+    python -m benchmarks.idle [--runs 20]     # prints the tables; seeded; about a minute
 
 A world is a served drafter that is `deficit` (in log α) below what training could reach, a candidate that each training
 takes a share of its way, the gate's noisy measurement of candidate against served, and α per claim with the world's own
@@ -200,6 +200,10 @@ def main() -> None:
     print("| nothing to gain | claims trained |\n|---|---|")
     for world in [*grid(), *OTHERS, *HURTS, *UNPAYABLE]:
         print(f"| {world.name} | {share_trained(world, runs):.1%} |")
+    print("\n| where training hurts | runs with two trainings in a row |\n|---|---|")
+    for world in HURTS:
+        trained = [live(world, seed).trained[BEGINNING:] for seed in range(runs)]
+        print(f"| {world.name} | {sum(bool((t[1:] & t[:-1]).any()) for t in trained)} of {runs} |")
     print("\n| something to gain | claims trained | mean lag |\n|---|---|---|")
     for world in MOVING:
         found = [live(world, seed) for seed in range(runs)]

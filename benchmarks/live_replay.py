@@ -1,12 +1,11 @@
 """How soon is an engine that accepts otherwise than replay says named, and how often is a sound one? Simulated.
 
-    python -m benchmarks.live_replay            # the tables of docs/reference/live_replay.md
-    python -m benchmarks.live_replay --engines 200
+    python -m benchmarks.live_replay --runs 8   # the tables of docs/reference/live_replay.md
 
 The classes are the service's own: reports go through `counted`, replay through score records, verdicts come from
 `watch`. Drawn are prompts (8 rollouts each, alike), rollouts, and every round's accepted drafts by position. A policy
 version is one step; its replay is known when the step is over, as in a service. In `WORLDS` engines answer other
-prompts than are replayed, in `SHARED` these very ones, and count their rounds by prompt.
+prompts than are replayed, in `SHARED` these very ones, and count their rounds by prompt; in `UNCOUNTED` they do not.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +52,7 @@ class World:
     routing: str = ""
     siblings: int = ROLLOUTS_PER_PROMPT  # of each prompt that are replayed, of what engines answered
     mix: float = 0.0  # prompts' log odds rise and fall by so much in 19 steps
+    counted: bool = True  # by prompt, where engines answer what is replayed
 
 
 WORLDS = (
@@ -76,6 +76,11 @@ SHARED = (
     World("the same, 2 of 8 answers replayed", routing="spread", siblings=2, **UNLIKE),
     World("one engine has the hardest prompts", routing="by difficulty", siblings=2, **UNLIKE),
     World("a mix of prompts that moves", routing="whole", siblings=2, mix=1.0, **UNLIKE),
+)
+#: As by an agent that only reads an engine's sums: stock vLLM and SGLang.
+UNCOUNTED = tuple(
+    replace(world, name=f"{world.name}, not counted by prompt", counted=False)
+    for world in (SHARED[2], SHARED[3], SHARED[5], SHARED[6])
 )
 
 
@@ -227,7 +232,9 @@ class Simulation:
             return 0
         shares = odds(self._case.engine(step, number, shares), self._world.natural_bias)
         found = odds(shares, self._odds[prompt, answer][:, None])
-        return self._record(step, number, found, self._tokens[prompt, answer].astype(float), prompt)
+        return self._record(
+            step, number, found, self._tokens[prompt, answer].astype(float), prompt if self._world.counted else None
+        )
 
     def _record(
         self, step: int, number: int, found: Floats, tokens: Floats, prompt: Any = None, *, scale: bool = False
@@ -345,22 +352,22 @@ def false_names(
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=int, default=1000, help="sound engines in the first world; others a fifth")
+    parser.add_argument("--engines", type=int, default=1000, help="sound engines in the first world; in others a fifth")
     parser.add_argument("--steps", type=int, default=40, help="policy versions that a sound engine serves")
     parser.add_argument("--runs", type=int, default=20, help="runs of each case")
     asked = parser.parse_args()
     rule = LiveRule()
     print("sound engines (simulated): ever called anything but healthy or unknown\n")
     print("| world | engines | reports | called sick | runs held |\n|---|---|---|---|---|")
-    for number, world in enumerate((*WORLDS, *SHARED)):
-        engines = asked.engines if world in (WORLDS[0], *SHARED) else max(4, asked.engines // 5)
+    for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED)):
+        engines = asked.engines if world is WORLDS[0] else max(4, asked.engines // 5)
         called, reports, holds, names = false_names(world, engines, asked.steps, 1000 * number, rule)
         said = f" ({', '.join(f'{n} {c}' for n, c in names.items())})" if names else ""
         print(f"| {world.name} | {engines} | {reports:,} | {called}{said} | {holds} |", flush=True)
     print("\nrounds of the engine until it is named (simulated): median, worst of the runs; other names meanwhile\n")
-    for worlds in (WORLDS[:4], SHARED[:5]):
+    for worlds in (WORLDS[:4], SHARED[:5], UNCOUNTED[:2]):
         _until_named(worlds, asked.runs, rule)
 
 

@@ -192,7 +192,8 @@ class Settings(BaseSettings):
         0.95,
         gt=0.5,
         lt=1,
-        description="1 - the chance, over all looks together, that a served drafter is replaced by an equal one.",
+        description="1 - the chance, over all looks together, that a served drafter is replaced by an equal one."
+        " It holds where a pair's gain varies by less than 1.5 % from claim to claim.",
     )
     gate_min_gain: float = Field(0.005, ge=0, description="Relative gain in α that a swap is worth.")
     logprob_gap_nats: float = Field(

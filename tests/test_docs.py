@@ -32,7 +32,8 @@ from service.storage.reports import StoreKeys
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("drafter", "rl_hooks", "service")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "deploy" / "README.md"])
+OTHERS = [ROOT / name / "README.md" for name in ("deploy", "benchmarks", "tests/vllm_server")]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *OTHERS])
 
 
 @functools.cache
@@ -368,9 +369,13 @@ def test_the_list_of_rooms_has_every_room_and_no_other() -> None:
 # --- links, proofs, sizes -------------------------------------------------------------------------------------------
 
 
+def anchor_of(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def heading_anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor_of(heading) for heading in headings}
 
 
 def links(path: Path) -> list[str]:
@@ -440,6 +445,65 @@ def test_every_promise_has_its_tests_its_figure_and_its_limits() -> None:
         assert named, heading
         for path, function in named:
             assert f"def {function}(" in (ROOT / path).read_text("utf-8"), (heading, path, function)
+
+
+def under(path: Path, anchor: str) -> str:
+    """What a page says under the heading of that anchor, its sub-headings included; all of it without an anchor."""
+    text = path.read_text(encoding="utf-8")
+    headings = list(re.finditer(r"^(#+) (.+)$", text, re.MULTILINE))
+    for place, heading in enumerate(headings):
+        if anchor_of(heading[2]) == anchor:
+            ends = (later.start() for later in headings[place + 1 :] if len(later[1]) <= len(heading[1]))
+            return text[heading.end() : next(ends, len(text))]
+    return "" if anchor else text
+
+
+def figures(text: str) -> set[str]:
+    """Numbers of two digits and more, those with a point, and counts (`9 of 11`). Others would be found on any page."""
+    text = " ".join(text.replace("**", "").split())
+    found = re.findall(r"(?<![\w.,])\d(?:,\d\d\d|\d)*(?:\.\d+)?(?![\w])", text)
+    numbers = {f"{float(one.replace(',', '')):g}" for one in found if len(one) > 1}
+    return numbers | set(re.findall(r"(?<![\w.,])\d[\d,]* of \d[\d,]*(?<!,)", text))
+
+
+def judgements() -> list[tuple[str, str, str, list[tuple[str, str]]]]:
+    """Number, *found*, and command of each row of docs/lab/judgement.md, with the links of the row: page, anchor."""
+    found = []
+    for line in page("docs/lab/judgement.md").splitlines():
+        if re.match(r"\| \d+ \|", line):
+            number, _, what, _, command = (cell.strip() for cell in line.strip("| ").split(" | "))
+            linked = re.findall(r"\]\(([^)#\s]+)#?([^)\s]*)\)", line)
+            found.append((number, what, command, linked))
+    return found
+
+
+def test_what_the_judgement_found_stands_on_its_page() -> None:
+    """Under the linked heading, or in a test that the row names; but a figure that says something else there passes.
+
+    Rows that link to no page are not checked.
+    """
+    missing, looked_up, lab = {}, 0, ROOT / "docs" / "lab"
+    for number, what, command, linked in judgements():
+        if not linked:
+            continue
+        there = "".join(under((lab / target).resolve(), anchor) for target, anchor in linked)
+        there += "".join((ROOT / name).read_text("utf-8") for name in re.findall(r"`(tests/[\w/]+\.py)`", command))
+        looked_up += len(figures(what))
+        if away := figures(what) - figures(there):
+            missing[number] = sorted(away)
+    assert missing == {}
+    assert looked_up > 100
+
+
+def test_each_script_of_the_benchmarks_has_its_row() -> None:
+    table = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    begun = set(re.findall(r"^\| `(\w+\.py)`", table, re.MULTILINE))
+    files = sorted((ROOT / "benchmarks").glob("*.py"))
+    scripts = {path.name for path in files if "main" in names_of(syntax(path))}
+    assert len(scripts) > 25
+    assert begun == scripts
+    named = set(re.findall(r"`(\w+\.py)`", table))
+    assert {path.name for path in files} - {"__init__.py"} - named == set()
 
 
 def test_every_method_that_the_pages_name_exists() -> None:
