@@ -1,64 +1,38 @@
 """slime's own Megatron actor on gloo processes, one or two (TP=2): `python slime_trainer.py OUT RANKS CASE...`.
 
-Run are slime's `MegatronTrainRayActor.train` from the rollouts on: `get_batch`, `forward_only`, its losses, `train` and
+Run is `MegatronTrainRayActor.train_actor`, and so slime's `get_batch`, `forward_only`, policy loss and `train`, with
 Megatron's DDP and optimizer. SLIME_SOURCE and MEGATRON_SOURCE name the checkouts. The actor is built by this file: its
-`init` asks for NCCL. `sglang` and `torch_memory_saver` are stand-ins that nothing here calls. slime's own registry of
-accelerators is told of the CPU. Every rank writes OUT/<rank>.json.
+`init` asks for NCCL. slime's own registry of accelerators is told of the CPU (`megatron_cpu.py`). Every rank writes
+OUT/<rank>.json.
 """
 
 # ruff: noqa: E402 - what slime imports must be there, or stand-ins for it, before slime is imported
 from __future__ import annotations
 
-import contextlib
-import importlib.abc
+import importlib
 import json
 import os
 import sys
-import types
-from argparse import Namespace
 from datetime import timedelta
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from hooks_fixtures import Receiver
+from megatron_cpu import Arguments, OnCPU, call_the_cpu_cuda, prepare  # type: ignore[import-not-found]
 from rank_fixtures import run_two_ranks
 from sent_fixtures import Alone, Found, compare, states_alone, with_and_without
-from torch.overrides import TorchFunctionMode
 
 HOOKS = "rl_hooks.trainer.stacks.slime"
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds packages that are imported by slime's actor and not used here."""
-
-    NAMES = ("sglang", "torch_memory_saver")
-
-    class Module(types.ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in self.NAMES else None
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return self.Module(spec.name)
-
-    def exec_module(self, _module: types.ModuleType) -> None: ...
-
-
-sys.meta_path.append(_Absent())
-sys.path[:0] = [os.environ["SLIME_SOURCE"], os.environ["MEGATRON_SOURCE"]]
+prepare(os.environ["SLIME_SOURCE"], os.environ["MEGATRON_SOURCE"])
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.module import Float16Module
 from megatron.training.global_vars import set_args
 from megatron_trainer import (  # type: ignore[import-not-found] # beside this file
@@ -111,27 +85,6 @@ class CPU(TorchAccelerator):  # type: ignore[misc]
         return 0
 
     memory_reserved = memory_allocated
-
-
-class OnCPU(TorchFunctionMode):
-    """Where Megatron's optimizer names the device "cuda", the CPU is meant; no memory is pinned."""
-
-    def __torch_function__(self, call: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        more = dict(kwargs or {})
-        more.pop("pin_memory", None)
-        if str(more.get("device")).startswith("cuda"):
-            more["device"] = "cpu"
-        if call is torch.Tensor.cuda:
-            return args[0]
-        return call(*args, **more)
-
-
-class Arguments(Namespace):
-    """slime's command line. What is not set is off, as in slime."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 def arguments(words: list[str], checkpoint: Path) -> Arguments:
@@ -313,10 +266,7 @@ def break_it(hook: Any) -> None:
 
 
 def work(rank: int, out: Path, cases: list[str]) -> None:
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    parallel_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
-    parallel_random._get_cuda_rng_state = lambda *_, **__: None
-    parallel_random._set_cuda_rng_state = lambda *_, **__: None
+    call_the_cpu_cuda()
     accelerator.register_accelerator("cpu", CPU, communication_backends=("gloo",))
     accelerator.set_accelerator(CPU())
     init_gloo_group()

@@ -151,6 +151,16 @@ def test_without_a_pass_the_first_steps_forwards_are_captured(module: Any, caplo
     assert "rollouts of later steps are left out" in caplog.text
 
 
+def test_a_forward_of_another_kind_is_not_captured(module: Any) -> None:
+    loop = Loop(module)
+    loop.train(0)
+    with torch.no_grad():  # somebody's evaluation, of weights that have moved
+        loop.forward()
+    loop.log_probs()
+    loop.forward()  # the update's, whose hook is not called in time
+    assert loop.versions == [0, 1]
+
+
 def test_it_attaches_before_no_pass_of_other_weights(module: Any) -> None:
     loop = Loop(module)
     loop.log_probs("ref_")
