@@ -1,8 +1,8 @@
 # ruff: noqa: E402 - what miles imports must be there, or stand-ins for it, before miles is imported
 """miles' own pass for log-probabilities at TP=2 on two gloo processes: `python miles_trainer.py OUT`.
 
-Run are its `forward_only`, `get_batch`, `DataIterator` and `get_log_probs_and_entropy`; weights move between its two
-rollout steps. MILES_SOURCE and MEGATRON_SOURCE name the checkouts (Megatron-LM with slime's patch, not miles' fork). Its
+Run are its `forward_only`, `get_batch`, `DataIterator` and `get_log_probs_and_entropy`, in two rollout steps of other
+weights. MILES_SOURCE, MEGATRON_SOURCE: the checkouts (Megatron-LM with slime's patch, where miles has a fork). Its
 actor and its `train` are not run: `before_train_step` is called where they call it. Every rank writes OUT/<rank>.json.
 """
 
