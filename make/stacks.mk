@@ -3,7 +3,12 @@
 STACKS := verl openrlhf areal skyrl megatron ray
 # prime-rl is in no package index: name a checkout of it, PRIME_RL_SOURCE=/src/prime-rl (v0.8.1.dev67), to have it checked.
 STACKS += $(if $(PRIME_RL_SOURCE),prime_rl)
+# So are slime (624b824a), miles (31f1ca96) and Megatron-LM (1dcf0daf, with slime's docker/patch/latest/megatron.patch on it):
+# SLIME_SOURCE=/src/slime MEGATRON_SOURCE=/src/Megatron-LM. Call sites are read, and nothing is installed, of what
+# SLIME_SOURCE, MILES_SOURCE (31f1ca96), NEMO_RL_SOURCE (7ea279ab) and ROLL_SOURCE (8eb27cc2) name.
+STACKS += $(if $(and $(SLIME_SOURCE)$(MILES_SOURCE),$(MEGATRON_SOURCE)),slime)
 STACKS_PIP_ARGS ?=
+.PHONY: call-sites
 .PHONY: stacks stacks-clean
 
 # What is installed without its own requirements, after what the stack's file pins: their metadata asks for CUDA.
@@ -31,8 +36,11 @@ EXTRA_skyrl := skyrl==0.3.0 skyrl-gym==0.4.0
 	  -e . pytest ray==2.60.0
 	@touch $@
 
-stacks: $(VENV)/.ready $(STACKS:%=.venv-%/.ready) ## The hook in real RL stacks on a CPU (verl, OpenRLHF, AReaL, SkyRL, Megatron-Core, prime-rl), the service on Ray
+stacks: $(VENV)/.ready $(STACKS:%=.venv-%/.ready) ## The hook in real RL stacks on a CPU (verl, OpenRLHF, AReaL, SkyRL, Megatron-Core, prime-rl, slime, miles), the service on Ray
 	@timeout 1500 $(BIN)/python -m pytest tests/stacks $(ARGS)
 
+call-sites: $(VENV)/.ready ## Names that we rely on in checkouts of slime, miles, NeMo-RL and ROLL (SLIME_SOURCE=..., and so on)
+	@$(BIN)/python -m pytest tests/stacks/test_call_sites.py $(ARGS)
+
 stacks-clean: ## Remove the environments of the RL stacks
-	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl
+	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl .venv-slime

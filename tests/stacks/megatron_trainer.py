@@ -43,6 +43,8 @@ S, PROMPT, STEPS, TEMPERATURE = 16, 5, 3, 0.7
 class Norm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel  # Megatron then sums its gradient over the ranks
 
 
 class PackedAttention(torch.nn.Module):
@@ -84,7 +86,7 @@ def gpt(words: list[str]) -> Any:
         num_query_groups=GROUPS,
         ffn_hidden_size=FFN,
         use_cpu_initialization=True,
-        tensor_model_parallel_size=2,
+        tensor_model_parallel_size=dist.get_world_size(),
         sequence_parallel="sequence" in words,
         normalization="RMSNorm",
         layernorm_epsilon=1e-6,
@@ -120,7 +122,7 @@ def gpt(words: list[str]) -> Any:
 
 
 def gathered(weight: torch.Tensor) -> list[torch.Tensor]:
-    parts = [torch.empty_like(weight) for _ in range(2)]
+    parts = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, weight.detach().contiguous())
     return parts
 
