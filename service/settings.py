@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-Scope = Literal["write", "read", "watch", "admin"]
-SCOPES: Final[tuple[Scope, ...]] = ("write", "read", "watch", "admin")
+Scope = Literal["write", "report", "read", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = ("write", "report", "read", "admin")
+#: Names that scopes had in earlier token files.
+FORMER_SCOPES: Final[dict[str, Scope]] = {"watch": "read"}
 _SEVERAL: Final = ("redis+cluster://", "rediss+cluster://", "redis+sentinel://", "rediss+sentinel://")
 REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", *_SEVERAL)
 #: Where `drafters_url` may lead.
@@ -241,8 +243,9 @@ class Settings(BaseSettings):
         table: dict[str, frozenset[Scope]] = {}
         for number, part in enumerate(filter(None, self.tokens.get_secret_value().split(";")), 1):
             secret, _, names = part.strip().rpartition(":")
-            scopes = frozenset(scope for scope in SCOPES if scope in names.split(","))
-            if not secret or not secret.isascii() or len(scopes) != len(names.split(",")):
+            named = [FORMER_SCOPES.get(name, name) for name in names.split(",")]
+            scopes = frozenset(scope for scope in SCOPES if scope in named)
+            if not secret or not secret.isascii() or len(scopes) != len(named):
                 raise ValueError(f"tokens: entry {number} must be ASCII 'secret:scope,...' with scopes of {SCOPES}")
             if secret in table:
                 raise ValueError(f"tokens: entry {number} repeats the secret of an earlier one")

@@ -29,8 +29,8 @@ def agent(
 ) -> None:
     """Keep inference engines on the newest drafter, and report their acceptance counts to the service.
 
-    DRAFTALIGN_TOKEN: token for the service. DRAFTALIGN_ENGINE_TOKEN: token for engines that ask for one.
-    DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what none of them signed is then refused.
+    DRAFTALIGN_TOKEN: token for the service, of scopes read and report. DRAFTALIGN_ENGINE_TOKEN: token for engines that
+    ask for one. DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what none of them signed is then refused.
     """
     from rl_hooks.agent.agent import AgentConfig, run_agent
     from rl_hooks.agent.canary import CanaryRule

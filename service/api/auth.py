@@ -39,10 +39,10 @@ PUBLIC: Final = frozenset({"/healthz", "/readyz"})
 #: One header line each: Chromium reads a line as one challenge, and knows Basic only.
 _CHALLENGES: Final = ('Basic realm="draftalign"', 'Bearer realm="draftalign"')
 _AS: Final = "as `Authorization: Bearer <token>`"
-_REPORTERS: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
-_READERS: Final[frozenset[TokenScope]] = _REPORTERS | {"watch"}
+_REPORTERS: Final[frozenset[TokenScope]] = frozenset({"report", "write"})
+_TRAINERS_TOO: Final[frozenset[TokenScope]] = frozenset({"read", "write"})
 _WRITERS: Final[frozenset[TokenScope]] = frozenset({"write"})
-_READ_ONLY: Final[frozenset[TokenScope]] = frozenset({"read", "watch"})
+_READERS: Final[frozenset[TokenScope]] = frozenset({"read"})
 _ADMINS: Final[frozenset[TokenScope]] = frozenset({"admin"})
 _READS: Final = frozenset({"GET", "HEAD"})
 #: Calls whose body names the run, and that change nothing but what is queued and counted.
@@ -67,11 +67,11 @@ def allowed_scopes(method: str, path: str) -> frozenset[TokenScope]:
     if first == "runs" and rest[1:2] == ["dead"] and len(rest) > 2:
         return _ADMINS  # a dead batch's file: what the policy wrote, word for word
     if method in _READS:
-        return _READERS if first in ("runs", "rollouts") else _READ_ONLY
+        return _TRAINERS_TOO if first in ("runs", "rollouts") else _READERS
     if (method, first) in (("PUT", "runs"), ("POST", "rollouts")):
         return _WRITERS
     if (method, first) == ("POST", "acceptance"):
-        return _REPORTERS  # the swap agent beside an engine reads drafters and reports counts; so may a trainer
+        return _REPORTERS  # counts are believed: not for those who only look. A trainer may have its engines inside it
     return _ADMINS
 
 

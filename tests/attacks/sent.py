@@ -6,7 +6,7 @@ fields of a POST /acceptance. What the API refuses, in these or other forms, is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -107,3 +107,44 @@ def report(run: str, version: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     sound = {"run": run, "reporter": "e", "drafter_version": version, "method": "drafter", "policy_version": 0}
     counts = {"rounds": 4000, "accepted_tokens": 4000, "drafted_tokens": 16000, "window_seconds": 5.0}
     return sound | counts | dict(fields)
+
+
+def reports_by_prompt(prompts: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """Fields of reports whose counts by prompt are hostile. `prompts`: tokens and rounds of those that replay has."""
+    rounds = {prompt: 1000 * max(1, round(r)) for prompt, (_, r) in prompts.items()}
+    total = sum(rounds.values())
+
+    def fields(by_prompt: object, accepted: int = 2 * total) -> dict[str, Any]:
+        counts = {"rounds": total, "accepted_tokens": accepted, "drafted_tokens": 4 * total}
+        return counts | {"emitted_tokens": total + accepted, "by_prompt": by_prompt}
+
+    first, *others = rounds
+    huge = {p: [MOST, MOST] for p in rounds}
+    return {
+        "no prompt accepts anything": fields({p: [r, r] for p, r in rounds.items()}, 0),
+        "no prompt accepts anything, though rounds do": fields({p: [r, r] for p, r in rounds.items()}),
+        "prompts accept more than was drafted": fields({p: [64 * r, r] for p, r in rounds.items()}, 4 * total),
+        "one prompt has all tokens": fields({first: [3 * total, rounds[first]], **{p: [0, rounds[p]] for p in others}}),
+        "one prompt has all rounds": fields({first: [3 * total, total]}),
+        "tokens without a round": fields({p: [10**9, 0] for p in rounds}),
+        "rounds without a token": fields({p: [0, r] for p, r in rounds.items()}),
+        "the largest counts": fields(huge),
+        "the largest counts, and sums as large": fields(huge, 0) | {"rounds": MOST, "drafted_tokens": MOST},
+        "prompts that nobody has": fields({f"{n:08x}": [3, 1] for n in range(64)}),
+        "half of them unlike the others": fields(
+            {p: [r * (5 if n % 2 else 1), r] for n, (p, r) in enumerate(rounds.items())}
+        ),
+        "fewer than before": fields({p: [1, 1] for p in rounds}, 2),
+        "none at all": fields({}),
+        "of a policy that is to come": fields({p: [r, r] for p, r in rounds.items()}) | {"policy_version": MOST},
+        "of another version": fields({p: [r, r] for p, r in rounds.items()}) | {"drafter_version": "v999999-00000000"},
+        "too many prompts": fields({f"{n:08x}": [3, 1] for n in range(65)}),
+        "negative": fields({first: [-(10**6), 10]}),
+        "fractions": fields({first: [1.5, 1]}),
+        "three numbers": fields({first: [3, 1, 1]}),
+        "beyond 53 bits": fields({first: [1 << 53, 1]}),
+        "no digits": fields({"__proto__": [3, 1]}),
+        "markup": fields({'"} 1 ': [3, 1]}),
+        "a list": fields([[first, 3, 1]]),
+        "nested": fields({first: {"tokens": 3, "rounds": 1}}),
+    }

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from rl_hooks.wire import (
     AUX_CONVENTION,
@@ -126,10 +126,6 @@ async def post_rollouts(
         if run is None:
             check_open(context.layout, rollouts.run, for_rollouts=True)
             room = await _check_queue(context, rollouts.run, length)
-        if room.dead_bytes is not None and await context.soon(
-            context.queue(rollouts.run).would_take(rollouts.batch_id)
-        ):
-            await context.soon(context.disk.sweep_dead(rollouts.run, room.dead_bytes))
         headers.append(rollouts)
 
     check_room(context, length, run or "")  # again: others came while Redis was asked; from here on nothing is awaited
@@ -141,7 +137,7 @@ async def post_rollouts(
             _check_index(upload, header, record.vocab_size)
         else:
             await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
-        outcome = await _enqueue(context, upload, header, length, room.limit_bytes)
+        outcome = await _enqueue(context, upload, header, length, room)
     duplicate = outcome.outcome == "duplicate"
     response.status_code = 200 if duplicate else 202
     return Receipt.model_validate(
@@ -252,7 +248,7 @@ def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None
 
 
 async def _enqueue(
-    context: ServiceContext, upload: Upload, header: RolloutHeader, length: int, limit_bytes: int
+    context: ServiceContext, upload: Upload, header: RolloutHeader, length: int, room: _Room
 ) -> Enqueued:
     """Move the file into the spool, then add its queue entry: an entry never names a missing file.
 
@@ -280,7 +276,7 @@ async def _enqueue(
         policy_version_max=header.policy_version_max,
         rollout_ids=header.rollout_ids,
     )
-    finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch, limit_bytes))
+    finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch, room))
     try:
         for seconds in (PROBE_SECONDS, _AWAKE_SECONDS):
             done, _ = await asyncio.wait({finishing}, timeout=seconds)
@@ -314,11 +310,11 @@ async def _delete_unless_named(context: ServiceContext, run: str, batch: Batch) 
     return first
 
 
-async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, limit_bytes: int) -> Enqueued:
+async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room: _Room) -> Enqueued:
     settings, spool = context.settings, context.spool
     try:
         outcome = await context.queue(run).enqueue(
-            batch, max_items=settings.queue_max_items, max_bytes=limit_bytes, overflow=settings.overflow
+            batch, max_items=settings.queue_max_items, max_bytes=room.limit_bytes, overflow=settings.overflow
         )
     except OutOfMemoryError:  # the script changed nothing, and each try leaves a file
         await _delete_unless_named(context, run, batch)
@@ -340,7 +336,12 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, limit
             headers={"Retry-After": str(settings.retry_after_seconds)},
         )
     if outcome.outcome == "full":
-        raise queue_full(context, run, outcome.held, batch.bytes, limit_bytes)
+        raise queue_full(context, run, outcome.held, batch.bytes, room.limit_bytes)
+    if outcome.outcome == "accepted" and room.dead_bytes is not None:  # not before: what is refused takes nothing
+        try:
+            await context.disk.sweep_dead(run, room.dead_bytes)
+        except RedisError as error:  # the batch is queued all the same; the next one makes the room
+            log.warning("run %s: files of dead batches were not deleted: %s", run, error)
     return outcome
 
 

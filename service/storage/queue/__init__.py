@@ -50,8 +50,6 @@ class Depth(NamedTuple):
 
 
 _EMPTY: Final = Depth(0, 0, 0)
-#: Reasons of a death after which the same batch is taken again: nothing was trained on it.
-_MAY_COME_AGAIN: Final = ("blob_missing", "blob_damaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +204,6 @@ class AsyncRolloutQueue:
     async def batch(self, batch_id: str) -> dict[str, str] | None:
         """The state of one batch, or None if it is unknown or has expired."""
         return strings(await self._redis.hgetall(self._keys.batch(batch_id))) or None
-
-    async def would_take(self, batch_id: str) -> bool:
-        """Whether a batch of this id is new, or may come again, as its file was lost or damaged (`enqueue.lua`)."""
-        known = await self.batch(batch_id)
-        return known is None or (known["state"] == "dead" and known["reason"] in _MAY_COME_AGAIN)
 
     async def batch_of(self, rollout_id: str) -> str | None:
         """The batch that a rollout came in."""

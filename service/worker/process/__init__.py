@@ -204,6 +204,7 @@ class Worker:
             patient = isinstance(error, torch.OutOfMemoryError)
             seconds = REFUSED_SECONDS if patient else state.back_off(_FAILED_SECONDS)
             self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
+            self._share.leave(run, time.monotonic())
 
     def _drop(self, run: str, reason: str) -> None:
         """Leave a run to another worker, without a checkpoint: theirs is newer."""
@@ -264,7 +265,8 @@ class Worker:
         if self._share.look(len(self.served), wanted, now):
             idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
             # All but the first at work: so those that work most come to be parted.
-            at_work = [run for run in self._turns.order(self.served)[:-1] if run not in idle]
+            hindmost = self._turns.order(self.served)[:-1]
+            at_work = [run for run in hindmost if run not in idle and self._share.may_hand_over(run, now)]
             for run in at_work[-1:]:
                 log.info("run %s is left to another worker, which has fewer", run)
                 self._rest(run)

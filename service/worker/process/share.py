@@ -3,6 +3,9 @@
 Each is to have as many runs as the others. A worker that has its share takes a further run only where no other worker
 has served that for a while. One that has two runs more than another hands one over that has work: it closes that run
 and gives its lease back.
+
+Workers need not have the same memory. One that has none for a run leaves it to the others first; and a run that came
+back to who handed it over stays there.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ _LEFT_SECONDS = 30.0
 #: handed over after one that nobody took: whoever has fewer cannot open it.
 _HAND_OVER_SECONDS = 5.0
 _UNWANTED_SECONDS = 600.0
+#: A run for which a worker had no memory, or that came back from there, is not tried there again for so long.
+_REMEMBERED_SECONDS = 3600.0
 
 
 class Share:
@@ -38,10 +43,16 @@ class Share:
         self._handed_over: str | None = None  # the run that it handed over last, until another worker takes it
         self._handed_over_at = -math.inf
         self._left_since: dict[str, float] = {}  # runs that are left to other workers (monotonic)
+        self._unfit: dict[str, float] = {}  # when there was no memory for a run (monotonic)
+        self._handed: dict[str, float] = {}  # when a run was handed over, while the others are the same (monotonic)
+        self._known: frozenset[str] = frozenset()
 
     def look(self, served: int, wanted: int, now: float) -> bool:
         """Ask how many runs the others have; returns whether to hand one over. `wanted`: runs to be worked on."""
         others = self._leases.others(served)
+        if self._known != others.keys():  # one that came may have more memory
+            self._known = frozenset(others)
+            self._handed.clear()
         self._most = math.ceil(wanted / (1 + len(others))) if others else math.inf
         fewest = min(others.values(), default=BUSY)
         if served <= fewest < BUSY:  # then others have not less than this worker, and take nothing that it handed over
@@ -63,21 +74,31 @@ class Share:
         before = sum((-n, name) < (-served, self._leases.holder) for name, n in others.items() if n < BUSY)
         return before < max(1, lacking)
 
+    def leave(self, run: str, now: float) -> None:
+        """Note that there was no memory for a run: others may try it first."""
+        self._unfit[run] = now
+
+    def may_hand_over(self, run: str, now: float) -> bool:
+        """Whether this run, which is open here, did not come back from another worker."""
+        return now - self._handed.get(run, -math.inf) > _REMEMBERED_SECONDS
+
     def hand_over(self, run: str, now: float) -> None:
         """Note that this run is handed over. The next one waits until another worker has taken it."""
+        self._handed = {one: at for one, at in self._handed.items() if now - at < _REMEMBERED_SECONDS} | {run: now}
         self._handed_over, self._handed_over_at = run, now
         self._hand_over_at = now + _HAND_OVER_SECONDS
         self._left_since[run] = now
 
     def may_take(self, run: str, served: int, now: float) -> bool:
         """Whether this worker has less than its share of the runs, or no other one serves this run."""
-        if math.isinf(self._most) or (served < self._most and run != self._handed_over):
+        unfit = now - self._unfit.get(run, -math.inf) < _REMEMBERED_SECONDS
+        if math.isinf(self._most) or (served < self._most and run != self._handed_over and not unfit):
             self.forget(run)
             return True
         anothers, since = self._leases.is_anothers(run), self._note_left(run, now)
         if run == self._handed_over and (anothers or since > self._handed_over_at):  # it may have closed it since
             self._handed_over = None
-        if anothers or now - since < _LEFT_SECONDS:
+        if anothers or now - since < (2 * _LEFT_SECONDS if unfit else _LEFT_SECONDS):
             return False
         if run == self._handed_over:
             self._hand_over_at = now + _UNWANTED_SECONDS
@@ -99,5 +120,6 @@ class Share:
     def forget(self, run: str) -> None:
         """Leave the run to other workers no more: this one takes it, or nobody is to work on it."""
         self._left_since.pop(run, None)
+        self._unfit.pop(run, None)
         if run == self._handed_over:
             self._handed_over = None

@@ -114,10 +114,10 @@ def test_a_canarys_verdict_is_kept_in_the_history(service: RunningService, engin
     assert event["canary"]["previous"] == first
 
 
-def test_a_token_that_may_read_is_all_an_agent_needs(
+def test_a_token_that_may_read_and_report_is_all_an_agent_needs(
     serve: Callable[..., RunningService], engine: Engine, tmp_path: Path
 ) -> None:
-    service = serve(tokens="r:read;a:admin")
+    service = serve(tokens="r:read,report;a:admin")
     service.client.headers["Authorization"] = "Bearer a"
     assert service.register().status_code == 201
     version = _publish(service, 1)
@@ -128,6 +128,23 @@ def test_a_token_that_may_read_is_all_an_agent_needs(
         eventually(
             lambda: any(p["alpha_live"] for p in service.client.get("/alpha").json()["points"]) or _live(service)
         )
+
+
+def test_an_agent_whose_token_may_only_read_swaps_and_says_which_scope_it_lacks(
+    serve: Callable[..., RunningService], engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = serve(tokens="r:read;a:admin")
+    service.client.headers["Authorization"] = "Bearer a"
+    service.register()
+    version = _publish(service, 1)
+    with start_agent(service.url, engine, cache=tmp_path / "cache", token="r"):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(10, 2)
+        eventually(lambda: "needs scope report or write" in caplog.text)
+        second = _publish(service, 2)
+        eventually(lambda: engine.version == second)
+    assert not _live(service)
 
 
 def _live(service: RunningService) -> bool:

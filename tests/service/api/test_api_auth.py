@@ -21,7 +21,7 @@ from service.api.auth import PUBLIC, allowed_scopes
 from service.errors import ConfigurationError
 from service.settings import SCOPES, Settings
 
-TOKENS = "trainer-secret:write;engine-secret:read;boss-secret:admin;both-secret:write,read"
+TOKENS = "trainer-secret:write;reader-secret:read;engine-secret:read,report;boss-secret:admin;both-secret:write,read"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -80,22 +80,22 @@ def test_a_refusal_reads_no_body(guarded: RunningService) -> None:
     [
         ("PUT", "/runs/default", {"trainer", "both", "boss"}),
         ("PUT", "/runs/default/head", {"trainer", "both", "boss"}),
-        ("GET", "/runs/default", {"trainer", "engine", "both", "boss"}),
+        ("GET", "/runs/default", {"trainer", "reader", "engine", "both", "boss"}),
         ("POST", "/rollouts", {"trainer", "both", "boss"}),
-        ("GET", "/rollouts/a", {"trainer", "engine", "both", "boss"}),
-        ("GET", "/drafter/latest", {"engine", "both", "boss"}),
-        ("GET", "/drafters", {"engine", "both", "boss"}),
+        ("GET", "/rollouts/a", {"trainer", "reader", "engine", "both", "boss"}),
+        ("GET", "/drafter/latest", {"reader", "engine", "both", "boss"}),
+        ("GET", "/drafters", {"reader", "engine", "both", "boss"}),
         ("POST", "/drafter/v000001-00000000/rollback", {"boss"}),
         ("POST", "/runs/default/drift/reset", {"boss"}),
         ("POST", "/acceptance", {"trainer", "engine", "both", "boss"}),
-        ("GET", "/alpha", {"engine", "both", "boss"}),
-        ("GET", "/metrics", {"engine", "both", "boss"}),
-        ("GET", "/openapi.json", {"engine", "both", "boss"}),
+        ("GET", "/alpha", {"reader", "engine", "both", "boss"}),
+        ("GET", "/metrics", {"reader", "engine", "both", "boss"}),
+        ("GET", "/openapi.json", {"reader", "engine", "both", "boss"}),
         ("DELETE", "/runs/default", {"boss"}),
     ],
 )
 def test_a_token_can_do_what_its_scopes_say(guarded: RunningService, method: str, path: str, allowed: set[str]) -> None:
-    for name in ("trainer", "engine", "both", "boss"):
+    for name in ("trainer", "reader", "engine", "both", "boss"):
         reply = guarded.client.request(method, path, headers={"Authorization": f"Bearer {name}-secret"})
         assert (reply.status_code != 403) == (name in allowed), (name, reply.text)
         assert reply.status_code != 401
@@ -199,6 +199,7 @@ def test_settings_never_print_secrets() -> None:
     assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump_json()}"
     assert settings.token_scopes() == {"hunter2": {"read"}}
     assert settings_of(tokens="x:admin").token_scopes()["x"] == set(SCOPES)
+    assert settings_of(tokens="x:watch,report").token_scopes()["x"] == {"read", "report"}, "an earlier name of read"
     with pytest.raises(ValidationError) as caught:
         settings_of(tokens="hunter2", redis_url="redis://:hunter2@host/0", max_body_bytes=100, queue_max_bytes=50)
     assert "hunter2" not in str(caught.value)

@@ -239,14 +239,14 @@ def test_the_history_has_a_bound_and_its_digest_goes_on_over_pieces(
     )
 
 
-def test_a_read_token_cannot_make_a_run_forget(
+def test_a_report_token_cannot_make_a_run_forget(
     serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever may read a run may report verdicts: they push out one another, and no publish, no hold, nothing sent."""
+    """Whoever may report may report verdicts: they push out one another, and no publish, no hold, nothing sent."""
     monkeypatch.setattr(events, "_HISTORY_BYTES", 4000)
     monkeypatch.setattr(events, "_VERDICT_BYTES", 4000)
-    service = serve(tokens="reader:read;boss:admin")
-    headers = {name: {"Authorization": f"Bearer {name}"} for name in ("reader", "boss")}
+    service = serve(tokens="engine:report;boss:admin")
+    headers = {name: {"Authorization": f"Bearer {name}"} for name in ("engine", "boss")}
     service.client.put("/runs/default", content=run_file(), headers=HEADERS | headers["boss"]).raise_for_status()
     manifest = service.publish()
     sent = service.registry.stage("default")
@@ -258,7 +258,7 @@ def test_a_read_token_cannot_make_a_run_forget(
     canary = {"version": manifest.version, "previous": "", "outcome": "passed", "sequence": 1}
     for number in range(60):
         body = report(manifest.version, reporter=f"engine {number}", canary=canary)
-        service.client.post("/acceptance", json=body, headers=headers["reader"]).raise_for_status()
+        service.client.post("/acceptance", json=body, headers=headers["engine"]).raise_for_status()
     assert service.layout.history("default").read_bytes() == moves
     hold = f"/drafter/{manifest.version}/hold"
     service.client.put(hold, json={"reason": "longer"}, headers=headers["boss"]).raise_for_status()

@@ -28,7 +28,7 @@ CREDENTIALS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "all-read": ("read", ("*",)),
     "math-write": ("write", ("math-*",)),
     "math-read": ("read", ("math-?", "nothing")),
-    "math-watch": ("watch", ("math-*",)),
+    "math-report": ("report", ("math-*",)),
     "math-admin": ("admin", (OWN,)),
     "all-admin": ("admin", ("*",)),
 }

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import redis.asyncio
 from agent_fixtures import eventually
 from redis import Redis
-from service_fixtures import HEADERS, RunningService, head_file, rollout_file
+from service_fixtures import HEADERS, VOCAB, RunningService, head_file, rollout_file
 from storage_fixtures import RolloutQueue
 
-from rl_hooks.wire import CONTENT_TYPE
+from rl_hooks.wire import CONTENT_TYPE, Tensor
 from service.api.context import ServiceContext
 from service.api.problems import in_units
 from service.storage.spool import Spool
@@ -333,6 +337,42 @@ def test_a_bad_file_and_a_duplicate_take_no_dead_batches(serve: Serve, disk: Dis
         assert service.post(there, name).status_code == 200
     assert dead_files(service, "a") == before
     assert service.post(rollout_file(("good",), run="a"), "a").status_code == 202
+    assert dead_files(service, "a") < before, "else this shows nothing"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 4 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", place], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["run in the URL", "run in the file"])
+def test_on_a_full_disk_a_file_that_is_refused_for_its_tensors_takes_no_dead_batches(
+    named: bool, small_disk: Path, serve: Serve, redis_client: Redis
+) -> None:
+    service = serve(state_dir=small_disk, spool_min_free_bytes=0)
+    service.register("a")
+
+    def body(name: str, **more: Any) -> bytes:
+        return rollout_file((name,), run="a", lengths=(2000,), **more)
+
+    for number in range(15):
+        assert service.post(body(f"dead{number}"), "a").status_code == 202
+        kill_all(redis_client, "a")
+    free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    (small_disk / "another's").write_bytes(bytes(free - 3 * len(body("good"))))
+    unknown = Tensor.of(np.full(2000, VOCAB, np.int32), "I32")
+    before, name = dead_files(service, "a"), "a" if named else None
+    reply = service.post(body("bad", tensors={"input_ids": unknown}), name)
+    assert (reply.status_code, "input_ids" in reply.text) == (422, True), reply.text
+    assert dead_files(service, "a") == before == 15
+    assert service.post(body("good"), name).status_code == 202
     assert dead_files(service, "a") < before, "else this shows nothing"
 
 

@@ -142,7 +142,6 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     died = [letter["reason"] for letter in await api.dead_letters(9)]
     assert (died, await dead.total(), len(await dead.page(9))) == (["reason 3", "reason 2"], 2, 2)
     known = await api.batch(third.batch_id)
-    assert not await api.would_take(third.batch_id)
     assert (await dead.put_back(third.batch_id, known, **bounds)).outcome == "accepted"
     assert await dead.discard(second.batch_id) == ("dead", second.blob)
     (again,) = worker.claim("two", 1000, HOUR)
@@ -154,7 +153,6 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     assert worker.dead_letter(sixth, "the last")
     assert worker.sweep_dead(older_than_seconds=-HOUR, max_bytes=1000) == [sixth.blob]
     assert await api.batch(first.batch_id) is None, "forgotten: so much is not remembered"
-    assert await api.would_take(first.batch_id)
     counts = await api.counters()
     assert (counts["items"], counts["accepted_total"], counts["dead_total"], counts["put_back_total"]) == (0, 5, 4, 1)
 

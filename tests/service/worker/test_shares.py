@@ -22,6 +22,7 @@ from service.storage.lease import WORKERS, Leases
 from service.storage.queue.keys import Keys
 from service.storage.runs import change_state
 from service.worker import process
+from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
 from service.worker.process import Worker, share
 from service.worker.process.share import Share
@@ -545,3 +546,39 @@ def test_a_run_is_given_back_with_nothing_noted_of_its_opening(bench: Bench, mon
     with pytest.raises(RuntimeError, match="CUDA"):
         worker._find_runs()
     assert bench.store.begun("opening", file_id(bench.layout.target("default")))[0] == 1
+
+
+@pytest.mark.parametrize("fits", [0, 1, 2])
+def test_workers_of_unequal_memory_hand_no_run_to_and_fro(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fits: int
+) -> None:
+    """Nobody knows how much another worker has: what does not fit there comes back, and stays."""
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_FAILED_SECONDS", 0.01)
+    monkeypatch.setattr(share, "_HAND_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(share, "_LEFT_SECONDS", 0.1)
+    begin(bench)
+    large, small = a_worker(bench), a_worker(bench)
+    opening, turning, tried = Lineage.set_candidate, [large], list[str]()
+
+    def opened(self: Lineage, *args: Any, **named: Any) -> Any:
+        if turning[0] is small:
+            tried.append(self._run)
+            large._find_runs()  # in a process of its own it looks while this one reads a checkpoint
+            if len(small.served.keys() - {self._run}) >= fits:
+                raise MemoryError("Cannot allocate memory (os error 12)")
+        return opening(self, *args, **named)
+
+    monkeypatch.setattr(Lineage, "set_candidate", opened)
+    monkeypatch.setattr(RunWorker, "cycle", lambda _: True)  # what waits goes on waiting
+    large._turn()
+    for _ in range(60):
+        for worker in (large, small):
+            turning[0] = worker
+            worker._turn()
+        time.sleep(0.02)
+    assert len(tried) == len(set(tried)), "none is tried there twice"
+    assert len(tried) > fits or fits == 2, "else this shows nothing"
+    assert (len(small.served), len(large.served)) == (fits, 4 - fits), "and each has somebody who serves it"
+    small._close()
+    large._close()
