@@ -6,8 +6,12 @@ Imports of ours, and of whatever takes long to import, stand in the fixtures: a 
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: threads that share two cores wait for each other
+# Hundreds of processes import the same files: each is compiled once, and a test module's asserts are rewritten once.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import shutil
 import tempfile
