@@ -125,7 +125,7 @@ def test_a_setting_that_is_wrong_is_told_before_the_part_is_loaded(
     start: Callable[..., None], loaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, loaded, None)  # to import it raises ImportError
-    with pytest.raises(ConfigurationError, match="redis_url .* cannot be used"):
+    with pytest.raises(ConfigurationError, match=r"redis_url .* cannot be used"):
         start(state_dir=tmp_path, redis_url="redis://127.0.0.1:1/0?db=x")
 
 
