@@ -10,6 +10,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: threads that share two cores wait for each other
 
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from worker_fixtures import Bench
 
     from service.cli.valkey import EmbeddedValkey
+
+# Hundreds of processes import the same files: each is compiled once, and a test module's asserts are rewritten once.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _NOT_QUICK = frozenset(Path(__file__).with_name("not_quick.txt").read_text().split())  # written by seconds.py
 _LONG = "chaos", "demo", "slow"

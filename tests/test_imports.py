@@ -214,6 +214,13 @@ def test_a_fresh_process_loads_nothing_that_it_does_not_need(module: str, forbid
     assert done.stdout.strip() == ""
 
 
+def test_a_process_that_a_test_starts_keeps_what_it_compiled(tmp_path: Path) -> None:
+    """Whatever the environment says: hundreds of them import the same files."""
+    (tmp_path / "one.py").touch()
+    subprocess.run([sys.executable, "-c", "import one"], cwd=tmp_path, check=True)
+    assert [*tmp_path.glob("__pycache__/one.*.pyc")]
+
+
 def test_whatever_the_application_imports_is_among_its_core_dependencies() -> None:
     """Triton comes with CUDA builds of torch, obstore with the extra s3, which `drafters_url` asks for by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

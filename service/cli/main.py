@@ -117,9 +117,10 @@ def serve(
     tls_key: TlsKey = None,
 ) -> None:
     """Run the HTTP API (needs a Redis; `up` brings its own)."""
-    from service.api.app import run_api
+    settings = _settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)
+    from service.api.app import run_api  # what is wrong with the settings is said before this is loaded
 
-    run_api(_with_redis(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)))
+    run_api(_with_redis(settings))
 
 
 def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
@@ -127,9 +128,10 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
 
     Under `torchrun` it is one of several ranks, which train one drafter together.
     """
-    from service.ranks import run_on_ranks
+    settings = _with_redis(_settings(state_dir, redis_url=redis_url))
+    from service.ranks import run_on_ranks  # torch: two seconds, for which no wrong setting waits
 
-    run_on_ranks(_with_redis(_settings(state_dir, redis_url=redis_url)))
+    run_on_ranks(settings)
 
 
 def up(
@@ -143,9 +145,10 @@ def up(
 
     With --redis-url or DRAFTALIGN_REDIS_URL that Redis is used, and no Valkey is started.
     """
+    settings = _settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)
     from service.cli.up import run_up
 
-    run_up(_settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key))
+    run_up(settings)
 
 
 def keygen(

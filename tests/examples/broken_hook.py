@@ -1,17 +1,19 @@
-"""`python broken_hook.py KIND ARGUMENTS...`: the command line `draftalign` with a hook that sends wrong features.
+"""`python broken_hook.py KIND STEPS ARGUMENTS...`: the command line `draftalign` with a hook that sends wrong features.
 
-KIND is `zeros`, `shuffled` (another rollout's), `order` (the layers exchanged) or `stale` (the base policy's).
+KIND is `zeros`, `shuffled` (another rollout's), `order` (the layers exchanged) or `stale` (the base policy's); `none`
+changes nothing. The initial drafter of task recall is trained for STEPS steps: 300 is what the demo takes.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from examples import recall
+from examples import TASKS, recall
 from examples.features import Rollout, batch_of
 from examples.policy import AUX_LAYERS, load
 from rl_hooks.hook import DrafterHook
@@ -62,8 +64,10 @@ class Stale:
 
 
 if __name__ == "__main__":
-    kind = sys.argv.pop(1)
-    breaking = Stale() if kind == "stale" else {"zeros": zeros, "shuffled": shuffled, "order": order}[kind]
+    kind, steps = sys.argv.pop(1), int(sys.argv.pop(1))
+    TASKS["recall"] = replace(recall.TASK, initial_drafter=replace(recall.TASK.initial_drafter, steps=steps))
+    kinds: dict[str, Callable[[Layers], Layers]] = {"none": tuple, "zeros": zeros, "shuffled": shuffled, "order": order}
+    breaking = Stale() if kind == "stale" else kinds[kind]
     cast = features._cast
     features._cast = lambda captured, dtype: cast(replace(captured, aux=breaking(captured.aux)), dtype)
     main()

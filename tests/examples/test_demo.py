@@ -19,7 +19,7 @@ from examples.demo import free_port, scored_points
 from examples.demo_report import StepRow, _part_reach, _table, features_verdict, kept_promises, plot_title
 from service.monitor.records import DrafterSums
 
-STEPS = 60
+STEPS = 40
 FIELDS = {
     *("step", "policy_version", "drafter_version", "reward", "entropy"),
     *("alpha_live", "alpha_served", "alpha_frozen", "alpha_ngram", "publication_lag"),
@@ -121,8 +121,8 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
 @pytest.mark.demo
 @pytest.mark.timeout(900)
 def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path) -> None:
-    arguments = ["demo", "--task", "recall", "--steps", "20", "--seed", "1", "--out", str(tmp_path / "out")]
-    script = [sys.executable, str(Path(__file__).with_name("broken_hook.py")), "zeros"]
+    arguments = ["demo", "--task", "recall", "--steps", "16", "--seed", "1", "--out", str(tmp_path / "out")]
+    script = [sys.executable, str(Path(__file__).with_name("broken_hook.py")), "zeros", "100"]
     found = subprocess.run([*script, *arguments, "--port", str(free_port())], capture_output=True, text=True)
     assert found.returncode != 0, found.stdout[-4000:]
     assert "the hook's features are not the engine's" in found.stderr, found.stderr[-4000:]

@@ -20,6 +20,7 @@ from worker_fixtures import World, alive
 
 import service.ranks
 import service.worker.process
+from service.cli import main
 from service.cli.up import _check_device
 from service.errors import ConfigurationError
 from service.ranks import run_on_ranks
@@ -113,6 +114,19 @@ def test_a_part_that_cannot_read_its_redis_url_does_not_print_it(command: str, t
     assert done.returncode == 1
     assert "hunter" not in done.stderr + done.stdout, done.stderr
     assert "redis_url must begin with one of redis://, rediss://, unix://" in last_line(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("start", "loaded"),
+    [(main.up, "service.cli.up"), (main.serve, "service.api.app"), (main.worker, "service.ranks")],
+    ids=lambda value: str(getattr(value, "__name__", value)),
+)
+def test_a_setting_that_is_wrong_is_told_before_the_part_is_loaded(
+    start: Callable[..., None], loaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, loaded, None)  # to import it raises ImportError
+    with pytest.raises(ConfigurationError, match=r"redis_url .* cannot be used"):
+        start(state_dir=tmp_path, redis_url="redis://127.0.0.1:1/0?db=x")
 
 
 @pytest.mark.parametrize(

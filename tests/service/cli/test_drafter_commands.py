@@ -463,7 +463,7 @@ def test_eval_decodes_the_rollouts_prompts_with_the_policy(
     assert found["alpha_tree_greedy"] > found["alpha_chain_greedy"] > 1.2
     assert found["alpha_chain"] > 1.1
     assert found["alpha_tree"] > 1.1
-    lines = worked(*call).splitlines()
+    lines = worked(*call, "--max-tokens", 8).splitlines()
     assert lines[-5] == "12 prompts decoded with the policy"
     assert lines[-3].startswith("chain")
     assert lines[-2].startswith("tree of 16 nodes")
@@ -501,7 +501,7 @@ def test_eval_decodes_each_prompt_at_the_temperature_of_its_rollouts(
     assert found["greedy_texts_equal"] == 16
     assert found["warped"] is True
     note = "note: rollouts were drawn with top-p or top-k"
-    assert worked(*call).splitlines()[-1].startswith(note)
+    assert worked(*call, "--max-tokens", 8).splitlines()[-1].startswith(note)
     assert decoded(*call, "--prompts", 8)["warped"] is False, "of those that are decoded"
 
 

@@ -169,11 +169,11 @@ def test_what_cannot_work_ends_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_run_begins_with_a_drafter_that_knows_the_policy(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in recall.sample_prompts(800, 5)))
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in recall.sample_prompts(480, 5)))
     port, out = free_port(), tmp_path / "out"
     settings = {**SERVICE_SETTINGS, "DRAFTALIGN_VOCAB_MIN_TOKENS": "2000", "DRAFTALIGN_DRAFT_VOCAB_SIZE": "64"}
     up = ["service.cli", "up", "--port", str(port), "--state-dir", str(tmp_path / "state")]
-    options = ("--rollouts", "800", "--batch", "32", "--max-new-tokens", "40", "--aux-layers", "0,2,3")
+    options = ("--rollouts", "480", "--batch", "32", "--max-new-tokens", "40", "--aux-layers", "0,2,3")
     with child("up", up, settings):
         wait_for(lambda: httpx.get(f"http://127.0.0.1:{port}/readyz").is_success)
         done = warm_up(
