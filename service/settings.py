@@ -17,8 +17,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Scope = Literal["write", "report", "read", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("write", "report", "read", "admin")
-#: Names that scopes had in earlier token files.
-FORMER_SCOPES: Final[dict[str, Scope]] = {"watch": "read"}
 _SEVERAL: Final = ("redis+cluster://", "rediss+cluster://", "redis+sentinel://", "rediss+sentinel://")
 REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", *_SEVERAL)
 #: Where `drafters_url` may lead.
@@ -243,7 +241,7 @@ class Settings(BaseSettings):
         table: dict[str, frozenset[Scope]] = {}
         for number, part in enumerate(filter(None, self.tokens.get_secret_value().split(";")), 1):
             secret, _, names = part.strip().rpartition(":")
-            named = [FORMER_SCOPES.get(name, name) for name in names.split(",")]
+            named = names.split(",")
             scopes = frozenset(scope for scope in SCOPES if scope in named)
             if not secret or not secret.isascii() or len(scopes) != len(named):
                 raise ValueError(f"tokens: entry {number} must be ASCII 'secret:scope,...' with scopes of {SCOPES}")

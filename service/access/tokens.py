@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_hooks.durable import append_line
 from service.errors import ConfigurationError
-from service.settings import FORMER_SCOPES, SCOPES, Scope, Settings
+from service.settings import SCOPES, Scope, Settings
 
 log = logging.getLogger("draftalign.api")
 
@@ -55,17 +55,12 @@ class Token:
         return "*" not in self.runs
 
 
-def _today(name: Any) -> Any:
-    """What a scope of an earlier file is called now."""
-    return FORMER_SCOPES.get(name, name) if isinstance(name, str) else name
-
-
 class Entry(BaseModel):
     """A line of the token file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    scopes: frozenset[Annotated[Scope, BeforeValidator(_today)]] = Field(min_length=1)
+    scopes: frozenset[Scope] = Field(min_length=1)
     runs: tuple[Pattern, ...] = Field(ALL_RUNS, min_length=1)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
