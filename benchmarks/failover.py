@@ -25,8 +25,8 @@ from redis.asyncio.retry import Retry  # noqa: E402
 from redis.backoff import ExponentialBackoff  # noqa: E402
 from redis.exceptions import RedisError  # noqa: E402
 
-from service.storage.queue import AsyncRolloutQueue, Batch  # noqa: E402
 from service.storage.queue.keys import Keys  # noqa: E402
+from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch  # noqa: E402
 from service.storage.ready import connect_async  # noqa: E402
 
 CLIENTS = 8

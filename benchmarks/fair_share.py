@@ -29,7 +29,7 @@ from worker_fixtures import Bench, World
 
 from service.cli.valkey import EmbeddedValkey
 from service.worker.loop import RunWorker
-from service.worker.process import Worker
+from service.worker.process.worker import Worker
 
 #: A flood's claim is one batch, about half a second of training on one core.
 FLOOD_ROLLOUTS, PASSES, STEP_TOKENS = 32, 2.0, 256

@@ -47,7 +47,7 @@ from service_fixtures import HEADERS, publish, rollout_file, run_file  # noqa: E
 from service.cli.valkey import EmbeddedValkey  # noqa: E402
 from service.storage.layout import Layout  # noqa: E402
 from service.storage.registry import Registry  # noqa: E402
-from service.storage.reports import Store  # noqa: E402
+from service.storage.reports.store import Store  # noqa: E402
 
 _PARTS: Final = 5
 

@@ -26,8 +26,8 @@ import numpy.typing as npt
 from drafter.replay.acceptance import Replay
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE
-from service.worker.promotion import Gate
 from service.worker.promotion.evidence import Fresh
+from service.worker.promotion.gate import Gate
 
 Floats = npt.NDArray[np.float64]
 

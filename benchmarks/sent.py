@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.gate_error import WORLDS, World, batch
 from drafter.replay.gate import compare
-from service.worker.promotion import SENT_LOOKS, archive_trial, given_up
+from service.worker.promotion.gate import SENT_LOOKS, archive_trial, given_up
 
 GAINS: Final = (-0.2, -0.05, -0.01, 0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
 _PLACE: Final = 3

@@ -51,7 +51,7 @@ from worker_fixtures import DRAFT, World  # noqa: E402 - after the path is set
 
 from rl_hooks.wire import CONTENT_TYPE  # noqa: E402
 from service.cli.valkey import EmbeddedValkey  # noqa: E402
-from service.storage.queue import COUNTERS, counts  # noqa: E402
+from service.storage.queue.rollout_queue import COUNTERS, counts  # noqa: E402
 
 ROLLOUTS: Final = 8
 _ROLLOUTS_BOUNDED: Final = 2

@@ -27,10 +27,10 @@ from rl_hooks.sending.features import as_wire
 from service.cli.valkey import EmbeddedValkey
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.queue import AsyncRolloutQueue, Batch
 from service.storage.queue.deliveries import RolloutQueue
+from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch
 from service.storage.registry import Registry
-from service.storage.reports import Store
+from service.storage.reports.store import Store
 from service.storage.runs import commit_run, read_run_header
 from service.storage.spool import Spool
 from service.worker.loop import RunWorker

@@ -29,8 +29,8 @@ from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id, is_there
 from service.worker.checkpoint import taken_over
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.process import run_worker
 from service.worker.process.device import use_device
+from service.worker.process.worker import run_worker
 from service.worker.recent import KeptBatch, Task, windows, without
 from service.worker.scoring import replay_shared
 from service.worker.target import Target

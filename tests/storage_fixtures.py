@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from service.monitor.records import AcceptanceRecord, WorkerGauges
-from service.storage import reports
-from service.storage.queue import COUNTERS, counts, deliveries
+from service.storage.queue import deliveries
 from service.storage.queue.keys import strings
+from service.storage.queue.rollout_queue import COUNTERS, counts
+from service.storage.reports import store as reports
 
 
 class Depth(NamedTuple):

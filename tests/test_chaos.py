@@ -20,7 +20,7 @@ from torch import Tensor
 from worker_fixtures import Bench, Nest, World, alive, final_state, nest, states, wait_until_gone
 
 from service.cli.valkey import EmbeddedValkey
-from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
+from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 
 KILLS = int(os.environ.get("DRAFTALIGN_CHAOS_KILLS", "12"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))

@@ -26,9 +26,9 @@ from service.cli.main import app as command_line
 from service.monitor import records
 from service.settings import SCOPES, Settings
 from service.storage.layout import Layout
-from service.storage.queue import COUNTERS
 from service.storage.queue.keys import Keys
-from service.storage.reports import StoreKeys
+from service.storage.queue.rollout_queue import COUNTERS
+from service.storage.reports.store import StoreKeys
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("drafter", "rl_hooks", "service")
@@ -291,8 +291,8 @@ def test_whatever_the_worker_sets_is_a_gauge() -> None:
     for module, function in (
         ("journal", "_set_gauges"),
         ("journal", "_drift_gauges"),
-        ("process/__init__", "_note_work"),
-        ("process/__init__", "_tell"),
+        ("process/worker", "_note_work"),
+        ("process/worker", "_tell"),
     ):
         kinds = (records.WorkerGauges, records.Lane)
         assert dict_keys(f"service/worker/{module}.py", function) <= {name for kind in kinds for name in fields(kind)}

@@ -45,7 +45,7 @@ from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.queue import AsyncRolloutQueue, Batch
+from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch
 from service.storage.runs import commit_run, read_run_header
 from service.storage.spool import Spool
 from service.worker.loop import RunWorker
@@ -533,7 +533,7 @@ def _become_worker(
     import service.storage.lease
     import service.worker.inbox
     import service.worker.loop
-    import service.worker.process
+    import service.worker.process.worker
 
     logging.basicConfig(
         level="INFO", stream=sys.stderr, format=f"{os.getpid()} %(levelname)s %(message)s (%(asctime)s)", force=True
@@ -541,9 +541,9 @@ def _become_worker(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     service.storage.lease.LEASE_SECONDS = lease_seconds
     service.worker.process.heartbeat._BEAT_SECONDS = beat_seconds
-    service.worker.process._LOOK_FOR_RUNS_SECONDS = 0.05
-    service.worker.process._RETRY_SECONDS = 0.05
-    service.worker.process._DISK_SECONDS = 0.5
+    service.worker.process.worker._LOOK_FOR_RUNS_SECONDS = 0.05
+    service.worker.process.worker._RETRY_SECONDS = 0.05
+    service.worker.process.worker._DISK_SECONDS = 0.5
     if dies_of:
         admitted = drafter.batch.screen
 
@@ -554,14 +554,14 @@ def _become_worker(
 
         vars(service.worker.inbox)["screen"] = screen
     if dies_opening:
-        opened = vars(service.worker.process)["RunWorker"]
+        opened = vars(service.worker.process.worker)["RunWorker"]
 
         def open_run(*args: Any, **named: Any) -> Any:
             if dies_opening in args:
                 os.kill(os.getpid(), signal.SIGKILL)
             return opened(*args, **named)
 
-        vars(service.worker.process)["RunWorker"] = open_run
+        vars(service.worker.process.worker)["RunWorker"] = open_run
     if dies_training:
         learn = vars(service.worker.loop)["Learner"].learn
 
@@ -583,7 +583,7 @@ def _become_worker(
     if address_space:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + address_space, resource.RLIM_INFINITY))
-    service.worker.process.run_worker(Settings(**settings))
+    service.worker.process.worker.run_worker(Settings(**settings))
 
 
 @contextlib.contextmanager

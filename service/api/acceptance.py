@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
 from service.api.auth import Caller, check_covers
-from service.api.context import Context, RunQuery, ServiceContext
+from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.drafters import tagged
 from service.api.problems import Problem
 from service.api.snapshot import read_followed, read_snapshot, run_document, run_text

@@ -32,13 +32,13 @@ from service.access.audit import AuditLog
 from service.api import acceptance as acceptance_api
 from service.api import drafters as drafters_api
 from service.api import problems
-from service.api import rollouts as rollouts_api
 from service.api import runs as runs_api
 from service.api.auth import Caller, Guard, check_binding
-from service.api.context import Context, ServiceContext
+from service.api.context.context import Context, ServiceContext
 from service.api.drafters import tagged
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.problems import Problem
+from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
 from service.api.snapshot import read_now, watch_headlines
 from service.errors import ConfigurationError, RunNotFound

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from rl_hooks.wire import RUN_NAME, Header, parts_bytes
 from service.access.tokens import Token
 from service.api.auth import Caller, audit
-from service.api.context import Context, ServiceContext
+from service.api.context.context import Context, ServiceContext
 from service.api.problems import Problem, in_units
 from service.api.snapshot import read_headline, read_standing
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file

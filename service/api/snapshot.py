@@ -15,7 +15,7 @@ from typing import Any, Final
 from pydantic_core import to_json, to_jsonable_python
 from redis.exceptions import RedisError
 
-from service.api.context import ServiceContext
+from service.api.context.context import ServiceContext
 from service.api.problems import Problem
 from service.errors import ServiceError
 from service.monitor.alpha import Attempt, alpha_series, attempts, placed
@@ -44,7 +44,7 @@ from service.monitor.records import (
 from service.reading.deltas import Delta
 from service.reading.series import Batch, Series
 from service.settings import Settings
-from service.storage.reports import NEWEST_REPORTS
+from service.storage.reports.store import NEWEST_REPORTS
 from service.storage.runs import read_state
 
 log = logging.getLogger("draftalign.api")

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from rl_hooks.agent.cli import agent
 from service.cli.access import audit, token
 from service.cli.checks import check_redis, checked_redis, unknown_variables
-from service.cli.drafters import convert, evaluate, inspect
+from service.cli.drafters.commands import convert, evaluate, inspect
 from service.cli.plan import plan
 from service.cli.remote import (
     LOCAL,

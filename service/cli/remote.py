@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import typer
 
-from service.cli.drafters import AuxLayers, From, Norm, Source, write_body
+from service.cli.drafters.commands import AuxLayers, From, Norm, Source, write_body
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:

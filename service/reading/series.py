@@ -26,8 +26,8 @@ from service.monitor.alpha import Attempt, attempts, pool_point
 from service.monitor.counts import sound
 from service.monitor.records import AcceptanceRecord, Arrival, DrafterSums, ScoreRecord, read
 from service.reading.deltas import Deltas
-from service.storage.reports import AsyncStore, Change
 from service.storage.reports.engine_counts import live_record
+from service.storage.reports.store import AsyncStore, Change
 
 #: Score records that are in memory at once, or those of one policy version where it has more.
 _AT_ONCE: Final = 256

@@ -16,7 +16,7 @@ from service.storage.queue.deliveries import EndState
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
-from service.worker.promotion import Gate
+from service.worker.promotion.gate import Gate
 from service.worker.scoring import Scores, replay_each, replay_shared, score, some_siblings
 from service.worker.target import Target
 

@@ -24,8 +24,8 @@ from service.monitor.records import Headroom, ScoreRecord
 from service.monitor.worth import DraftingTime
 from service.settings import Settings
 from service.storage.queue.deliveries import Entry
-from service.storage.reports import MAX_SCORES, Store
-from service.worker.promotion import Contest
+from service.storage.reports.store import MAX_SCORES, Store
+from service.worker.promotion.gate import Contest
 from service.worker.scoring import Scores
 
 log = logging.getLogger("draftalign.worker")

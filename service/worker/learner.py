@@ -31,14 +31,14 @@ from service.monitor.live.engine import LiveRule
 from service.monitor.records import DrafterSums, arrival
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.reports import Store
+from service.storage.reports.store import Store
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.claim import ClaimScorer, Fates, Scored
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.promotion import Contest, Gate
 from service.worker.promotion.evidence import Fresh
+from service.worker.promotion.gate import Contest, Gate
 from service.worker.recent import KeptBatch, RecentRollouts, Task, windows
 from service.worker.scoring import Scores
 from service.worker.target import Target

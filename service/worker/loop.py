@@ -26,7 +26,7 @@ from service.errors import WorkerError
 from service.settings import Settings
 from service.storage.layout import Layout, file_id
 from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
-from service.storage.reports import Store
+from service.storage.reports.store import Store
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.inbox import Inbox, Loaded, Phase, error_text, is_batch_fault
 from service.worker.learner import Learner

@@ -12,8 +12,8 @@ from service_fixtures import RunningService
 from worker_fixtures import Bench
 
 import service.api.app
-import service.worker.process
-from service.worker.process import Worker
+import service.worker.process.worker
+from service.worker.process.worker import Worker
 
 FRAGMENTED = """
 from pathlib import Path

@@ -30,7 +30,7 @@ import service.ranks
 import service.storage.lease
 import service.storage.registry
 import service.worker.checkpoint
-import service.worker.process
+import service.worker.process.worker
 import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
@@ -46,7 +46,7 @@ from service.storage.queue.deliveries import MAX_DELIVERIES, RolloutQueue
 from service.storage.registry import Registry
 from service.storage.runs import change_state
 from service.worker.checkpoint import WorkerCheckpoint, hand_over, taken_over
-from service.worker.process import Worker
+from service.worker.process.worker import Worker
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}

@@ -10,8 +10,8 @@ import redis.exceptions
 
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.queue import AsyncRolloutQueue, fair_bound
 from service.storage.queue.dead import DeadLetters
+from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
 from service.storage.runs import kept_bytes
 from service.storage.spool import Spool
 

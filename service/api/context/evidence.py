@@ -21,8 +21,8 @@ from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
 from service.reading.pointer import Pointer
 from service.reading.shared import Shared
-from service.storage.reports import AsyncStore
 from service.storage.reports.engine_counts import Account
+from service.storage.reports.store import AsyncStore
 
 log = logging.getLogger("draftalign.api")
 

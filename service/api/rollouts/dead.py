@@ -13,9 +13,9 @@ from starlette.responses import FileResponse
 
 from rl_hooks.wire import CONTENT_TYPE
 from service.api.auth import audit
-from service.api.context import Context, ServiceContext
+from service.api.context.context import Context, ServiceContext
 from service.api.problems import Problem
-from service.api.rollouts import queue_full
+from service.api.rollouts.batches import queue_full
 from service.storage.layout import BATCH_ID
 from service.storage.runs import check_open
 

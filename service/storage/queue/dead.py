@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import redis.asyncio
 
-from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
 from service.storage.queue.keys import NUMBERS, Keys, lua, strings, sweep_bounds, text
+from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 
 #: Rollout ids of a letter that are listed; `GET /rollouts/{id}` has all.
 _IDS_LISTED: Final = 16

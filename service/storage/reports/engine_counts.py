@@ -44,7 +44,7 @@ _BOOK: Final = lua("book")
 
 
 class Keys(Protocol):
-    """Where it lies in Redis: `service.storage.reports.StoreKeys`."""
+    """Where it lies in Redis: `service.storage.reports.store.StoreKeys`."""
 
     acceptance: str
     unplaced: str

@@ -12,7 +12,7 @@ import time
 from redis import Redis
 
 from service.storage.queue.deliveries import MAX_DELIVERIES
-from service.storage.reports import Store
+from service.storage.reports.store import Store
 
 #: A run is set aside once the process has died so often while it opened it; then for `_DIED_SECONDS`, and twice as long
 #: after each further death, up to `_DIED_MOST_SECONDS`: each try interrupts all other runs.

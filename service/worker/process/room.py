@@ -18,7 +18,7 @@ from redis import Redis
 from service.memory import return_freed_memory
 from service.storage.layout import FileId, Layout
 from service.storage.queue.keys import Keys, text
-from service.storage.reports import Store
+from service.storage.reports.store import Store
 from service.storage.runs import untouched
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.process.runs import Closed, Run, served

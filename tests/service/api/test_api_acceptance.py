@@ -19,8 +19,8 @@ from storage_fixtures import Store
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES
 from service.monitor.live.watch import EngineVerdict, failed_pushes, push_is_due
-from service.storage.reports import StoreKeys
 from service.storage.reports.engine_counts import Account
+from service.storage.reports.store import StoreKeys
 
 
 class Engine:

@@ -25,12 +25,12 @@ from service_fixtures import HEADERS, RunningService, f32, head_file, rollout_fi
 from storage_fixtures import RolloutQueue
 
 from rl_hooks import wire
-from service.api import rollouts as rollouts_api
+from service.api.rollouts import batches as rollouts_api
 from service.cli.valkey import EmbeddedValkey
 from service.storage.history import events
 from service.storage.layout import Layout
-from service.storage.queue import parts
 from service.storage.queue.keys import Keys
+from service.storage.queue.rollout_queue import parts
 from service.storage.ready import WriteTest
 from service.storage.registry import Registry
 

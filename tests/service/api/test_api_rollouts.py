@@ -34,10 +34,10 @@ from service_fixtures import (
 from storage_fixtures import RolloutQueue
 
 from rl_hooks import wire
-from service.api.context import ServiceContext
+from service.api.context.context import ServiceContext
 from service.api.context.evidence import Recent
 from service.cli.valkey import EmbeddedValkey, find_binary
-from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
+from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 
 Serve = Callable[..., RunningService]
 

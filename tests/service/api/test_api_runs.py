@@ -42,7 +42,7 @@ from rl_hooks.sending.features import as_wire
 from service.storage.layout import file_id
 from service.storage.lease import Leases
 from service.storage.queue.keys import Keys
-from service.storage.reports import AsyncStore, Store
+from service.storage.reports.store import AsyncStore, Store
 from service.storage.runs import commit_run, delete_run, read_run_header, sweep_deleted, withdraw_run
 from service.storage.spool import Spool, Upload
 from service.worker.target import Target

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from worker_fixtures import Bench
 
 from rl_hooks import wire
-from service.api.context import ServiceContext
+from service.api.context.context import ServiceContext
 from service.cli.main import app as command_line
 from service.storage.queue.deliveries import Entry, RolloutQueue
 from service.storage.queue.keys import Keys

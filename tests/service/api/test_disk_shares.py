@@ -23,7 +23,7 @@ from service_fixtures import HEADERS, VOCAB, RunningService, head_file, rollout_
 from storage_fixtures import RolloutQueue
 
 from rl_hooks.wire import CONTENT_TYPE, Tensor
-from service.api.context import ServiceContext
+from service.api.context.context import ServiceContext
 from service.api.problems import in_units
 from service.storage.spool import Spool
 

@@ -29,7 +29,7 @@ from worker_fixtures import Bench, nest
 import service.api.acceptance as service_acceptance
 import service.monitor.headline
 from service.api.app import page_html
-from service.api.context import ServiceContext
+from service.api.context.context import ServiceContext
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, Lane, RunEvent

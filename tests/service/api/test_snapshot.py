@@ -22,13 +22,13 @@ from worker_fixtures import Bench
 
 import service.api.snapshot
 import service.monitor.headline
-from service.api.context import ServiceContext
+from service.api.context.context import ServiceContext
 from service.api.snapshot import facts_of
 from service.monitor.headline import Headline, RunFacts
 from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
 from service.storage.history.events import History
-from service.storage.reports import RECENT_SCORES, AsyncStore, StoreKeys
+from service.storage.reports.store import RECENT_SCORES, AsyncStore, StoreKeys
 
 NOW = 5000.0
 VERSION = "v000001-aaaaaaaa"

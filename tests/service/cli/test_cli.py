@@ -19,14 +19,14 @@ from pydantic import SecretStr
 from worker_fixtures import World, alive
 
 import service.ranks
-import service.worker.process
+import service.worker.process.worker
 from service.cli import main
 from service.cli.up import _check_device
 from service.errors import ConfigurationError
 from service.ranks import run_on_ranks
 from service.settings import Settings, redis_place
-from service.worker.process import run_worker
 from service.worker.process.device import checked_device, use_device
+from service.worker.process.worker import run_worker
 
 ROOT = Path(__file__).parents[3]
 HEADERS = {"Content-Type": "application/x-safetensors"}

@@ -22,7 +22,7 @@ from service_fixtures import RunningService, publish
 from storage_fixtures import Store
 
 from service.api.auth import _BEGIN_AT_ONCE, Turns
-from service.api.context import ServiceContext
+from service.api.context.context import ServiceContext
 from service.reading.pointer import Pointer
 from service.reading.series import Series
 from service.reading.shared import Shared
@@ -30,7 +30,7 @@ from service.storage.drafters.versions import Manifest
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
 from service.storage.registry import Registry
-from service.storage.reports import AsyncStore
+from service.storage.reports.store import AsyncStore
 
 
 def scored(number: int) -> dict[str, Any]:

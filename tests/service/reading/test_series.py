@@ -18,12 +18,12 @@ from redis import Redis
 from service_fixtures import publish
 from storage_fixtures import Store
 
-from service.api.context import ServiceContext
+from service.api.context.context import ServiceContext
 from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
 from service.monitor.metrics import render
 from service.settings import Settings
 from service.storage.registry import Registry
-from service.storage.reports import AsyncStore, StoreKeys
+from service.storage.reports.store import AsyncStore, StoreKeys
 
 KEYS = StoreKeys("default")
 START = 1_700_000_000.0

@@ -15,12 +15,12 @@ from failover_fixtures import Cluster
 import service.storage
 from service.monitor.live.engine import LiveRule
 from service.monitor.records import AcceptanceRecord, ScoreRecord
-from service.storage.queue import AsyncRolloutQueue, Batch, Enqueued
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.queue.keys import Keys, lua, text
+from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 from service.storage.ready import connect, connect_async
-from service.storage.reports import AsyncStore, Store
+from service.storage.reports.store import AsyncStore, Store
 
 SCRIPTS = {path.stem for path in (Path(service.storage.__file__).parent / "lua").glob("*.lua")}
 CLASSES = (RolloutQueue, AsyncRolloutQueue, DeadLetters, Store, AsyncStore)

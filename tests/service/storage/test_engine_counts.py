@@ -30,8 +30,9 @@ from service.monitor.counts import (
     total,
 )
 from service.monitor.records import AcceptanceRecord, ScoreRecord
-from service.storage.reports import AsyncStore, StoreKeys, engine_counts
+from service.storage.reports import engine_counts
 from service.storage.reports.engine_counts import KEPT_APART, Account, acceptance_key
+from service.storage.reports.store import AsyncStore, StoreKeys
 
 Record = dict[str, Any]
 KEYS = StoreKeys("default")

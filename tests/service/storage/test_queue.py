@@ -12,10 +12,10 @@ import redis.asyncio
 from redis import Redis
 from storage_fixtures import RolloutQueue
 
-from service.storage.queue import COUNTERS, AsyncRolloutQueue, Batch, Enqueued, fair_bound
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.deliveries import KILLER, Entry
 from service.storage.queue.keys import ENDED_SECONDS, GROUP, REMEMBERED_BYTES, Keys
+from service.storage.queue.rollout_queue import COUNTERS, AsyncRolloutQueue, Batch, Enqueued, fair_bound
 
 
 def make_batch(number: int, *, size: int = 100, tokens: int = 10, ids: tuple[str, ...] | None = None) -> Batch:

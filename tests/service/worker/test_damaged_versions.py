@@ -23,7 +23,7 @@ from storage_fixtures import Store
 from worker_fixtures import Bench, joined
 from xxhash import xxh3_64
 
-import service.worker.process
+import service.worker.process.worker
 from drafter.errors import CheckpointError
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
@@ -32,7 +32,7 @@ from service.errors import BlobDamaged, RegistryError, RunDamaged
 from service.storage.registry import Registry
 from service.storage.spool import Upload, check_blob
 from service.worker.checkpoint import WorkerCheckpoint
-from service.worker.process import Worker
+from service.worker.process.worker import Worker
 from service.worker.target import Target
 
 RUN = "default"
@@ -44,7 +44,7 @@ SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", "14"))
 def worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     """A worker that serves the run `default`, which has one version; a refused run is tried again at once."""
     monkeypatch.setattr(service.worker.process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
-    for module in (service.worker.process, service.worker.process.runs):
+    for module in (service.worker.process.worker, service.worker.process.runs):
         monkeypatch.setattr(module, "REFUSED_SECONDS", 0.0)
     bench.begin()
     made = Worker(bench.settings, Redis.from_url(bench.redis_url))

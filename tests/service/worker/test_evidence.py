@@ -27,8 +27,8 @@ from service.storage.registry import Registry
 from service.worker.inbox import Loaded
 from service.worker.lineage import CANDIDATE
 from service.worker.loop import RunWorker
-from service.worker.promotion import Contest
 from service.worker.promotion.evidence import Fresh
+from service.worker.promotion.gate import Contest
 from service.worker.scoring import Scores, _in_one_piece, some_siblings
 
 LENGTH, SIBLINGS = 20, 4

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import pytest
 from worker_fixtures import Bench
 
-from service.worker import process
 from service.worker.loop import RunWorker
-from service.worker.process import Worker, turns
+from service.worker.process import turns
+from service.worker.process import worker as process
 from service.worker.process.turns import AHEAD_SECONDS, Turns
+from service.worker.process.worker import Worker
 
 
 def one_pass(turns: Turns, runs: list[str], cycle: Callable[[str], float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.returns import OF_A, OF_B, Run, World, drift, periods, return_after, run
 from drafter.replay.gate import Trial
 from service.worker.lineage import CANDIDATE
-from service.worker.promotion import archive_trial
+from service.worker.promotion.gate import archive_trial
 from service.worker.promotion.promises import Kept
 
 CLAIMS = 120

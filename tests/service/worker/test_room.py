@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import CONFIG, LAYERS, Bench, alive, joined, nest
 
-import service.worker.process
+import service.worker.process.worker
 from drafter.batch import load_batch
 from drafter.device import RanksLost, is_out_of_memory
 from drafter.errors import CheckpointError
@@ -32,14 +32,15 @@ from service.storage.layout import Layout, file_id
 from service.storage.lease import Leases
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
 from service.storage.queue.keys import GROUP, Keys
-from service.storage.reports import AsyncStore
-from service.storage.reports import Store as WorkersStore
+from service.storage.reports.store import AsyncStore
+from service.storage.reports.store import Store as WorkersStore
 from service.storage.runs import change_state
 from service.worker.learner import Learner
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
-from service.worker.process import Worker, turns
+from service.worker.process import turns
 from service.worker.process.room import Room
+from service.worker.process.worker import Worker
 
 RUNS = ["a", "b", "c", "d"]
 NO_MEMORY: list[Exception] = [

@@ -19,7 +19,7 @@ from service.errors import LatestHeld
 from service.storage.registry import Registry
 from service.storage.runs import change_state, read_state
 from service.worker.learner import Learner
-from service.worker.process import Worker
+from service.worker.process.worker import Worker
 
 #: Gains that show at once.
 EAGER: dict[str, Any] = {"gate_min_gain": 0.005, "recent_tokens": 100_000, "learning_rate": 5e-3}
@@ -284,8 +284,8 @@ def test_an_archived_run_keeps_its_drafters_and_nothing_else_is_accepted(
 def test_a_batch_that_was_on_its_way_when_its_run_was_archived_is_swept_too(
     bench: Bench, service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.worker.process._LOOK_AT_ARCHIVED_SECONDS", 0.0)
-    monkeypatch.setattr("service.worker.process._LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr("service.worker.process.worker._LOOK_AT_ARCHIVED_SECONDS", 0.0)
+    monkeypatch.setattr("service.worker.process.worker._LOOK_FOR_RUNS_SECONDS", 0.0)
     bench.begin()
     worker = Worker(bench.settings, bench.redis)
     become(service, "archived")

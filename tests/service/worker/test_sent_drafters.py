@@ -28,7 +28,7 @@ from service.access.audit import AuditLog
 from service.cli.main import app
 from service.storage.admission import sent as admission
 from service.storage.registry import Registry
-from service.worker import promotion
+from service.worker.promotion import gate as promotion
 
 #: The candidate learns nothing, so that what was sent is what changes.
 SETTINGS: dict[str, Any] = {"gate_min_gain": 0.005, "learning_rate": 1e-12, "keep_versions": 3}

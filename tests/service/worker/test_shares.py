@@ -21,11 +21,12 @@ from service.storage.layout import file_id
 from service.storage.lease import WORKERS, Leases
 from service.storage.queue.keys import Keys
 from service.storage.runs import change_state
-from service.worker import process
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
-from service.worker.process import Worker, share
+from service.worker.process import heartbeat, share
+from service.worker.process import worker as process
 from service.worker.process.share import Share
+from service.worker.process.worker import Worker
 
 RUNS = [f"run{n}" for n in range(4)]
 
@@ -452,7 +453,7 @@ def test_a_run_that_takes_longer_to_open_than_a_lease_lasts_stays_with_one_worke
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(process.heartbeat, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.1)
     bench.begin()
     opened, openings = RunWorker.__init__, []
 

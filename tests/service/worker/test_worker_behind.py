@@ -18,8 +18,8 @@ from service.worker import learner
 from service.worker.claim import ClaimScorer
 from service.worker.learner import Learner
 from service.worker.loop import RunWorker
-from service.worker.promotion import Gate
 from service.worker.promotion.evidence import Fresh
+from service.worker.promotion.gate import Gate
 from service.worker.scoring import Scores
 
 

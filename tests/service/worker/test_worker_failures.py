@@ -21,7 +21,7 @@ from worker_fixtures import Bench, alive, nest, wait_until_gone
 
 import service.worker.claim
 import service.worker.inbox
-import service.worker.process
+import service.worker.process.worker
 from drafter.errors import BatchRejected, CheckpointError, DrafterError
 from drafter.files.checkpoint import export_config
 from drafter.training.trainer import DrafterTrainer
@@ -31,13 +31,13 @@ from service.storage.lease import Leases
 from service.storage.queue.deliveries import MAX_DELIVERIES
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
 from service.storage.queue.keys import GROUP, Keys
-from service.storage.reports import Store as WorkersStore
+from service.storage.reports.store import Store as WorkersStore
 from service.storage.runs import change_state, untouched
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.learner import Learner
 from service.worker.lineage import Lineage
 from service.worker.loop import LeaseLost, RunWorker
-from service.worker.process import Worker
+from service.worker.process.worker import Worker
 from service.worker.recent import RecentRollouts
 from service.worker.scoring import score as learners_score
 

@@ -15,7 +15,7 @@ from worker_fixtures import Bench
 
 from service.monitor.records import StepSample
 from service.storage.registry import Registry
-from service.storage.reports import AsyncStore
+from service.storage.reports.store import AsyncStore
 from service.worker import journal
 from service.worker.loop import RunWorker
 

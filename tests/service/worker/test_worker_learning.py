@@ -21,8 +21,8 @@ from drafter.training.trainer import DrafterTrainer, _Outcome
 from service.monitor.controller import Controller, Decision, Economy
 from service.monitor.records import DrafterSums, ScoreRecord, read, written
 from service.storage.registry import Registry
-from service.worker import promotion
 from service.worker.loop import RunWorker
+from service.worker.promotion import gate as promotion
 
 
 def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path) -> None:

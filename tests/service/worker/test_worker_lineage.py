@@ -29,12 +29,12 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from rl_hooks import wire
 from service.storage.drafters.versions import Manifest
 from service.storage.registry import Registry
-from service.storage.reports import AsyncStore
+from service.storage.reports.store import AsyncStore
 from service.storage.runs import delete_run, withdraw_run
 from service.worker import inbox
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
-from service.worker.process import Worker
+from service.worker.process.worker import Worker
 from service.worker.target import Target
 
 OPEN: dict[str, Any] = {"gate_min_gain": 0.0, "recent_tokens": 100_000, "learning_rate": 5e-3}

@@ -20,7 +20,7 @@ from worker_fixtures import Bench, final_state, states
 import rl_hooks.durable
 import service.storage.lease
 import service.worker.inbox
-import service.worker.process
+import service.worker.process.worker
 import service.worker.promotion.promises
 from drafter.batch import load_batch
 from drafter.files.checkpoint import write_drafter
@@ -30,14 +30,14 @@ from service.storage.lease import Leases
 from service.storage.queue.deliveries import MAX_DELIVERIES
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
 from service.storage.registry import Registry
-from service.storage.reports import Store as WorkersStore
+from service.storage.reports.store import Store as WorkersStore
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.claim import ClaimScorer
 from service.worker.inbox import Inbox, Loaded
 from service.worker.learner import Learner, TrainingStopped
 from service.worker.lineage import Lineage
 from service.worker.loop import LeaseLost, RunWorker
-from service.worker.process import Worker
+from service.worker.process.worker import Worker
 from service.worker.recent import RecentRollouts
 
 

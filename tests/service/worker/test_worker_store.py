@@ -14,9 +14,9 @@ pytest.importorskip("moto")
 from object_fixtures import BUCKET, Store, failing, running_store
 from storage_fixtures import Store as Reports
 
-import service.worker.process
+import service.worker.process.worker
 from service.storage.registry import Registry
-from service.worker.process import Worker
+from service.worker.process.worker import Worker
 
 FIRST = "before-default"  # runs are served in this order
 

@@ -1,0 +1,204 @@
+"""What the API's handlers share: one object per process, reached through `Context`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Final, ParamSpec, TypeVar
+
+import redis.asyncio
+import redis.exceptions
+from fastapi import Depends, Query, Request
+
+from rl_hooks.release import SigningKey
+from service.access.tokens import Tokens
+from service.api.context.disk import Disk
+from service.api.context.evidence import Evidence
+from service.errors import ConfigurationError
+from service.monitor.live.engine import LiveRule
+from service.reading.pointer import Pointer
+from service.reading.series import Series
+from service.reading.shared import Shared
+from service.settings import Settings
+from service.storage.layout import FileId, Layout, file_id
+from service.storage.queue.dead import DeadLetters
+from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
+from service.storage.ready import PROBE_SECONDS, WriteTest
+from service.storage.registry import Registry
+from service.storage.reports.store import AsyncStore
+from service.storage.runs import RunRecord, load_run, sweep_deleted
+from service.storage.spool import Spool
+
+log = logging.getLogger("draftalign.api")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+#: Most requests that may wait for registry locks at a time.
+_LOCKING_THREADS: Final = 4
+
+
+class _Kept:
+    """What this process keeps of one run."""
+
+    def __init__(self, context: ServiceContext, run: str) -> None:
+        self.record: tuple[FileId, RunRecord] | None = None  # with the file that it was read from
+        self.accepted = False  # a batch of it, by this process
+        self._context, self._run = context, run
+
+    @functools.cached_property
+    def queue(self) -> AsyncRolloutQueue:
+        settings = self._context.settings
+        bounds = settings.remembered_bytes, settings.queue_max_rollouts
+        return AsyncRolloutQueue(self._context.redis, self._run, *bounds)
+
+    @functools.cached_property
+    def pointer(self) -> Pointer:
+        read = functools.partial(self._context.registry.latest, self._run)
+        return Pointer(self._context.layout.latest(self._run), read, self._context.stopping)
+
+    @functools.cached_property
+    def series(self) -> Series:
+        return Series(self._context.store(self._run), self._context.settings.max_policy_lag)
+
+
+class ServiceContext:
+    """Settings, state directory and Redis of the API process."""
+
+    def __init__(self, settings: Settings, client: redis.asyncio.Redis) -> None:
+        self.settings = settings
+        self.began = time.time()
+        self.redis: Any = client
+        self.writes = WriteTest(client)
+        self.layout = Layout(settings.state_dir)
+        self.registry = Registry(self.layout, settings.drafters_url)
+        self.spool = Spool(self.layout)
+        self.signer = _signing_key(settings.signing_key_file)
+        #: Set when the server is asked to stop, so that long polls end at once.
+        self.stopping = asyncio.Event()
+        self.tokens = Tokens(settings)
+        #: Answers that are being computed: those who ask for the same share one.
+        self.answers = Shared()
+        self.evidence = Evidence(LiveRule.of(settings), self.answers, self.store, self.pointer)
+        self.disk = Disk(settings, self.layout, self.spool, self.queue, self.dead)
+        self._kept: dict[str, _Kept] = {}
+        self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
+
+    def run(self, run: str) -> RunRecord:
+        """The record of a registered run; raises RunNotFound. It is read again when its file was replaced."""
+        file = file_id(self.layout.run_json(run))
+        kept = self._kept.get(run)
+        if kept is None or kept.record is None or kept.record[0] != file:
+            record = load_run(self.layout, run)  # before anything is kept of a run that is not there
+            kept = self._of(run)
+            kept.record = file, record
+        return kept.record[1]
+
+    def drop(self, run: str) -> None:
+        """Keep nothing of a run that was deleted."""
+        self._kept.pop(run, None)
+        self.evidence.drop(run)
+        self.disk.drop(run)
+        self.registry.history.drop(run)
+
+    def first_accepted(self, run: str) -> bool:
+        """Note that a batch of a run was accepted; whether it is the first since this process began."""
+        kept = self._of(run)
+        first, kept.accepted = not kept.accepted, True
+        return first
+
+    def queue(self, run: str) -> AsyncRolloutQueue:
+        """The queue of a run."""
+        return self._of(run).queue
+
+    def pointer(self, run: str) -> Pointer:
+        """What a run serves."""
+        return self._of(run).pointer
+
+    def series(self, run: str) -> Series:
+        """The α series of a run."""
+        return self._of(run).series
+
+    def _of(self, run: str) -> _Kept:
+        if run not in self._kept:
+            self._kept[run] = _Kept(self, run)
+        return self._kept[run]
+
+    def dead(self, run: str) -> DeadLetters:
+        """The dead batches of a run."""
+        return DeadLetters(self.redis, self.queue(run))
+
+    def store(self, run: str) -> AsyncStore:
+        """The store of a run."""
+        return AsyncStore(self.redis, run, self.settings.max_reporters)
+
+    async def check_redis(self) -> None:
+        """Raise a RedisError unless Redis answers soon."""
+        await self.soon(self.redis.ping())
+
+    async def soon(self, asked: Awaitable[T]) -> T:
+        """What Redis answers; a RedisError unless it does so soon."""
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                return await asked
+        except TimeoutError as error:
+            raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
+
+    async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Run in a thread some work that takes the lock of a run's registry.
+
+        The threads are separate from asyncio's: while another process keeps the lock, waiting requests could occupy all
+        of those, and uploads need some.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._locking, functools.partial(work, *args, **named))
+
+    def close(self) -> None:
+        """Shut the pool of lock-waiting threads down."""
+        self._locking.shutdown(wait=False, cancel_futures=True)
+
+    async def reap(self) -> int:
+        """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files."""
+        await asyncio.to_thread(sweep_deleted, self.layout)
+        registered = self.layout.run_names()
+        for run in {*self._kept, *self.evidence.runs, *self.disk.runs}.difference(registered):
+            self.drop(run)  # another process deleted it
+        gone = await self.disk.sweep(registered)
+        await self._shorten_memory(registered)  # while Redis is full, this is what helps
+        return gone
+
+    async def _shorten_memory(self, runs: Sequence[str]) -> None:
+        """Keep what Redis remembers of all runs together below twice what one may take: those that have most give way.
+
+        Runs that ended keep theirs for 7 days, and would fill Redis for those that go on.
+        """
+        held = {run: await self.queue(run).remembered() for run in runs}
+        most = fair_bound(list(held.values()), 2 * self.settings.remembered_bytes)
+        for run in (run for run, size in held.items() if size > most):
+            size = await self.queue(run).shorten(most)
+            if size < held[run]:
+                log.info("run %s: what Redis remembers of ended batches was cut to %.1f MiB", run, size / (1 << 20))
+
+
+def _signing_key(path: Path | None) -> SigningKey | None:
+    if path is None:
+        return None
+    try:
+        key = SigningKey(path)
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"signing_key_file: {error}") from error
+    log.info("manifests are signed; the public key is %s", key.public)
+    return key
+
+
+async def _context(request: Request) -> ServiceContext:  # a plain function would take a thread for each request
+    context: ServiceContext = request.app.state.context
+    return context
+
+
+Context = Annotated[ServiceContext, Depends(_context)]
+RunQuery = Annotated[str, Query(description="Name of the run.")]

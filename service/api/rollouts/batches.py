@@ -1,0 +1,369 @@
+"""`POST /rollouts` and `GET /rollouts/{id}`.
+
+An upload is refused as early as possible: by the request's header fields (before a byte of the body is read), by the
+safetensors header (before the features arrive), by the small integer tensors (at the end). The features are not read
+here. A refused upload leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel
+from redis.exceptions import OutOfMemoryError, RedisError
+
+from rl_hooks.wire import (
+    AUX_CONVENTION,
+    FORMATS,
+    Header,
+    LastRows,
+    MappedFile,
+    RolloutHeader,
+    WireError,
+    check_index,
+    check_rollout_header,
+)
+from service.api.auth import Caller, check_covers
+from service.api.context.context import Context, RunQuery, ServiceContext
+from service.api.problems import Problem, in_units
+from service.api.runs import check_room
+from service.api.uploads import FILE_BODY, check_announcement, receive_file
+from service.errors import RunClosed, RunNotFound
+from service.storage.layout import BATCH_ID
+from service.storage.queue.rollout_queue import Batch, Depth, Enqueued
+from service.storage.ready import PROBE_SECONDS
+from service.storage.runs import RunRecord, check_open
+from service.storage.spool import Upload
+
+log = logging.getLogger("draftalign.api")
+router = APIRouter(tags=["rollouts"])
+#: After a stall of this process itself an answer of Redis lies there, and takes a moment to be read.
+_AWAKE_SECONDS = 0.2
+#: A file of up to this number of tokens is checked on the event loop: in 0.1 ms, less than a thread takes to begin.
+_FEW_TOKENS = 4096
+
+
+class Receipt(BaseModel):
+    """Answer to an accepted upload. `state` is the batch's state now; a duplicate's batch may have ended already.
+
+    `known_rollouts`: those of its rollouts that came in an earlier batch, by their ids, and are not used again. A file
+    that holds nothing else is a duplicate. `dead_total` and `last_dead_reason` count all the run's batches so far: a
+    batch can die only after its own answer. `last_rows`: what the run's next files must hold of `last_hidden` and
+    `logsumexp` at least (`rl_hooks.wire`). `prompts_once`: they may hold `aux_rows`.
+    """
+
+    batch_id: str
+    duplicate: bool
+    run: str
+    state: Literal["queued", "trained", "skipped", "dead"] = "queued"
+    dead_total: int = 0
+    last_dead_reason: str = ""
+    known_rollouts: int = 0
+    last_rows: LastRows
+    prompts_once: bool = True
+    warning: str | None = None
+
+
+@router.post(
+    "/rollouts",
+    status_code=202,
+    openapi_extra=FILE_BODY,
+    responses={
+        200: {"description": "A duplicate: it is counted once."},
+        409: {"description": "The run takes no more rollouts: it is draining or archived. Do not send it again."},
+        429: {"description": "The queue is full."},
+    },
+)
+async def post_rollouts(
+    request: Request,
+    response: Response,
+    context: Context,
+    caller: Caller,
+    run: Annotated[
+        str | None, Query(description="The file's run; naming it here lets a full queue refuse early.")
+    ] = None,
+) -> Receipt:
+    """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
+    length = check_announcement(request, context.settings.max_body_bytes)
+    check_room(context, length, run or "")
+    room = _Room(0)
+    if run is None:
+        await context.check_redis()  # without it the body could not be queued
+    else:
+        context.run(run)
+        check_open(context.layout, run, for_rollouts=True)
+        room = await _check_queue(context, run, length)
+    headers: list[RolloutHeader] = []
+
+    async def on_header(header: Header) -> None:
+        nonlocal room
+        rollouts = check_rollout_header(header)
+        if run is not None and rollouts.run != run:
+            raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
+        check_covers(caller, rollouts.run)
+        if rollouts.rollouts > context.settings.max_batch_rollouts:
+            most = context.settings.max_batch_rollouts
+            raise WireError("rollout_ids", f"{rollouts.rollouts} rollouts in one file; at most {most}, send several")
+        if rollouts.tokens > (most := context.settings.max_batch_tokens):
+            raise WireError(
+                "input_ids",
+                f"{rollouts.tokens} tokens in one file; at most {most} (`max_batch_tokens`), send several files: other "
+                "runs wait while the worker is at one",
+            )
+        if rollouts.states_bytes > (largest := context.settings.max_body_bytes):
+            raise WireError(
+                "aux_rows",
+                f"tokens share rows that make {rollouts.states_bytes} bytes of states when each has its own; at most "
+                f"{largest} (`max_body_bytes`), send several files",
+            )
+        _check_run(context.run(rollouts.run), rollouts)
+        if run is None:
+            check_open(context.layout, rollouts.run, for_rollouts=True)
+            room = await _check_queue(context, rollouts.run, length)
+        headers.append(rollouts)
+
+    check_room(context, length, run or "")  # again: others came while Redis was asked; from here on nothing is awaited
+    with context.spool.reserve(length, run or ""), context.spool.upload() as upload:
+        await receive_file(request, upload, length, context.settings, on_header)
+        header = headers[0]
+        record = context.run(header.run)
+        if header.tokens <= _FEW_TOKENS:
+            _check_index(upload, header, record.vocab_size)
+        else:
+            await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
+        outcome = await _enqueue(context, upload, header, length, room)
+    duplicate = outcome.outcome == "duplicate"
+    response.status_code = 200 if duplicate else 202
+    return Receipt.model_validate(
+        {
+            "batch_id": header.batch_id,
+            "duplicate": duplicate,
+            "run": header.run,
+            "state": outcome.state,
+            "dead_total": outcome.dead_total,
+            "last_dead_reason": outcome.last_dead_reason,
+            "known_rollouts": outcome.known,
+            "last_rows": record.last_rows,
+            "warning": _warning(outcome, header.rollouts),
+        }
+    )
+
+
+def _warning(outcome: Enqueued, rollouts: int) -> str | None:
+    own = "a rollout's id must be its own within a run, whatever its policy version"
+    if outcome.outcome == "duplicate" and outcome.other:
+        return f"other rollouts came with the same ids, and these are not used: {own}, after a restart too"
+    if outcome.known:
+        return f"rollouts came in an earlier batch ({outcome.known} of {rollouts}) and are not used again: {own}"
+    return None
+
+
+class _Room(NamedTuple):
+    """What a file finds in its run's queue."""
+
+    limit_bytes: int  # at which the queue is full
+    dead_bytes: int | None = None  # of files of the run's dead batches may stay, the rest make room; None: all may
+
+
+async def _check_queue(context: ServiceContext, run: str, length: int) -> _Room:
+    """Refuse a file that would not fit the run's queue."""
+    settings = context.settings
+    queue = context.queue(run)
+    items, size, rollouts = await context.soon(queue.depth())
+    coming = context.spool.reserved_bytes(run)
+    share, wanted = context.disk.queue_share_bytes(size, run), size + coming + length
+    full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
+    dead = 0
+    if wanted + settings.dead_letter_bytes > share:  # else there is room, however many are dead
+        dead = await context.soon(queue.dead_file_bytes())
+        share = context.disk.queue_share_bytes(size, run, dead)
+    limit_bytes = share if settings.queue_max_bytes is None else min(share, settings.queue_max_bytes)
+    full, gives_way = full or wanted > limit_bytes, None
+    if wanted > share and size + coming == 0:
+        context.disk.want_room(4 * length)
+    elif share - dead < wanted and not full:
+        gives_way = share - wanted
+    if settings.overflow == "drop_oldest":
+        full = coming + length > limit_bytes  # else room is made when the entry is added
+    if full:
+        await context.soon(context.queue(run).count_rejected())
+        raise queue_full(context, run, Depth(items, size + coming, rollouts), length, limit_bytes)
+    return _Room(limit_bytes, gives_way)
+
+
+def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limit_bytes: int) -> Problem:
+    """The answer to a batch of `length` bytes that finds the run's queue full, naming a limit that it meets."""
+    settings = context.settings
+    if held.bytes + length > limit_bytes:  # first: with `drop_oldest` it alone refuses
+        whose = "DRAFTALIGN_QUEUE_MAX_BYTES" if limit_bytes == settings.queue_max_bytes else "its share of the disk"
+        found = f"{in_units(held.bytes)} of {in_units(limit_bytes)} ({whose}), and this file has {in_units(length)}"
+    elif held.items >= settings.queue_max_items:
+        found = f"{held.items} of {settings.queue_max_items} batches (DRAFTALIGN_QUEUE_MAX_ITEMS)"
+    else:
+        found = f"{held.rollouts} of {settings.queue_max_rollouts} rollouts (DRAFTALIGN_QUEUE_MAX_ROLLOUTS)"
+    return Problem(
+        429,
+        "queue-full",
+        f"the queue of run {run!r} is full: {found}. Try again when the worker has caught up",
+        headers={"Retry-After": str(settings.retry_after_seconds)},
+    )
+
+
+def _check_run(record: RunRecord, header: RolloutHeader) -> None:
+    """The file must be of the target that the run was registered with."""
+    if header.aux_layers != record.aux_layers:
+        raise WireError(
+            "aux_layers",
+            f"run {record.run!r} captures {list(record.aux_layers)} ({AUX_CONVENTION}), got {list(header.aux_layers)}",
+        )
+    if header.hidden_size != record.hidden_size:
+        raise WireError(
+            "aux_hidden", f"hidden size of run {record.run!r} is {record.hidden_size}, got {header.hidden_size}"
+        )
+    if header.target_fingerprint != record.target_fingerprint:
+        raise WireError(
+            "target_fingerprint",
+            f"run {record.run!r} is of target {record.target_fingerprint}, got {header.target_fingerprint[:80]!r}",
+        )
+    if record.last_rows == "all" != header.last_rows:
+        raise WireError(
+            "last_hidden",
+            f"run {record.run!r} reads it of prompts too (an MTP module does), got {FORMATS[header.last_rows]}, which "
+            f"leaves them out; send {FORMATS['all']}",
+        )
+
+
+def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None:
+    """Verify the integer tensors; no other tensor is read."""
+    file = MappedFile(upload.path)
+    input_ids, cu_seqlens, loss_mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
+    aux_rows = file.array("aux_rows") if "aux_rows" in file else None
+    check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size, aux_rows)
+
+
+async def _enqueue(
+    context: ServiceContext, upload: Upload, header: RolloutHeader, length: int, room: _Room
+) -> Enqueued:
+    """Move the file into the spool, then add its queue entry: an entry never names a missing file.
+
+    If Redis fails in between, the entry may or may not exist, so the file stays. Without an entry the reaper deletes
+    the file; with one, the client's next try is answered as a duplicate.
+    """
+    spool, settings, run = context.spool, context.settings, header.run
+    blob = spool.new_blob(header.batch_id, upload.digest)
+    if settings.spool_fsync:
+        await asyncio.to_thread(upload.sync)
+    upload.keep(spool.path(run, blob))
+    try:
+        context.run(run)
+        check_open(context.layout, run, for_rollouts=True)
+    except (RunNotFound, RunClosed):  # it was deleted or closed while this came
+        spool.delete(run, blob)
+        raise
+    batch = Batch(
+        batch_id=header.batch_id,
+        blob=blob,
+        bytes=length,
+        tokens=header.tokens,
+        rollouts=header.rollouts,
+        policy_version=header.policy_version,
+        policy_version_max=header.policy_version_max,
+        rollout_ids=header.rollout_ids,
+    )
+    finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch, room))
+    try:
+        for seconds in (PROBE_SECONDS, _AWAKE_SECONDS):
+            done, _ = await asyncio.wait({finishing}, timeout=seconds)
+            if done:
+                return finishing.result()
+    finally:  # if the client hangs up now, or Redis hangs, the outcome must still be handled
+        if not finishing.done():
+            finishing.add_done_callback(functools.partial(_tell_late, header.batch_id))
+    raise Problem(
+        503,
+        "redis-away",
+        "Redis stopped answering while the file came. It may be queued or not; send it again: it is counted once",
+        headers={"Retry-After": str(settings.retry_after_seconds)},
+    )
+
+
+def _tell_late(batch_id: str, finishing: asyncio.Future[Enqueued]) -> None:
+    if not finishing.cancelled():  # as this process ends
+        error = finishing.exception()
+        log.warning("batch %s, of a client that waits no more: %s", batch_id, error or finishing.result().outcome)
+
+
+async def _delete_unless_named(context: ServiceContext, run: str, batch: Batch) -> dict[str, str] | None:
+    """Delete a file that was not queued; returns what the queue knows of its batch.
+
+    It may name this very file: Redis stored the entry, its answer was lost, and redis-py's retry found it.
+    """
+    first = await context.queue(run).batch(batch.batch_id)
+    if first is None or first["blob"] != batch.blob:
+        context.spool.delete(run, batch.blob)
+    return first
+
+
+async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room: _Room) -> Enqueued:
+    settings, spool = context.settings, context.spool
+    try:
+        outcome = await context.queue(run).enqueue(
+            batch, max_items=settings.queue_max_items, max_bytes=room.limit_bytes, overflow=settings.overflow
+        )
+    except OutOfMemoryError:  # the script changed nothing, and each try leaves a file
+        await _delete_unless_named(context, run, batch)
+        raise
+    for dropped in outcome.dropped:
+        spool.delete(run, dropped)
+    if outcome.outcome == "accepted" and context.first_accepted(run):
+        log.info("%s: first batch accepted since this process began: policy %d, %d rollouts, %d tokens",
+                 run, batch.policy_version, batch.rollouts, batch.tokens)  # fmt: skip
+    if outcome.outcome != "accepted":
+        first = await _delete_unless_named(context, run, batch)
+        outcome = replace(outcome, other=first is not None and int(first.get("bytes", batch.bytes)) != batch.bytes)
+    if outcome.outcome == "disowned":
+        raise Problem(
+            503,
+            "spool-swept",
+            f"the file was not queued within {settings.orphan_age_seconds:.0f} s and was swept (was this process, or "
+            "Redis, stopped?). Nothing was queued; send it again",
+            headers={"Retry-After": str(settings.retry_after_seconds)},
+        )
+    if outcome.outcome == "full":
+        raise queue_full(context, run, outcome.held, batch.bytes, room.limit_bytes)
+    if outcome.outcome == "accepted" and room.dead_bytes is not None:  # not before: what is refused takes nothing
+        try:
+            await context.disk.sweep_dead(run, room.dead_bytes)
+        except RedisError as error:  # the batch is queued all the same; the next one makes the room
+            log.warning("run %s: files of dead batches were not deleted: %s", run, error)
+    return outcome
+
+
+@router.get("/rollouts/{rollout_id:path}")
+async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "default") -> dict[str, Any]:
+    """Read the state of a batch, or of a rollout's batch; for a dead one, the reason too."""
+    context.run(run)
+    await context.check_redis()
+    queue = context.queue(run)
+    batch_id: str | None = rollout_id
+    batch = await queue.batch(rollout_id) if BATCH_ID.fullmatch(rollout_id) else None
+    if batch is None and 0 < len(rollout_id) <= 128 and rollout_id.isprintable():
+        batch_id = await queue.batch_of(rollout_id)
+        batch = None if batch_id is None else await queue.batch(batch_id)
+    if batch is None:
+        raise Problem(404, "no-such-rollout", f"run {run!r} knows no batch or rollout {rollout_id[:80]!r} (any more)")
+    return {
+        "run": run,
+        "batch_id": batch_id,
+        "state": batch["state"],
+        "reason": batch["reason"],
+        **{k: int(batch[k]) for k in ("policy_version", "policy_version_max", "rollouts", "tokens", "bytes")},
+        "known_rollouts": int(batch["known_rollouts"]),
+        "rollout_ids": json.loads(batch["rollout_ids"]),
+    }

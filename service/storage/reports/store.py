@@ -1,0 +1,414 @@
+"""What the worker and the engines report, kept in Redis: scores, acceptance counts, the worker's gauges.
+
+Every record is keyed by what it is about (a batch; a reporter with its drafter and policy version), so writing it
+again replaces it and nothing is counted twice. `Store` blocks (worker), `AsyncStore` does not (API); record shapes are
+in docs/reference/architecture.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
+
+import redis.asyncio
+from redis import Redis
+from redis.exceptions import OutOfMemoryError
+
+from service.monitor.current import LOOK_BACK
+from service.monitor.live.blocks import Block
+from service.monitor.live.engine import LiveRule
+from service.monitor.live.replays import REPLAYED_BATCHES, Replays
+from service.monitor.live.watch import Watch, watch
+from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
+from service.storage.layout import FileId
+from service.storage.queue.keys import Keys, lua
+from service.storage.queue.keys import text as _text
+from service.storage.reports.engine_counts import (
+    KEPT_CHANGES,
+    Account,
+    EngineCounts,
+    acceptance_key,
+    live_records,
+)
+
+#: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
+MAX_SCORES: Final = 4096
+#: The order in which so many of the last scored batches arrived is kept: all that a headline is made of.
+RECENT_SCORES: Final = LOOK_BACK
+#: Of the times at which trainers went back, the number that is kept.
+_RETURNS: Final = 64
+#: A trainer that has registered again sends its head, if it moved, before its first rollouts; then it is too late.
+_AWAITED_SECONDS: Final = 24 * 3600
+#: Records of a reporter, its last used ones, that a headline looks at.
+NEWEST_REPORTS: Final = 8
+#: Records that are read at once.
+_AT_ONCE: Final = 256
+_FOLLOW: Final = lua("follow")
+#: Holder of the lease on a run that is being deleted, and how long at most.
+_DELETING: Final = b"deleting"
+_DELETING_SECONDS: Final = 600
+
+
+class _Key:
+    """A Redis key of a run, called by the name of the attribute."""
+
+    def __set_name__(self, owner: type[StoreKeys], name: str) -> None:
+        self._name = name
+
+    def __get__(self, keys: StoreKeys, owner: type[StoreKeys]) -> str:
+        return keys.prefix + self._name
+
+
+class StoreKeys:
+    """Redis keys of one run's reports."""
+
+    scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
+    acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
+    live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
+    changes, scored, returns, awaited_head = _Key(), _Key(), _Key(), _Key()
+    judged = _Key()  # of earlier versions
+
+    def __init__(self, run: str) -> None:
+        self.prefix = Keys(run).prefix
+
+
+#: What may end the worker's process without a word, of which a note is kept meanwhile.
+Deadly: TypeAlias = Literal["opening", "working"]
+
+
+class Store:
+    """The worker's side."""
+
+    def __init__(self, redis: Redis, run: str) -> None:
+        self._redis: Any = redis
+        self._keys = StoreKeys(run)
+
+    def put_score(self, batch_id: str, record: ScoreRecord) -> bool:
+        """Record the scores of one batch; a redelivered batch replaces its own. False: Redis is full."""
+        try:
+            with self._redis.pipeline(transaction=True) as pipe:  # whoever follows sees a record and its name, or none
+                pipe.hset(self._keys.scores, batch_id, written(record))
+                pipe.xadd(self._keys.changes, {"s": batch_id}, maxlen=KEPT_CHANGES)
+                pipe.incr(self._keys.scored)
+                pipe.zadd(self._keys.recent_scores, {batch_id: record.arrival[1]})
+                pipe.execute()
+        except OutOfMemoryError:
+            return False
+        self._shorten(self._redis.zrange(self._keys.recent_scores, 0, -RECENT_SCORES - 1))
+        self._redis.zremrangebyrank(self._keys.recent_scores, 0, -RECENT_SCORES - 1)
+        if self._redis.hlen(self._keys.scores) > MAX_SCORES + MAX_SCORES // 8:
+            oldest = list(self.scores())[:-MAX_SCORES]
+            self._redis.hdel(self._keys.scores, *oldest)
+        return True
+
+    def _shorten(self, batch_ids: Sequence[bytes]) -> None:
+        """Drop what only the comparison with engines reads: it is three quarters of a record, and looks no further."""
+        for batch_id in batch_ids:
+            text = self._redis.hget(self._keys.scores, batch_id)
+            record = None if text is None else read(ScoreRecord, text)
+            if record is not None and record.replayed is not None:
+                with contextlib.suppress(OutOfMemoryError):
+                    self._redis.hset(self._keys.scores, batch_id, written(replace(record, replayed=None)))
+
+    def scores(self) -> dict[str, ScoreRecord]:
+        """Score records by batch id, oldest first."""
+        return _scores(self._redis.hgetall(self._keys.scores))
+
+    def accounts(self, since: float) -> dict[str, tuple[float, Account]]:
+        """Every engine that has reported since then, and when it did so last (Unix seconds)."""
+        last = self._redis.zrangebyscore(self._keys.reported, since, "+inf", withscores=True)
+        found = self._redis.hmget(self._keys.reporters, [name for name, _ in last]) if last else []
+        pairs = zip(last, found, strict=True)
+        return {_text(name): (at, Account.read(text)) for (name, at), text in pairs if text is not None}
+
+    def watch(self, accounts: Mapping[str, Account], rule: LiveRule) -> Watch:
+        """What these engines say beside the batches scored last."""
+        if not accounts:
+            return Watch()
+        newest = self._redis.zrange(self._keys.recent_scores, -REPLAYED_BATCHES, -1)
+        found = self._redis.hmget(self._keys.scores, newest) if newest else []
+        blocks = {reporter: account.blocks for reporter, account in accounts.items()}
+        return watch(blocks, Replays(_known(ScoreRecord, found)), rule)
+
+    def last_served(self) -> float | None:
+        """When a worker last worked on the run (Unix seconds); None: never, or the last one could not."""
+        beat, error = cast("list[bytes | None]", self._redis.hmget(self._keys.worker, "heartbeat", "error"))
+        if beat is None or error not in (None, b"null"):
+            return None
+        return float(beat)
+
+    def set_worker(self, gauges: Mapping[str, object]) -> None:
+        """Update some fields of `WorkerGauges`, and its `heartbeat` (Unix seconds).
+
+        Nothing is done while Redis is full: the next ones replace these.
+        """
+        fields = {"heartbeat": time.time(), **gauges}
+        with contextlib.suppress(OutOfMemoryError):
+            self._redis.hset(self._keys.worker, mapping={k: json.dumps(v) for k, v in fields.items()})
+
+    def drift_requests(self) -> dict[str, str]:
+        """What people asked of the drift alarm: the id of the newest request by what is to be done."""
+        return {_text(action): _text(request) for action, request in self._redis.hgetall(self._keys.drift).items()}
+
+    def forget_refusal(self) -> None:
+        """Take back that the run's file was refused; by deletion, which works while Redis is full."""
+        self._redis.hdel(self._keys.worker, "refused")
+
+    def begun(self, what: Deadly, file: FileId) -> tuple[int, float]:
+        """How often this was begun with the run's target file, with no end since, and when last (Unix)."""
+        text = self._redis.hget(self._keys.worker, what)
+        inode, changed_ns, times, since = (0, 0, 0, 0.0) if text is None else json.loads(text)
+        return (times, since) if (inode, changed_ns) == file else (0, 0.0)
+
+    def begin(self, what: Deadly, file: tuple[int, int], times: int) -> None:
+        """Note before the run is opened or worked on that this is begun; not known while Redis is full."""
+        self.set_worker({what: [*file, times, time.time()]})
+
+    def end(self, *what: Deadly) -> None:
+        """Note that it has ended, well or by an error: the process lives; works while Redis is full."""
+        self._redis.hdel(self._keys.worker, *what)
+
+    def forget_former(self) -> None:
+        """Delete what earlier versions wrote and none reads now: the counts that drafters were last called dead by."""
+        self._redis.delete(self._keys.judged)
+
+
+#: What changed: `s` a batch's score, `a` an acceptance record, `l` a live sum; its name; its value, None if it is gone.
+Change = tuple[str, str, bytes | None]
+
+
+class Changes(NamedTuple):
+    """What happened up to `cursor`. `sizes`: how many scores and acceptance records there are then."""
+
+    cursor: str
+    sizes: tuple[int, int]
+    changed: list[Change]
+
+
+class AsyncStore:
+    """The API's side. `max_reporters`: engines whose counts are kept."""
+
+    def __init__(self, redis: redis.asyncio.Redis, run: str, max_reporters: int = 1024) -> None:
+        self._redis: Any = redis
+        self._max_reporters = max_reporters
+        self._keys = StoreKeys(run)
+        self._follow = self._redis.register_script(_FOLLOW)
+
+    async def scores(self) -> dict[str, ScoreRecord]:
+        """Score records by batch id, oldest first."""
+        return await asyncio.to_thread(_scores, await self._redis.hgetall(self._keys.scores))
+
+    async def recent_scores(self, known: Mapping[str, ScoreRecord] | None = None) -> dict[str, ScoreRecord]:
+        """The score records of the `RECENT_SCORES` batches that arrived last, by batch id, oldest first.
+
+        `known`: those that are not to be read again.
+        """
+        known = known or {}
+        newest = [_text(name) for name in await self._redis.zrange(self._keys.recent_scores, -RECENT_SCORES, -1)]
+        if len(newest) < min(RECENT_SCORES, await self._redis.hlen(self._keys.scores)):
+            return await self._order_scores()
+        unknown = [name for name in newest if name not in known]
+        found = await self._redis.hmget(self._keys.scores, unknown) if unknown else []
+        more = await asyncio.to_thread(_by_name, unknown, found)
+        return {name: record for name in newest if (record := known.get(name) or more.get(name)) is not None}
+
+    async def _order_scores(self) -> dict[str, ScoreRecord]:
+        """Keep the order of records that were scored before so many were kept in order, so that all are read once."""
+        newest = dict(list((await self.scores()).items())[-RECENT_SCORES:])
+        with contextlib.suppress(OutOfMemoryError):  # the next reader tries again
+            if newest:
+                await self._redis.zadd(self._keys.recent_scores, {i: r.arrival[1] for i, r in newest.items()})
+        return newest
+
+    async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
+        """Record an engine's cumulative counts; returns the engine's last rounds, oldest first.
+
+        The newest report of one reporter, drafter and policy version replaces. Where it names no policy version, what
+        came since the last such report goes to the version of the batch that arrived last. A crash loses no report and
+        counts none twice.
+        """
+        return await EngineCounts(self._redis, self._keys, self._max_reporters).book(record, steps)
+
+    async def engines(self, since: float) -> dict[str, bytes]:
+        """Every engine that has reported since then (Unix seconds), as `Account.read` reads it.
+
+        Not read here: a thousand of them take a second, and this is the event loop's thread.
+        """
+        reporters = [_text(name) for name in await self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
+        found = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
+        return {name: text for name, text in zip(reporters, found, strict=True) if text is not None}
+
+    async def times_scored(self) -> int:
+        """How often a batch was scored."""
+        return int(await self._redis.get(self._keys.scored) or 0)
+
+    async def acceptances(self) -> list[AcceptanceRecord]:
+        """All acceptance records, and the live sums that older ones were added to (those without a reporter)."""
+        async with self._redis.pipeline(transaction=True) as pipe:  # a report moves records from one to the other
+            pipe.hgetall(self._keys.acceptance)
+            pipe.hgetall(self._keys.live)
+            return _acceptances(*await pipe.execute())
+
+    async def changes(self, cursor: str) -> Changes | None:
+        """What changed since `cursor`, of scores and acceptance counts; None where that was forgotten: read all."""
+        names = [self._keys.changes, self._keys.scores, self._keys.acceptance, self._keys.live]
+        found = await self._follow(keys=names, args=[cursor, KEPT_CHANGES])
+        if not found:
+            return None
+        last, scores, acceptances, flat = found
+        each = zip(map(_text, flat[::3]), map(_text, flat[1::3]), flat[2::3], strict=True)
+        return Changes(_text(last), (scores, acceptances), list(each))
+
+    async def newest_change(self) -> str:
+        """Cursor for `changes` of what happens from now on."""
+        newest = await self._redis.xrevrange(self._keys.changes, count=1)
+        return _text(newest[0][0]) if newest else "0-0"
+
+    async def all_records(self) -> AsyncIterator[list[Change]]:
+        """All that `changes` tells of, in pieces. What changes meanwhile may be missing: ask `changes` afterwards."""
+        for kind, key in (("s", self._keys.scores), ("a", self._keys.acceptance)):
+            cursor, first = 0, True
+            while first or cursor:
+                cursor, found = await self._redis.hscan(key, cursor, count=_AT_ONCE)
+                first = False
+                yield [(kind, _text(name), value) for name, value in found.items()]
+        live = {_text(name): value for name, value in (await self._redis.hgetall(self._keys.live)).items()}
+        sums = [name.removesuffix(":rounds") for name in live if name.endswith(":rounds")]
+        parts = ("rounds", "tokens", "created")
+        yield [("l", name, b" ".join(live.get(f"{name}:{part}", b"0") for part in parts)) for name in sums]
+
+    async def scores_of(self, batch_ids: Sequence[str]) -> list[ScoreRecord]:
+        """The score records of these batches, in this order; those that are gone are left out."""
+        found = await self._redis.hmget(self._keys.scores, batch_ids) if batch_ids else []
+        return await asyncio.to_thread(_known, ScoreRecord, found)
+
+    async def newest_acceptances(self, since: float) -> list[AcceptanceRecord]:
+        """The `NEWEST_REPORTS` last records of each reporter that has reported since then (Unix seconds)."""
+        reporters = [_text(name) for name in await self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
+        accounts = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
+        names = [
+            acceptance_key(reporter, drafter, policy)
+            for reporter, account in zip(reporters, accounts, strict=True)
+            if account is not None
+            for drafter, policy in Account.read(account).apart[-NEWEST_REPORTS:]
+        ]
+        found = await self._redis.hmget(self._keys.acceptance, names) if names else []
+        return _known(AcceptanceRecord, found)
+
+    async def last_report(self) -> float | None:
+        """When an engine reported last, in Unix seconds."""
+        newest = await self._redis.zrange(self._keys.reported, -1, -1, withscores=True)
+        return float(newest[0][1]) if newest else None
+
+    async def worker(self) -> WorkerGauges:
+        """The worker's gauges; unknown before its first sign of life."""
+        return _gauges(await self._redis.hgetall(self._keys.worker))
+
+    async def ask_of_drift(self, action: str) -> str:
+        """Ask the worker to do something with the drift alarm; returns the request's id.
+
+        One that the worker has not taken up yet is replaced: twice at once is once.
+        """
+        request = uuid.uuid4().hex
+        await self._redis.hset(self._keys.drift, action, request)
+        return request
+
+    async def forget_refusal(self) -> None:
+        """Take back what the worker said of a file that was replaced."""
+        await self._redis.hdel(self._keys.worker, "error", "refused")
+
+    async def take_from_workers(self) -> bool:
+        """Take the run's lease, so that no worker begins with it; false while one holds it. `forget` deletes it."""
+        return bool(await self._redis.set(self._keys.lease, _DELETING, nx=True, ex=_DELETING_SECONDS)) or (
+            await self._redis.get(self._keys.lease) == _DELETING
+        )
+
+    async def give_back(self) -> None:
+        """Undo `take_from_workers`."""
+        if await self._redis.get(self._keys.lease) == _DELETING:
+            await self._redis.delete(self._keys.lease)
+
+    async def latest_head(self) -> int | None:
+        """Policy version of the head that was received last; None before the first."""
+        value = await self._redis.get(self._keys.latest_head)
+        return None if value is None else int(value)
+
+    async def latest_policy(self) -> int | None:
+        """Policy version of the batch that was accepted last; None before the first."""
+        value = await self._redis.get(self._keys.latest_policy)
+        return None if value is None else int(value)
+
+    async def forget(self) -> int:
+        """Delete every key of the run, those of the queue included; returns how many there were."""
+        keys = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]
+        return int(await self._redis.delete(*keys)) if keys else 0
+
+    async def note_head(self, policy_version: int) -> None:
+        """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense.
+
+        The first after a registration says at which version that trainer really begins: many register at version 0.
+        """
+        await self._redis.set(self._keys.latest_head, policy_version)
+        if await self._redis.delete(self._keys.awaited_head):
+            await self._note_return(policy_version)
+
+    async def note_registration(self, policy_version: int) -> None:
+        """Note that a trainer registered again, where it does so below the policy version that came last.
+
+        By three and more: an engine registers as well, and may be a step or two behind.
+        """
+        if await self._note_return(policy_version):
+            with contextlib.suppress(OutOfMemoryError):
+                await self._redis.set(self._keys.awaited_head, policy_version, ex=_AWAITED_SECONDS)
+
+    async def _note_return(self, policy_version: int) -> bool:
+        newest = await self.latest_policy()
+        if newest is None or policy_version >= newest - 2:
+            return False
+        with contextlib.suppress(OutOfMemoryError):  # curves of two attempts are one then
+            await self._redis.xadd(self._keys.returns, {"to": policy_version}, maxlen=_RETURNS, approximate=False)
+        return True
+
+    async def returns(self) -> list[tuple[float, int]]:
+        """When trainers went back, in Unix seconds of the clock that batches are ordered by, and to which version."""
+        found = await self._redis.xrange(self._keys.returns)
+        return [(int(_text(name).partition("-")[0]) / 1000.0, int(fields[b"to"])) for name, fields in found]
+
+
+def glob_escape(text: str) -> str:
+    """`text` as a Redis pattern that matches nothing else."""
+    return re.sub(r"([\\*?\[\]])", r"\\\1", text)
+
+
+_Kind = TypeVar("_Kind", ScoreRecord, AcceptanceRecord)
+
+
+def _known(kind: type[_Kind], texts: Iterable[bytes | str | None]) -> list[_Kind]:
+    """The records among `texts`: what cannot be read is passed over."""
+    return [record for text in texts if text is not None and (record := read(kind, text)) is not None]
+
+
+def _by_name(names: Sequence[str], texts: Sequence[bytes | None]) -> dict[str, ScoreRecord]:
+    pairs = zip(names, texts, strict=True)
+    return {name: found for name, text in pairs if text is not None and (found := read(ScoreRecord, text)) is not None}
+
+
+def _acceptances(table: Mapping[Any, Any], live: Mapping[Any, Any]) -> list[AcceptanceRecord]:
+    return [*_known(AcceptanceRecord, table.values()), *live_records({_text(k): v for k, v in live.items()})]
+
+
+def _scores(table: Mapping[Any, Any]) -> dict[str, ScoreRecord]:
+    records = {_text(i): record for i, text in table.items() if (record := read(ScoreRecord, text)) is not None}
+    return dict(sorted(records.items(), key=lambda item: item[1].arrival))
+
+
+def _gauges(table: Mapping[Any, Any]) -> WorkerGauges:
+    values = ",".join(f"{json.dumps(_text(name))}:{_text(value)}" for name, value in table.items())
+    return read(WorkerGauges, f"{{{values}}}") or WorkerGauges()

@@ -1,0 +1,457 @@
+"""The worker process: serves every registered run, holds a lease on each, and says that it is alive.
+
+Its time is shared fairly between the runs that have work, by the seconds that they took (`Turns`). A batch of a run
+that took less than others waits for the claim in hand, and for nothing else, however much the others have queued.
+
+An exception ends at the run in which it was raised: the run is closed, its error is told (`worker_error`), and it is
+opened again from its last checkpoint later. Where the disk failed it stays open, with what it holds in memory, and is
+left alone for a while. Only Redis being away holds all runs up, and only a fault of the device ends the process,
+because CUDA works for no run after it.
+
+A run that a person has paused or archived is closed after a checkpoint, so it holds no memory. What an archived one had
+in its queue ends as skipped.
+
+Where memory runs out for a run that has work, those that have been idle longest are closed (`room`), and it is tried
+again; each of them is opened again for its next batch (`Room` has the rule). A run is refused for want of
+memory only where none is idle, or that did not help.
+After the death of a process at work, runs without work are not open beside the run that it was at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import signal
+import time
+from typing import Any
+
+import torch
+from redis import Redis
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from drafter.device import is_device_fault, is_out_of_memory
+from drafter.errors import DrafterError
+from drafter.training.ranks import Orders, current
+from service.errors import ConfigurationError, ServiceError, WorkerError
+from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
+from service.settings import Settings
+from service.storage import ready
+from service.storage.layout import FileId, Layout, file_id, is_there
+from service.storage.lease import Leases
+from service.storage.queue.deliveries import RolloutQueue
+from service.storage.ready import why_unusable
+from service.storage.reports.store import Store
+from service.storage.runs import read_state
+from service.worker.checkpoint import CheckpointSuperseded
+from service.worker.inbox import CONSUMER
+from service.worker.loop import LeaseLost, RegisteredAnew, RunWorker
+from service.worker.process.deaths import Deaths
+from service.worker.process.device import advised, use_device
+from service.worker.process.heartbeat import Heartbeat
+from service.worker.process.room import Room
+from service.worker.process.runs import REFUSED_SECONDS, Run, served
+from service.worker.process.share import BUSY, Share
+from service.worker.process.turns import AHEAD_SECONDS, Turns
+
+log = logging.getLogger("draftalign.worker")
+
+_IDLE_SECONDS = 0.05
+_RETRY_SECONDS = 0.5
+#: After an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
+_DISK_SECONDS = 5.0
+_LOOK_FOR_RUNS_SECONDS = 1.0
+#: A worker that has not looked for so long is at a long turn, and is handed no run before its end.
+_BUSY_SECONDS = 10.0
+#: The queue of an archived run is looked at again after this: a batch may have been on its way.
+_LOOK_AT_ARCHIVED_SECONDS = 60.0
+_ERROR_CHARACTERS = 2000
+#: After an exception that nobody foresaw; twice as long after each further one, up to `REFUSED_SECONDS`.
+_FAILED_SECONDS = 1.0
+_NO_ROOM = "memory ran out, and to close idle runs did not help, or none was idle"
+
+
+class Worker:
+    """All runs of one service."""
+
+    def __init__(self, settings: Settings, redis: Redis) -> None:
+        self._settings = settings
+        self._redis: Any = redis
+        self._layout = Layout(settings.state_dir)
+        self._leases = Leases(redis)
+        self._runs: dict[str, Run] = {}
+        self._recent_suspected: set[str] = set()  # runs in which training failed with recent rollouts mixed in
+        self._looked = 0.0
+        self._share = Share(redis, self._leases)
+        self._deaths = Deaths(redis)
+        self._turns = Turns()
+        self._orders = Orders(current())
+        # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
+        self._stopping = False
+        self._heartbeat = Heartbeat(
+            redis, self._layout, self._leases, self._queue, self._runs, self._has, lambda: self._stopping
+        )
+        self._room = Room(redis, self._layout, self._runs, self._heartbeat.lock, self._rest, self._tell_ranks)
+
+    @property
+    def served(self) -> dict[str, RunWorker]:
+        """The runs that are open now."""
+        return served(self._runs)
+
+    def _has(self) -> int:
+        """How many runs it says that it has: in a long turn it is handed none before its end."""
+        busy = time.monotonic() - self._looked > _BUSY_SECONDS
+        return len(self.served) + (BUSY if busy else 0)
+
+    def stop(self) -> None:
+        """Finish the optimizer step in hand, checkpoint, and return from `serve`."""
+        self._stopping = True
+
+    def serve(self) -> None:
+        """Work until `stop`. Redis going away is waited out; nothing in hand is lost by it."""
+        with self._heartbeat.beating():
+            returned = time.monotonic()
+            while not self._stopping:
+                if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
+                    return_freed_memory()
+                    returned = time.monotonic()
+                self._tell_ranks()
+                try:
+                    if not self._turn():
+                        self._pause(_IDLE_SECONDS)
+                except RedisError as error:
+                    log.warning("Redis %s; trying again", why_unusable(error) or f"does not answer ({error})")
+                    self._pause(_RETRY_SECONDS)
+                except OSError as error:
+                    log.error("%s; nothing was acknowledged, trying again", error)
+                    self._pause(_DISK_SECONDS)
+            self._close()
+
+    def _tell_ranks(self) -> None:
+        self._orders.stand({"runs": sorted(self.served)})
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, but not beyond a `stop`."""
+        deadline = time.monotonic() + seconds
+        while not self._stopping and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _IDLE_SECONDS))
+
+    def _turn(self) -> bool:
+        if self._room.make():
+            self._looked = -math.inf
+        self._find_runs()
+        worked = False
+        began = time.monotonic()
+        for run in self._turns.order(self.served):
+            if self._stopping or (worked and time.monotonic() - began > AHEAD_SECONDS):
+                break
+            worker = self._runs[run].worker  # the one before is freed here, if its run was closed
+            if worker is None or self._runs[run].retry_at > began or not self._turns.may(run):
+                continue
+            if self._runs[run].lost:
+                self._drop(run, "the lease is gone")
+                continue
+            asked, found, failed = time.monotonic(), False, True
+            try:
+                found, failed = worker.cycle(), False
+                worked |= found
+                if found:
+                    self._runs[run].worked_at = time.monotonic()
+                if not worker.inbox.short_of_memory:
+                    self._note_work(run)
+            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                self._end_at(run, error)
+            finally:
+                seconds = time.monotonic() - asked if found or failed else 0.0
+                self._turns.asked(run, seconds, at_work=found)
+        return worked
+
+    def _end_at(self, run: str, error: Exception) -> None:
+        """Do what an exception asks for of the run in which it was raised.
+
+        Raises it again where it is of no single run: where Redis is away, or the device has failed.
+        """
+        match error:
+            case RedisError():
+                raise error
+            case LeaseLost() | CheckpointSuperseded():
+                self._drop(run, str(error))
+            case RegisteredAnew():
+                log.warning("%s", error)
+                self._runs[run].worker = None  # to be opened again at once
+            case _ if is_out_of_memory(error) and not is_device_fault(error):
+                self._want_room(run, error)
+            case ServiceError() | DrafterError():
+                self._close_until(run, REFUSED_SECONDS, str(error))
+            case OSError():
+                self._leave_alone(run, error)
+            case _:
+                self._fail(run, error)
+
+    def _want_room(self, run: str, error: Exception) -> None:
+        """Close a run for which memory ran out; have it tried again once idle ones are closed, else refuse it."""
+        state = self._runs.setdefault(run, Run())
+        state.worker = None  # it goes on from its last checkpoint
+        if not self._room.needs(run):
+            log.info("run %s has no work, and there is no memory: it is opened when a batch comes", run)
+            self._note_work(run)  # a batch that it was refused with is gone
+            state.closed = self._room.closed(run)
+            self._give_back(run)
+        elif not self._room.want(run):
+            patient = isinstance(error, torch.OutOfMemoryError)
+            seconds = REFUSED_SECONDS if patient else state.back_off(_FAILED_SECONDS)
+            self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
+            self._share.leave(run, time.monotonic())
+
+    def _drop(self, run: str, reason: str) -> None:
+        """Leave a run to another worker, without a checkpoint: theirs is newer."""
+        log.warning("run %s is another worker's now: %s", run, reason)
+        self._runs[run].worker = None
+        self._recent_suspected.discard(run)
+
+    def _fail(self, run: str, error: Exception) -> None:
+        """Close a run for an exception that nobody foresaw; raises it again where the whole process is of no use."""
+        if is_device_fault(error):
+            raise error
+        told = advised(f"{type(error).__name__}: {error}")
+        log.error("run %s: %s; it is closed, and opened again from its last checkpoint", run, told, exc_info=error)
+        state = self._runs.setdefault(run, Run())
+        state.worker = None
+        self._tell(run, state.back_off(_FAILED_SECONDS), told)
+        if run not in self._recent_suspected:  # another worker would not know of the suspicion
+            self._give_back(run)
+
+    def _leave_alone(self, run: str, error: Exception) -> None:
+        """Neither open nor close a run for a while: its files cannot be read or written; nothing was acknowledged."""
+        if self._runs[run].retry_at > time.monotonic():
+            return  # it was looked at meanwhile, and is left alone already
+        seconds = self._runs[run].back_off(_DISK_SECONDS)
+        log.error("run %s: %s; nothing was acknowledged, trying again in %.0f s", run, error, seconds)
+        self._tell(run, seconds, str(error))
+
+    def _close_until(self, run: str, seconds: float, error: str) -> None:
+        log.error("run %s: %s", run, error)
+        self._runs[run].worker = None
+        self._tell(run, seconds, error)  # first: whoever serves it next takes it back
+        self._give_back(run)  # another worker may have more memory, say
+
+    def _tell(self, run: str, seconds: float, error: str) -> None:
+        state = self._runs[run]
+        state.proven, state.retry_at = False, time.monotonic() + seconds
+        if self._leases.is_anothers(run):
+            return  # that one says how it is, and would not take this back
+        error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
+        Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
+
+    def _note_work(self, run: str) -> None:
+        """Take back what was said of a run's trouble: it was opened and has worked, or has nothing to do any more."""
+        state = self._runs[run]
+        if not state.proven and not self._leases.is_anothers(run):
+            Store(self._redis, run).set_worker({"error": None})
+            state.proven, state.failures, state.short = True, 0, 0
+
+    def _find_runs(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < _LOOK_FOR_RUNS_SECONDS:
+            return
+        self._looked = now
+        names = self._layout.run_names()
+        for run in self._runs.keys() - names:
+            self._let_go(run)
+        wanted = sum(self._is_wanted(run, now) for run in names)
+        if self._share.look(len(self.served), wanted, now):
+            idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
+            # All but the first at work: so those that work most come to be parted.
+            hindmost = self._turns.order(self.served)[:-1]
+            at_work = [run for run in hindmost if run not in idle and self._share.may_hand_over(run, now)]
+            for run in at_work[-1:]:
+                log.info("run %s is left to another worker, which has fewer", run)
+                self._rest(run)
+                self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
+        for run in names:
+            self._runs.setdefault(run, Run())
+        for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for
+            state = self._runs[run]
+            try:
+                self._look_after(run, state, now)
+            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                if is_out_of_memory(error) and not is_device_fault(error):  # for a look at its files, not for the run
+                    self._leave_alone(run, error)
+                else:
+                    self._end_at(run, error)
+
+    def _look_after(self, run: str, state: Run, now: float) -> None:
+        """Open, close or rest a run, as its files say."""
+        file = file_id(self._layout.target(run))
+        wanted = read_state(self._layout, run)
+        if not wanted.worked_on:
+            if state.worker is not None:
+                log.warning("run %s is not worked on until it is active again, as a person wants it", run)
+            self._rest(run)
+            with self._heartbeat.lock:
+                state.closed = None
+            self._share.forget(run)
+            if state.worker is None and state.retry_at:  # once it is active again, it is tried at once
+                self._deaths.forget(run)
+                state.retry_at = 0.0
+            if wanted.state == "archived" and state.empty_until <= now:
+                try:
+                    self._clear(run, state)
+                except RedisError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                    log.error("the queue of archived run %s is not cleared: %s", run, error)
+                    state.empty_until = now + _LOOK_AT_ARCHIVED_SECONDS
+            return
+        if state.worker is not None and state.file != file:
+            state.worker = None
+            log.warning("run %s was registered anew", run)
+        refused = state.retry_at > now and state.file == file
+        if state.worker is not None or refused or self._room.stays_closed(run, state, file):
+            return
+        if not self._share.may_take(run, len(self.served), now) or not self._leases.hold(run):
+            self._recent_suspected.discard(run)
+        elif is_there(self._layout.run_json(run)):
+            with self._heartbeat.opening(run):
+                self._open(run, state, file)
+        else:  # it was deleted meanwhile
+            self._let_go(run)
+
+    def _is_wanted(self, run: str, now: float) -> bool:
+        """Whether a run is to be worked on, and can be as far as this worker knows."""
+        state = self._runs.get(run)
+        tried = state is None or state.retry_at <= now or state.file != file_id(self._layout.target(run))
+        return tried and read_state(self._layout, run).worked_on
+
+    def _let_go(self, run: str) -> None:
+        """Close a run that was deleted, without a checkpoint, and let its files go."""
+        with self._heartbeat.lock:
+            held = self._runs.pop(run).worker is not None
+        if held:
+            log.warning("run %s was deleted", run)
+        self._recent_suspected.discard(run)
+        self._share.forget(run)
+        self._leases.give_back(run)
+
+    def _rest(self, run: str) -> bool:
+        """Close a run that is not to be worked on, after a checkpoint, and let other workers see to it.
+
+        Returns whether that went well.
+        """
+        state = self._runs[run]
+        if state.worker is None:
+            return True
+        ended = self._end(run, state.worker)
+        state.retry_at = 0.0
+        self._give_back(run)
+        return ended
+
+    def _give_back(self, run: str) -> None:
+        """Serve the run no more, and let other workers have it."""
+        self._recent_suspected.discard(run)  # the next worker finds that out by itself
+        self._heartbeat.give_back(run)
+
+    def _clear(self, run: str, state: Run) -> None:
+        """End what the queue of an archived run holds, at most a claim of it at a time, and delete its files."""
+        if not self._leases.hold(run):
+            return
+        queue = self._queue(run)
+        entries = queue.own_pending(CONSUMER) or queue.claim(CONSUMER, self._settings.claim_tokens, 0.0)
+        for entry in entries:
+            queue.ack(entry, "skipped", "the run was archived before it was worked on")
+            self._layout.blob(run, entry.blob).unlink(missing_ok=True)
+        if not entries:
+            state.empty_until = time.monotonic() + _LOOK_AT_ARCHIVED_SECONDS
+            self._leases.give_back(run)
+
+    def _queue(self, run: str) -> RolloutQueue:
+        return RolloutQueue(self._redis, run, self._settings.remembered_bytes)
+
+    def _open(self, run: str, state: Run, file: FileId) -> None:
+        state.short = state.short if state.file == file else 0
+        state.file, state.retry_at, state.lost = file, 0.0, False
+        store = Store(self._redis, run)
+        died = file is not None and self._deaths.happened(run, file)
+        if file is not None and (aside := self._deaths.begin(run, file)) is not None:
+            self._close_until(run, *aside)
+            return
+        if died:  # for memory, maybe, that idle runs had: it dies of its own only if it dies without them
+            self._room.sparing = True
+            self._room.close_idle()
+        try:
+            opened = RunWorker(
+                self._settings,
+                self._layout,
+                self._queue(run),
+                store,
+                run,
+                holds_lease=lambda: not state.lost and self._leases.hold(run),
+                stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
+                recent_suspected=self._recent_suspected,
+                ends_for_memory=functools.partial(self._room.ends, run),
+            )
+            store.forget_refusal()
+            store.forget_former()
+            state.worker, state.proven, state.worked_at = opened, False, time.monotonic()
+            log.info("serving run %s", run)
+        except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+            if _is_the_files(error) and not is_out_of_memory(error):
+                store.set_worker({"refused": file})
+            if not is_device_fault(error):
+                self._deaths.end(run)  # before the run is given back: another worker may begin to open it then
+            self._end_at(run, error)
+        else:
+            self._deaths.end(run)
+
+    def _close(self) -> None:
+        with contextlib.suppress(RedisError):
+            self._leases.leave()
+        for run, worker in self.served.items():
+            if self._end(run, worker):
+                with contextlib.suppress(RedisError):  # else the lease expires
+                    self._give_back(run)
+        with contextlib.suppress(RedisError):
+            for run in self._runs.keys() - self.served.keys():
+                self._leases.give_back(run)
+
+    @staticmethod
+    def _end(run: str, worker: RunWorker) -> bool:
+        """Checkpoint a run before it is closed; returns whether that went well."""
+        try:
+            worker.close()
+        except Exception as error:
+            trace = None if isinstance(error, RedisError | OSError | ServiceError | DrafterError) else error
+            log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error, exc_info=trace)
+            return False
+        return True
+
+
+def _is_the_files(error: Exception) -> bool:
+    """Whether a run could not be opened for what was registered, and not for a disk that could not read it now."""
+    return isinstance(error, DrafterError | WorkerError) and not isinstance(error.__cause__, OSError)
+
+
+def connect(url: str) -> Redis:
+    """A client that waits out short interruptions; a cluster of which no node answers is waited for."""
+    client: Redis | None = None
+    while client is None:
+        try:
+            client = ready.connect(url, retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5), socket_timeout=10.0)
+        except RedisError as error:
+            log.warning("no cluster answers: %s; it is waited for", error)
+            time.sleep(_RETRY_SECONDS)
+    return client
+
+
+def run_worker(settings: Settings) -> None:
+    """Run a worker in this process until SIGTERM or SIGINT."""
+    if settings.redis_url is None:
+        raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
+    use_device(settings.device, settings.gpu_memory_share)
+    worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.stop())
+    worker.serve()

@@ -1,0 +1,286 @@
+"""Who may replace the served drafter: the candidate as it stands, or an archived version.
+
+They are judged on the rollouts of each claim when it comes, before anything is trained on them: nobody chose them, they
+are of newer policies than the candidate was trained on, and they are scored anyway. Rollouts whose prompt is among the
+recent rollouts are left out, for the candidate was trained on their siblings.
+
+Archived versions are compared where they are scored anyway (the first one; the one served before). When the served
+drafter falls, all of them enter: by successive halving on a part of the claim's prompts, and the winner is judged on
+the other part, which did not choose it.
+
+What a published version then really gains over the one before it is measured on the rollouts that come after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from drafter.batch import RolloutBatch
+from drafter.device import is_device_fault, is_out_of_memory
+from drafter.replay.acceptance import Replay
+from drafter.replay.gate import Look, Trial, Verdict, compare
+from service.settings import Settings
+from service.worker.lineage import CANDIDATE, Lineage
+from service.worker.promotion.archive import Archive
+from service.worker.promotion.evidence import FEWEST_PROMPTS, POOLED_CLAIMS, Fresh, Pool
+from service.worker.promotion.level import Level
+from service.worker.promotion.outcomes import Outcomes
+from service.worker.promotion.training import Training
+from service.worker.scoring import replay_each
+from service.worker.target import Target
+
+#: Part of the error that archived versions may spend together; the candidate has the rest.
+_ARCHIVE_SHARE: Final = 0.1
+#: A version that a person sent is given up after so many looks against one served drafter,
+SENT_LOOKS: Final = 64
+#: or after so many others were published: its trial begins again with each of them.
+_SENT_OUTRUN: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """The outcome for one challenger. `version` is CANDIDATE or an archived version."""
+
+    version: str
+    verdict: Verdict
+    look: Look  # the last one
+    trained_to: int | None = None  # newest policy version that the candidate was trained on, where that is known
+    correction: float = 1.0  # of the promise, by what earlier ones brought
+
+    @property
+    def promised(self) -> float:
+        """The gain to expect on the rollouts to come, over the version that is served now. Nan without a look."""
+        return math.expm1(self.correction * math.log1p(self.verdict.gain))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The evidence, as the manifest and the history keep it."""
+        verdict, look = self.verdict, self.look
+        return {
+            "gain": verdict.gain,
+            "promised": self.promised,
+            "low": verdict.low,
+            "high": verdict.high,
+            "looks": verdict.looks,
+            "error": verdict.error,
+            "rollouts": look.rollouts,
+            "prompts": look.prompts,
+            "alpha_candidate": look.alpha_challenger,
+            "alpha_served": look.alpha_served,
+            **({} if self.trained_to is None else {"trained_to": self.trained_to}),
+        }
+
+
+class Gate:
+    """What has been shown so far against the drafter that is served now. One per run; `state` survives restarts."""
+
+    def __init__(self, settings: Settings, lineage: Lineage, target: Target) -> None:
+        self._settings = settings
+        self._lineage = lineage
+        self._target = target
+        self.served: str | None = None  # the version that all trials are against
+        self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
+        self.training = Training()
+        self.archive = Archive(settings, lineage, target)
+        self.outcomes = Outcomes(lineage)
+        self._pools = defaultdict[str, Pool](Pool)  # by challenger; not in `state`: a restart pools from nothing
+
+    # --- state
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain JSON values."""
+        return {
+            "served": self.served,
+            "trials": {version: trial.to_json() for version, trial in self._trials.items()},
+            "level": self.archive.level.to_json(),
+            **self.outcomes.state,
+            **self.training.state,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self.served = state["served"]
+        self._pools.clear()
+        self._trials = {version: Trial.from_json(trial) for version, trial in state["trials"].items()}
+        self.archive.begin(Level(**state["level"] or {}))
+        self.outcomes.restore(state)
+        self.training = Training.from_state(state)
+
+    def trained(self, seconds: float | None, policy_version: int, share: float = 1.0) -> None:
+        """The candidate was trained on that policy's rollouts, for a share of a whole training.
+
+        None: nothing can be learnt from how that went.
+        """
+        self.training.add(seconds, policy_version, share)
+        self._trial(CANDIDATE).trained(share)
+
+    # --- looks
+    def judge(self, fresh: Fresh, served: str | None, wider: Fresh | None = None) -> list[Contest]:
+        """Look at all challengers on a claim, best first. `served`: the version that engines are offered.
+
+        `wider`: the part of `fresh` on which archived versions were scored too; all of it, without one.
+        A run from scratch has nothing to judge before its first training: random layers may be worth a few per cent
+        beside no drafter at all, and cost an engine more.
+        """
+        wider = wider or fresh
+        if served != self.served:
+            self.begin(served)
+        if served is None and self.training.trained_to is None:
+            return []
+        incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
+        index = np.array(fresh.evidence, dtype=np.int64)
+        found = []
+        for version, replay in fresh.replays.items():
+            if version != served:
+                pair = replay.select(index), incumbent.select(index)
+                self.training.tested += int(np.count_nonzero(pair[1].tokens)) if version == CANDIDATE else 0
+                found.append(self._take(version, self._look(version, fresh, *pair, fresh.evidence)))
+        for version in wider.replays.keys() - fresh.replays.keys():
+            part = np.array(wider.evidence, dtype=np.int64)
+            pair = wider.replays[version].select(part), wider.replays[str(served)].select(part)
+            found.append(self._take(version, self._look(version, wider, *pair, wider.evidence)))
+        if served is not None:
+            self.archive.watch(fresh, incumbent)
+        if (archived := self.archive.due(wider.replays)) and fresh.evidence:
+            found.append(self._ask(fresh, incumbent, archived))
+        return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
+
+    def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
+        """A look at `rollouts` of a claim, of which both replays are; where they say too little, at claims of late too.
+
+        The candidate was trained in between: what is shown is of its mean state, and one that never was better passes
+        no more often for that. An archived version whose wins did not last is looked at on several claims together,
+        however many prompts they have: the kind of the prompts may alternate, and then one claim does not tell what
+        the next one brings.
+        """
+        claims = 1 if self.outcomes.lasts(version) else POOLED_CLAIMS
+        pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=FEWEST_PROMPTS, claims=claims)
+        if pooled is not None:
+            (ours, theirs), groups = pooled
+            return compare(ours, theirs, groups)
+        look = compare(challenger, incumbent)
+        waiting = self._pools[version].claims
+        known = len({prompt for _, of_one in waiting for prompt in of_one})
+        why = f"too little evidence: {known} prompts in {len(waiting)} claims so far"
+        return replace(look, prompts=0, fault=why if rollouts else look.fault)
+
+    def _ask(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
+        """Look at the archived version that fits best; where a claim says too little, also on the next ones."""
+        version, judging = self.archive.choose(fresh, versions)
+        ours = self.archive.replay(version, fresh.select(judging)) if judging else incumbent.select([])
+        theirs = incumbent.select(np.array(judging, dtype=np.int64))
+        contest = self._take(version, self._look(version, fresh, ours, theirs, judging))
+        waits = bool(contest.look.fault) and (bool(self._pools[version].claims) or not judging)
+        self.archive.judged(version, contest.verdict, fresh, waits=waits)
+        return contest
+
+    def _take(self, version: str, look: Look) -> Contest:
+        trial = self._trial(version)
+        trial.take(look)
+        verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
+        verdict = replace(verdict, reason=look.fault or verdict.reason)
+        trained_to = self.training.trained_to if version == CANDIDATE else None
+        return Contest(version, verdict, look, trained_to, self.outcomes.correction)
+
+    def begin(self, served: str | None) -> dict[str, Any] | None:
+        """Begin all trials again, against `served`; how far a training moves the candidate stays known (`Trial.next`).
+
+        What the version before was promised to gain is no longer measured: it does not serve. Returns the event of that
+        promise, with what is known of it; None where nothing is.
+        """
+        event = self.outcomes.end()
+        self.served, self._trials = served, {CANDIDATE: self._trials[CANDIDATE].next()}
+        self.archive.begin()
+        self._pools.clear()
+        return event
+
+    def _trial(self, version: str) -> Trial:
+        if version not in self._trials:
+            self._trials[version] = archive_trial(len(self._trials))  # the candidate's is the first
+        return self._trials[version]
+
+    # --- drafters that people sent
+    def replay_sent(self, batch: RolloutBatch, path: Path) -> dict[str, Replay]:
+        """Replay of the version that has waited longest for its verdict; empty where none waits.
+
+        Where it cannot be replayed it is refused: no batch is to blame for what somebody sent.
+        """
+        version = next(iter(self._lineage.waiting()), None)
+        if version is None:
+            return {}
+        policy, settings = self._target.at(batch.policy_version, batch=path), self._settings
+        try:
+            drafters = {version: self._lineage.version(version)}
+            return replay_each(drafters, policy, [batch], settings.depth, settings.drafting)
+        except Exception as error:
+            if isinstance(error, OSError) or is_out_of_memory(error) or is_device_fault(error):
+                raise
+            self._lineage.refuse_sent(version, f"it cannot be replayed: {error}"[:400], usable=False)
+            return {}
+
+    def dismiss_sent(self, contests: Sequence[Contest]) -> None:
+        """Refuse what was sent and is no better, or has not been shown to be in all the time that it had."""
+        waiting = self._lineage.waiting()
+        for contest in contests:
+            if contest.version not in waiting or contest.verdict.promote:
+                continue
+            others = self._lineage.published - waiting[contest.version].published
+            if why := given_up(contest.verdict, others, self._settings.gate_min_gain):
+                self._lineage.refuse_sent(contest.version, f"{why}: {contest.verdict.reason}", contest.facts)
+                if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
+                    self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
+
+    def promoted(
+        self, version: str, before: str | None, facts: Mapping[str, Any], *, is_candidate: bool
+    ) -> dict[str, Any] | None:
+        """`version` is served now instead of `before`. All trials begin again.
+
+        `facts`: its evidence (`Contest.facts`), with the newest queue entry of it as `judged_to`. `is_candidate`:
+        training goes on from it. Returns what `begin` does.
+        """
+        event = self.begin(version)
+        if before is not None:
+            self.outcomes.begin(version, before, facts)
+        if is_candidate:
+            self._trials[CANDIDATE].variance = 0.0
+        return event
+
+
+def archive_trial(place: int) -> Trial:
+    """The trial of the archived version that is looked at as the `place`-th, from 1: all together spend one share.
+
+    Each has little of the error, and one claim must be enough for a version that fits again: its gain is taken to vary
+    from claim to claim by no more than it must, until three looks show more.
+    """
+    return Trial(_ARCHIVE_SHARE / (place * (place + 1)), claims=0.0)
+
+
+def given_up(verdict: Verdict, others: int, min_gain: float) -> str:
+    """Why a version that a person sent is refused; empty while it may still prove better.
+
+    `others`: versions that were published since it came. `min_gain`: the gain that a swap is worth.
+    """
+    if verdict.looks and verdict.high < min_gain:
+        return "it is no better"
+    if verdict.looks >= SENT_LOOKS:
+        return f"{verdict.looks} looks have not shown it to be better"
+    if others >= _SENT_OUTRUN:
+        return f"{others} other versions were published while it waited"
+    return ""
+
+
+def _or(value: float, otherwise: float) -> float:
+    return otherwise if math.isnan(value) else value
+
+
+def _without_drafter(found: Replay) -> Replay:
+    """What plain decoding does with the same rollouts: one token a round."""
+    nothing = np.zeros_like(found.accepted)
+    return Replay(found.tokens, found.tokens.copy(), np.zeros_like(found.rounds), nothing, nothing.copy())
