@@ -52,7 +52,7 @@ types: $(VENV)/.ready ## Strict types, of tests and benchmarks too
 unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
 	@$(BIN)/python -m pytest $(PARALLEL) --ignore tests/stacks $(ARGS)
 
-quick: $(VENV)/.ready ## Some 4,000 tests that take less than 0.1 s each (one to four minutes, by load)
+quick: $(VENV)/.ready ## Some 3,800 tests that take less than 0.1 s each (one to four minutes, by load)
 	@$(BIN)/python -m pytest $(PARALLEL) -m quick --ignore tests/vllm_server --ignore tests/sglang_server --ignore tests/stacks $(ARGS)
 
 coverage: $(VENV)/.ready ## The lines of service, drafter and rl_hooks that no test runs (not part of `make test`)
