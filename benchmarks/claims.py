@@ -261,7 +261,7 @@ def measure(directory: Path, *, seed: int, steps: int, every: int) -> dict[str, 
         record(recorded, recall.TASK, seed=seed, steps=steps, learning_rate=RL_LEARNING_RATE)
     recording = open_recording(recorded, every=every)
     if recording.last_head is None:
-        raise SystemExit(f"{recorded} lacks the last policy's head; delete it and it is recorded anew")
+        raise SystemExit(f"{recorded} lacks the last policy's head; delete it and it is recorded again")
     start = Stage.of(recording.base, recording.heads[0])
     after = Stage.of(load_batch(recorded / LAST_FILE), recording.last_head, load_batch(recorded / STALE_FILE))
     of_start, of_after = (

@@ -144,7 +144,7 @@ class RolloutBatch:
         return self.temperature or 1.0
 
     def select(self, rollouts: Sequence[int]) -> RolloutBatch:
-        """The rollouts at these indices, in this order, packed anew."""
+        """The rollouts at these indices, in this order, packed again."""
         starts = self.cu_seqlens.tolist()
         out_of_range = [i for i in rollouts if not 0 <= i < self.rollouts]
         if not rollouts or out_of_range:
@@ -345,7 +345,7 @@ def _normalisers(file: wire.MappedFile, header: wire.RolloutHeader, mask: npt.ND
 def _mapped(path: Path, file: wire.MappedFile) -> dict[str, Tensor]:
     """The features of a file as they lie in it; the scales of fp8 ones are copied out.
 
-    Mapped anew: Python's own mapping holds a file descriptor for as long as a tensor lives, and of small batches
+    Mapped here: Python's own mapping holds a file descriptor for as long as a tensor lives, and of small batches
     thousands are kept. Private: should anything write to a tensor, the file stays as it is.
     """
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from drafter.errors import VocabularyError
 from rl_hooks.format.drafter import vocabulary_digest
 
-#: One draft token in so many is taken from the lowest ids.
+#: One draft token in 16 is taken from the lowest ids.
 FLOOR: Final = 16
 
 

@@ -142,7 +142,7 @@ class Follower:
         """Open the run and load what the order names; returns what is left to do."""
         run = order["run"]
         if run in self._runs and self._runs[run].target_file != file_id(self._layout.target(run)):
-            del self._runs[run]  # it was registered anew
+            del self._runs[run]  # it was registered again
         if run not in self._runs:
             self._runs[run] = FollowedRun(self._settings, run, self._ranks, self._device)
         return self._runs[run].prepare(order)

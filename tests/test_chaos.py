@@ -138,7 +138,7 @@ def test_a_stopped_worker_drops_the_run_when_it_wakes_up_after_its_lease(bench: 
     bench.wait(lambda: settled(bench))
     os.kill(sleeper, signal.SIGSTOP)
     try:
-        heir = workers.start(bench)
+        successor = workers.start(bench)
         bench.post("b")
         bench.wait(lambda: settled(bench))
         holder = bench.redis.get("da:{default}:lease")
@@ -151,8 +151,8 @@ def test_a_stopped_worker_drops_the_run_when_it_wakes_up_after_its_lease(bench: 
     workers.kill(sleeper, signal.SIGTERM)
     assert bench.redis.get("da:{default}:lease") == holder, "it does not give back what is another's"
     newest = bench.checkpoint()
-    assert bench.totals()["batches"] == 3, "its orderly stop wrote no checkpoint over the heir's"
-    workers.kill(heir, signal.SIGTERM)
+    assert bench.totals()["batches"] == 3, "its orderly stop wrote no checkpoint over the successor's"
+    workers.kill(successor, signal.SIGTERM)
     assert bench.checkpoint() > newest
     assert states(bench) == ["trained"] * 3
     assert bench.totals()["batches"] == 3
@@ -161,7 +161,7 @@ def test_a_stopped_worker_drops_the_run_when_it_wakes_up_after_its_lease(bench: 
 def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_does_not_undo_its_heirs_work(
     bench: Bench, workers: Nest
 ) -> None:
-    """SIGSTOP at a random moment while batches flow, the heir finishes them, then the sleeper wakes up."""
+    """SIGSTOP at a random moment while batches flow, the successor finishes them, then the sleeper wakes up."""
     bench.begin()
     rng = random.Random(SEED)
     for round_number in range(3):
@@ -171,12 +171,12 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_does_not_undo_its_hei
         bench.wait(lambda: finished(bench) % 4 == 1)
         time.sleep(rng.random() * 0.1)
         os.kill(sleeper, signal.SIGSTOP)
-        heir = workers.start(bench, lease_seconds=0.3)
+        successor = workers.start(bench, lease_seconds=0.3)
         bench.wait(lambda: settled(bench))
         os.kill(sleeper, signal.SIGCONT)
         time.sleep(0.3)
         workers.kill(sleeper, signal.SIGTERM)
-        workers.kill(heir, signal.SIGTERM)
+        workers.kill(successor, signal.SIGTERM)
     assert states(bench) == ["trained"] * 12
     assert bench.totals()["batches"] == 12
     assert set(bench.store.scores()) == set(bench.posted)

@@ -51,7 +51,7 @@ Layout = Literal["sglang", "speculators", "specforge"]
 LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
 
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-#: Of the target: engines share them with the policy or build them anew, and a trainer reads them from the target.
+#: Of the target: engines share them with the policy or build them again, and a trainer reads them from the target.
 _TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 _LLAMA_ROPE_THETA: Final = 10_000.0
 #: What a speculators config proposes where nobody said otherwise.

@@ -1,10 +1,10 @@
 """Reference EAGLE-2 decoding: a dynamic tree of drafts, verified in one forward pass with tree attention, lossless.
 
-Each round the drafter grows a tree from the last token: every level expands its `branches` likeliest nodes (by the
-product of q along their path) into their `branches` likeliest children, and of all nodes the `nodes` likeliest are
-kept. A child's product is never above its parent's, so what is kept is a tree. The target reads all of it at once, each
-node seeing the text and its own ancestors. Then one walks from the root: draw from the target's p at the node; if a
-child holds that token, go there, otherwise the token ends the round.
+Each round the drafter grows a tree from the last token: every level expands its `branches` most probable nodes (by
+the product of q along their path) into their `branches` most probable children, and of all nodes the `nodes` most
+probable are kept. A child's product is never above its parent's, so what is kept is a tree. The target reads all of it
+at once, each node seeing the text and its own ancestors. Then one walks from the root: draw from the target's p at the node;
+if a child holds that token, go there, otherwise the token ends the round.
 
 Why that is lossless: the tree is a function of the text alone, not of chance, so every emitted token is a draw from p
 given the text before it. (Rejection sampling gives the same law: child x is accepted with probability p(x), and after a
@@ -225,16 +225,16 @@ class _TreeDrafter(_DrafterReader):
                 start + best, token.gather(1, best), value.gather(1, best), _gather(pre, of), _gather(sees, of)
             )
         tokens, scores, parents = (torch.cat(parts, dim=1) for parts in zip(*drafted, strict=True))
-        return _likeliest(tokens, scores, parents, nodes)
+        return _most_probable(tokens, scores, parents, nodes)
 
     def _children(self, pre: Tensor, value: Tensor, branches: int) -> tuple[Tensor, Tensor]:
-        """Products and target ids [B, n*k] of the likeliest children of the nodes whose output is pre [B, n, H]."""
+        """Products and target ids [B, n*k] of the most probable children of the nodes whose output is pre [B, n, H]."""
         logits = self.drafter.logits(pre).float() / (self.temperature or 1.0)
         log_q, choice = torch.log_softmax(logits, dim=-1).topk(branches, dim=-1)
         return (value[:, :, None] + log_q).flatten(1), self.drafter.to_target(choice).flatten(1)
 
 
-def _likeliest(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) -> DraftTree:
+def _most_probable(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) -> DraftTree:
     """Keep the best nodes. Equal scores keep their order, so that no child (never above its parent) comes alone."""
     chosen = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values
     B, m = chosen.shape

@@ -1,8 +1,8 @@
 """Replay α of any drafter on any rollout files, beside n-gram drafting and the upper bound of draft trees.
 
-The bound: a round with k branches per step keeps the emitted token x at step j exactly if x is among the k likeliest of
-q[t, j], so c = 1 there and 0 elsewhere (`drafter.replay.acceptance` does the rest). It supposes a full tree of k^j
-nodes at step j; a real tree (`drafter.reference.tree`) verifies a few dozen and keeps less.
+The bound: a round with k branches per step keeps the emitted token x at step j exactly if x is among the k most
+probable of q[t, j], so c = 1 there and 0 elsewhere (`drafter.replay.acceptance` does the rest). It supposes a full tree of
+k^j nodes at step j; a real tree (`drafter.reference.tree`) verifies a few dozen and keeps less.
 
 Legend: T tokens, N tokens emitted by rounds, K depth, k branches, D draft vocabulary, H hidden.
 """
@@ -45,7 +45,7 @@ class Evaluation:
 
     def rows(self) -> dict[str, Replay]:
         """All replays by the name that tables give them."""
-        bounds = {f"tree of the {k} likeliest, at most": bound for k, bound in self.trees.items()}
+        bounds = {f"tree of the {k} most probable, at most": bound for k, bound in self.trees.items()}
         return {"drafter": self.drafter, "n-gram": self.ngram, **bounds}
 
     def summary(self, level: float = 0.95) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _tree_bound(drafter: DraftModel, batch: RolloutBatch, policy: Policy, depth:
 
 
 def _among_best(drafter: DraftModel, unrolled: Unrolled, pre: Tensor, emitted: Tensor, branches: int) -> Tensor:
-    """1 where the emitted target token [n] is among the likeliest drafts of pre [n, H], else 0."""
+    """1 where the emitted target token [n] is among the most probable drafts of pre [n, H], else 0."""
     weights, ids = unrolled.weights, drafter.vocabulary.ids.to(pre.device)
     limit = max(1, _LOGITS_ELEMENTS // ids.numel())
     parts = [pre.new_zeros(0)]

@@ -51,8 +51,8 @@ _CLAIM_SD_BEFORE: Final = 0.018
 _CLAIMS_BEFORE: Final = 6.0
 _CLAIMS_MEMORY: Final = 32.0
 _LARGEST_CLAIM_SD: Final = 0.03
-#: The policy moves, so what an untrained challenger showed goes out of date. It counts like so many looks at most, and
-#: not at all once a look is so many standard deviations above it.
+#: The policy moves, so what an untrained challenger showed goes out of date. It counts like this number of looks at
+#: most, and not at all once a look is this number of standard deviations above it.
 _MEMORY_LOOKS: Final = 64
 _BREAK: Final = 3.0
 #: The e-process is a mixture of processes that begin at each look; so many of the last are kept, and the best before.

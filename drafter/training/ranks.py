@@ -224,7 +224,7 @@ def _described(error: Exception) -> dict[str, str]:
 
 
 def _retold(told: dict[int, dict[str, str]]) -> Exception:
-    """The failure of the lowest rank that failed, as whoever is to blame for it needs to know."""
+    """The failure of the lowest rank that failed, in the words that the rank at fault needs."""
     rank, found = min(told.items())
     kinds: dict[str, type[Exception]] = {"memory": MemoryError, "rejected": BatchRejected, "disk": OSError}
     kind = kinds.get(found["kind"], DrafterError if found["kind"] == "drafter" else RuntimeError)

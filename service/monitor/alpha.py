@@ -207,7 +207,7 @@ def alpha_series(
 
 
 def placed(history: Iterable[RunEvent], scores: Iterable[Scored]) -> Iterator[RunEvent]:
-    """Give events of the registry; one that moved `latest` back or anew also says at which policy version the run was.
+    """Give events of the registry. One that moved `latest` to an older or the same version says where the run was then.
 
     Its own `policy_version` is of the drafter that it moved to.
     """

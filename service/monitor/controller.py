@@ -92,7 +92,7 @@ _MOST_DEFERRED: Final = 8
 _FIRST_GAIN: Final = 0.05
 #: Variance by which the gain of a training wanders from claim to claim: 0.3 %.
 _GAIN_DRIFT: Final = 0.003**2
-#: A fall of α says that a training may gain so much at least (standard deviation).
+#: What a training may gain at least after a fall of α (standard deviation).
 _GAIN_OF_A_FALL: Final = 0.03
 #: Claims for which an idle worker may train once; the bar is one in 20.
 _CLAIMS_PER_LOOK: Final = 28
@@ -155,7 +155,7 @@ class Level:
         self.variance += (step * step * (1.0 - 1.0 / count) - self.variance) / count
 
     def restart(self) -> None:
-        """Learn the level anew: what was known counts like half a dozen claims."""
+        """Learn the level from now on: what was known counts like half a dozen claims."""
         self.claims, self.evidence = min(self.claims, float(_LEAST_CLAIMS)), 0.0
 
 

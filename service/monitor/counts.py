@@ -18,7 +18,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceRecord:
-    """Give what cumulative counts grew by; all of them where they began anew (a restart: fewer rounds than before)."""
+    """Give what cumulative counts grew by; all of them where they began again (a restart: fewer rounds than before)."""
     fell = before is not None and (now.accepted_tokens or 0) < (before.accepted_tokens or 0)
     if before is None or fell or now.rounds < before.rounds:
         return now

@@ -4,7 +4,7 @@ Pure: no torch, no Redis, no clock. The gauges of `/metrics`, the page's tiles a
 
 Rules:
 * Newest is what *arrived* last, never the highest policy version: a trainer that goes on from an earlier checkpoint
-  counts on from there, and one absurd version must not stay for ever.
+  counts on from there, and one absurd version must not stay the newest.
 * Batches are in the order of their queue entries, whose ids only grow, whatever a clock does.
 * What is pooled is what arrived since the policy version last changed. After a trainer went back to version 3, what its
   first attempt wrote as version 3 is not among it.

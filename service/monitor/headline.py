@@ -27,7 +27,7 @@ SILENT_SECONDS: Final = 10.0
 _REFUSED_SECONDS: Final = 75.0
 #: A worker that was started with the API has taken its runs up by then.
 _START_SECONDS: Final = 30.0
-#: An engine that has reported nothing for so long is not spoken of.
+#: An engine that has reported nothing for this time is not spoken of.
 ENGINE_SILENT_SECONDS: Final = 600.0
 #: So many dead batches in a row, the newest, are a trouble however many before them were good.
 _DEAD_IN_A_ROW: Final = 3

@@ -127,7 +127,7 @@ _SMALL: Final = 0.02
 _RULED_OUT: Final = 0.03
 #: A worker that trains so much of the time has none left.
 _BUSY: Final = 0.8
-#: A trainer is called silent after so long at least, and after so many times its longest pause of late.
+#: A trainer is called silent after this time at least, and after this multiple of its longest pause of late.
 TRAINER_SILENT_SECONDS: Final = 600.0
 _LONGEST_PAUSES: Final = 3.0
 

@@ -82,8 +82,8 @@ class WorkerCheckpoint:
         for leftover in self._directory.glob(".writing-*"):
             with contextlib.suppress(FileNotFoundError):
                 leftover.rename(self._directory / f".deleted-{uuid.uuid4().hex}")
-        for doomed in self._directory.glob(".deleted-*"):
-            shutil.rmtree(doomed, ignore_errors=True)
+        for leftover in self._directory.glob(".deleted-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def drafter(self) -> DraftModel:
         """The candidate, as the newest checkpoint holds it; CheckpointError unless all of it is as it was written."""
@@ -147,7 +147,7 @@ def hand_over(trainer: DrafterTrainer, directory: Path) -> None:
 def taken_over(
     ranks: Ranks, mine: DrafterTrainer | None, directory: Path, make: Callable[[DraftModel], DrafterTrainer]
 ) -> DrafterTrainer:
-    """The trainer as rank 0 has it: `mine` where its fingerprint is the same, else made anew of a copy."""
+    """The trainer as rank 0 has it: `mine` where its fingerprint is the same, else made from a copy."""
     fingerprint = ranks.shared(str)
     same = mine if mine is not None and mine.fingerprint() == fingerprint else None
     if not any(ranks.add([same is None])) and same is not None:

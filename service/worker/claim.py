@@ -40,7 +40,7 @@ class Fates(Protocol):
         """It cannot be used."""
 
     def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
-        """An unforeseen exception ends it; raised again where the batch cannot be to blame."""
+        """An unforeseen exception ends it; raised again where it cannot be the batch's fault."""
 
 
 class ClaimScorer:

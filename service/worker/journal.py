@@ -91,7 +91,7 @@ class _Engines:
             found = self._store.watch({name: account for name, (_, account) in heard.items()}, rule).hold
             steps = {name: (at, account.steps) for name, (at, account) in heard.items()}
             self.drafting.feed(steps, max(_LEAST_WINDOW_SECONDS, _WINDOW_VERSIONS * (version_seconds or 0.0)))
-        except (ValueError, TypeError, ArithmeticError):  # of counts that nobody could foresee: no batch is to blame
+        except (ValueError, TypeError, ArithmeticError):  # of counts that nobody could foresee: no batch's fault
             log.exception("%s: what engines report cannot be read; nothing changes about publishing", self._run)
             return self._held
         if (found is None) != (self._held is None):
@@ -317,7 +317,7 @@ class Journal:
                 entropies=scores.entropies or None,
                 arrived=milliseconds / 1000.0 if known else None,
             )
-        except (ValueError, TypeError, ArithmeticError):  # no batch is to blame, and none must die of it
+        except (ValueError, TypeError, ArithmeticError):  # no batch's fault, and none must die of it
             log.exception("%s: the drift monitor starts afresh", self._run)
             self._drift, self._succession = DriftMonitor(self._drift.config), Succession()
             return

@@ -1,13 +1,13 @@
 """The worker's loop for one run: claim, load, learn, checkpoint, acknowledge.
 
-Who is to blame for a failure
+Whose fault a failure is
 * An exception while one batch is loaded, screened or scored is that batch's fault: it is a dead letter with the
   exception as its reason, and the others go on. One in training or at the gate cannot be laid to one batch: it leaves
   `cycle`, the worker opens the run again from its last checkpoint, and what was in hand has one more delivery, as after
   a death of the process. On its third delivery a batch is learnt from in isolation: trained on nothing but itself, and
   without the gate. What is raised then is its fault, and it is a dead letter, after `MAX_DELIVERIES` tries at most.
-* Where training or the gate failed, and then nothing that was in hand fails in isolation, the recent rollouts that are
-  mixed in are to blame. They are deleted: what was learnt from them stays.
+* Where training or the gate failed, and then nothing that was in hand fails in isolation, it is the fault of the recent
+  rollouts that are mixed in. They are deleted: what was learnt from them stays.
 * Redis, the disk, memory, a lost lease and a drafter or head that does not fit are never a batch's fault, however often
   they fail: that delivery is not counted. A fault of the device ends the process, and counts as any death of it does.
 """
@@ -42,7 +42,7 @@ class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
     """Another worker has this run now; what this one still holds of it must not be written down."""
 
 
-class RegisteredAnew(WorkerError):  # noqa: N818
+class RegisteredAgain(WorkerError):  # noqa: N818
     """Another file has taken the place of the run's target; nothing of the old one may be written beside it."""
 
 
@@ -62,7 +62,7 @@ class RunWorker:
         recent_suspected: set[str] | None = None,
         ends_for_memory: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`recent_suspected`: runs whose recent rollouts may be to blame; a failure ends this object, not the set.
+        """`recent_suspected`: runs whose recent rollouts may be at fault; a failure ends this object, not the set.
 
         `ends_for_memory`: see `Inbox`.
         """
@@ -220,7 +220,7 @@ class RunWorker:
         if not self._holds_lease():
             raise LeaseLost("its lease is gone")
         if file_id(self._layout.target(self.run)) != self._target_file:
-            raise RegisteredAnew(f"run {self.run} was registered anew")
+            raise RegisteredAgain(f"run {self.run} was registered again")
 
     def close(self) -> None:
         """Checkpoint before an orderly stop, and do not let what is still in hand count."""

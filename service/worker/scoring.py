@@ -105,9 +105,9 @@ def replay_shared(
 def some_siblings(prompts: Sequence[str], policy_version: int) -> tuple[int, ...]:
     """Places of the rollouts that stand for all: a quarter of each prompt's, evenly spaced, and two at least.
 
-    Siblings are alike, so a few of them say nearly as much about a drafter. The first one is drawn anew for each prompt
-    and policy version: a trainer may sort siblings, send each prompt in a file of its own, and ask the same prompts
-    again. What the rollouts say has no part in it.
+    Siblings are alike, so a few of them say nearly as much about a drafter. The first one is drawn afresh for each
+    prompt and policy version: a trainer may sort siblings, send each prompt in a file of its own, and ask the same
+    prompts again. What the rollouts say has no part in it.
     """
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):

@@ -1,7 +1,7 @@
 """Live α of every engine beside replay α of the same drafter version, on rollouts of the same policy version.
 
 Both must agree: replay says what the drafter would accept with the trainer's features, an engine counts what it accepts
-with its own. Where they differ beyond chance, the difference names who is to blame:
+with its own. Where they differ beyond chance, the difference names whose fault it is:
 
     positions beyond K' all missing         depth             the engine drafts another number of tokens
     nothing accepted                        dead              a weight sync, sleep or refit lost the drafter
@@ -45,7 +45,7 @@ _ALL: Final = 0.8
 #: Pushes that did not revive a drafter before it is said that pushing does not help.
 UNREVIVED_PUSHES: Final = 3
 _LONGEST_PAUSE_SECONDS: Final = 1800.0
-#: An engine that has reported nothing for so long is not judged.
+#: An engine that has reported nothing for this time is not judged.
 EVIDENCE_SECONDS: Final = 1800.0
 VerdictName = Literal["healthy", "unknown", "depth", "dead", "stale weights", "engine features", "trainer features"]
 

@@ -48,7 +48,7 @@ from service.storage.reports.store import Store
 from service.storage.runs import read_state
 from service.worker.checkpoint import CheckpointSuperseded
 from service.worker.inbox import CONSUMER
-from service.worker.loop import LeaseLost, RegisteredAnew, RunWorker
+from service.worker.loop import LeaseLost, RegisteredAgain, RunWorker
 from service.worker.process.deaths import Deaths
 from service.worker.process.device import advised, use_device
 from service.worker.process.heartbeat import Heartbeat
@@ -64,7 +64,7 @@ _RETRY_SECONDS = 0.5
 #: After an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
 _LOOK_FOR_RUNS_SECONDS = 1.0
-#: A worker that has not looked for so long is at a long turn, and is handed no run before its end.
+#: A worker that has not looked for this time is at a long turn, and is handed no run before its end.
 _BUSY_SECONDS = 10.0
 #: The queue of an archived run is looked at again after this: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
@@ -179,7 +179,7 @@ class Worker:
                 raise error
             case LeaseLost() | CheckpointSuperseded():
                 self._drop(run, str(error))
-            case RegisteredAnew():
+            case RegisteredAgain():
                 log.warning("%s", error)
                 self._runs[run].worker = None  # to be opened again at once
             case _ if is_out_of_memory(error) and not is_device_fault(error):
@@ -308,7 +308,7 @@ class Worker:
             return
         if state.worker is not None and state.file != file:
             state.worker = None
-            log.warning("run %s was registered anew", run)
+            log.warning("run %s was registered again", run)
         refused = state.retry_at > now and state.file == file
         if state.worker is not None or refused or self._room.stays_closed(run, state, file):
             return

@@ -14,7 +14,7 @@ from drafter.batch import RolloutBatch
 from drafter.replay.acceptance import Replay
 from service.worker.scoring import Scores
 
-#: A challenger is looked at on so many prompts at least; claims of fewer are pooled.
+#: Fewest prompts of a look at a challenger; claims of fewer are pooled.
 FEWEST_PROMPTS: Final = 4
 #: After so many claims two prompts are enough: a run may not have more.
 POOLED_CLAIMS: Final = 4

@@ -210,7 +210,7 @@ class Gate:
     def replay_sent(self, batch: RolloutBatch, path: Path) -> dict[str, Replay]:
         """Replay of the version that has waited longest for its verdict; empty where none waits.
 
-        Where it cannot be replayed it is refused: no batch is to blame for what somebody sent.
+        Where it cannot be replayed it is refused: what somebody sent is no batch's fault.
         """
         version = next(iter(self._lineage.waiting()), None)
         if version is None:

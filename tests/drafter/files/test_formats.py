@@ -419,7 +419,7 @@ def old_format(directory: Path) -> None:
 
 
 def zipped(directory: Path, *, squeeze: bool = False, cut: str = "", drop: str = "") -> None:
-    """Pack the file anew: compressed, one entry cut short, or one left out."""
+    """Pack the file again: compressed, one entry cut short, or one left out."""
     file = directory / "pytorch_model.bin"
     with zipfile.ZipFile(file) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}

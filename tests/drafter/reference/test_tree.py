@@ -25,7 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.reference.decode import embedding, generate
-from drafter.reference.tree import DraftTree, _likeliest, _TreeDrafter, _TreeReader, generate_tree, walk
+from drafter.reference.tree import DraftTree, _most_probable, _TreeDrafter, _TreeReader, generate_tree, walk
 from drafter.vocabulary import DraftVocabulary
 
 
@@ -109,7 +109,9 @@ def test_a_tree_holds_the_likeliest_paths_of_the_drafter(target: Any, trained: E
 def test_a_child_never_comes_without_its_parent() -> None:
     """Also where q = 1 to the last bit and both score the same."""
     tokens = torch.arange(5)[None]
-    tree = _likeliest(tokens, torch.tensor([[-1.0, 0.0, 0.0, 0.0, -3.0]]), torch.tensor([[-1, -1, 1, 2, 0]]), nodes=3)
+    tree = _most_probable(
+        tokens, torch.tensor([[-1.0, 0.0, 0.0, 0.0, -3.0]]), torch.tensor([[-1, -1, 1, 2, 0]]), nodes=3
+    )
     assert tree.tokens.tolist() == [[1, 2, 3]]
     assert tree.parents.tolist() == [[-1, 0, 1]]
     assert tree.sees.tolist() == [[[True, False, False], [True, True, False], [True, True, True]]]

@@ -394,9 +394,9 @@ def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangServer,
             killed = SGLangEngine(server.url, client)
             killed._mark(home / "default" / "engines", left)
             server.paused, server.session = True, "draft" if left == "session" else None
-            heir = SGLangEngine(server.url, client)
-            heir.remember_from(home / "default")
-            await heir.state()
+            successor = SGLangEngine(server.url, client)
+            successor.remember_from(home / "default")
+            await successor.state()
             again = SGLangEngine(server.url, client)
             again.remember_from(home / "default")
             calls = len(server.calls)

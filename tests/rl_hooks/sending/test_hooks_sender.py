@@ -482,7 +482,7 @@ def test_deaths_are_counted_from_the_first_answer_on_and_each_kind_of_reason_is_
         )
         assert "(4 so far) and train nothing: input_ids: holds" in told[1]
         assert (stats["sent"], stats["dropped_error"]) == (6, 0)
-        # The run was made anew, or Redis emptied: counting began again.
+        # The run was made again, or Redis emptied: counting began again.
         stats = heard(
             sender,
             service,

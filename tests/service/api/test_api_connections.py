@@ -110,7 +110,7 @@ def test_a_header_is_refused_beyond_its_bounds_and_only_there(
 ) -> None:
     data = request(fields, size)
     with socket.create_connection(("127.0.0.1", service.port), timeout=10) as connection:
-        for _ in range(2 if answer == 200 else 1):  # the second one is counted anew
+        for _ in range(2 if answer == 200 else 1):  # the second one is counted again
             for i in range(pieces):
                 connection.sendall(data[len(data) * i // pieces : len(data) * (i + 1) // pieces])
                 time.sleep(0.01)

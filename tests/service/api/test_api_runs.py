@@ -638,7 +638,7 @@ def test_a_deletion_that_was_cut_short_is_finished_by_the_next(
 
 
 def test_a_second_deletion_leaves_a_new_run_of_that_name_alone(service: RunningService, redis_client: Redis) -> None:
-    """A client that lost patience asks again while the first deletion ends and a trainer registers anew."""
+    """A client that lost patience asks again while the first deletion ends and a trainer registers again."""
     withdraw_run(service.layout, "default")
     delete_run(service.layout, "default")
     assert service.register().status_code == 201

@@ -220,9 +220,9 @@ def test_eval_prints_a_table_per_position_and_the_bounds_of_trees(
     for name in (
         "drafter",
         "n-gram",
-        "tree of the 2 likeliest, at most",
-        "tree of the 4 likeliest, at most",
-        "tree of the 8 likeliest, at most",
+        "tree of the 2 most probable, at most",
+        "tree of the 4 most probable, at most",
+        "tree of the 8 most probable, at most",
     ):
         assert sum(line.startswith(name) for line in lines) == 2, name
     assert lines[-1].count("(") == 2, "one pair per position"
@@ -314,7 +314,10 @@ def test_eval_scores_an_mtp_module_with_the_head_of_each_policy_version(tmp_path
     options = ("--depth", 2, "--tree", "--json", "--state-dir", tmp_path / "state")
     figures = json.loads(worked("eval", directory, file, "--target", "mtp", *options))["drafters"]
     assert figures["drafter"]["alpha"] == pytest.approx(want, rel=1e-9)
-    assert figures["tree of the 8 likeliest, at most"]["alpha"] > figures["tree of the 2 likeliest, at most"]["alpha"]
+    assert (
+        figures["tree of the 8 most probable, at most"]["alpha"]
+        > figures["tree of the 2 most probable, at most"]["alpha"]
+    )
     save_file({"model.embed_tokens.weight": world.embed, "lm_head.weight": moved}, tmp_path / "policy.safetensors")
     fixed = json.loads(worked("eval", directory, file, "--target", tmp_path / "policy.safetensors", *options))
     assert fixed["drafters"] == figures

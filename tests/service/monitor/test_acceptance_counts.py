@@ -135,7 +135,7 @@ def test_a_report_without_a_policy_version_goes_to_the_newest_one(service: Runni
     report(3, **counts(30, 20))
     report(None, **counts(30, 20))  # the same again: nothing is counted twice
     report(4, **counts(80, 90))
-    report(None, **counts(5, 5))  # the engine began anew
+    report(None, **counts(5, 5))  # the engine began again
     found = {r.policy_version: (r.rounds, r.accepted_tokens) for r in store.acceptances()}
     assert found == {None: (10, 5), 3: (20, 15), 4: (55, 75)}
     points = {p["policy_version"]: p for p in service.client.get("/alpha").json()["points"]}

@@ -120,7 +120,7 @@ def test_a_trainer_that_dies_early_and_registers_again_mixes_no_curves(
     register()
     attempt("second", range(3))
     assert shown("") == [(policy, 2) for policy in range(3)], "followed"
-    assert shown("2") == shown(""), "and read anew"
+    assert shown("2") == shown(""), "and read again"
     assert shown("1") == [(policy, 2) for policy in range(5)]
     again = serve()  # another API process, which has followed nothing
     points = again.client.get("/alpha").json()["points"]

@@ -196,7 +196,7 @@ def test_a_run_that_is_registered_anew_while_it_trains_gets_no_checkpoint_of_the
     assert not again.exists(), "it did train"
     assert untouched(bench.layout, "zz")
     assert queue.batch(batch)["state"] == "queued"  # type: ignore[index]
-    assert "run zz was registered anew" in caplog.text
+    assert "run zz was registered again" in caplog.text
     for _ in range(2):
         worker._turn()
     assert queue.batch(batch)["state"] == "trained"  # type: ignore[index]

@@ -99,17 +99,17 @@ def sleep_before_step(
 
 
 class Handover:
-    """One worker that sleeps, and the heir that takes over meanwhile."""
+    """One worker that sleeps, and the successor that takes over meanwhile."""
 
     def __init__(self, bench: Bench, name: str) -> None:
         self.bench = bench
-        self.heir: RunWorker | None = None
+        self.successor: RunWorker | None = None
         self.refused = False
         self._name = name
         self._leased = True
 
     def sleeper(self, **changes: Any) -> RunWorker:
-        """A worker whose lease is gone once there is an heir."""
+        """A worker whose lease is gone once there is a successor."""
         bench = self.bench
         settings = bench.settings.model_copy(update=changes)
         return RunWorker(settings, bench.layout, bench.queue, bench.store, "default", holds_lease=lambda: self._leased)
@@ -117,10 +117,10 @@ class Handover:
     def take_over(self, **changes: Any) -> None:
         """Another batch comes, and all is done by another worker; it stops where the registry is the sleeper's."""
         self._leased = False
-        self.bench.post(f"{self._name}/heir")
-        self.heir = self.bench.worker(**changes)
+        self.bench.post(f"{self._name}/successor")
+        self.successor = self.bench.worker(**changes)
         try:
-            self.bench.drain(self.heir)
+            self.bench.drain(self.successor)
         except RegistryBusy:
             self.refused = True
 
@@ -130,7 +130,7 @@ class Handover:
         try:
             yield
         except (LeaseLost, CheckpointSuperseded, OSError):
-            assert self.heir is not None
+            assert self.successor is not None
 
 
 @pytest.fixture(autouse=True)
@@ -177,12 +177,12 @@ def test_asleep_anywhere_in_a_checkpoint(bench: Bench) -> None:
             done = sleep_before_step(patch, STEPS_OF_A_SAVE, number, handover.take_over)
             sleeper.save()
         bench.post(f"{number}/after")
-        bench.drain(handover.heir or sleeper)  # raises where its checkpoint is no longer the newest
+        bench.drain(handover.successor or sleeper)  # raises where its checkpoint is no longer the newest
         bench.drain(bench.worker())
         assert all(bench.state(b) == "trained" for b in bench.posted), f"asleep before step {number}: {done}"
         assert bench.totals()["batches"] == len(bench.posted), f"asleep before step {number}: {done}"
         assert bench.trainer_counts()["windows"] > 0
-        if handover.heir is None:
+        if handover.successor is None:
             break
     assert {name for _, name in STEPS_OF_A_SAVE} <= set(done), done
 
@@ -197,15 +197,15 @@ def test_awake_again_while_its_heir_writes_a_checkpoint(tmp_path: Path, monkeypa
         def save(self, directory: Path) -> None:
             (directory / "who").write_text(self.drafter)
 
-    sleeper, heir = WorkerCheckpoint(tmp_path), WorkerCheckpoint(tmp_path)
+    sleeper, successor = WorkerCheckpoint(tmp_path), WorkerCheckpoint(tmp_path)
     writes, woken = threading.Event(), threading.Event()
 
     def write_kind(directory: Path, drafter: str) -> None:
         if drafter == "sleeper":
-            done.append(threads.submit(heir.save, Trainer("heir"), {"who": "heir"}))  # type: ignore[arg-type]
+            done.append(threads.submit(successor.save, Trainer("successor"), {"who": "successor"}))  # type: ignore[arg-type]
             assert writes.wait(20)
         (directory / "who").write_text(drafter)
-        if drafter == "heir":
+        if drafter == "successor":
             writes.set()
             assert woken.wait(20)
 
@@ -216,14 +216,14 @@ def test_awake_again_while_its_heir_writes_a_checkpoint(tmp_path: Path, monkeypa
             sleeper.save(Trainer("sleeper"), {"who": "sleeper"})  # type: ignore[arg-type]
         woken.set()
         done[0].result(20)
-    newest = heir.newest()
+    newest = successor.newest()
     assert newest is not None
-    assert (newest / "state.json").read_text() == '{"who": "heir"}'
-    assert [(newest / part / "who").read_text() for part in ("trainer", "drafter")] == ["heir", "heir"]
+    assert (newest / "state.json").read_text() == '{"who": "successor"}'
+    assert [(newest / part / "who").read_text() for part in ("trainer", "drafter")] == ["successor", "successor"]
 
 
 def test_asleep_while_it_opens_the_run(bench: Bench) -> None:
-    """Then it knows an older checkpoint's recent rollouts than its heir has, and whose files it must leave alone."""
+    """Then it knows an older checkpoint's recent rollouts than its successor's, whose files it must leave alone."""
     bench.begin()
     bench.post("first")
     bench.drain(bench.worker())
@@ -240,7 +240,7 @@ def test_asleep_while_it_opens_the_run(bench: Bench) -> None:
             done = sleep_before_step(patch, STEPS_OF_OPENING, number, take_over)
             bench.worker(recent_tokens=100_000)
         assert files <= {path.name for path in recent.iterdir()}, f"asleep before step {number}: {done}"
-        if handover.heir is None:
+        if handover.successor is None:
             break
     assert {name for _, name in STEPS_OF_OPENING} <= set(done), done
 
@@ -256,7 +256,7 @@ def test_what_won_against_a_drafter_that_is_no_longer_served_is_not_published(
     with handover.waking_up():
         sleep_before_step(monkeypatch, [(service.worker.lineage, "write_kind")], 1, lambda: handover.take_over(**EAGER))
         bench.drain(sleeper)
-    assert handover.heir is not None
+    assert handover.successor is not None
     assert_each_was_published_over_what_was_served(registry)
     oldest = registry.versions("default")[0]
     bench.post("judged")
@@ -299,8 +299,8 @@ def test_asleep_anywhere_in_a_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch
             bench.drain(sleeper)
         where = f"asleep before step {number}: {done[max(0, number - 4) : number]}"
         bench.post(f"{number}/after")
-        with contextlib.nullcontext() if handover.heir is None else contextlib.suppress(CheckpointSuperseded):
-            bench.drain(handover.heir or sleeper)
+        with contextlib.nullcontext() if handover.successor is None else contextlib.suppress(CheckpointSuperseded):
+            bench.drain(handover.successor or sleeper)
         bench.drain(bench.worker(**EAGER))
         assert {bench.state(b) for b in bench.posted} == {"trained"}, where
         assert bench.totals()["batches"] == len(bench.posted), where

@@ -633,9 +633,9 @@ def test_rollouts_without_normalisers_are_scored_trained_and_trained_again_after
     assert score.logprob_gap is not None
     assert score.logprob_gap < 0.01
     worker.close()
-    heir = bench.worker(recent_tokens=10_000)
-    assert all(kept.batch.normalised for kept in heir.learner.recent._kept)
-    assert len(heir.learner.recent._kept) == 2
+    successor = bench.worker(recent_tokens=10_000)
+    assert all(kept.batch.normalised for kept in successor.learner.recent._kept)
+    assert len(successor.learner.recent._kept) == 2
     more = bench.post("more")
-    bench.drain(heir)
+    bench.drain(successor)
     assert bench.state(more) == "trained"

@@ -342,16 +342,16 @@ def test_a_worker_without_its_lease_neither_checkpoints_nor_publishes(bench: Ben
 
 def test_two_heirs_of_a_dead_worker_do_not_take_the_lease_from_each_other(bench: Bench) -> None:
     """And nobody gives back a lease that is another's."""
-    heirs = [Leases(bench.redis) for _ in range(2)]
-    machine = heirs[0].holder.partition("/")[0]
+    successors = [Leases(bench.redis) for _ in range(2)]
+    machine = successors[0].holder.partition("/")[0]
     bench.redis.set(Leases.key("default"), f"{machine}/{2**22 + 1}/killed")  # no process has that number
-    assert heirs[0].hold("default"), "it need not expire"
-    assert not heirs[1].hold("default")
-    heirs[1].give_back("default")
-    assert not heirs[1].hold("default")
-    assert heirs[0].hold("default")
-    heirs[0].give_back("default")
-    assert heirs[1].hold("default")
+    assert successors[0].hold("default"), "it need not expire"
+    assert not successors[1].hold("default")
+    successors[1].give_back("default")
+    assert not successors[1].hold("default")
+    assert successors[0].hold("default")
+    successors[0].give_back("default")
+    assert successors[1].hold("default")
 
 
 def test_a_worker_that_was_stopped_while_it_renewed_its_lease_does_not_renew_anothers(
