@@ -3,8 +3,8 @@
 Each round the drafter grows a tree from the last token: every level expands its `branches` most probable nodes (by
 the product of q along their path) into their `branches` most probable children, and of all nodes the `nodes` most
 probable are kept. A child's product is never above its parent's, so what is kept is a tree. The target reads all of it
-at once, each node seeing the text and its own ancestors. Then one walks from the root: draw from the target's p at the node;
-if a child holds that token, go there, otherwise the token ends the round.
+at once, each node seeing the text and its own ancestors. Then one walks from the root: draw from the target's p at the
+node; if a child holds that token, go there, otherwise the token ends the round.
 
 Why that is lossless: the tree is a function of the text alone, not of chance, so every emitted token is a draw from p
 given the text before it. (Rejection sampling gives the same law: child x is accepted with probability p(x), and after a

@@ -1,8 +1,8 @@
 """Replay α of any drafter on any rollout files, beside n-gram drafting and the upper bound of draft trees.
 
 The bound: a round with k branches per step keeps the emitted token x at step j exactly if x is among the k most
-probable of q[t, j], so c = 1 there and 0 elsewhere (`drafter.replay.acceptance` does the rest). It supposes a full tree of
-k^j nodes at step j; a real tree (`drafter.reference.tree`) verifies a few dozen and keeps less.
+probable of q[t, j], so c = 1 there and 0 elsewhere (`drafter.replay.acceptance` does the rest). It supposes a full
+tree of k^j nodes at step j; a real tree (`drafter.reference.tree`) verifies a few dozen and keeps less.
 
 Legend: T tokens, N tokens emitted by rounds, K depth, k branches, D draft vocabulary, H hidden.
 """
