@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable
-from datetime import datetime
-from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
-from urllib.parse import quote
 
 import typer
 from pydantic import ValidationError
@@ -22,23 +18,11 @@ from service.cli.access import audit, token
 from service.cli.checks import check_redis, checked_redis, unknown_variables
 from service.cli.drafters.commands import convert, evaluate, inspect
 from service.cli.plan import plan
-from service.cli.remote import (
-    LOCAL,
-    Run,
-    Service,
-    call,
-    drafters,
-    hold,
-    name_of,
-    publish,
-    release,
-    rollback,
-    state,
-)
+from service.cli.remote.drafters import drafters, hold, publish, release, rollback
+from service.cli.remote.runs import dead, drift, runs, state, worth
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings, redis_place
-from service.storage.layout import BATCH_ID
 
 app = typer.Typer(
     name="draftalign",
@@ -78,13 +62,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-class DriftAction(StrEnum):
-    """What can be done about a drift alarm."""
-
-    ACKNOWLEDGE = "acknowledge"
-    RESET = "reset"
 
 
 def _settings(state_dir: Path | None, **given: Any) -> Settings:
@@ -165,125 +142,6 @@ def keygen(
     with os.fdopen(descriptor, "wb") as out:
         out.write(private)
     typer.echo(public)
-
-
-def drift(
-    action: Annotated[
-        DriftAction,
-        typer.Argument(help="`acknowledge`: the cause is dealt with. `reset`: this level is the right one."),
-    ],
-    service: Service = LOCAL,
-    run: Run = None,
-) -> None:
-    """Take a drift alarm back: keep its baseline, or learn a new one.
-
-    DRAFTALIGN_TOKEN: token for the service, of scope admin.
-    """
-    run = name_of(service, run)
-    asked = call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}").json()
-    none = "" if asked["alarm"] else "; there is no alarm now"
-    typer.echo(f"asked; the worker of run {run} does it within seconds{none}")
-
-
-def runs(
-    delete: Annotated[
-        str | None, typer.Option(help="Name of a run to delete, with all that was received of it.")
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
-    service: Service = LOCAL,
-) -> None:
-    """List the runs with their headlines, or delete one.
-
-    DRAFTALIGN_TOKEN: token for the service, of scope read; to delete, admin.
-    """
-    if delete is not None:
-        if not yes:
-            typer.confirm(f"Delete run {delete}: its rollouts, drafters, checkpoints and history?", abort=True)
-        call("DELETE", service, f"/runs/{quote(delete, safe='')}", timeout=60.0)
-        typer.echo(f"run {delete} is deleted")
-        return
-    found = call("GET", service, "/runs").json()
-    if not found:
-        typer.echo("no run is registered yet: a trainer's hook or an engine does it with its first rollouts", err=True)
-    for one in found:
-        typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {one['headline']['text']}")
-
-
-def dead(
-    run: Run = None,
-    retry: Annotated[str | None, typer.Option(help="Id of a batch to put back into the queue.")] = None,
-    discard: Annotated[str | None, typer.Option(help="Id of a batch to take from the list, with its file.")] = None,
-    save: Annotated[
-        tuple[str, Path] | None, typer.Option(help="Id of a batch, and where its file is to be written.")
-    ] = None,
-    service: Service = LOCAL,
-) -> None:
-    """List the dead batches, newest first, with why they died; or put one back, discard it, or save its file.
-
-    DRAFTALIGN_TOKEN: token for the service, of scope read; for anything but the list, admin.
-    """
-    path = f"/runs/{quote(name_of(service, run), safe='')}/dead"
-    named = [*filter(None, (retry, discard, save and save[0]))]
-    if len(named) > 1:
-        raise ConfigurationError("give one of --retry, --discard and --save at a time")
-    if named and not BATCH_ID.fullmatch(named[0]):  # `..` in an address would name the run itself
-        raise ConfigurationError(f"{named[0][:80]!r} is no batch id: 32 hexadecimal digits, as `draftalign dead` lists")
-    if retry is not None:
-        found = call("POST", service, f"{path}/{retry}/retry").json()
-        also = f"; {found['known_rollouts']} of its rollouts are known already" if found["known_rollouts"] else ""
-        typer.echo(f"{retry} is {found['state']}{'' if found['put_back'] else ' already'}{also}")
-    elif discard is not None:
-        call("DELETE", service, f"{path}/{discard}")
-        typer.echo(f"{discard} is discarded")
-    elif save is not None:
-        batch_id, destination = save
-        if destination.exists():
-            raise ConfigurationError(f"{destination} exists; name a new file")
-        destination.write_bytes(call("GET", service, f"{path}/{batch_id}/file", timeout=60.0).content)
-        typer.echo(f"{destination}  {destination.stat().st_size} bytes")
-    else:
-        _list_dead(service, path)
-
-
-def _list_dead(service: str, path: str) -> None:
-    older: str | None = ""
-    while older is not None:
-        page = call("GET", service, path, params={"before": older} if older else {}).json()
-        for one in page["dead"]:
-            died = datetime.fromtimestamp(one["died"]).astimezone().isoformat(" ", "seconds")
-            file = f"{one['bytes']} bytes" if one["has_file"] else "file gone"
-            typer.echo(f"{one['batch_id']}  {died}  policy {one['policy_version']}  {one['rollouts']} rollouts  {file}")
-            typer.echo(f"    {one['reason']}")
-        older = page["older"]
-    typer.echo(f"{page['total']} dead batches; {page['file_bytes']} bytes of their files are kept")
-
-
-def worth(
-    generation_share: Annotated[
-        float | None,
-        typer.Option(min=0.001, max=1, help="Share of an RL step that generation takes without speculation, e.g. 0.7."),
-    ] = None,
-    service: Service = LOCAL,
-    run: Run = None,
-) -> None:
-    """Show what acceptance is worth in time: speed-up and best draft depth by batch size.
-
-    It is fitted to the step times that engines report. DRAFTALIGN_TOKEN: token for the service, of scope read.
-    """
-    asked = {} if generation_share is None else {"generation_share": str(generation_share)}
-    found = call("GET", service, f"/runs/{quote(name_of(service, run), safe='')}/worth", params=asked).json()
-    if found["unknown"]:
-        typer.echo(f"unknown: {found['unknown']}")
-        return
-    typer.echo(f"batch  best depth  its speed-up  speed-up at depth {found['depth']}  of the RL step")
-    for row in found["batches"]:
-        whole = f"{row['step_speedup']:.2f}" if "step_speedup" in row else "-"
-        best = f"{row['best_depth']:10d}  {row['best_speedup']:12.2f}"
-        typer.echo(f"{row['batch']:5d}  {best}  {row['speedup']:19.2f}  {whole:>14}")
-    if found["costs_from"] is not None:
-        typer.echo(f"From {found['costs_from']} sequences a step on, depth {found['depth']} is slower than no drafts.")
-    if found["plan"]:
-        typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(found['plan'])}")
 
 
 def demo(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from service.cli.remote import LOCAL, Service, client_of
+from service.cli.remote.client import LOCAL, Service, client_of
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", "14"))
 @pytest.fixture
 def worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     """A worker that serves the run `default`, which has one version; a refused run is tried again at once."""
-    monkeypatch.setattr(service.worker.process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker.process.worker, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     for module in (service.worker.process.worker, service.worker.process.runs):
         monkeypatch.setattr(module, "REFUSED_SECONDS", 0.0)
     bench.begin()

@@ -54,7 +54,7 @@ NO_MEMORY: list[Exception] = [
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are looked for in every turn."""
-    monkeypatch.setattr(service.worker.process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker.process.worker, "_LOOK_FOR_RUNS_SECONDS", 0.0)
 
 
 @pytest.fixture(name="worker")
@@ -174,7 +174,7 @@ def test_who_was_idle_longest_gives_way_to_a_run_with_work_and_goes_on_later_as_
             seen.append(as_it_is(worker, "a"))
         return made
 
-    monkeypatch.setattr(service.worker.process, "RunWorker", watched)
+    monkeypatch.setattr(service.worker.process.worker, "RunWorker", watched)
     train(bench, worker, "a", "later")
     assert seen[-1] == before
     assert worker.served["a"].learner.journal.totals.batches == 2
@@ -188,8 +188,8 @@ def test_a_run_is_refused_only_where_no_other_is_idle_and_says_so(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
 ) -> None:
     monkeypatch.setattr(turns, "AHEAD_SECONDS", 1e-6)
-    monkeypatch.setattr(service.worker.process, "AHEAD_SECONDS", 1e-6)  # one claim in each turn
-    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 30.0)
+    monkeypatch.setattr(service.worker.process.worker, "AHEAD_SECONDS", 1e-6)  # one claim in each turn
+    monkeypatch.setattr(service.worker.process.worker, "_FAILED_SECONDS", 30.0)
     worker._room.close_idle(2)
     assert worker.served.keys() == {"c"}
     failed = no_room(monkeypatch, worker, where, error, others=1)
@@ -299,7 +299,7 @@ def test_a_run_that_never_fits_closes_its_neighbours_as_often_as_there_are_some_
 def test_a_batch_for_whose_file_there_is_no_memory_keeps_the_others_of_its_run_waiting_only_until_that_is_said(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker.process.worker, "_FAILED_SECONDS", 0.0)
     worker._settings = bench.settings.model_copy(update={"claim_tokens": 10_000})  # both batches are claimed at once
     worker._room.close_idle()
     register(bench, "d")
@@ -383,7 +383,7 @@ def _unreadable(bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch) -
 def test_a_batch_that_cannot_be_read_does_not_keep_the_word_of_another_trouble(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker.process.worker, "_FAILED_SECONDS", 0.0)
     good = post(bench, "a", "good")
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "train", mock.Mock(side_effect=ValueError("a hiccup")))
@@ -511,7 +511,7 @@ def test_what_a_run_has_in_hand_for_its_vocabulary_comes_again_once_more_comes(
         again.append(args[4])
         return RunWorker(*args, **named)
 
-    monkeypatch.setattr(service.worker.process, "RunWorker", watched)
+    monkeypatch.setattr(service.worker.process.worker, "RunWorker", watched)
     for _ in range(5):
         worker._turn()
     assert worker.served.keys() == {"d"}
@@ -652,7 +652,7 @@ def test_a_run_that_may_have_killed_is_opened_once_no_rank_holds_an_idle_one_and
         seen.append((args[4], again._heartbeat._opening, told[-1:]))
         return RunWorker(*args, **named)
 
-    monkeypatch.setattr(service.worker.process, "RunWorker", opening)
+    monkeypatch.setattr(service.worker.process.worker, "RunWorker", opening)
     again._turn()
     assert seen == [("a", "a", []), ("b", "b", [{"runs": []}])]
     again._close()

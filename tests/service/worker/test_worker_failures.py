@@ -47,8 +47,8 @@ FIRST = "before-default"  # runs are served in this order
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are looked for in every turn, and tried again at once."""
-    monkeypatch.setattr(service.worker.process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
-    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker.process.worker, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker.process.worker, "_FAILED_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def test_300_runs_and_few_descriptors_leave_an_honest_run_trained(bench: Bench, 
 def test_a_run_that_fails_again_and_again_is_tried_ever_less_often(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service.worker.process, "_FAILED_SECONDS", 1.0)
+    monkeypatch.setattr(service.worker.process.worker, "_FAILED_SECONDS", 1.0)
     for count, pause in enumerate((1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0), 1):
         before = time.monotonic()
         worker._fail(FIRST, ValueError("again"))
@@ -810,7 +810,7 @@ def test_redis_that_goes_away_while_a_run_is_opened_is_no_death_of_the_worker(
     file = file_id(bench.layout.target(FIRST))
     away = broken(RedisConnectionError("away"), lambda *_: True, None)
     with monkeypatch.context() as patched:
-        patched.setattr(service.worker.process, "RunWorker", away)
+        patched.setattr(service.worker.process.worker, "RunWorker", away)
         for _ in range(5):
             with pytest.raises(RedisConnectionError):
                 worker._turn()

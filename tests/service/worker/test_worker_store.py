@@ -30,7 +30,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 def test_a_run_whose_publish_the_store_refuses_is_left_alone_and_published_later(
     bench: Bench, store: Store, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    monkeypatch.setattr(service.worker.process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
+    monkeypatch.setattr(service.worker.process.worker, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     for run in ("default", FIRST):
         bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=run)
     settings = bench.settings.model_copy(update={"drafters_url": f"s3://{BUCKET}/p"})

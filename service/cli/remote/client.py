@@ -1,0 +1,95 @@
+"""How the commands reach a running service: address, token, run, and what a refusal says."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import httpx
+
+Service = Annotated[str, typer.Option(help="URL of the draftalign service.")]
+Run = Annotated[
+    str | None, typer.Option(help="Name of the RL run; unset: the only one there is, or `default`.", show_default=False)
+]
+LOCAL = "http://127.0.0.1:8400"
+
+#: What helps where a connection failed with such words.
+_HINTS = {
+    "CERTIFICATE_VERIFY": "set DRAFTALIGN_CA_FILE to its authority's PEM file",
+    "WRONG_VERSION_NUMBER": "it speaks http there, not https",
+    "refused": "is `draftalign up` running?",
+}
+
+
+def name_of(service: str, run: str | None) -> str:
+    """The run that is meant where none is named: `default`, or the only one that there is."""
+    if run is not None:
+        return run
+    names = [one["run"] for one in call("GET", service, "/runs", timeout=60.0).json()]
+    if not names:
+        raise ConfigurationError(f"{service} has no run, or none that the token is for; a trainer's hook registers one")
+    if "default" not in names and len(names) > 1:
+        raise ConfigurationError(f"which run? Give --run: {', '.join(names)}")
+    return "default" if "default" in names else names[0]
+
+
+def whoami() -> str:
+    """Who asks, for the page and the history."""
+    try:
+        return getpass.getuser()[:80]
+    except (KeyError, OSError):  # a container's user may have no name
+        return f"user {os.getuid()}"
+
+
+def client_of(service: str, **more: Any) -> httpx.Client:
+    """A client of the service, with the token and the authorities that the environment names."""
+    import httpx
+
+    from rl_hooks.sending.exchange import trusted
+
+    token = os.environ.get("DRAFTALIGN_TOKEN")
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
+    try:
+        return httpx.Client(base_url=service.rstrip("/"), headers=headers, verify=tls, **more)
+    except httpx.InvalidURL as error:
+        raise ConfigurationError(f"--service {service!r} is no URL: {error}") from error
+
+
+def call(method: str, service: str, path: str, timeout: float = 5.0, **more: Any) -> httpx.Response:
+    """Ask the service; what it refuses is a ConfigurationError. `timeout` in seconds."""
+    import httpx
+
+    try:
+        with client_of(service, timeout=timeout) as client:
+            answer = client.request(method, path, **more)
+    except httpx.UnsupportedProtocol as error:
+        raise ConfigurationError(f"--service {service!r} is no URL; expected one like {LOCAL}") from error
+    except httpx.HTTPError as error:
+        hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in str(error)), "")
+        raise ConfigurationError(f"{service} does not answer: {error}{hint}") from error
+    if not answer.is_success:
+        raise ConfigurationError(f"{service} answered {answer.status_code}: {_told(answer)}")
+    return answer
+
+
+def _told(answer: httpx.Response) -> str:
+    """What a refusal says, and the command that helps."""
+    try:
+        problem = answer.json()
+        kind, detail = str(problem["type"]).rpartition(":")[2], str(problem["detail"])
+    except (ValueError, KeyError, TypeError):  # of something in front of the service
+        return f"{answer.text[:300]} (is it a draftalign service?)"
+    helps = {
+        "no-token": "set DRAFTALIGN_TOKEN",
+        "not-found": "is it a draftalign service?",
+        "drafter-held": "`draftalign release` ends the hold",
+        "no-such-run": "`draftalign runs` lists them",
+    }
+    return detail + (f" ({helps[kind]})" if kind in helps else "")

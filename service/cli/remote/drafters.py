@@ -1,0 +1,108 @@
+"""The commands about drafter versions of a running service: list, publish, hold, release, roll back."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from service.cli.drafters.commands import AuxLayers, From, Norm, Source, write_body
+from service.cli.remote.client import LOCAL, Run, Service, call, name_of, whoami
+from service.errors import ConfigurationError
+
+
+def drafters(service: Service = LOCAL, run: Run = None) -> None:
+    """List the drafter versions of a run, newest first: which is served, of which policy version, and its α.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope read.
+    """
+    run = name_of(service, run)
+    from datetime import datetime
+
+    found = call("GET", service, "/drafters", params={"run": run}).json()
+    served = (found["latest"] or {}).get("version")
+    for one in reversed(found["versions"]):
+        alpha = (one["gate"] or {}).get("alpha_candidate")
+        facts = [f"policy {one['policy_version']}", "" if alpha is None else f"α {alpha:.2f} when it was published"]
+        when = datetime.fromtimestamp(one["created"]).astimezone().isoformat(sep=" ", timespec="seconds")
+        said = "  ".join([when, *filter(None, facts)])
+        typer.echo(f"{'*' if one['version'] == served else ' '} {one['version']}  {said}")
+    typer.echo(f"* is served by run {run}" if served else f"run {run} serves no drafter yet", err=True)
+
+
+def rollback(
+    version: Annotated[str, typer.Argument(help="Drafter version to serve again, e.g. v000007-0a1b2c3d.")],
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    service: Service = LOCAL,
+    run: Run = None,
+) -> None:
+    """Serve an earlier drafter version now. The next one that the gate finds better replaces it; `hold` keeps it.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope admin.
+    """
+    run = name_of(service, run)
+    served = call("GET", service, f"/runs/{quote(run, safe='')}").json()["drafter"]
+    body = {"reason": reason, "by": whoami()}
+    call("POST", service, f"/drafter/{quote(version, safe='')}/rollback", params={"run": run}, json=body)
+    again = ", as before: its engines load it again" if served == version else ""
+    typer.echo(f"run {run} serves {version}{again}")
+
+
+def hold(
+    version: Annotated[str, typer.Argument(help="Drafter version to serve, e.g. v000007-0a1b2c3d.")],
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    service: Service = LOCAL,
+    run: Run = None,
+) -> None:
+    """Serve a drafter version until `draftalign release`: scoring and training go on, nothing is published.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope admin.
+    """
+    run = name_of(service, run)
+    body = {"reason": reason, "by": whoami()}
+    call("PUT", service, f"/drafter/{quote(version, safe='')}/hold", params={"run": run}, json=body)
+    typer.echo(f"run {run} serves {version} until it is released")
+
+
+def release(service: Service = LOCAL, run: Run = None) -> None:
+    """Release the held drafter version: it is served until the gate finds a better one.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope admin.
+    """
+    run = name_of(service, run)
+    held = call("GET", service, f"/runs/{quote(run, safe='')}").json()["held"]
+    if held is None:
+        raise ConfigurationError(f"run {run} holds no version, so nothing was released")
+    call("DELETE", service, f"/drafter/{held['version']}/hold", params={"run": run, "by": whoami()})
+    typer.echo(f"run {run}: {held['version']} is released")
+
+
+def publish(
+    source: Source,
+    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "trained elsewhere",
+    service: Service = LOCAL,
+    run: Run = None,
+    from_: From = None,
+    aux_layers: AuxLayers = None,
+    norm_before_residual: Norm = None,
+) -> None:
+    """Send a drafter that was trained elsewhere, in any layout; it is served once the gate finds it better.
+
+    It must be of the run's lineage: same sizes, same draft vocabulary. DRAFTALIGN_TOKEN: token for the service, of
+    scope admin.
+    """
+    run = name_of(service, run)
+    from rl_hooks.wire import CONTENT_TYPE
+
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "drafter.safetensors"
+        write_body(file, source, from_, aux_layers, norm_before_residual)
+        asked = {"run": run, "reason": reason, "by": whoami()}
+        headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(file.stat().st_size)}
+        with file.open("rb") as body:
+            answer = call("POST", service, "/drafters", params=asked, headers=headers, content=body, timeout=600.0)
+    again = "" if answer.status_code == 201 else " again"
+    typer.echo(f"{answer.json()['version']} waits for the gate{again}; GET /drafters?run={run} tells the outcome")
