@@ -205,18 +205,44 @@ class Learner:
         rest = [*(loaded for loaded in fresh if loaded not in now), *rest]
         passed_over = self.scorer.score_passed_over(rest, fates, tested=sum(len(scores.looked) for _, scores in scored))
         held = self.journal.hear_engines(LiveRule.of(self._settings), version_seconds)
-        kept = self.lineage.held()
-        judged = not isolated and held is None and not kept
+        may_publish = held is None and not self.lineage.held()
+        contest = self._look(
+            scored, passed_over, fates, newest_version, before_publishing, may_publish=may_publish, isolated=isolated
+        )
+        if not scored:
+            told = passed_over and not passed_over[-1][0].entry.belated
+            return Outcome(passed_over[-1][1], DEFERRED, contest) if told else None
+        decision = self._decide(scored, held, version_seconds)
+        uncut = isolated or passed_over_enough  # who comes to train in one claim of nine does all of it
+        share, whole = self._train_on(scored, decision, fates, (lambda: False) if uncut else newer_waits, isolated)
+        self.scorer.keeps_up = share == 1.0 and not passed_over_enough
+        return Outcome(scored[-1][1], decision, contest, trained_with_recent=whole)
+
+    def _look(
+        self,
+        scored: Sequence[Scored],
+        passed_over: Sequence[Scored],
+        fates: Fates,
+        newest_version: int,
+        before_publishing: Callable[[], None],
+        *,
+        may_publish: bool,
+        isolated: bool,
+    ) -> Contest | None:
+        """Judge the challengers on what was scored, and finish what is not trained on; the best contest, if any.
+
+        Not `may_publish`: the evidence does not describe the engines, or may not change what they serve.
+        """
+        judged = may_publish and not isolated
         if judged:
             self._follow(self.lineage.served_version())
         looked = self.gate.state
         try:
             contests = self.judge([*passed_over, *scored], before_publishing=before_publishing) if judged else []
-            outcome = contests[0] if contests else None
-            if held is not None or kept:
-                # The evidence does not describe the engines, or may not change what they serve.
+            best = contests[0] if contests else None
+            if not may_publish:
                 self.gate.training.concluded()
-            elif scored or (outcome and outcome.verdict.promote):  # else more is to come before the next training
+            elif scored or (best and best.verdict.promote):  # else more is to come before the next training
                 self._conclude(contests, newest_version)
             if passed_over:
                 for loaded, _ in passed_over:
@@ -229,16 +255,18 @@ class Learner:
             else:  # a version was published, which the looks have ended with
                 self.gate.training.concluded()
             raise
-        if not scored:
-            told = passed_over and not passed_over[-1][0].entry.belated
-            return Outcome(passed_over[-1][1], DEFERRED, outcome) if told else None
-        newest, scores = [self._remember(loaded) for loaded, _ in scored], scored[-1][1]
-        decision = self._decide(scored, held, version_seconds)
-        trained = decision.action is not Action.IDLE
-        never = isolated or passed_over_enough  # who comes to train in one claim of nine does all of it
+        return best
+
+    def _train_on(
+        self, scored: Sequence[Scored], decision: Decision, fates: Fates, ends: Callable[[], bool], isolated: bool
+    ) -> tuple[float, bool]:
+        """Do what was decided and finish the batches; the share of a training that was done, and whether undisturbed.
+
+        `ends`: as for `train`. Undisturbed: with recent rollouts, and nobody waits for the process to end.
+        """
+        newest, trained = [self._remember(loaded) for loaded, _ in scored], decision.action is not Action.IDLE
         try:
             older = [] if isolated else self.recent.but(newest)
-            ends = (lambda: False) if never else newer_waits
             seconds, share = self.train(newest, older, ends) if trained else (0.0, 1.0)
         except OSError as error:
             raise TrainingStopped(
@@ -250,8 +278,7 @@ class Learner:
         if trained:
             known = seconds if whole else None  # a training that was stopped says nothing about gains
             self.gate.trained(known, scored[-1][0].batch.policy_version, share)
-        self.scorer.keeps_up = share == 1.0 and not passed_over_enough
-        return Outcome(scores, decision, outcome, trained_with_recent=whole)
+        return share, whole
 
     def _decide(self, scored: Sequence[Scored], held: str | None, version_seconds: float | None) -> Decision:
         """Decide about the newest rollouts. `held`: why nothing may be published."""

@@ -360,7 +360,7 @@ def test_every_start_of_a_worker_heeds_its_share(
         asked.append((name, share))
         raise KeyboardInterrupt
 
-    for module in (service.worker.process, service.ranks):
+    for module in (service.worker.process.worker, service.ranks):
         monkeypatch.setattr(module, "use_device", use)
     with pytest.raises(KeyboardInterrupt):
         start(
