@@ -24,6 +24,7 @@ import numpy as np
 
 from rl_hooks.sending import delivery
 from rl_hooks.sending.jobs import Job, JobQueue
+from service.api.problems import RETRY_AFTER_SECONDS
 from service.capacity import sizes
 from service.capacity.estimate import INGEST_CPU, POST_CPU, PUSH_CPU, REPORT_CPU, REPORT_SECONDS, estimate
 from service.capacity.sizes import Deployment
@@ -263,7 +264,7 @@ class World:
             self.wake()
             return
         self.refused += 1
-        pause = min(max(self.settings.retry_after_seconds, 0.05), delivery._MAX_RETRY_AFTER_SECONDS)
+        pause = min(RETRY_AFTER_SECONDS, delivery._MAX_RETRY_AFTER_SECONDS)
         if self.now + pause - began > PATIENCE:
             rank.dropped += 1
             rank.queue.finish()

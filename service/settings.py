@@ -127,7 +127,6 @@ class Settings(BaseSettings):
     overflow: Literal["reject", "drop_oldest"] = Field(
         "reject", description="When the queue is full: refuse the new batch (429), or drop the oldest unread one."
     )
-    retry_after_seconds: int = Field(2, ge=1, description="`Retry-After` of a 429 or 503.")
     body_idle_seconds: float = Field(30.0, gt=0, description="Idle time after which an upload is dropped.")
     orphan_age_seconds: float = Field(600.0, gt=0, description="Age at which spool files without an entry are removed.")
     dead_letter_bytes: int = Field(
@@ -146,18 +145,6 @@ class Settings(BaseSettings):
     )
     claim_idle_seconds: float = Field(60.0, gt=0, description="Idle time after which another worker claims an entry.")
 
-    dead_min_rounds: int = Field(
-        200,
-        ge=1,
-        description="Live rounds needed before a drafter may be called dead. Where hard prompts may explain it: 1,536.",
-    )
-    dead_live_alpha: float = Field(1.05, ge=1.0, description="Live α at or below which a drafter may be dead.")
-    dead_replay_alpha: float = Field(
-        1.3, ge=1.0, description="Replay α above which a live α near 1 is the engine's fault and not the drafter's."
-    )
-    push_again_seconds: float = Field(
-        30.0, ge=0, description="Pause after the first push of a dead drafter; doubles up to 30 min."
-    )
     long_poll_max_seconds: float = Field(60.0, ge=0, description="Longest `wait` of GET /drafter/latest.")
 
     # --- the worker

@@ -41,6 +41,8 @@ from service.errors import (
 from service.storage.ready import why_unusable
 
 log = logging.getLogger("draftalign.api")
+#: Of a 429 or 503: a trainer that waits for room, or for Redis, asks again this soon.
+RETRY_AFTER_SECONDS: Final = 2
 
 MEDIA_TYPE: Final = "application/problem+json"
 #: What every route may answer besides its own, for the OpenAPI document.
@@ -165,9 +167,9 @@ def _has_body(scope: Scope) -> bool:
     return _header(scope, b"content-length") not in (None, b"0") or _header(scope, b"transfer-encoding") is not None
 
 
-def as_problem(error: Exception, retry_after_seconds: int) -> Problem:
+def as_problem(error: Exception) -> Problem:
     """Translate an exception of a handler or library."""
-    retry = {"Retry-After": str(retry_after_seconds)}
+    retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
     match error:
         case Problem():
             return error
@@ -219,11 +221,11 @@ def _takes(app: FastAPI, scope: Scope, method: str) -> bool:
     return any(route.matches(asked)[0] is Match.FULL for route in app.routes)
 
 
-def install(app: FastAPI, retry_after_seconds: int) -> None:
+def install(app: FastAPI) -> None:
     """Answer every error of `app` with a problem document."""
 
     async def handle(request: Request, error: Exception) -> ProblemResponse:
-        problem = as_problem(error, retry_after_seconds)
+        problem = as_problem(error)
         if problem.status == HTTPStatus.METHOD_NOT_ALLOWED:  # Starlette names the methods of the first route only
             methods = [method for method in _METHODS if _takes(app, request.scope, method)]
             problem.headers["Allow"] = ", ".join(methods)

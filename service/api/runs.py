@@ -19,7 +19,7 @@ from rl_hooks.wire import RUN_NAME, Header, parts_bytes
 from service.access.tokens import Token
 from service.api.auth import Caller, audit
 from service.api.context.context import Context, ServiceContext
-from service.api.problems import Problem, in_units
+from service.api.problems import RETRY_AFTER_SECONDS, Problem, in_units
 from service.api.snapshot import read_headline, read_standing
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
 from service.errors import RunNotFound
@@ -131,7 +131,7 @@ def _check_number(context: ServiceContext, caller: Token) -> None:
         429,
         "too-many-runs",
         f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS",
-        headers={"Retry-After": str(context.settings.retry_after_seconds)},
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
@@ -196,7 +196,7 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
         "too-many-heads",
         f"run {run!r} has {left} heads, and {most} is the most; batches that were received may need them. Try again "
         "when the worker has caught up (a paused run: once it is active), or raise DRAFTALIGN_MAX_HEADS",
-        headers={"Retry-After": str(context.settings.retry_after_seconds)},
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
@@ -270,7 +270,7 @@ async def delete(run: str, request: Request, context: Context) -> None:
                 409,
                 "run-at-work",
                 f"run {run!r} is unregistered, and a worker is still at work on it; ask again to delete its files",
-                headers={"Retry-After": str(context.settings.retry_after_seconds)},
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
         await asyncio.sleep(_POLL_SECONDS)
     if not is_there(context.layout.withdrawn(run)):
@@ -452,5 +452,5 @@ def check_room(context: ServiceContext, length: int, run: str = "", held: int = 
         429,
         "spool-low",
         f"{found}. Try again when the worker has caught up",
-        headers={"Retry-After": str(context.settings.retry_after_seconds)},
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )

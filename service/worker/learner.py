@@ -204,7 +204,7 @@ class Learner:
         scored, rest = ([], now) if behind or not now else self.scorer.score_newest(now, fates)
         rest = [*(loaded for loaded in fresh if loaded not in now), *rest]
         passed_over = self.scorer.score_passed_over(rest, fates, tested=sum(len(scores.looked) for _, scores in scored))
-        held = self.journal.hear_engines(LiveRule.of(self._settings), version_seconds)
+        held = self.journal.hear_engines(LiveRule(self._settings.depth), version_seconds)
         may_publish = held is None and not self.lineage.held()
         contest = self._look(
             scored, passed_over, fates, newest_version, before_publishing, may_publish=may_publish, isolated=isolated

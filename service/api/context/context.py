@@ -83,7 +83,7 @@ class ServiceContext:
         self.tokens = Tokens(settings)
         #: Answers that are being computed: those who ask for the same share one.
         self.answers = Shared()
-        self.evidence = Evidence(LiveRule.of(settings), self.answers, self.store, self.pointer)
+        self.evidence = Evidence(LiveRule(settings.depth), self.answers, self.store, self.pointer)
         self.disk = Disk(settings, self.layout, self.spool, self.queue, self.dead)
         self._kept: dict[str, _Kept] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")

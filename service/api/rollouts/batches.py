@@ -31,7 +31,7 @@ from rl_hooks.wire import (
 )
 from service.api.auth import Caller, check_covers
 from service.api.context.context import Context, RunQuery, ServiceContext
-from service.api.problems import Problem, in_units
+from service.api.problems import RETRY_AFTER_SECONDS, Problem, in_units
 from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunClosed, RunNotFound
@@ -211,7 +211,7 @@ def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limi
         429,
         "queue-full",
         f"the queue of run {run!r} is full: {found}. Try again when the worker has caught up",
-        headers={"Retry-After": str(settings.retry_after_seconds)},
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
@@ -289,7 +289,7 @@ async def _enqueue(
         503,
         "redis-away",
         "Redis stopped answering while the file came. It may be queued or not; send it again: it is counted once",
-        headers={"Retry-After": str(settings.retry_after_seconds)},
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
@@ -333,7 +333,7 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room:
             "spool-swept",
             f"the file was not queued within {settings.orphan_age_seconds:.0f} s and was swept (was this process, or "
             "Redis, stopped?). Nothing was queued; send it again",
-            headers={"Retry-After": str(settings.retry_after_seconds)},
+            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
         )
     if outcome.outcome == "full":
         raise queue_full(context, run, outcome.held, batch.bytes, room.limit_bytes)

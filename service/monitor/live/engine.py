@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from service.monitor.live.blocks import Block
 from service.monitor.live.replays import Cell, Replays
@@ -19,19 +19,6 @@ MISSING: Final = 20.0
 DEAD_ROUNDS: Final = 1536
 #: Standard errors by which a newer stretch must lie above half of a fall for the fall to be over.
 OVER: Final = 3.0
-
-
-class _Settings(Protocol):
-    @property
-    def depth(self) -> int: ...
-    @property
-    def dead_min_rounds(self) -> int: ...
-    @property
-    def dead_live_alpha(self) -> float: ...
-    @property
-    def dead_replay_alpha(self) -> float: ...
-    @property
-    def push_again_seconds(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +40,6 @@ class LiveRule:
     dead_band: float = 0.04
     above_band: float = 0.15
     certain: float = 4.5
-
-    @classmethod
-    def of(cls, settings: _Settings) -> LiveRule:
-        """The rule of a service with these settings."""
-        return cls(
-            depth=settings.depth,
-            min_rounds=settings.dead_min_rounds,
-            live_alpha=settings.dead_live_alpha,
-            replay_alpha=settings.dead_replay_alpha,
-            push_again_seconds=settings.push_again_seconds,
-        )
 
 
 @dataclass(frozen=True, slots=True)

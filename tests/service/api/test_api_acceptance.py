@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from redis import Redis
 from service_fixtures import RunningService
 from storage_fixtures import Store
 
+from service.api.context import context
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES
 from service.monitor.live.watch import EngineVerdict, failed_pushes, push_is_due
@@ -105,8 +107,11 @@ def test_a_clock_that_was_set_back_does_not_keep_a_dead_drafter_waiting(engine: 
     assert engine.report(300, 0).json()["pushed_again"] is None, "the rate is limited from here on"
 
 
-def test_after_the_pause_it_is_pushed_once_more(serve: Callable[..., RunningService], redis_client: Redis) -> None:
-    service = serve(push_again_seconds=0.0)
+def test_after_the_pause_it_is_pushed_once_more(
+    serve: Callable[..., RunningService], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "LiveRule", partial(LiveRule, push_again_seconds=0.0))
+    service = serve()
     service.register()
     version = service.publish().version
     record = {"drafter_version": version, "served": {"tokens": 3.0, "rounds": 1.0}, "created": 1.0}

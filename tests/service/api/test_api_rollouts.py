@@ -180,18 +180,18 @@ def test_every_form_of_the_file_is_taken(service: RunningService) -> None:
 
 
 def test_a_full_queue_answers_429_with_retry_after_and_reads_no_body(serve: Serve, queue: RolloutQueue) -> None:
-    service = serve(queue_max_items=1, retry_after_seconds=7)
+    service = serve(queue_max_items=1)
     service.register()
     assert service.post(rollout_file(("1", "2"))).status_code == 202
     body = rollout_file(("3", "4"))
     reply = service.raw(head_of(body, "/rollouts?run=default", "Expect: 100-continue"))
     assert reply.startswith(b"HTTP/1.1 429"), "and not 100 Continue"
-    assert b"retry-after: 7" in reply.lower()
+    assert b"retry-after: 2" in reply.lower()
     assert b"connection: close" in reply.lower()
     assert b"application/problem+json" in reply
     for run in (None, "default"):  # a client that does not wait for 100 Continue sees the answer too
         answer = service.post(body, run)
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
         assert "is full: 1 of 1 batches" in answer.json()["detail"]
     assert len(service.spooled()) == 1
     (entry,) = queue.claim("w", 1000, 60.0)
@@ -360,8 +360,8 @@ def test_redis_going_away_is_a_503_and_coming_back_is_noticed(tmp_path: Path) ->
 def test_orphans_are_reaped_and_queued_files_are_not(service: RunningService, queue: RolloutQueue) -> None:
     batch_id = service.post(rollout_file()).json()["batch_id"]
     (queued,) = service.spooled()
-    stray = service.layout.blob("default", f"{'0' * 32}.{'1' * 32}.safetensors")
-    rival = service.layout.blob("default", f"{batch_id}.{'1' * 32}.safetensors")
+    stray = service.layout.blob("default", f"{'0' * 32}.{'1' * 32}.{'2' * 16}.safetensors")
+    rival = service.layout.blob("default", f"{batch_id}.{'1' * 32}.{'2' * 16}.safetensors")
     unfinished = service.layout.spool_tmp / "dead"
     young = service.layout.spool_tmp / "young"
     for path in (stray, rival, unfinished, young):
