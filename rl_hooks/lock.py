@@ -26,15 +26,18 @@ class LockHeld(Exception):  # noqa: N818 - reads as what happened
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, seconds: float, stopped: Callable[[], bool] = lambda: False) -> Iterator[int]:
-    """Hold the lock of the file `path`, which is created if it does not exist.
+def exclusive(
+    path: Path, seconds: float, stopped: Callable[[], bool] = lambda: False, *, mode: int = 0o666
+) -> Iterator[int]:
+    """Hold the lock of the file `path`, which is created with `mode` if it does not exist.
 
     Yields the lock's file descriptor: a child that inherits it holds the lock, too, until it ends.
     Raises `LockHeld` when another process still has it after `seconds`, or as soon as `stopped()`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with path.open("a+b", buffering=0) as file:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "a+b", buffering=0) as file:
         while True:
             try:
                 # The kernel releases it when the file closes, or this process dies.

@@ -41,11 +41,15 @@ class AuditLog:
     def read(self, run: str | None = None) -> Iterator[dict[str, Any]]:
         """Each call, oldest first: its second line, or its first where there is no second one (yet). `run`: of one."""
         calls: dict[str, dict[str, Any]] = {}
-        # Of each file the piece in use.
-        for path in sorted({one.with_stem(one.stem.partition("-")[0]) for one in self._directory.glob("*.jsonl")}):
+        for path in sorted(self._files()):
             for entry in self._file(path).read():
                 calls[entry["id"]] = calls.get(entry["id"], {}) | entry
         yield from sorted((c for c in calls.values() if run in (None, c["run"])), key=lambda call: call["time"])
+
+    def _files(self) -> set[Path]:
+        """The piece in use of each token's files."""
+        found = {path.with_stem(path.stem.partition("-")[0]) for path in self._directory.glob("*.jsonl")}
+        return {path for path in found if path.stem.partition("_")[0] in _KEPT}
 
     @staticmethod
     def _file(path: Path) -> LineFile:

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rl_hooks.durable import append_line
 from service.errors import ConfigurationError
 from service.settings import SCOPES, Scope, Settings
+from service.storage.layout import revalidate
 
 log = logging.getLogger("draftalign.api")
 
@@ -178,6 +179,7 @@ class Tokens:
 
 
 def _look(path: Path) -> _Seen:
+    revalidate(path.parent)
     try:
         found = path.stat()
     except OSError:

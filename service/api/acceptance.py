@@ -154,7 +154,7 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
         found = report.canary
         event = {"event": f"canary_{found.outcome}", "version": found.version, "reporter": report.reporter}
         facts = {"offer": found.sequence, "canary": found.model_dump()}
-        await asyncio.to_thread(context.registry.history.record_verdict, report.run, event | facts)
+        await context.locking(context.registry.history.record_verdict, report.run, event | facts)
     verdict = await _judge(context, report, blocks)
     pushed = await _push_again(context, report, verdict) if verdict.name == "dead" else None
     return AcceptanceReply(

@@ -130,7 +130,7 @@ class Layout:
 
     def run_names(self) -> list[str]:
         """Runs that were registered, sorted."""
-        if not self.runs.is_dir():
+        if not is_there(self.runs):
             return []
         named = [path for path in self.runs.iterdir() if RUN_NAME.fullmatch(path.name)]
         return sorted(path.name for path in named if _may_be_there(path / "run.json"))
@@ -147,15 +147,23 @@ def revalidate(directory: Path) -> None:
     An NFS client answers from its cache for up to a minute: that a name is not there, or which file it is of. To open
     the directory makes it ask the server (close-to-open consistency). A local disk's names are never old.
     """
-    for _ in range(2):
-        try:
-            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        except FileNotFoundError:  # the cache may say that as well
-            revalidate(directory.parent)
-        except OSError:
+    above = [directory]
+    while not _opens(above[-1]) and above[-1] != above[-1].parent:  # the cache may say of it, too, that it is not there
+        above.append(above[-1].parent)
+    for one in reversed(above[:-1]):
+        if not _opens(one):
             return
-        else:
-            return
+
+
+def _opens(directory: Path) -> bool:
+    """Open a directory and close it; False where there is none of this name."""
+    try:
+        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def is_there(path: Path) -> bool:

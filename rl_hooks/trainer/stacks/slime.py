@@ -112,6 +112,8 @@ def _attach(args: Any, model: nn.Module, options: dict[str, Any]) -> _Actor:
         raise UnsupportedTrainerError(f"there is no get_batch in {' or '.join(MODULES)}: another slime, or miles")
     if getattr(args, "qkv_format", None) not in (None, "thd"):  # slime has no other
         raise UnsupportedTrainerError(f"qkv_format {args.qkv_format}: only packed rows (thd)")
+    if getattr(args, "keep_old_actor", False):
+        raise UnsupportedTrainerError("--keep-old-actor: the pass is of older weights than its rollouts' number says")
     config = AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=True)  # as they read it themselves
     return _Actor(attach(model, options.pop("url"), config=config, **options), args, model, module)
 

@@ -340,7 +340,7 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room:
     if outcome.outcome == "accepted" and room.dead_bytes is not None:  # not before: what is refused takes nothing
         try:
             await context.disk.sweep_dead(run, room.dead_bytes)
-        except RedisError as error:  # the batch is queued all the same; the next one makes the room
+        except (RedisError, OSError) as error:  # the batch is queued all the same; the next one makes the room
             log.warning("run %s: files of dead batches were not deleted: %s", run, error)
     return outcome
 

@@ -44,10 +44,10 @@ def rollback(
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
     run = name_of(service, run)
-    served = call("GET", service, f"/runs/{quote(run, safe='')}").json()["drafter"]
+    before = _served(service, run)
     body = {"reason": reason, "by": whoami()}
     call("POST", service, f"/drafter/{quote(version, safe='')}/rollback", params={"run": run}, json=body)
-    again = ", as before: its engines load it again" if served == version else ""
+    again = ", as before: its engines load it again" if before == version else ""
     typer.echo(f"run {run} serves {version}{again}")
 
 
@@ -106,3 +106,11 @@ def publish(
             answer = call("POST", service, "/drafters", params=asked, headers=headers, content=body, timeout=600.0)
     again = "" if answer.status_code == 201 else " again"
     typer.echo(f"{answer.json()['version']} waits for the gate{again}; GET /drafters?run={run} tells the outcome")
+
+
+def _served(service: str, run: str) -> str | None:
+    """The version that a run serves; None where it has none, or does not say: a rollback must not depend on it."""
+    try:
+        return str(call("GET", service, "/drafter/latest", params={"run": run}).json()["version"])
+    except ConfigurationError:
+        return None

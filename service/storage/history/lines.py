@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -15,7 +16,7 @@ from pydantic_core import to_json
 
 from rl_hooks.durable import append_line, sync
 from rl_hooks.lock import LockHeld, exclusive
-from service.storage.layout import is_there
+from service.storage.layout import is_there, revalidate
 
 _Kept = TypeVar("_Kept")
 #: Longer than a line takes to be on a slow disk.
@@ -38,9 +39,11 @@ class LineFile:
 
         `head`: makes the line that a new piece begins with.
         """
+        if not is_there(self.path.parent):  # of a run that was deleted meanwhile, which the lock would make again
+            raise FileNotFoundError(errno.ENOENT, "the directory is gone", str(self.path.parent))
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(exclusive(self.path.with_suffix(".lock"), _LOCK_SECONDS))
+                stack.enter_context(exclusive(self.path.with_suffix(".lock"), _LOCK_SECONDS, mode=self._mode))
             except LockHeld:  # it grows meanwhile
                 pass
             else:
@@ -76,6 +79,7 @@ class LineFile:
         return sorted(self.path.parent.glob(f"{self.path.stem}-*.jsonl"), key=lambda path: (len(path.name), path.name))
 
     def _is_full(self) -> bool:
+        revalidate(self.path.parent)  # another host may have renamed it just now
         with contextlib.suppress(FileNotFoundError):
             return self.path.stat().st_size >= self._max_bytes
         return False

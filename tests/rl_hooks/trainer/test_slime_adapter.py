@@ -217,7 +217,10 @@ def test_a_critic_is_left_alone(module: Any) -> None:
     assert loop.model not in adapter._actors
 
 
-@pytest.mark.parametrize(("changes", "said"), [({"qkv_format": "bshd"}, "only packed rows"), ({}, "no get_batch")])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"qkv_format": "bshd"}, "only packed rows"), ({"keep_old_actor": True}, "older weights"), ({}, "no get_batch")],
+)
 def test_where_it_cannot_attach_it_is_off_and_the_training_goes_on(
     module: Any, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str
 ) -> None:

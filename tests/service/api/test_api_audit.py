@@ -222,6 +222,8 @@ def test_the_command_prints_it(guarded: RunningService, tokens: TokenFile) -> No
     state = str(guarded.settings.state_dir)
     printed = CliRunner().invoke(command_line, ["audit", "--state-dir", state])
     first, second = printed.stdout.splitlines()
+    (audit_files := guarded.settings.state_dir / "audit").joinpath("notes.jsonl").write_text("{}")
+    assert {path.stat().st_mode & 0o077 for path in audit_files.glob("*_*")} == {0}, "its locks too"
     assert f"  boss  {OWN}  register  201  client='127.0.0.1'" in first
     assert f"  boss  {OWN}  drift reset  202" in second
     assert CliRunner().invoke(command_line, ["audit", "--state-dir", state, "--run", "chess"]).stdout == ""

@@ -241,7 +241,7 @@ def test_a_full_redis_keeps_no_file_of_refused_uploads_and_its_memory_is_cut_all
                 queue.ack(entry)
                 service.layout.blob(run, entry.blob).unlink()
     taken = int(bench.redis.hget(Keys("old").counters, "remembered_bytes") or 0)
-    left = service.layout.spool("other") / f"{'ab' * 16}.{'cd' * 16}.safetensors"
+    left = service.layout.spool("other") / f"{'ab' * 16}.{'cd' * 16}.{'ef' * 8}.safetensors"
     left.write_bytes(b"of an API that was killed")
     os.utime(left, (time.time() - 3600,) * 2)
     bench.redis.config_set("maxmemory", max(int(bench.redis.info("memory")["used_memory"]) - 20_000, 1))

@@ -15,6 +15,8 @@ import pytest
 from service.storage import layout as layout_module
 from service.storage import registry as registry_module
 from service.storage import runs as runs_module
+from service.storage.history import lines as lines_module
+from service.storage.history.lines import LineFile
 from service.storage.layout import Layout, file_id, is_there
 from service.storage.registry import Registry
 from service.storage.runs import load_run, read_state
@@ -40,7 +42,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
             path.with_suffix(".new").replace(path)
         look(directory)
 
-    for module in (layout_module, registry_module, runs_module):
+    for module in (layout_module, lines_module, registry_module, runs_module):
         monkeypatch.setattr(module, "revalidate", revalidate)
     return waiting.__setitem__
 
@@ -85,3 +87,17 @@ def test_a_directory_that_is_not_there_is_looked_for_in_the_one_above(tmp_path: 
     assert file_id(tmp_path / "no" / "file") is None
     (tmp_path / "file").write_text("")
     layout_module.revalidate(tmp_path / "file")
+
+
+def test_a_piece_that_another_host_has_just_begun_is_not_full(tmp_path: Path, elsewhere: Elsewhere) -> None:
+    file = LineFile(tmp_path / "history.jsonl", max_bytes=100, kept=1)
+    file.path.write_text(json.dumps({"old": "x" * 200}) + "\n")
+    elsewhere(file.path, json.dumps({"their": "line"}) + "\n")
+    file.append({"our": "line"})
+    assert file.read() == [{"their": "line"}, {"our": "line"}]
+
+
+def test_nothing_is_made_again_of_a_run_that_was_deleted(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        LineFile(tmp_path / "gone" / "verdicts.jsonl", max_bytes=100, kept=1).append({"late": "verdict"})
+    assert list(tmp_path.iterdir()) == []
