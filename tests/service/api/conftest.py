@@ -1,0 +1,15 @@
+"""Fixtures of the API's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from service_fixtures import RunningService
+
+
+@pytest.fixture
+def bare(serve: Any) -> RunningService:
+    """The API without any run."""
+    started: RunningService = serve()
+    return started
