@@ -467,6 +467,21 @@ def test_a_stopped_worker_is_the_headline_and_nothing_is_green(
 
 
 @needs_browser
+def test_why_the_worker_refuses_a_run_is_the_headline(
+    bench: Bench, serve: Callable[..., RunningService], browser: Browser, tmp_path: Path
+) -> None:
+    bench.begin()
+    api, target = serve(), bench.layout.target("default")
+    target.write_bytes(target.read_bytes()[:-1] + b"\x7f")
+    with nest(tmp_path / "log") as workers:
+        workers.start(bench)
+        bench.wait(lambda: httpx.get(f"{api.url}/runs/default").json()["headline"]["state"] == "refused")
+        page = browse(api.url, browser)
+    assert page.texts["headline"].startswith("Refused by the worker: target.safetensors of run 'default' is damaged")
+    assert tone(page) == ("bad", "bad")
+
+
+@needs_browser
 def test_a_run_whose_batches_all_died_says_why(
     bench: Bench, serve: Callable[..., RunningService], browser: Browser
 ) -> None:
