@@ -133,7 +133,7 @@ class Optimizer:
     def expected(self, stored: Mapping[str, Tensor]) -> dict[str, torch.Size]:
         """Names and shapes of what `load` takes of a stored state. Moments of another method are left out of it.
 
-        A parameter that was never moved, or by another method, has none: it begins again.
+        A parameter that was never moved, or by another method, has none: it begins from scratch.
         """
         found: dict[str, torch.Size] = {}
         for name, parameter in self._named.items():

@@ -204,7 +204,7 @@ def _extent(rows: Ints, document: Ints, starts: Ints) -> tuple[Ints, Ints]:
 def _spans(
     rows: Ints, document: Ints, starts: Ints, first: Ints, last: Ints, key_place: Ints, computed: tuple[int, ...]
 ) -> Spans:
-    """Documents with computed rows, numbered again."""
+    """Documents with computed rows, numbered from 0."""
     used = np.flatnonzero(last >= 0)
     number = np.zeros(starts.size - 1, dtype=np.int64)
     number[used] = np.arange(used.size)

@@ -8,7 +8,7 @@
 set -euo pipefail
 : "${DRAFTALIGN_URL:?the service, as http://host:port}"
 
-# Ray's workers get these from the job.
+# Ray's workers get these from the job. slime's own image has Megatron-LM at that place, as its scripts say.
 ENVIRONMENT="{\"env_vars\": {
   \"PYTHONPATH\": \"${MEGATRON_SOURCE:-/root/Megatron-LM}\",
   \"CUDA_DEVICE_MAX_CONNECTIONS\": \"1\",

@@ -71,9 +71,9 @@ class Delivery:
                     self.origin, job.method, job.path, headers, parts, timeout_seconds=self.timeout_seconds
                 )
             except OSError as error:
-                up = "is `draftalign up` running there? " if isinstance(error, ConnectionRefusedError) else ""
+                up = "Is `draftalign up` running there? " if isinstance(error, ConnectionRefusedError) else ""
                 text = (
-                    f"{self._name(job)}: {error or type(error).__name__}; {up}It is tried again, and training goes on"
+                    f"{self._name(job)}: {error or type(error).__name__}. {up}It is tried again, and training goes on"
                 )
                 self.tally.note("connection", text)
             else:

@@ -149,7 +149,7 @@ class ServiceContext:
             raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
 
     async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Run in a thread some work that takes the lock of a run's registry.
+        """Run in a thread some work that takes the lock of a run's registry or history.
 
         The threads are separate from asyncio's: while another process keeps the lock, waiting requests could occupy all
         of those, and uploads need some.

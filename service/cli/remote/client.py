@@ -17,6 +17,7 @@ Service = Annotated[str, typer.Option(help="URL of the draftalign service.")]
 Run = Annotated[
     str | None, typer.Option(help="Name of the RL run; unset: the only one there is, or `default`.", show_default=False)
 ]
+Reason = Annotated[str, typer.Option(help="Why, for the page and the history.")]
 LOCAL = "http://127.0.0.1:8400"
 
 #: What helps where a connection failed with such words.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -10,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from service.cli.drafters.commands import AuxLayers, From, Norm, Source, write_body
-from service.cli.remote.client import LOCAL, Run, Service, call, name_of, whoami
+from service.cli.remote.client import LOCAL, Reason, Run, Service, call, name_of, whoami
 from service.errors import ConfigurationError
 
 
@@ -20,8 +21,6 @@ def drafters(service: Service = LOCAL, run: Run = None) -> None:
     DRAFTALIGN_TOKEN: token for the service, of scope read.
     """
     run = name_of(service, run)
-    from datetime import datetime
-
     found = call("GET", service, "/drafters", params={"run": run}).json()
     served = (found["latest"] or {}).get("version")
     for one in reversed(found["versions"]):
@@ -35,7 +34,7 @@ def drafters(service: Service = LOCAL, run: Run = None) -> None:
 
 def rollback(
     version: Annotated[str, typer.Argument(help="Drafter version to serve again, e.g. v000007-0a1b2c3d.")],
-    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    reason: Reason = "by hand",
     service: Service = LOCAL,
     run: Run = None,
 ) -> None:
@@ -53,7 +52,7 @@ def rollback(
 
 def hold(
     version: Annotated[str, typer.Argument(help="Drafter version to serve, e.g. v000007-0a1b2c3d.")],
-    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    reason: Reason = "by hand",
     service: Service = LOCAL,
     run: Run = None,
 ) -> None:
@@ -82,7 +81,7 @@ def release(service: Service = LOCAL, run: Run = None) -> None:
 
 def publish(
     source: Source,
-    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "trained elsewhere",
+    reason: Reason = "trained elsewhere",
     service: Service = LOCAL,
     run: Run = None,
     from_: From = None,

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 
-from service.cli.remote.client import LOCAL, Run, Service, call, name_of, whoami
+from service.cli.remote.client import LOCAL, Reason, Run, Service, call, name_of, whoami
 from service.errors import ConfigurationError
 from service.storage.layout import BATCH_ID
 
@@ -60,7 +60,7 @@ def state(
     wanted: Annotated[
         WantedState | None, typer.Argument(help="What the run shall be; without it, say what it is.")
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why, for the page and the history.")] = "by hand",
+    reason: Reason = "by hand",
     service: Service = LOCAL,
     run: Run = None,
 ) -> None:

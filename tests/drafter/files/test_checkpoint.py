@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from formats_fixtures import CONFIG
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,25 +24,10 @@ from drafter.files.checkpoint import (
     read_drafter,
     write_drafter,
 )
-from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.eagle3 import Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.format.eagle3 import parse_config, tensor_shapes
 
-CONFIG = DrafterConfig(
-    hidden_size=16,
-    target_hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=20,
-    draft_vocab_size=6,
-    aux_layers=(2, 3, 5),
-    rope_theta=1e6,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=512,
-    model_type="qwen3",
-)
 EMBEDDING = torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
 
 

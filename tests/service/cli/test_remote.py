@@ -9,6 +9,7 @@ from service_fixtures import RunningService
 from typer.testing import CliRunner
 
 from service.cli.main import app
+from service.cli.remote.client import whoami
 from service.errors import ConfigurationError
 
 
@@ -45,6 +46,18 @@ def test_versions_are_listed_and_an_earlier_one_is_served_again(service: Running
     told = typed(service, "rollback", first.version, "--reason", "the second is odd")
     assert told == f"run default serves {first.version}\n"
     assert service.client.get("/drafter/latest").json()["reason"] == "the second is odd"
+    again = typed(service, "rollback", first.version)
+    assert again == f"run default serves {first.version}, as before: its engines load it again\n"
+    events = service.client.get("/drafters").json()["history"]
+    assert [event["by"] for event in events if event["event"] == "rolled_back"] == [whoami()] * 2
+
+
+def test_a_rollback_by_a_name_that_is_too_long_changes_nothing(service: RunningService) -> None:
+    version = service.publish().version
+    for by in ("x" * 81, "", 7):
+        body = {"reason": "r", "by": by}
+        assert service.client.post(f"/drafter/{version}/rollback", json=body).status_code == 422
+    assert service.client.get("/drafter/latest").json()["sequence"] == 1
 
 
 def test_a_refusal_says_what_helps(serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch) -> None:
