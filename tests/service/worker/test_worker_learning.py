@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from service_fixtures import RunningService
 from torch import Tensor
 from worker_fixtures import Bench, World
 
@@ -18,6 +19,8 @@ from drafter.replay.gate import CLAIM_SD, Look, compare
 from drafter.replay.lossless import drafters_favour
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, _Outcome
+from rl_hooks.sending.exchange import Origin
+from rl_hooks.sending.standing import Standing
 from service.monitor.controller import Controller, Decision, Economy
 from service.monitor.records import DrafterSums, ScoreRecord, read, written
 from service.storage.registry import Registry
@@ -212,15 +215,28 @@ def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) ->
 
 
 @pytest.mark.parametrize(("warmup_steps", "known"), [(0, True), (10_000, False)])
-def test_no_headroom_is_told_while_the_learning_rate_rises(bench: Bench, warmup_steps: int, *, known: bool) -> None:
-    """Small gains of small steps do not say that little is left to gain."""
+def test_no_headroom_is_told_while_the_learning_rate_rises(
+    bench: Bench, redis_url: str, warmup_steps: int, *, known: bool
+) -> None:
+    """Small gains of small steps do not say that little is left to gain. A trainer's log is told what is known."""
     bench.begin()
     for name in "abcd":
         bench.post(name, rollouts=32)
         worker = bench.worker(warmup_steps=warmup_steps)
         bench.drain(worker)
     assert worker.learner.controller.curve.measured, "the gate has judged"
-    assert (bench.store.worker().headroom is not None) == known
+    headroom = bench.store.worker().headroom
+    assert (headroom is not None) == known
+    service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
+    try:
+        trainer = Standing(Origin.parse(service.url), "default", None)
+        trainer.ask()
+        told = trainer.facts()
+        assert told["trained"] == 4
+        assert told["alpha"] == service.client.get("/runs/default").json()["alpha"]
+        assert told.get("headroom") == (None if headroom is None else headroom.gain)
+    finally:
+        service.stop()
 
 
 def test_the_controller_is_told_the_alpha_of_the_whole_claim_and_the_error_of_a_gain(
