@@ -1,7 +1,7 @@
 """From captured states to a rollout file: normalisers, 8-bit features, and the packing of ragged rows.
 
 Three stages, because they happen at three times:
-1. `score_rows`, at once: log-sum-exp and log p need the head *before* the next optimizer step.
+1. `score_rows` or `score_logits`, at once: log-sum-exp and log p need the head *before* the next optimizer step.
 2. `StagedRollouts`, at once: cast on the device, then start the copy to the host without waiting for it.
 3. `StagedRollouts.encode`, later, in the sender's thread: wait for the copy and lay the file out.
 
@@ -10,7 +10,7 @@ Legend: N rows (tokens) of the packed rollouts, R rollouts, H hidden size, A aux
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, get_args
@@ -60,20 +60,57 @@ def score_rows(
     Temperature 0 (greedy) is scored at 1, as the rollout file says; a tensor [N] holds one above 0 for each row. At
     most 128 MiB of logits exist at a time.
     """
-    scale = temperature if isinstance(temperature, Tensor) or temperature > 0 else 1.0
-    N, V = last_NH.shape[0], head_VH.shape[0]
-    logsumexp_N = last_NH.new_zeros(N, dtype=torch.float32)
-    logprob_N = torch.zeros_like(logsumexp_N)
-    step = max(1, LOGITS_AT_ONCE // V)
+
+    def product(rows: slice) -> Tensor:
+        return last_NH[rows].to(head_VH.dtype) @ head_VH.T
+
     # An active autocast of the trainer would round the logits once more than the worker does.
     with torch.autocast(last_NH.device.type, enabled=False):
-        for begin in range(0, N, step):
-            rows = slice(begin, begin + step)
-            product = (last_NH[rows].to(head_VH.dtype) @ head_VH.T).float()  # [step, V]
-            logits = logit_map.apply(product).div_(scale[rows, None] if isinstance(scale, Tensor) else scale)
-            logsumexp_N[rows] = torch.logsumexp(logits, dim=-1)
-            logprob_N[rows] = logits.gather(1, next_ids_N[rows, None])[:, 0] - logsumexp_N[rows]
+        return score_logits(product, len(head_VH), next_ids_N, temperature=temperature, logit_map=logit_map)
+
+
+@torch.no_grad()
+def score_logits(
+    logits_of: Callable[[slice], Tensor],
+    vocab_size: int,
+    next_ids_N: Tensor,
+    *,
+    temperature: float | Tensor,
+    logit_map: wire.LogitMap = _PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """What `score_rows` returns, of lm_head's output: `logits_of` returns a copy of that of some rows, [n, V]."""
+    scale = temperature if isinstance(temperature, Tensor) or temperature > 0 else 1.0
+    logsumexp_N = torch.zeros(len(next_ids_N), dtype=torch.float32, device=next_ids_N.device)
+    logprob_N = torch.zeros_like(logsumexp_N)
+    step = max(1, LOGITS_AT_ONCE // vocab_size)
+    for begin in range(0, len(next_ids_N), step):
+        rows = slice(begin, begin + step)
+        logits = logit_map.apply(logits_of(rows).float()).div_(
+            scale[rows, None] if isinstance(scale, Tensor) else scale
+        )
+        logsumexp_N[rows] = torch.logsumexp(logits, dim=-1)
+        logprob_N[rows] = logits.gather(1, next_ids_N[rows, None])[:, 0] - logsumexp_N[rows]
     return logsumexp_N, logprob_N
+
+
+@torch.no_grad()
+def chosen_logits(
+    last_NH: Tensor,
+    head_VH: Tensor,
+    next_ids_N: Tensor,
+    *,
+    temperature: float,
+    logit_map: wire.LogitMap = _PLAIN,
+) -> Tensor:
+    """logit_map(last @ head^T) / temperature of `next_ids` only: float32 [N], of N rows of the head."""
+    found_N = torch.empty(len(next_ids_N), dtype=torch.float32, device=last_NH.device)
+    step = max(1, LOGITS_AT_ONCE // last_NH.shape[1])
+    for begin in range(0, len(next_ids_N), step):
+        rows = slice(begin, begin + step)
+        chosen_nH = head_VH.index_select(0, next_ids_N[rows]).float()
+        found_N[rows] = chosen_nH.mul_(last_NH[rows].to(head_VH.dtype)).sum(-1)
+    logit_map.apply(found_N)
+    return found_N.div_(temperature if temperature > 0 else 1.0)
 
 
 def to_e4m3(x_NH: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,11 @@
 ...     loss = compute_loss(model, ids, mask)        # the forward that happens anyway
 >>> hook.stats()
 
-Only rows of sampled rollouts are copied. Their normalisers are computed inside the forward, where the trainer has the
-head whole (FSDP2 and ZeRO-3 have it whole nowhere else), and with no collective of ours. A background thread sends
-them. Only whole rollouts are sent. No failure of ours reaches the trainer unless `strict=True`: it is counted
-(`failures`), the newest is in `stats()["last_failure"]`, each kind is logged once, and the step goes on without a
-rollout.
+Only rows of sampled rollouts are copied. Their normalisers are computed inside the forward: from its own logits, or
+where the trainer has the head whole (FSDP2 and ZeRO-3 have it whole nowhere else), and with no collective of ours. A
+background thread sends them. Only whole rollouts are sent. No failure of ours reaches the trainer unless
+`strict=True`: it is counted (`failures`), the newest is in `stats()["last_failure"]`, each kind is logged once, and the
+step goes on without a rollout.
 
 The forward must run with the weights that generated the rollouts, and with PEFT the adapter must be active.
 
@@ -34,6 +34,7 @@ from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.capture import FeatureCapture
 from rl_hooks.trainer.guard import TrainerGuard
+from rl_hooks.trainer.own_scores import Kind, OwnRows, OwnScores, Scores
 from rl_hooks.trainer.packing import check_forward, how_it_reads
 from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
 from rl_hooks.trainer.registrar import Registrar
@@ -134,9 +135,10 @@ class DrafterHook:
             drafter_version=drafter_version,
         )
         head: Any = unwrap(model)
-        self._head: WholeWeight[tuple[Tensor, Tensor] | None] = WholeWeight(
+        self._head: WholeWeight[Scores | Tensor | None] = WholeWeight(
             partial(policy_head, model), [self._features.norm, head.get_output_embeddings()]
         )
+        self._own = OwnScores([model, head], self._features.norm, head.get_output_embeddings())
         # Rank 0 registers the run, and sends the head for all.
         self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
 
@@ -148,7 +150,7 @@ class DrafterHook:
     @property
     def overhead_seconds(self) -> float:
         """Wall time that the hook took from the trainer, hooks inside the forward included."""
-        return self.guard.seconds + self._features.hook_seconds + self._head.seconds
+        return self.guard.seconds + self._features.hook_seconds + self._head.seconds + self._own.seconds
 
     @contextmanager
     def capture(
@@ -211,7 +213,7 @@ class DrafterHook:
             with self._unsampled(policy_version):
                 yield
             return
-        score = partial(self._at_head, plan, targets)
+        score = partial(self._at_head, plan, targets, self._own.expected)
         try:
             with ExitStack() as armed:
                 may_pad = plan.layout.packed and plan.layout.tree is None
@@ -219,6 +221,8 @@ class DrafterHook:
                     self._features.armed(rows=targets.rows, shape=plan.layout.forward_shape, packed=may_pad)
                 )
                 armed.enter_context(self._head.armed(score, self._features.is_past_norm))
+                score_logits = partial(self._staging.score_logits, plan, targets)
+                armed.enter_context(self._own.armed(plan.rows[plan.scored()[0]], score_logits))
                 if self._registrar is not None:
                     armed.enter_context(self._registrar.armed())
                 yield
@@ -226,6 +230,7 @@ class DrafterHook:
         finally:  # where the trainer's forward raises too: the device's memory is the trainer's
             self._features.clear()
             self._head.clear()
+            self._own.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counters of the hook and of its sender, and how the run stands (`run_stands`; rank 0 asks the service)."""
@@ -247,6 +252,7 @@ class DrafterHook:
         """Remove the hooks, then flush and stop the sender. True if nothing was lost."""
         self._features.close()
         self._head.close()
+        self._own.close()
         if self._registrar is not None:
             self._registrar.close()
         return self.sender.close(timeout_seconds)
@@ -269,14 +275,23 @@ class DrafterHook:
         self.guard(self._head.pop)
         self.guard(registrar.check)
 
-    def _at_head(self, plan: BatchPlan, targets: Targets, head_VH: Tensor) -> tuple[Tensor, Tensor]:
-        """The head is whole: tell the service of it, and score."""
+    def _at_head(
+        self, plan: BatchPlan, targets: Targets, expected: Kind | None, head_VH: Tensor
+    ) -> Scores | Tensor | None:
+        """The head is whole: tell the service of it, and do what scoring takes of it."""
         if self._registrar is not None:
             self._registrar.saw(head_VH, plan.policy_version)
-        return self._staging.score(plan, targets, self._features.normed(), head_VH)
+        if expected == "logits":
+            return None
+        work = self._staging.score if expected is None else self._staging.chosen_logits
+        return work(plan, targets, self._features.normed(), head_VH)
 
     def _submit(self, plan: BatchPlan, targets: Targets) -> None:
-        captured, scored = self._features.pop(), self._head.pop()
+        captured, of_head, own = self._features.pop(), self._head.pop(), self._own.pop()
+        if isinstance(of_head, Tensor):  # the logits of the tokens, to whose log-probabilities they belong
+            scored = self._staging.score_log_probs(plan, targets, own, of_head) if isinstance(own, OwnRows) else None
+        else:
+            scored = own if isinstance(own, tuple) else of_head
         if self._registrar is not None:
             self._registrar.check()
         attention, recurrent = how_it_reads(self._model)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError
-from rl_hooks.sending.features import Captured, FeatureDtype, StagedRollouts, score_rows
+from rl_hooks.sending.features import Captured, FeatureDtype, StagedRollouts, chosen_logits, score_logits, score_rows
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.own_scores import OwnRows, Scores
 from rl_hooks.trainer.plan import BatchPlan
 
 #: Counted by a hook.
@@ -71,27 +72,55 @@ class RolloutStaging:
         """What the forward is to be read at, on its device."""
         return Targets(*(torch.from_numpy(array).to(device) for array in (plan.rows, *plan.scored())))
 
-    def score(self, plan: BatchPlan, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, plan: BatchPlan, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> Scores:
         """Normaliser and log p, [N] each, of the tokens that the policy generated; with the head as it is now."""
-        generated = plan.index.input_ids[plan.index.loss_mask == 1]
-        if generated.min() < 0 or generated.max() >= len(head_VH):
-            # On the device the gather would be an assertion, which ends the trainer's process.
-            raise RolloutError(
-                f"generated tokens are {generated.min()} to {generated.max()}, but lm_head has {len(head_VH)} rows: "
-                "loss_mask is 1 at a token that the policy cannot have generated, or the head is a slice"
-            )
-        device = last_NH.device
-        at = targets.scored.to(device)
+        _check_generated(plan, len(head_VH))
+        at = targets.scored.to(last_NH.device)
         lse, logp = score_rows(
             last_NH.index_select(0, at),
             head_VH,
-            targets.next_ids.to(device),
+            targets.next_ids.to(at.device),
             temperature=plan.temperature,
             logit_map=self.logit_map,
         )
         return placed(len(plan.rows), at, lse, logp)
 
-    def submit(self, plan: BatchPlan, captured: Captured, scored: tuple[Tensor, Tensor] | None, at: Tensor) -> None:
+    def score_logits(self, plan: BatchPlan, targets: Targets, logits: OwnRows) -> Scores:
+        """The same of the trainer's own logits."""
+        V = logits.values.shape[-1]
+        _check_generated(plan, V)
+        at = targets.scored.to(logits.values.device)
+        places_M = logits.at(targets.rows.to(at.device).index_select(0, at))
+        lse, logp = score_logits(
+            lambda some: logits.values.index_select(0, places_M[some]),
+            V,
+            targets.next_ids.to(at.device),
+            temperature=plan.temperature,
+            logit_map=self.logit_map,
+        )
+        return placed(len(plan.rows), at, lse, logp)
+
+    def chosen_logits(self, plan: BatchPlan, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> Tensor:
+        """The logit [M] of each token that the policy generated, as it is divided by the temperature; no other."""
+        _check_generated(plan, len(head_VH))
+        at = targets.scored.to(last_NH.device)
+        return chosen_logits(
+            last_NH.index_select(0, at),
+            head_VH,
+            targets.next_ids.to(at.device),
+            temperature=plan.temperature,
+            logit_map=self.logit_map,
+        )
+
+    @staticmethod
+    def score_log_probs(plan: BatchPlan, targets: Targets, log_probs: OwnRows, chosen_M: Tensor) -> Scores:
+        """The same of the trainer's own log-probabilities and those logits."""
+        at = targets.scored.to(chosen_M.device)
+        rows_M = targets.rows.to(at.device).index_select(0, at)
+        logp = log_probs.values.index_select(0, log_probs.at(rows_M).to(log_probs.values.device)).to(at.device)
+        return placed(len(plan.rows), at, chosen_M - logp, logp)
+
+    def submit(self, plan: BatchPlan, captured: Captured, scored: Scores | None, at: Tensor) -> None:
         """Start the copies to the host, and queue the file. `at`: rows whose next token the policy generated.
 
         Raises RolloutError where nobody says the log-probabilities.
@@ -113,6 +142,16 @@ class RolloutStaging:
             size_bytes=staged.data_bytes,
             batch_id=wire.batch_id(sender.run, plan.policy_version, plan.rollout_ids),
             policy_version=plan.policy_version,
+        )
+
+
+def _check_generated(plan: BatchPlan, vocab_size: int) -> None:
+    generated = plan.index.input_ids[plan.index.loss_mask == 1]
+    if generated.min() < 0 or generated.max() >= vocab_size:
+        # On the device the gather would be an assertion, which ends the trainer's process.
+        raise RolloutError(
+            f"generated tokens are {generated.min()} to {generated.max()}, but lm_head has {vocab_size} rows: "
+            "loss_mask is 1 at a token that the policy cannot have generated, or the head is a slice"
         )
 
 

@@ -249,7 +249,7 @@ def train(
             hooks.append(self)
 
     if case == "broken" and rank == 1:
-        vars(staging)["score_rows"] = no_score
+        vars(staging).update(score_rows=no_score, score_logits=no_score)
     if rank == 0:
         output.mkdir()
         write_batches(output)

@@ -30,7 +30,7 @@ from hooks_fixtures import as_float, mapped, padded_batch, receiver, tiny_qwen3
 from rank_fixtures import run_two_ranks
 
 from rl_hooks.hook import DrafterHook
-from rl_hooks.sending.features import score_rows
+from rl_hooks.sending.features import score_logits, score_rows
 from rl_hooks.trainer import staging
 
 AUX = (1, 2, 3)
@@ -141,7 +141,7 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
             }
             found["requests"] = [f"{r.method} {r.path}" for r in service.requests]
             found["closed"] = hook.close()
-            vars(staging)["score_rows"] = score_rows  # what `break_inside` took away
+            vars(staging).update(score_rows=score_rows, score_logits=score_logits)  # what `break_inside` took away
             hooks = [
                 one for m in model.modules() for one in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())
             ]
@@ -162,7 +162,7 @@ def break_inside() -> None:
         raise MemoryError("no room for logits")
 
     staging.RolloutStaging.targets = no_rows  # type: ignore[method-assign]
-    vars(staging)["score_rows"] = no_score
+    vars(staging).update(score_rows=no_score, score_logits=no_score)
 
 
 def whole_copy(model: Any, words: list[str]) -> Any:

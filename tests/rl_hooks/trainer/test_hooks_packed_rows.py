@@ -283,7 +283,8 @@ def test_a_capture_that_fails_keeps_no_tensor_of_the_trainer(
     if trouble == "other tokens":
         told = {name: nn.functional.pad(tensor, (0, 3)) for name, tensor in told.items()}
     else:
-        monkeypatch.setattr(staging, "score_rows", Mock(side_effect=RuntimeError("out of memory")))
+        for name in ("score_rows", "score_logits"):
+            monkeypatch.setattr(staging, name, Mock(side_effect=RuntimeError("out of memory")))
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
     logits: list[weakref.ref[torch.Tensor]] = []
 
@@ -416,7 +417,8 @@ def test_a_token_that_the_head_has_no_row_for_is_refused_on_the_host(
 ) -> None:
     model, batch = tiny(), padded_batch(LENGTHS)
     scored = Mock(side_effect=AssertionError)
-    monkeypatch.setattr(staging, "score_rows", scored)
+    for name in ("score_rows", "score_logits"):
+        monkeypatch.setattr(staging, name, scored)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
     for wrong in (VOCAB, -100):
         ids = torch.where(batch.loss_mask == 1, wrong, batch.input_ids)

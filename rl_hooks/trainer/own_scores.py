@@ -1,0 +1,179 @@
+"""What the trainer's forward computes of its own distribution, so that normalisers take no second product with lm_head.
+
+* **Logits.** Most trainers call lm_head on the final norm's output or on a slice of it. Which rows they are of is told
+  by memory: the input must be a view of that output. So no value is compared, and the device need not wait.
+* **Log-probabilities.** TRL's fused head never makes whole logits, and returns `log_probs` [B, S - 1] of the next
+  tokens. Normaliser = logit of the token - its log-probability; that logit is one row of lm_head.
+
+Nobody can tell beforehand what a forward will give, and afterwards the head may be sharded again. So it is expected to
+do as the one before; the first one takes the product. The rollouts of one that does otherwise are left out, and from
+then on it is the product.
+
+Legend: B batch, S padded length, n positions that logits are of, V vocabulary, H hidden size, M rows that are scored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rl_hooks.errors import RolloutError
+
+#: (normaliser, log p of the next token) of each row of a batch, [N] each.
+Scores = tuple[Tensor, Tensor]
+Kind = Literal["logits", "log_probs"]
+_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """Logits or log-probabilities of the last states [B, S, H]: of positions `begin` to `begin + kept` of each row."""
+
+    values: Tensor  # logits [B * n, V], or log-probabilities of the next tokens [B * n]; detached
+    begin: int
+    kept: int  # n
+    length: int  # S
+
+    def hold(self, rows_M: npt.NDArray[np.int64]) -> bool:
+        """Whether these rows of the flattened [B * S] are among them."""
+        position = rows_M % self.length - self.begin
+        inside = (position >= 0) & (position < self.kept) & (rows_M // self.length * self.kept < len(self.values))
+        return bool(inside.all())
+
+    def at(self, rows_M: Tensor) -> Tensor:
+        """Where in `values` these rows of the flattened [B * S] are."""
+        return rows_M // self.length * self.kept + rows_M % self.length - self.begin
+
+
+class OwnScores:
+    """Finds such rows in an armed forward: lm_head's output, or `log_probs` of what one of `models` returns."""
+
+    def __init__(self, models: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module) -> None:
+        #: Wall time of all work.
+        self.seconds = 0.0
+        #: What the next forward is expected to give: it does not pay to make the product for it.
+        self.expected: Kind | None = None
+        self._due: Kind | None = None  # what this one is expected to give
+        self._trusted = True  # no forward did otherwise than the one before
+        self._last: Tensor | None = None  # the last states of an armed forward, until rows of them are found
+        self._armed = False
+        self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._score: Callable[[OwnRows], Scores] | None = None
+        self._made: Scores | OwnRows | None = None
+        self._error: Exception | None = None
+        self._handles: Final[list[RemovableHandle]] = [
+            norm.register_forward_hook(self._at_norm),
+            lm_head.register_forward_hook(self._at_head),
+            *(model.register_forward_hook(self._at_end) for model in {id(one): one for one in models}.values()),
+        ]
+
+    @contextmanager
+    def armed(self, rows_M: npt.NDArray[np.int64], score: Callable[[OwnRows], Scores]) -> Iterator[None]:
+        """Look for them in the forward that happens inside. `rows_M`: of the flattened [B * S], all must be there.
+
+        `score` is called on logits at once, where they were expected: trainers change them in place later.
+        """
+        self.clear()
+        self._armed, self._rows, self._score = True, rows_M, score
+        self._due, self.expected = self.expected, None
+        try:
+            yield
+        finally:
+            self._armed, self._score, self._last = False, None, None
+
+    def pop(self) -> Scores | OwnRows | None:
+        """Scores of logits, or log-probabilities, where they were expected.
+
+        Raises the error of `score`, and RolloutError where the forward did otherwise than expected.
+        """
+        made, error, missed = self._made, self._error, self._due is not None and self._made is None
+        self.clear()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and so those of the trainer: a circle
+        if missed:
+            self._trusted, self.expected = False, None
+            raise RolloutError(
+                "the forward made no logits or log-probabilities of all generated tokens, as the one before did: its "
+                "rollouts are left out, and the next ones are scored with lm_head"
+            )
+        return made
+
+    def clear(self) -> None:
+        """Hold nothing of a forward any longer."""
+        self._made = self._error = self._last = self._due = None
+
+    def close(self) -> None:
+        """Remove the hooks. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _at_norm(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if self._armed and self._last is None and isinstance(output, Tensor) and not torch.compiler.is_compiling():
+            self._last = output.detach()
+
+    def _at_head(self, _module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._armed and self._last is not None and not torch.compiler.is_compiling():
+            self._look("logits", partial(_logits, self._last, args[0] if args else None, output))
+
+    def _at_end(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if self._armed and self._last is not None and not torch.compiler.is_compiling():
+            self._look("log_probs", partial(_log_probs, self._last, getattr(output, "log_probs", None)))
+
+    def _look(self, kind: Kind, find: Callable[[], OwnRows | None]) -> None:
+        started = time.perf_counter()
+        self._armed = False  # the first call of lm_head counts
+        try:
+            found = find()
+            if found is None or not found.hold(self._rows) or not self._trusted:
+                return
+            self.expected = kind
+            if self._due == kind and self._score is not None:
+                self._made = self._score(found) if kind == "logits" else found
+        except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
+            self._error = error.with_traceback(None)  # whose frames hold the trainer's tensors
+        finally:
+            self._score = self._last = None
+            self.seconds += time.perf_counter() - started
+
+
+def _logits(last: Tensor, given: Any, output: Any) -> OwnRows | None:
+    """The logits that lm_head made of `given`, where that is a slice of the last states; None where it is none."""
+    if not all(isinstance(one, Tensor) and not hasattr(one, "to_local") for one in (last, given, output)):
+        return None
+    if output.shape[:-1] != given.shape[:-1] or output.dtype not in _FLOATS:
+        return None
+    length, H = last.shape[-2:]
+    same = given.untyped_storage().data_ptr() == last.untyped_storage().data_ptr() and last.is_contiguous()
+    if not same or given.ndim not in (2, 3) or given.shape[-1] != H or given.stride(-1) != 1:
+        return None
+    shape, strides = (1, *given.shape)[-3:-1], (length * H, *given.stride())[-3:-1]
+    begin, odd = divmod(int(given.storage_offset() - last.storage_offset()), H)
+    rows = last.numel() // (length * H)
+    in_step = (shape[0] == 1 or strides[0] == length * H) and (shape[1] == 1 or strides[1] == H)
+    if given.ndim == 2 and rows > 1:  # [B * S, H]: as one long row
+        length, rows = length * rows, 1
+    if odd or not in_step or shape[0] != rows or begin < 0 or begin + shape[1] > length:
+        return None
+    return OwnRows(output.detach().reshape(-1, output.shape[-1]), begin, shape[1], length)
+
+
+def _log_probs(last: Tensor, log_probs: Any) -> OwnRows | None:
+    """`log_probs` [B, S - 1] of the tokens after these last states [B, S, H]; None where they are something else."""
+    if not isinstance(log_probs, Tensor) or last.ndim != 3 or log_probs.dtype != torch.float32:
+        return None
+    B, S, _ = last.shape
+    return OwnRows(log_probs.detach().reshape(-1), 0, S - 1, S) if log_probs.shape == (B, S - 1) else None
