@@ -135,7 +135,6 @@ class OwnScores:
 
     def _look(self, kind: Kind, find: Callable[[], OwnRows | None]) -> None:
         started = time.perf_counter()
-        self._armed = False  # the first call of lm_head counts
         try:
             found = find()
             if found is None or not found.hold(self._rows) or not self._trusted:
@@ -146,7 +145,7 @@ class OwnScores:
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
             self._error = error.with_traceback(None)  # whose frames hold the trainer's tensors
         finally:
-            self._score = self._last = None
+            self._score = self._last = None  # the first call of lm_head counts
             self.seconds += time.perf_counter() - started
 
 

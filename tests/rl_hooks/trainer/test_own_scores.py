@@ -19,7 +19,7 @@ from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import chosen_logits, score_rows
 from rl_hooks.trainer import staging
-from rl_hooks.trainer.own_scores import OwnRows
+from rl_hooks.trainer.own_scores import OwnRows, _logits
 
 Forward = Callable[[Any, Padded], Any]
 BATCH = padded_batch(LENGTHS)
@@ -44,6 +44,13 @@ def kept(model: Any, batch: Padded) -> Any:
     )
     with torch.no_grad():
         out.logits.div_(17.0)
+    return out
+
+
+def twice(model: Any, batch: Padded) -> Any:
+    """The rollouts, and then other tokens: the first forward is what is captured."""
+    out = whole(model, batch)
+    model(batch.input_ids.flip(1), attention_mask=batch.attention_mask)
     return out
 
 
@@ -115,7 +122,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return product
 
 
-@pytest.mark.parametrize("way", [whole, kept, fused])
+@pytest.mark.parametrize("way", [whole, kept, twice, fused])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_what_the_forward_made_is_what_the_product_would_be(
@@ -234,9 +241,34 @@ def test_nothing_of_the_forward_is_kept_and_nothing_hooked_is_left(service: Rece
     sent(service, hook, model, [whole] * 2)
     assert (hook._own._made, hook._own._last, hook._own._error) == (None, None, None)
     assert hook._own.expected == "logits"
+    hook._own.expected = None
+    sent(service, hook, model, [without_head])
+    without_head(model.module, BATCH)
+    assert hook._own._last is None, "no capture is on"
     hook.close()
     left = [one for m in model.modules() for one in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
     assert not left
+
+
+def test_only_a_slice_of_whole_rows_is_taken_for_one() -> None:
+    last = torch.randn(4, 4, 8)
+    other = torch.randn(4, 4, 8)
+    taken = {"all": last, "the last two": last[:, 2:], "rows in a row": last.reshape(16, 8), "the first": last[:, :1]}
+    left = {
+        "every second": last[:, ::2],
+        "turned": last.transpose(0, 1),
+        "another": other,
+        "a copy": last.clone(),
+        "half of each": last[:, :, :4],
+        "two rollouts": last[:2],
+        "one for all": last[:, :1].expand(4, 4, 8),
+        "over the seam": last.reshape(-1)[4:-4].reshape(15, 8),
+    }
+    for name, given in (taken | left).items():
+        found = _logits(last, given, torch.zeros(*given.shape[:-1], 5))
+        assert (found is not None) == (name in taken), name
+    assert _logits(last, last, torch.zeros(4, 3, 5)) is None, "not of its rows"
+    assert _logits(last, last, torch.zeros(4, 4, 5, dtype=torch.int64)) is None
 
 
 def test_rows_are_found_where_a_plain_look_finds_them() -> None:
