@@ -394,7 +394,6 @@ class Worker:
                 ends_for_memory=functools.partial(self._room.ends, run),
             )
             store.forget_refusal()
-            store.forget_former()
             state.worker, state.proven, state.worked_at = opened, False, time.monotonic()
             log.info("serving run %s", run)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'

@@ -37,7 +37,7 @@ from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.release import Manifest, Release
-from service.storage.reports.store import StoreKeys
+from service.storage.reports.keys import StoreKeys
 
 
 class Link:

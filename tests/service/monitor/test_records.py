@@ -29,7 +29,8 @@ from service.monitor.records import (
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.registry import Registry
-from service.storage.reports.store import AsyncStore, StoreKeys
+from service.storage.reports.keys import StoreKeys
+from service.storage.reports.store import AsyncStore
 
 RECORDED = Path(__file__).with_name("recorded")
 
