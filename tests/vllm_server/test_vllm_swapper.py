@@ -94,7 +94,7 @@ DIGESTS = {"model.safetensors": "aa" * 32, "config.json": "bb" * 32}
 @pytest.mark.parametrize(
     ("sha256", "status"),
     [
-        ({}, 200),  # an agent of before digests were sent
+        ({}, 200),  # a person
         ({"sha256": DIGESTS}, 412),
         ({"sha256": DIGESTS | {"config.json": "BB"}}, 422),
         ({"sha256": {"model.safetensors": "aa" * 32}}, 422),
