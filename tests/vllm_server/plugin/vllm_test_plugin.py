@@ -99,14 +99,14 @@ def stop_recording(self: Any, path: str) -> int:
 
 def keep_collected(self: Any) -> None:
     """Keep what the tap collects as it is, before it is rounded to bfloat16 and sent."""
-    tap = self._draftalign_swap.tap.tap
-    deliver, self.tests_collected = tap._deliver, []
+    sender = self._draftalign_swap.tap.tap._sender
+    deliver, self.tests_collected = sender.deliver, []
 
     def keep(collected: Any) -> None:
         self.tests_collected.append(collected)
         deliver(collected)
 
-    tap._deliver = keep
+    sender.deliver = keep
 
 
 def take_collected(self: Any, path: str) -> list[dict[str, Any]]:
