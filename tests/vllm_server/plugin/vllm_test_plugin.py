@@ -176,9 +176,9 @@ def wipe_drafter(self: Any) -> list[str]:
 def rot_drafter(self: Any) -> None:
     """Weights that are rubbish, in a server whose state does not show it: what is left is α."""
     swap = self._draftalign_swap
-    rubbish = {name: torch.zeros_like(tensor) for name, tensor in swap._served.tensors.items()}
+    rubbish = {name: torch.zeros_like(tensor) for name, tensor in swap.weights.served.tensors.items()}
     swap.draft.load(rubbish)
-    swap._marks = swap.draft.fingerprint()
+    swap.weights._marks = swap.draft.fingerprint()
 
 
 def fail_next_load(self: Any) -> None:
