@@ -1,11 +1,4 @@
-"""Every error that the drafter core raises on purpose.
-
-DrafterError
-├── BatchRejected      rollouts that must not be trained on or scored
-├── CheckpointError    files of a drafter or of a trainer that do not fit
-├── VocabularyError    a draft vocabulary that contradicts itself or the target's
-└── TargetHeadError    the policy's lm_head lacks what is asked of it
-"""
+"""Every error that the drafter core raises on purpose."""
 
 from __future__ import annotations
 

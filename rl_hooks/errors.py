@@ -1,27 +1,7 @@
-"""What `rl_hooks` raises. None of it reaches a training step unless the hook was made with `strict=True`.
+"""What `rl_hooks` raises.
 
-HookError
-├── UnsupportedModelError    the model's layers, norm or head cannot be found, or the head is of a kind we cannot use
-├── AuxLayersError           the requested layers do not exist, or the default three collide in a shallow model
-├── CaptureMissedError       a forward ran while armed, and a hook did not fire
-├── RolloutError             the tensors given with a rollout contradict each other or the captured features
-└── UnsupportedTrainerError  the trainer lacks a method that the adapter wraps (raised when attaching, never later)
-
-The swap agent's, for failures between it, the service and an engine:
-
-AgentError
-├── ManifestError     the service's manifest is invalid; nothing was downloaded
-│   └── SignatureError  no key that the agent trusts signed the answer to this request
-├── DownloadError     the files could not be downloaded; nothing was swapped
-│   ├── NoRoomError   the cache's disk has too little free
-│   └── DigestError   the downloaded files differ from the manifest
-├── AnswerError       an answer was encoded, too long or too slow; nothing of it was used
-├── ReportError       the service did not accept a report; counts are cumulative, so nothing is lost
-├── CheckpointError   the files match the manifest, but are no drafter that is safe to load
-└── EngineError       the engine did not answer, or its answer cannot be used; try again later
-    ├── OtherBytesError   the engine found other bytes than were verified, and loaded nothing
-    ├── SwapRefusedError  the engine read the drafter and refused it: it will refuse the same drafter again
-    └── MetricsError      its /metrics lacks a counter or cannot be read
+No `HookError` reaches a training step unless the hook was made with `strict=True`. An `AgentError` is the swap agent's,
+for a failure between it, the service and an engine.
 """
 
 from __future__ import annotations
@@ -37,11 +17,11 @@ class HookError(Exception):
 
 
 class UnsupportedModelError(HookError):
-    """The model's features or head cannot be read; the message names the places that were searched."""
+    """The model's layers, norm or head cannot be found, or the head is of a kind that we cannot use."""
 
 
 class AuxLayersError(HookError, ValueError):
-    """The auxiliary layers are out of range, unordered, or collide."""
+    """The auxiliary layers are out of range or unordered, or the default three collide in a shallow model."""
 
 
 class CaptureMissedError(HookError):
@@ -53,7 +33,7 @@ class RolloutError(HookError, ValueError):
 
 
 class UnsupportedTrainerError(HookError):
-    """The trainer is of a kind or version that the adapter does not know."""
+    """The trainer lacks a method that the adapter wraps; raised when it attaches, never later."""
 
 
 class AgentError(Exception):
@@ -61,7 +41,7 @@ class AgentError(Exception):
 
 
 class ManifestError(AgentError):
-    """The service's manifest is invalid."""
+    """The service's manifest is invalid; nothing was downloaded."""
 
 
 class SignatureError(ManifestError):
@@ -69,39 +49,39 @@ class SignatureError(ManifestError):
 
 
 class DownloadError(AgentError):
-    """A file could not be downloaded."""
+    """The files could not be downloaded; nothing was swapped."""
 
 
 class NoRoomError(DownloadError):
     """The cache's disk has too little free for a file."""
 
 
-class AnswerError(AgentError):
-    """An answer is not one of the expected size: encoded, too long or too slow."""
-
-
-class ReportError(AgentError):
-    """The service did not accept an acceptance report."""
-
-
 class DigestError(DownloadError):
     """A file's bytes differ from the manifest."""
 
 
+class AnswerError(AgentError):
+    """An answer was encoded, too long or too slow; nothing of it was used."""
+
+
+class ReportError(AgentError):
+    """The service did not accept a report; counts are cumulative, so nothing is lost."""
+
+
 class CheckpointError(AgentError):
-    """The checkpoint must not be shown to an engine."""
+    """The files match the manifest, but are no drafter that is safe to load."""
 
 
 class EngineError(AgentError):
-    """The engine did not answer, or its answer cannot be used."""
+    """The engine did not answer, or its answer cannot be used; try again later."""
 
 
 class SwapRefusedError(EngineError):
-    """The engine refused this drafter and changed nothing."""
+    """The engine read the drafter and refused it: it will refuse the same drafter again."""
 
 
 class OtherBytesError(EngineError):
-    """The engine found other bytes than the agent had verified, and changed nothing."""
+    """The engine found other bytes than were verified, and loaded nothing."""
 
 
 class MetricsError(EngineError):

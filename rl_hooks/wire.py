@@ -27,7 +27,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -182,19 +182,14 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     last_rows = next((rows for rows, name in FORMATS.items() if name == meta.get("format")), None)
     if last_rows is None:
         raise WireError("format", f"expected {' or '.join(FORMATS.values())}, got {str(meta.get('format'))[:80]!r}")
-    rollout_ids = _json_field(meta, "rollout_ids", list)
+    rollout_ids = json_field(meta, "rollout_ids", list)
     if not rollout_ids or not all(isinstance(i, str) and 0 < len(i) <= 128 and i.isprintable() for i in rollout_ids):
         raise WireError("rollout_ids", "must be a non-empty JSON list of strings of 1 to 128 printable characters")
     if len(set(rollout_ids)) != len(rollout_ids):
         raise WireError("rollout_ids", "an id appears twice")
-    aux = _json_field(meta, "aux_layers", dict)
-    if aux.get("convention") != AUX_CONVENTION:
-        raise WireError("aux_layers", f"convention must be {AUX_CONVENTION!r}, got {aux.get('convention')!r}")
-    layers = aux.get("layers")
-    if not is_int_list(layers) or not layers or sorted(set(layers)) != layers:
-        raise WireError("aux_layers", f"layers must be ascending and distinct, got {str(layers)[:80]}")
+    layers = layers_field(meta)
     tokens, rollouts, hidden_size = _check_rollout_tensors(header, last_rows, len(layers), len(rollout_ids))
-    low, high = _int_field(meta, "policy_version"), _int_field(meta, "policy_version_max")
+    low, high = int_field(meta, "policy_version"), int_field(meta, "policy_version_max")
     if high < low:
         raise WireError("policy_version_max", f"is {high}, below policy_version {low}")
     rewards = _each(meta, "rewards", rollouts, _is_finite_number, "finite number")
@@ -211,7 +206,7 @@ def check_rollout_header(header: Header) -> RolloutHeader:
         aux_layers=tuple(layers),
         temperature=_float_field(meta, "temperature", 0.0, 100.0),
         top_p=_float_field(meta, "top_p", 0.0, 1.0),
-        top_k=_int_field(meta, "top_k"),
+        top_k=int_field(meta, "top_k"),
         rewards=None if rewards is None else tuple(float(r) for r in rewards),
         prompt_hashes=prompts,
         strata=strata,
@@ -360,7 +355,8 @@ def _text_field(meta: Mapping[str, str], key: str) -> str:
     return value
 
 
-def _int_field(meta: Mapping[str, str], key: str) -> int:
+def int_field(meta: Mapping[str, str], key: str) -> int:
+    """A count of a file's metadata; raises WireError that names `key`."""
     text = _text_field(meta, key)
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise WireError(key, f"must be a non-negative integer, got {text[:40]!r}")
@@ -378,7 +374,8 @@ def _float_field(meta: Mapping[str, str], key: str, low: float, high: float) -> 
     return value
 
 
-def _json_field(meta: Mapping[str, str], key: str, kind: type) -> Any:
+def json_field(meta: Mapping[str, str], key: str, kind: type) -> Any:
+    """A JSON list or object (`kind`) of a file's metadata; raises WireError that names `key`."""
     text = _text_field(meta, key)
     try:
         value = json.loads(text)
@@ -389,13 +386,24 @@ def _json_field(meta: Mapping[str, str], key: str, kind: type) -> Any:
     return value
 
 
+def layers_field(meta: Mapping[str, str]) -> list[int]:
+    """The layers that were captured: ascending and distinct, by our convention."""
+    aux = json_field(meta, "aux_layers", dict)
+    layers, convention = aux.get("layers"), aux.get("convention")
+    if convention != AUX_CONVENTION:
+        raise WireError("aux_layers", f"convention must be {AUX_CONVENTION!r}, got {str(convention)[:40]!r}")
+    if not is_int_list(layers) or not layers or sorted(set(layers)) != layers:
+        raise WireError("aux_layers", f"layers must be ascending and distinct, got {str(layers)[:80]}")
+    return cast("list[int]", layers)
+
+
 def _each(
     meta: Mapping[str, str], key: str, rollouts: int, fits: Callable[[object], bool], what: str
 ) -> tuple[Any, ...] | None:
     """A list that has one value for every rollout; None where it is absent."""
     if key not in meta:
         return None
-    values = _json_field(meta, key, list)
+    values = json_field(meta, key, list)
     if len(values) != rollouts or not all(map(fits, values)):
         raise WireError(key, f"must be one {what} per rollout ({rollouts})")
     return tuple(values)

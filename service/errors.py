@@ -1,21 +1,5 @@
 """Errors of the service.
 
-    ServiceError
-    ├── ConfigurationError      a setting, or the machine, does not allow what was asked for
-    ├── RunNotFound             no such run has been registered
-    ├── RunConflict             the run exists with another target
-    ├── RunClosed               a person has closed the run for what was sent
-    ├── RunDamaged              a file of the run on the service's disk is not what was written
-    ├── BlobDamaged             a rollout file on the service's disk is not what was uploaded
-    ├── TooManyReporters        a run has as many reporters as it may, and none was silent for long
-    ├── VersionNotFound         no such drafter version, or no such file in it
-    ├── RegistryError           the registry on disk contradicts itself, or a staged drafter is unusable
-    │   ├── RegistryBusy        another process keeps the registry's lock
-    │   └── LatestMoved         what a drafter was judged against is no longer served
-    │       └── LatestHeld      a person holds what is served
-    ├── ValkeyError             the embedded server is missing, or would not start
-    └── WorkerError             the worker cannot go on with a run
-
 `ObjectStoreError` is an OSError instead: what waits for a full disk waits for it too.
 
 A broken rollout file is `rl_hooks.wire.WireError`. The HTTP layer turns all of them into problem documents.

@@ -391,7 +391,7 @@ class Engine(Peer):
 
     def _swap(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         if body.keys() != {"path", "version"} | ({"sha256"} if self.verifies else set()):
-            self.send_json(handler, 422, {"title": "Invalid request"})  # as plugins of before digests were sent
+            self.send_json(handler, 422, {"title": "Invalid request"})  # as an engine that knows no other field
             return
         if self.refusal is not None and (self.refused_versions is None or body["version"] in self.refused_versions):
             self.send_json(handler, self.refusal[0], {"title": self.refusal[1]})

@@ -23,7 +23,7 @@ import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -33,26 +33,21 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import fetch_release, in_thread, prune_cache
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics, MetricsServer
+from rl_hooks.agent.reports import MAX_LOGGED, SERVICE, Reports
 from rl_hooks.engines.bounded import Answer, ask
-from rl_hooks.engines.counters import Bucket
 from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
-from rl_hooks.errors import AgentError, EngineError, ManifestError, NoRoomError, ReportError, SignatureError, cut
+from rl_hooks.errors import AgentError, EngineError, ManifestError, NoRoomError, SignatureError, cut
 from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
 from rl_hooks.sending.exchange import trusted
 
 log = logging.getLogger("draftalign.agent")
 
-_SERVICE: Final = "service"
 #: Begins the name of an engine that has no address.
 IN_PROCESS: Final = "in-process:"
 #: At least this long between two polls: a service or proxy may answer a long poll at once.
 _MIN_POLL_SECONDS: Final = 0.5
 _CANCEL_AGAIN_SECONDS: Final = 0.5
-#: Of an error in the log, whatever names and answers it quotes.
-_MAX_LOGGED: Final = 1000
-#: Answers to a report that will not change when it is sent again.
-_UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
 #: vLLM and SGLang close a connection that was idle for 5 seconds, and the agent asks them every 5 seconds. A request on
 #: a connection that the engine is closing fails, so idle connections are given up earlier.
 _LIMITS: Final = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
@@ -145,10 +140,9 @@ class SwapAgent:
         self._stopped = threading.Event()  # the download thread looks at it too
         self._interrupt: Callable[[], None] = lambda: None
         self._offered: dict[str, asyncio.Event] = {}
-        self._counted = asyncio.Event()
+        self._reports = Reports(config.run, config.agent_id, self.followers, self.metrics, self._note)
         self._etag = ""
         self._recent: list[str] = []  # versions offered, oldest first
-        self._warned: dict[str, str] = {}  # engine -> the service's last warning about its reports
 
     def stop(self) -> None:
         """End `run` soon. Safe from any thread and from signal handlers."""
@@ -196,13 +190,13 @@ class SwapAgent:
                         await self.followers[config.engine_urls[0]].tick(None)
             with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
                 async with asyncio.timeout(2.0):
-                    await self._report_all(service)
+                    await self._reports.send(service)
 
     def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
         config = self.config
         loops = [
-            self._repeat(_SERVICE, functools.partial(self._follow_service, service), config.max_backoff_seconds),
-            self._repeat("report", functools.partial(self._report, service), config.max_backoff_seconds),
+            self._repeat(SERVICE, functools.partial(self._follow_service, service), config.max_backoff_seconds),
+            self._repeat("report", functools.partial(self._reports.send_counted, service), config.max_backoff_seconds),
         ]
         for url in config.engine_urls:
             follower, event = self._follower(url, engines), self._offered[url]
@@ -255,7 +249,7 @@ class SwapAgent:
 
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
         self.metrics.error(peer, type(error).__name__)
-        text = cut(str(error) or repr(error), _MAX_LOGGED)
+        text = cut(str(error) or repr(error), MAX_LOGGED)
         cause = error.__cause__ if isinstance(error, EngineError) else error
         silent = isinstance(cause, httpx.TransportError)
         line = f"{self._name(peer)} does not answer ({text})" if silent else f"{self._name(peer)}: {text}"
@@ -264,7 +258,7 @@ class SwapAgent:
 
     def _name(self, peer: str) -> str:
         url = self.config.service_url
-        return {_SERVICE: f"service {url}", "report": f"service {url}, reports"}.get(peer, f"engine {peer}")
+        return {SERVICE: f"service {url}", "report": f"service {url}, reports"}.get(peer, f"engine {peer}")
 
     # --- the service
     async def _follow_service(self, client: httpx.AsyncClient) -> None:
@@ -288,7 +282,7 @@ class SwapAgent:
                 config.public_keys.check(nonce, response.content, response.headers.get(SIGNATURE_HEADER))
             elif self.offer is not None or status == 304:
                 raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
-        self.metrics.contact(_SERVICE)
+        self.metrics.contact(SERVICE)
         if status == 200 and await self._take(response):
             return
         if self.offer is None:
@@ -368,7 +362,7 @@ class SwapAgent:
         try:
             while not tick.done():
                 await asyncio.wait(awaited, timeout=self.config.report_seconds, return_when=asyncio.FIRST_COMPLETED)
-                self._counted.set()  # counts are reported also where the swap after them failed
+                self._reports.counted.set()  # counts are reported also where the swap after them failed
                 if newer in awaited and newer.done() and not tick.done():
                     return
             await tick
@@ -377,73 +371,6 @@ class SwapAgent:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.report_seconds):
                 await offered.wait()
-
-    # --- the reports
-    async def _report(self, client: httpx.AsyncClient) -> None:
-        await self._counted.wait()
-        self._counted.clear()
-        try:
-            await self._report_all(client)
-        except (httpx.HTTPError, AgentError):
-            self._counted.set()  # try again
-            raise
-
-    async def _report_all(self, client: httpx.AsyncClient) -> None:
-        for follower in list(self.followers.values()):
-            while follower.books.verdicts:
-                verdict, sequence = follower.books.verdicts[0]
-                judged = [b for b in follower.ledger.buckets() if b.drafter_version == verdict.version]
-                if judged:
-                    await self._post(
-                        client, follower, judged[-1], {"canary": verdict.document() | {"sequence": sequence}}
-                    )
-                follower.books.verdicts.pop(0)
-            for bucket in follower.ledger.buckets():
-                if bucket.reported != (bucket.counts.rounds, follower.is_loaded(bucket)):
-                    await self._post(client, follower, bucket, {})
-
-    async def _post(
-        self, client: httpx.AsyncClient, follower: EngineFollower, bucket: Bucket, more: dict[str, Any]
-    ) -> None:
-        """Send one bucket's cumulative counts. Idempotent: the newest report of a bucket replaces the one before."""
-        mark = (bucket.counts.rounds, follower.is_loaded(bucket))
-        document = {
-            "run": self.config.run,
-            "reporter": f"{self.config.agent_id} {follower.url}",
-            "engine": follower.url,
-            "method": bucket.method,
-            "drafter_version": bucket.drafter_version,
-            "policy_version": bucket.policy_version,
-            **asdict(bucket.counts),
-            "depth": follower.seen.depth,
-            "drafting": follower.seen.drafting,
-            "final": not mark[1],
-            **more,
-        }
-        if not bucket.counts.by_prompt:
-            del document["by_prompt"]
-        if times := follower.books.step_times.document():
-            document["step_times"] = times
-        response = await ask(client, "POST", "/acceptance", json=document)
-        if response.status_code in _UNACCEPTABLE:
-            # The same report would be refused again. A later one has other counts and may be accepted.
-            self._note(
-                "report", ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
-            )
-        elif not 200 <= response.status_code < 300:
-            raise ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
-        else:
-            self._warn(follower.url, response)
-        bucket.reported = mark
-        self.metrics.contact(_SERVICE)
-
-    def _warn(self, engine: str, response: Answer) -> None:
-        """Log the service's warning about a report, once."""
-        with contextlib.suppress(ValueError, AttributeError):
-            warning = response.json().get("warning")
-            if isinstance(warning, str) and self._warned.get(engine) != (said := cut(warning, _MAX_LOGGED)):
-                log.warning("%s: %s", engine, said)
-                self._warned[engine] = said
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -9,7 +9,6 @@ GET  /metrics                                vLLM's counters
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,13 +20,6 @@ from rl_hooks.engines.counters import Snapshot
 from rl_hooks.errors import AnswerError, EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.release import Release
 
-log = logging.getLogger("draftalign.agent")
-
-#: Of an engine whose plugin is older than this agent.
-LOADS_FIRST = (
-    "loads a drafter before it compares its bytes with the download's, which is compared afterwards; upgrade "
-    "draftalign-hooks in its environment, and restart it"
-)
 #: vLLM's methods that propose no tokens: they use the drafter's place to store states.
 _NOT_SPECULATION = frozenset({"extract_hidden_states"})
 
@@ -143,7 +135,7 @@ class EngineHttp:
 class SwapEngine(EngineHttp):
     """One engine that speaks the protocol."""
 
-    _verifies = _warned = False
+    _verifies = False
 
     async def state(self) -> EngineState:
         """What is loaded now."""
@@ -155,17 +147,13 @@ class SwapEngine(EngineHttp):
         """Ask for a swap; an answer that names another version is an EngineError."""
         version = release.version
         body: dict[str, Any] = {"path": str(release.path), "version": version}
-        if self._verifies and release.sha256s:  # a plugin of before refuses what it does not know
+        if self._verifies and release.sha256s:  # an engine may refuse what it does not know
             body["sha256"] = dict(release.sha256s)
         options = {"json": body, "timeout_seconds": self._swap_timeout_seconds}
         document = await self._object("POST", "/drafter/swap", fault=failure, **options)
         if (answered := document.get("version")) != version:
             raise EngineError(f"{self.url}/drafter/swap: asked for {version}, the engine answered {answered!r:.200}")
-        digest = _digest(document)
-        if digest is not None and not self._verifies and not self._warned:
-            self._warned = True
-            log.warning("%s %s", self.url, LOADS_FIRST)
-        return digest
+        return _digest(document)
 
     async def snapshot(self) -> Snapshot:
         """Its counters now."""

@@ -19,6 +19,7 @@ Legend: N rows taken in a step, A aux layers, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -135,10 +136,72 @@ class _Tracked:
     rows: int = 0
 
 
+def _free(tally: Tally, dropped: Iterable[_Tracked]) -> None:
+    tally.add("rows", -sum(tracked.rows for tracked in dropped))
+
+
+class _Sender:
+    """The tap's thread: joins the rows of requests that have ended, and delivers them if the weights are the same."""
+
+    def __init__(
+        self, deliver: Callable[[Collected], None], moved: Callable[[], None], budget: TokenBudget, tally: Tally
+    ) -> None:
+        self.deliver, self._moved, self._budget, self._tally = deliver, moved, budget, tally
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="draftalign-tap", daemon=True)
+        self._thread.start()
+
+    def send(self, ended: list[_Tracked], unchanged: Callable[[], bool]) -> None:
+        """Deliver these requests, in the thread, if the weights are `unchanged`."""
+        self._tasks.put(functools.partial(self._send_all, ended, unchanged))
+
+    def call(self, task: Callable[[], None]) -> None:
+        """Call it in the thread, after what came before."""
+        self._tasks.put(task)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Wait until all that came was done."""
+        self._tasks.put(None)
+        self._thread.join(timeout_seconds)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception as error:  # noqa: BLE001 - one failed comparison must not end the thread
+                _note(self._tally, "comparing the weights", error)
+            del task  # its rows must not stay until the next one comes
+
+    def _send_all(self, ended: list[_Tracked], unchanged: Callable[[], bool]) -> None:
+        try:
+            if unchanged():
+                for tracked in ended:
+                    self._send(tracked)
+            else:
+                self._tally.add("skipped_moved", len(ended))
+                self._moved()
+        finally:
+            _free(self._tally, ended)
+
+    def _send(self, tracked: _Tracked) -> None:
+        try:
+            collected = assemble(tracked.request, [chunk.host() for chunk in tracked.chunks])
+            if collected is None or not self._budget.spend(int(collected.generated.sum())):
+                self._tally.add("skipped_short" if collected is None else "skipped_budget")
+                return
+            self.deliver(replace(collected, policy_version=tracked.policy_version))
+            self._tally.add("delivered")
+        except UnscoredError as error:
+            self._tally.add("skipped_unscored")
+            self._tally.note("unscored", f"draftalign tap: {error}")
+        except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
+            _note(self._tally, "assemble", error)
+
+
 class FeatureTap:
     """Collects a sampled fraction of an engine's requests, at most `tokens_per_minute`, and delivers whole ones.
 
-    `deliver` is called in the tap's own thread. `begin`, `step`, `end` and `release` are called by the engine's.
+    `deliver` and `moved` are called in the tap's own thread; the engine's calls all methods here.
     """
 
     def __init__(
@@ -159,16 +222,11 @@ class FeatureTap:
         self.policy_version: int | None = policy_version
         self.tally = Tally(log)
         self._budget = TokenBudget(tokens_per_minute)
-        self._deliver = deliver
-        self._weights, self._moved = weights, moved
+        self._sender = _Sender(deliver, moved, self._budget, self.tally)
+        self._weights = weights
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
-        self._finished: queue.SimpleQueue[tuple[list[_Tracked], Callable[[], bool]] | Callable[[], None] | None]
-        self._finished = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="draftalign-tap", daemon=True)
-        self._thread.start()
 
-    # --- the engine's thread
     def begin(self, request: Request) -> None:
         """A request was admitted; decide whether to collect it."""
         if request.request_id in self._tracked or sampling_position(request.request_id, "tap") >= self.fraction:
@@ -200,7 +258,8 @@ class FeatureTap:
                 self._take(step, chosen)
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.note("step", error)
-            self._free(t for i in chosen if (t := self._tracked.pop(step.request_ids[i], None)) is not None)
+            dropped = (self._tracked.pop(step.request_ids[i], None) for i in chosen)
+            _free(self.tally, (tracked for tracked in dropped if tracked is not None))
 
     def end(self, request_ids: Collection[str]) -> None:
         """These requests have ended, for whatever reason."""
@@ -215,9 +274,9 @@ class FeatureTap:
             return
         ended, self._ended = self._ended, []
         try:
-            self._finished.put((ended, self._weights.look() if self._weights is not None else lambda: True))
+            self._sender.send(ended, self._weights.look() if self._weights is not None else lambda: True)
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
-            self._free(ended)
+            _free(self.tally, ended)
             self.note("sampling the weights", error)
 
     def cut(self) -> None:
@@ -226,17 +285,17 @@ class FeatureTap:
         self.tally.add("cut", len(self._tracked))
         self._forget()
         if ended:
-            self._finished.put((ended, lambda: True))
+            self._sender.send(ended, lambda: True)
 
     def turn(self, policy_version: int, head: Head, ready: Callable[[], None]) -> None:
         """The policy is of this version from now on. What is still under way is dropped: either policy drew it.
 
         `ready` is called in the tap's thread, when all that was collected before has been delivered.
         """
-        self._free([*self._ended, *self._tracked.values()])
+        _free(self.tally, [*self._ended, *self._tracked.values()])
         self._forget()
         self.head, self.policy_version = head, policy_version
-        self._finished.put(ready)
+        self._sender.call(ready)
 
     def close(self, timeout_seconds: float) -> None:
         """Collect nothing more; wait until what was collected has been delivered.
@@ -244,8 +303,7 @@ class FeatureTap:
         A thread that is inside torch when the interpreter ends takes the whole process down with it.
         """
         self.cut()
-        self._finished.put(None)
-        self._thread.join(timeout_seconds)
+        self._sender.close(timeout_seconds)
 
     def _forget(self) -> None:
         self.policy_version = None
@@ -276,7 +334,7 @@ class FeatureTap:
         chunks = [_Chunk(copies, slice(end - n, end)) for n, end in zip(counts.tolist(), ends, strict=True)]
         for i, chunk, count in zip(chosen, chunks, counts.tolist(), strict=True):
             self._append(step.request_ids[i], chunk, count)
-        self._finished.put(lambda: _detach(chunks))
+        self._sender.call(lambda: _detach(chunks))
 
     def _append(self, name: str, chunk: _Chunk, rows: int) -> None:
         tracked = self._tracked[name]
@@ -286,51 +344,16 @@ class FeatureTap:
         long = tracked.rows > 4 * self.max_tokens  # with all its rejected drafts
         if long or self.tally["rows"] > 2 * self._rows:
             self.tally.add("skipped_long" if long else "skipped_memory")
-            self._free([self._tracked.pop(name)])
-
-    def _free(self, dropped: Iterable[_Tracked]) -> None:
-        self.tally.add("rows", -sum(tracked.rows for tracked in dropped))
-
-    # --- the tap's thread
-    def _work(self) -> None:
-        while (task := self._finished.get()) is not None:
-            self._do(task)
-            del task  # its rows must not stay until the next one comes
-
-    def _do(self, task: tuple[list[_Tracked], Callable[[], bool]] | Callable[[], None]) -> None:
-        ended = [] if callable(task) else task[0]
-        try:
-            if callable(task):
-                task()
-            elif task[1]():
-                for tracked in ended:
-                    self._send(tracked)
-            else:
-                self.tally.add("skipped_moved", len(ended))
-                self._moved()
-        except Exception as error:  # noqa: BLE001 - one failed comparison must not end the thread
-            self.note("comparing the weights", error)
-        finally:
-            self._free(ended)
-
-    def _send(self, tracked: _Tracked) -> None:
-        try:
-            collected = assemble(tracked.request, [chunk.host() for chunk in tracked.chunks])
-            if collected is None or not self._budget.spend(int(collected.generated.sum())):
-                self.tally.add("skipped_short" if collected is None else "skipped_budget")
-                return
-            self._deliver(replace(collected, policy_version=tracked.policy_version))
-            self.tally.add("delivered")
-        except UnscoredError as error:
-            self.tally.add("skipped_unscored")
-            self.tally.note("unscored", f"draftalign tap: {error}")
-        except Exception as error:  # noqa: BLE001 - one bad request must not end the thread
-            self.note("assemble", error)
+            _free(self.tally, [self._tracked.pop(name)])
 
     def note(self, kind: str, error: Exception) -> None:
         """Count a failure of ours; log it the first time that its kind comes up."""
-        self.tally.add("failures")
-        self.tally.note(kind, f"draftalign tap: {kind} failed, requests go uncollected: {error!r}")
+        _note(self.tally, kind, error)
+
+
+def _note(tally: Tally, kind: str, error: Exception) -> None:
+    tally.add("failures")
+    tally.note(kind, f"draftalign tap: {kind} failed, requests go uncollected: {error!r}")
 
 
 def _to(device: torch.device, array: npt.NDArray[Any]) -> Tensor:

@@ -101,7 +101,7 @@ class Delivery:
             if isinstance(warning, str) and warning:
                 self.tally.note(f"warning {kind_of(warning)}", f"the drafter service says: {warning}")
             self.read_deaths(fields)
-            if (wanted := fields.get("last_rows")) in ("all", "predicting"):  # an older service does not say
+            if (wanted := fields.get("last_rows")) in ("all", "predicting"):  # the answer to a head does not say
                 self.last_rows = wanted
             self.prompts_once = fields.get("prompts_once", self.prompts_once) is True
             return "duplicates" if fields.get("duplicate") is True else "sent"
@@ -119,7 +119,7 @@ class Delivery:
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
         if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
             return None
-        if job.method == "POST":  # an older service, or a run of this name with another kind of drafter
+        if job.method == "POST":  # a run of this name with another kind of drafter, maybe
             self.last_rows, self.prompts_once = "all", False
         return "dropped_error"
 
@@ -131,7 +131,7 @@ class Delivery:
         """
         total, reason = fields.get("dead_total"), fields.get("last_dead_reason")
         if type(total) is not int or not isinstance(reason, str):
-            return  # the answer to no batch, or of an older service
+            return  # the answer to no batch
         # Batches that died before the first answer are another trainer's. A smaller total: the run was deleted and
         # registered again, or Redis was emptied, and the count began at 0.
         before = total if self._dead_total is None else min(self._dead_total, total)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -86,6 +87,18 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
     return here
 
 
+@dataclass
+class _Forward:
+    """What the hooks have taken of one forward, by the name of a layer or "norm"; the shape that it must have."""
+
+    shape: tuple[int, ...] | None = None
+    packed: bool = False
+    states: dict[str, Tensor] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    boundaries: dict[str, Tensor | None] = field(default_factory=dict)
+    error: Exception | None = None
+
+
 class FeatureCapture:
     """Captures the states entering `aux_layers` and the final norm's output, in forwards run inside `armed`.
 
@@ -111,13 +124,8 @@ class FeatureCapture:
         #: Time spent inside the hooks, that is, copying the selected rows.
         self.hook_seconds = 0.0
         self._armed = False
-        self._shape: tuple[int, ...] | None = None
-        self._packed = False
         self._rows: Tensor | None = None
-        self._states: dict[str, Tensor] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._boundaries: dict[str, Tensor | None] = {}
-        self._error: Exception | None = None
+        self._forward = _Forward()
         self._handles: list[RemovableHandle] = [
             layers[index].register_forward_pre_hook(partial(self._entering, f"layer {index}"), with_kwargs=True)
             for index in self.aux_layers
@@ -134,8 +142,7 @@ class FeatureCapture:
         without a copy. `shape`: the [B, S] that the states must have; another one is an error that `pop` raises. A
         `packed` row may be longer in the forward: trainers pad it to the size of a bucket.
         """
-        self._rows, self._shape, self._packed = rows, shape, packed
-        self.clear()
+        self._rows, self._forward = rows, _Forward(shape, packed)
         self._armed = True
         try:
             yield self
@@ -145,38 +152,37 @@ class FeatureCapture:
 
     def is_past_norm(self) -> bool:
         """Whether the armed forward has come to its last state."""
-        return "norm" in self._states
+        return "norm" in self._forward.states
 
     def normed(self) -> Tensor:
         """The last state's rows [N, H], from within the forward."""
-        return self._states["norm"]
+        return self._forward.states["norm"]
 
     def pop(self) -> Captured:
         """The states of the last armed forward. Raises `CaptureMissedError` if any hook did not fire."""
-        states, self._states = self._states, {}
-        boundaries, self._boundaries = self._boundaries, {}
-        shapes, self._shapes = self._shapes, {}
-        error, self._error = self._error, None
+        forward = self._forward
+        self.clear()
+        error, forward.error = forward.error, None
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # its traceback holds this frame, and so those of the trainer: a circle
         wanted = [f"layer {index}" for index in self.aux_layers]
-        missed = [name for name in [*wanted, "norm"] if name not in states]
+        missed = [name for name in [*wanted, "norm"] if name not in forward.states]
         if missed:
             raise CaptureMissedError(
                 f"no hidden state came from {', '.join(missed)} in the armed forward. Either no forward ran, or the "
                 "model was compiled before the hooks were registered (attach before torch.compile), or the modules "
                 "were replaced afterwards."
             )
-        for name, found in shapes.items():
-            _check_shape(name, found, self._shape, packed=self._packed)
-        return Captured(tuple(states[name] for name in wanted), states["norm"], boundaries)
+        for name, found in forward.shapes.items():
+            _check_shape(name, found, forward.shape, packed=forward.packed)
+        return Captured(tuple(forward.states[name] for name in wanted), forward.states["norm"], forward.boundaries)
 
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
-        self._states, self._shapes, self._boundaries, self._error = {}, {}, {}, None
+        self._forward = _Forward()
 
     def close(self) -> None:
         """Remove the hooks. Safe to call twice."""
@@ -185,13 +191,13 @@ class FeatureCapture:
         self._handles.clear()
 
     def _entering(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._armed and name not in self._states:
-            if not self._states:  # all layers get the same ones
-                self._boundaries = boundaries_among(kwargs)
+        if self._armed and name not in self._forward.states:
+            if not self._forward.states:  # all layers get the same ones
+                self._forward.boundaries = boundaries_among(kwargs)
             self._take(name, args[0] if args else kwargs.get("hidden_states"))
 
     def _normed(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if self._armed and "norm" not in self._states:
+        if self._armed and "norm" not in self._forward.states:
             self._take("norm", output)
 
     def _take(self, name: str, state: Any) -> None:
@@ -201,13 +207,14 @@ class FeatureCapture:
         try:
             flat = _flatten(name, state)
             # `pop` compares the shape: a comparison here would make Dynamo compile again for each length of a batch.
-            self._shapes[name] = state.shape
+            self._forward.shapes[name] = state.shape
             if self._rows is not None:
                 # Rows beyond a state that does not fit would be an assertion on the device, which ends the process.
                 flat = flat.index_select(0, self._rows.to(flat.device).clamp(max=flat.shape[0] - 1))
-            self._states[name] = flat
+            self._forward.states[name] = flat
         except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
-            self._error = self._error or error.with_traceback(None)  # whose frames hold the trainer's tensors
+            # Its frames hold the trainer's tensors.
+            self._forward.error = self._forward.error or error.with_traceback(None)
         if not compiling:
             self.firings += 1
             self.hook_seconds += time.perf_counter() - started

@@ -41,7 +41,7 @@ from service.errors import (
 from service.storage.ready import why_unusable
 
 log = logging.getLogger("draftalign.api")
-#: Of a 429 or 503: a trainer that waits for room, or for Redis, asks again this soon.
+#: Of a 429 or 503 that names no time: a trainer that waits for room, or for Redis, asks again this soon.
 RETRY_AFTER_SECONDS: Final = 2
 
 MEDIA_TYPE: Final = "application/problem+json"
@@ -96,6 +96,8 @@ class Problem(Exception):  # noqa: N818 - RFC 9457's word
         self.detail = detail
         self.field = field
         self.headers = dict(headers or {})
+        if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))
 
 
 def in_units(size: float) -> str:
@@ -169,7 +171,6 @@ def _has_body(scope: Scope) -> bool:
 
 def as_problem(error: Exception) -> Problem:
     """Translate an exception of a handler or library."""
-    retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
     match error:
         case Problem():
             return error
@@ -184,23 +185,23 @@ def as_problem(error: Exception) -> Problem:
         case RunClosed():
             return Problem(409, "run-closed", str(error))
         case RunDamaged():
-            return Problem(503, "run-damaged", str(error), headers=retry)
+            return Problem(503, "run-damaged", str(error))
         case TooManyReporters():
-            return Problem(429, "too-many-reporters", str(error), field="reporter", headers=retry)
+            return Problem(429, "too-many-reporters", str(error), field="reporter")
         case RegistryBusy():
-            return Problem(503, "registry-busy", str(error), headers=retry)
+            return Problem(503, "registry-busy", str(error))
         case LatestHeld():
             return Problem(409, "drafter-held", str(error))
         case ObjectStoreError():
-            return Problem(503, "object-store-away", str(error), headers=retry)
+            return Problem(503, "object-store-away", str(error))
         case RegistryError():
             return Problem(409, "registry", str(error))
         case redis_errors.OutOfMemoryError():
-            return Problem(503, "redis-full", "Redis is out of memory; nothing was queued", headers=retry)
+            return Problem(503, "redis-full", "Redis is out of memory; nothing was queued")
         case redis_errors.RedisError() if (reason := why_unusable(error)) is not None:
-            return Problem(503, "redis-unusable", f"nothing was queued: Redis {reason}", headers=retry)
+            return Problem(503, "redis-unusable", f"nothing was queued: Redis {reason}")
         case redis_errors.ConnectionError() | redis_errors.TimeoutError():  # loading its data counts as away
-            return Problem(503, "redis-away", "Redis does not answer; nothing was queued", headers=retry)
+            return Problem(503, "redis-away", "Redis does not answer; nothing was queued")
         case RequestValidationError():
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"][1:]) or None
@@ -209,7 +210,7 @@ def as_problem(error: Exception) -> Problem:
             kind = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
             return Problem(error.status_code, kind, str(error.detail), headers=error.headers)
         case OSError() if error.errno in _DISK:
-            return Problem(503, "disk", f"the service cannot use its files: {os.strerror(error.errno)}", headers=retry)
+            return Problem(503, "disk", f"the service cannot use its files: {os.strerror(error.errno)}")
         case ClientDisconnect():
             return Problem(400, "client-left", "the client left before the end of the body; nothing was kept")
         case _:

@@ -85,31 +85,30 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         _check_number(context, caller)
     check_open(context.layout, run, for_rollouts=True)  # whoever registers is about to send some
     refused = await _refused_file(context, run)
-    records: list[RunRecord] = []
 
-    async def on_header(header: Header) -> None:
+    async def on_header(header: Header) -> RunRecord:
         begins = refused is not None or not is_there(context.layout.run_json(run))
         record = read_run_header(run, header, begins=begins)
-        records.append(record)
         if not begins:
             check_same(context.layout, context.run(run), record, header)
+        return record
 
     warning: str | None = None
     check_room(context, length)
     with context.spool.reserve(length), context.spool.upload() as upload:
-        await receive_file(request, upload, length, context.settings, on_header)
+        record = await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         created = refused is not None or not is_there(context.layout.run_json(run))
         if created:
             await asyncio.to_thread(check_initial_drafter, upload.path)
             await context.check_redis()  # it may have stopped while the file came, and to forget may rightly take long
             forget = _forgetting(context, run)  # the keys of an earlier run of this name
-            created = await context.locking(commit_run, context.layout, records[0], upload, forget, refused=refused)
+            created = await context.locking(commit_run, context.layout, record, upload, forget, refused=refused)
             if created and refused is not None:
                 await context.soon(context.store(run).forget_refusal())  # the refusal was of the file that was replaced
         if not created:
-            warning = await _join(context, records[0], upload)
-            await context.soon(context.store(run).note_registration(records[0].policy_version))
+            warning = await _join(context, record, upload)
+            await context.soon(context.store(run).note_registration(record.policy_version))
     # Also for a run that exists: Redis may have been emptied since.
     await context.soon(context.queue(run).ensure_group())
     response.status_code = 201 if created else 200
@@ -131,7 +130,6 @@ def _check_number(context: ServiceContext, caller: Token) -> None:
         429,
         "too-many-runs",
         f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS",
-        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
@@ -196,7 +194,6 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
         "too-many-heads",
         f"run {run!r} has {left} heads, and {most} is the most; batches that were received may need them. Try again "
         "when the worker has caught up (a paused run: once it is active), or raise DRAFTALIGN_MAX_HEADS",
-        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
@@ -410,22 +407,22 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     check_open(context.layout, run)
     length = check_announcement(request, context.settings.max_run_bytes)
     await context.check_redis()
-    versions: list[int] = []
 
-    async def on_header(header: Header) -> None:
-        versions.append(read_head_header(record, header))
-        await _check_heads(context, run, versions[0])
+    async def on_header(header: Header) -> int:
+        version = read_head_header(record, header)
+        await _check_heads(context, run, version)
+        return version
 
     held = 0 if await _waits_for_head(context, run) else await asyncio.to_thread(heads_bytes, context.layout, run)
     check_room(context, length, run, held=held)
     with context.spool.reserve(length, run), context.spool.upload() as upload:
-        await receive_file(request, upload, length, context.settings, on_header)
+        version = await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
-        _keep_head(context, run, versions[0], upload, await asyncio.to_thread(crc32_of, upload.path))
-    await context.soon(context.store(run).note_head(versions[0]))
-    return {"run": run, "policy_version": versions[0], "latest_head": versions[0]}
+        _keep_head(context, run, version, upload, await asyncio.to_thread(crc32_of, upload.path))
+    await context.soon(context.store(run).note_head(version))
+    return {"run": run, "policy_version": version, "latest_head": version}
 
 
 def check_room(context: ServiceContext, length: int, run: str = "", held: int = 0) -> None:
@@ -452,5 +449,4 @@ def check_room(context: ServiceContext, length: int, run: str = "", held: int = 
         429,
         "spool-low",
         f"{found}. Try again when the worker has caught up",
-        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )

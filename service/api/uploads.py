@@ -25,7 +25,8 @@ from service.settings import Settings
 from service.storage.spool import Upload
 
 Model = TypeVar("Model", bound=BaseModel)
-OnHeader = Callable[[Header], Awaitable[None]]
+#: What a route makes of a file's header.
+Read = TypeVar("Read")
 #: A body slower than this on average is refused: it only holds a connection.
 _MIN_BYTES_PER_SECOND: Final = 4096
 
@@ -65,9 +66,9 @@ def check_announcement(request: Request, max_bytes: int) -> int:
 
 
 async def receive_file(
-    request: Request, upload: Upload, length: int, settings: Settings, on_header: OnHeader
-) -> Header:
-    """Write the body to `upload`; returns its verified header once exactly `length` bytes have come.
+    request: Request, upload: Upload, length: int, settings: Settings, on_header: Callable[[Header], Awaitable[Read]]
+) -> Read:
+    """Write the body to `upload`; returns what `on_header` did, once exactly `length` bytes have come.
 
     `on_header` is awaited as soon as the header is complete: it raises to refuse the rest.
     """
@@ -87,14 +88,14 @@ async def receive_file(
             header = _complete_header(prefix, length)
             if header is not None:
                 del prefix
-                await on_header(header)
+                read = await on_header(header)
                 if more and await _take_rest(request, upload, length - received, settings, deadline):
                     received, more = length, False
     if received != length:
         raise WireError("file", f"Content-Length said {length} bytes, {received} came")
     if header is None:
         raise WireError("header", f"the file ended after {received} bytes, inside its header")
-    return header
+    return read
 
 
 async def _take_rest(request: Request, upload: Upload, left: int, settings: Settings, deadline: float) -> bool:

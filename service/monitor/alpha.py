@@ -265,12 +265,8 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
 
 
 def _pool(scores: Iterable[ScoreRecord], drafter: str) -> DrafterSums | None:
-    """Sum of one drafter. Moments count only when every record has them: a part would understate the width."""
     found = [sums for record in scores if (sums := record.sums(drafter)) is not None]
-    if not found:
-        return None
-    total = sum(found, DrafterSums(0.0, 0.0))
-    return total if all(sums.rollouts > 0 for sums in found) else DrafterSums(total.tokens, total.rounds)
+    return sum(found, DrafterSums(0.0, 0.0)) if found else None
 
 
 def _publication_lag(scores: Iterable[ScoreRecord]) -> float | None:

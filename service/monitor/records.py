@@ -29,10 +29,7 @@ _Kind = TypeVar("_Kind", "ScoreRecord", "AcceptanceRecord", "WorkerGauges")
 
 @dataclass(frozen=True, slots=True)
 class DrafterSums:
-    """Additive statistics of one drafter over rollouts with a round.
-
-    The second moments give pooled confidence half-widths. `rollouts` is 0 in a record from before there were any.
-    """
+    """Additive statistics of one drafter over rollouts with a round; the second moments give confidence half-widths."""
 
     __pydantic_config__: ClassVar = _CHECKED
     tokens: float
@@ -437,47 +434,17 @@ _READERS: Final[Mapping[type, TypeAdapter[Any]]] = {
 
 
 def read(kind: type[_Kind], text: str | bytes) -> _Kind | None:
-    """Read a record. Fields of another type are taken for unknown; None where it is no JSON object."""
+    """Read a record, without its fields of another type (NaN is written as null); None where it is no JSON object."""
+    found: _Kind
     try:
-        found: _Kind = _READERS[kind].validate_json(text)
-    except ValidationError:
-        return _read_odd(kind, text)
+        found = _READERS[kind].validate_json(text)
+    except ValidationError as error:
+        odd = {fault["loc"][:1] for fault in error.errors(include_url=False, include_context=False)}
+        if () in odd:  # no object, or text that is not Unicode
+            return None
+        document = {name: value for name, value in json.loads(text).items() if (name,) not in odd}
+        found = _READERS[kind].validate_json(json.dumps(document))
     return found
-
-
-def _read_odd(kind: type[_Kind], text: str | bytes) -> _Kind | None:
-    """Read a record without its fields of another type: an older one, or one that was written by hand."""
-    try:
-        document = json.loads(text)
-    except ValueError:
-        return None
-    while isinstance(document, dict):
-        try:
-            found: _Kind = _READERS[kind].validate_json(json.dumps(document))
-        except ValidationError as error:
-            for fault in error.errors(include_url=False, include_context=False, include_input=False):
-                if not fault["loc"]:  # text that JSON allows and Unicode does not
-                    return None
-                _mend(document, [str(name) for name in fault["loc"]])
-        else:
-            return found
-    return None
-
-
-def _mend(document: dict[str, object], place: list[str]) -> None:
-    """Make an integer of 7.0, and forget any other value at `place`."""
-    name, *deeper = place
-    value = document.get(name)
-    if name == "drift_change":
-        document.pop(name, None)  # half of it is none
-    elif name in DRAFTERS and isinstance(value, dict) and deeper[:1] not in (["tokens"], ["rounds"]):
-        document[name] = {key: value.get(key) for key in ("tokens", "rounds")}  # half of the moments is none
-    elif name not in DRAFTERS and isinstance(value, dict) and deeper:
-        _mend(value, deeper)
-    elif isinstance(value, float) and value.is_integer():
-        document[name] = int(value)
-    else:
-        document.pop(name, None)
 
 
 def written(record: ScoreRecord | AcceptanceRecord) -> str:

@@ -54,6 +54,50 @@ class Served(NamedTuple):
         return self.served if drafter == "served" else None
 
 
+class _Counts:
+    """What engines have counted: the records by kind and name, "a" or "l" and whose."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, AcceptanceRecord | None] = {}  # None: cannot be read
+        self._names: defaultdict[int | None, dict[str, None]] = defaultdict(dict)  # by policy version
+
+    def put(self, name: str, value: bytes | None) -> list[int | None]:
+        """Take a change in; returns the policy versions whose counts it changes."""
+        changed = []
+        before = self._records.pop(name, None)
+        if before is not None:
+            names = self._names[before.policy_version]
+            del names[name]
+            if not names:  # policy versions are without bound
+                del self._names[before.policy_version]
+            changed.append(before.policy_version)
+        if value is None:
+            return changed
+        record = _count(name, value)
+        self._records[name] = record
+        if record is not None:
+            self._names[record.policy_version][name] = None
+            changed.append(record.policy_version)
+        return changed
+
+    def all(self) -> list[AcceptanceRecord]:
+        return [record for record in self._records.values() if record is not None]
+
+    def of(self, policy: int) -> list[AcceptanceRecord]:
+        return [r for name in self._names.get(policy, ()) if (r := self._records[name]) is not None]
+
+    def policies(self) -> Collection[int | None]:
+        return self._names.keys()
+
+    def reports(self) -> int:
+        """How many there are but for live sums, read or not."""
+        return sum(name[0] == "a" for name in self._records)
+
+    def clear(self) -> None:
+        self._records.clear()
+        self._names.clear()
+
+
 class Series:
     """One run's. `refresh` first; what it has then is of that moment. One caller at a time: `Series.lock`."""
 
@@ -63,8 +107,7 @@ class Series:
         self._store, self._max_lag = store, max_lag
         self._cursor: str | None = None
         self._batches: dict[str, Batch] = {}
-        self._counts: dict[str, AcceptanceRecord | None] = {}  # by kind and name; None: cannot be read
-        self._counted: defaultdict[int | None, dict[str, None]] = defaultdict(dict)  # their names by policy version
+        self._counts = _Counts()
         self._points: dict[int, tuple[bytes, DrafterSums | None]] = {}
         self._stale: set[int] = set()
         self._sick: Sick = frozenset()
@@ -79,7 +122,7 @@ class Series:
     @property
     def acceptances(self) -> list[AcceptanceRecord]:
         """All acceptance records, and the live sums."""
-        return [record for record in self._counts.values() if record is not None]
+        return self._counts.all()
 
     @property
     def served(self) -> list[Served]:
@@ -96,7 +139,7 @@ class Series:
         await self._follow()
         if self._sick != (now := frozenset(sick)):
             other, self._sick = self._sick ^ now, now
-            known = [record for record in self._counts.values() if record is not None]
+            known = self._counts.all()
             self._touch(r.policy_version for r in known if (r.reporter, r.drafter_version) in other)
         pooled = 0
         while self._stale:
@@ -119,15 +162,15 @@ class Series:
             self._cursor = found.cursor
             if moved:
                 await asyncio.to_thread(self._order, await self._store.returns())
-            if found.sizes == (len(self._batches), sum(name[0] == "a" for name in self._counts)):
+            if found.sizes == (len(self._batches), self._counts.reports()):
                 return
         await self._read_all()
 
     async def _read_all(self) -> None:
         self._cursor, cursor = None, await self._store.newest_change()
-        self._touch(chain(self._points, self._counted))
-        for kept in (self._batches, self._counts, self._counted):
-            kept.clear()
+        self._touch(chain(self._points, self._counts.policies()))
+        self._batches.clear()
+        self._counts.clear()
         async for piece in self._store.all_records():
             await asyncio.to_thread(self._apply, piece)
         found = await self._store.changes(cursor)  # while they were read
@@ -144,7 +187,7 @@ class Series:
                 moved = True
                 self._put_score(name, value)
             else:
-                self._put_count(kind + name, value)
+                self._touch(self._counts.put(kind + name, value))
         return moved
 
     def _put_score(self, batch_id: str, value: bytes | None) -> None:
@@ -156,22 +199,6 @@ class Series:
             self._batches[batch_id] = Batch(batch_id, record.policy_version, record.arrival, record.created)
             self._touch([record.policy_version])
 
-    def _put_count(self, name: str, value: bytes | None) -> None:
-        before = self._counts.pop(name, None)
-        if before is not None:
-            names = self._counted[before.policy_version]
-            del names[name]
-            if not names:  # policy versions are without bound
-                del self._counted[before.policy_version]
-            self._touch([before.policy_version])
-        if value is None:
-            return
-        record = _count(name, value)
-        self._counts[name] = record
-        if record is not None:
-            self._counted[record.policy_version][name] = None
-            self._touch([record.policy_version])
-
     def _touch(self, policies: Iterable[int | None]) -> None:
         self._stale.update(policy for policy in policies if policy is not None)
 
@@ -181,7 +208,7 @@ class Series:
         ordered = sorted(self._batches.values(), key=lambda batch: batch.arrival)
         self._attempts = attempts(ordered, self._max_lag, returns)
         if began != self._attempts[-1].began:
-            self._touch(chain(self._points, self._counted))
+            self._touch(chain(self._points, self._counts.policies()))
         self._batch_ids = {}
         for batch in ordered:
             if batch.policy_version is not None:
@@ -196,7 +223,7 @@ class Series:
             found[score.policy_version].append(score)
         for policy in policies:
             self._points.pop(policy, None)
-            records = [r for name in self._counted.get(policy, ()) if (r := self._counts[name]) is not None]
+            records = self._counts.of(policy)
             counted = sound([record for record in records if last.has(record.reported)], self._sick)
             chosen = [score for score in found[policy] if first is None or score.arrival >= first]
             if not (chosen or counted or records):

@@ -16,7 +16,7 @@ from typing import Any, Final
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
-from service.storage.reports.store import StoreKeys
+from service.storage.reports.keys import StoreKeys
 
 LEASE_SECONDS = 15.0
 #: Take or renew the lease in one step: a worker that is stopped (SIGSTOP) between two would renew what is another's by

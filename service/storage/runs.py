@@ -7,7 +7,6 @@ The body is a safetensors file: `embed_tokens` and `lm_head` [V, H] (no `lm_head
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import time
@@ -24,7 +23,6 @@ from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.run import check_run
 from rl_hooks.wire import (
-    AUX_CONVENTION,
     HEAD_FORMAT,
     RUN_FORMAT,
     Header,
@@ -33,6 +31,9 @@ from rl_hooks.wire import (
     MappedFile,
     TensorInfo,
     WireError,
+    int_field,
+    json_field,
+    layers_field,
     target_fingerprint,
 )
 from service.errors import RunClosed, RunConflict, RunDamaged, RunNotFound
@@ -79,22 +80,13 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
     meta = header.metadata
     if meta.get("format") != RUN_FORMAT:
         raise WireError("format", f"expected {RUN_FORMAT!r}, got {meta.get('format')!r}")
-    config = json_object(meta.get("config"), "config")
+    config = json_field(meta, "config", dict)
     for key in _CONFIG_INTS:
         if type(config.get(key)) is not int or not 0 < config[key] < 1 << 31:
             raise WireError("config", f"{key} must be a positive integer, got {str(config.get(key))[:40]}")
-    aux = json_object(meta.get("aux_layers"), "aux_layers")
-    layers = aux.get("layers")
-    if aux.get("convention") != AUX_CONVENTION:
-        raise WireError("aux_layers", f"convention must be {AUX_CONVENTION!r}, got {str(aux.get('convention'))[:40]!r}")
-    depth = config["num_hidden_layers"]
-    if (
-        not isinstance(layers, list)
-        or not layers
-        or any(type(layer) is not int or not 0 <= layer <= depth for layer in layers)
-        or sorted(set(layers)) != layers
-    ):
-        raise WireError("aux_layers", f"layers must be ascending integers from 0 to {depth}, got {str(layers)[:80]}")
+    layers, depth = layers_field(meta), config["num_hidden_layers"]
+    if layers[0] < 0 or layers[-1] > depth:
+        raise WireError("aux_layers", f"layers must be from 0 to {depth}, got {str(layers)[:80]}")
     fingerprint = target_fingerprint(config, layers)
     if meta.get("target_fingerprint") != fingerprint:
         raise WireError(
@@ -104,17 +96,17 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
     if begins:
         _check_for_worker(header, config, layers)
     LogitMap.from_metadata(meta)
-    size = meta.get("draft_vocab_size")
-    if size is not None and not (_is_count(size) and 0 < int(size) <= config["vocab_size"]):
-        raise WireError("draft_vocab_size", f"must be from 1 to {config['vocab_size']}, got {size[:40]!r}")
+    size = int_field(meta, "draft_vocab_size") if "draft_vocab_size" in meta else None
+    if size is not None and not 0 < size <= config["vocab_size"]:
+        raise WireError("draft_vocab_size", f"must be from 1 to {config['vocab_size']}, got {size}")
     return RunRecord(
         run=run,
         target_fingerprint=fingerprint,
         aux_layers=tuple(layers),
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
-        policy_version=_policy_version(header),
-        draft_vocab_size=None if size is None else int(size),
+        policy_version=int_field(meta, "policy_version"),
+        draft_vocab_size=size,
         has_drafter="drafter_config" in meta,
         last_rows=_last_rows(meta),
         bytes=header.file_bytes,
@@ -124,9 +116,10 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
 
 def _last_rows(metadata: Mapping[str, str]) -> LastRows:
     """Rows of the last state that a run's drafters read. All drafters of a run are of one kind."""
-    text = metadata.get("drafter_config")  # without one the run begins with an EAGLE-3 drafter
+    if "drafter_config" not in metadata:  # the run begins with an EAGLE-3 drafter
+        return "predicting"
     try:
-        mtp = text is not None and kind_of(json_object(text, "drafter_config")) == "mtp"
+        mtp = kind_of(json_field(metadata, "drafter_config", dict)) == "mtp"
     except DrafterError:  # of a run that exists and keeps its own
         return "all"
     return "all" if mtp else "predicting"
@@ -142,8 +135,8 @@ def _check_for_worker(header: Header, config: dict[str, Any], layers: list[int])
 
 def check_registered(config: Mapping[str, Any], aux_layers: Sequence[int], header: Header) -> None:
     """Raise `DrafterError` unless the worker can begin a run with a file of this header."""
-    text = header.metadata.get("drafter_config")
-    drafter_config = None if text is None else json_object(text, "drafter_config")
+    meta = header.metadata
+    drafter_config = json_field(meta, "drafter_config", dict) if "drafter_config" in meta else None
     tensors = {n.removeprefix("drafter."): i for n, i in header.tensors.items() if n.startswith("drafter.")}
     check_run(config, aux_layers, drafter_config, {n: (info.shape, info.dtype) for n, info in tensors.items()})
 
@@ -162,7 +155,7 @@ def _check_run_tensors(header: Header, config: dict[str, Any]) -> None:
     if has_drafter != ("drafter_config" in header.metadata):
         raise WireError("drafter_config", "must be there exactly when drafter.* tensors are")
     if has_drafter:
-        json_object(header.metadata["drafter_config"], "drafter_config")
+        json_field(header.metadata, "drafter_config", dict)
 
 
 def _check_matrix(name: str, info: TensorInfo, shape: tuple[int, int]) -> None:
@@ -183,7 +176,7 @@ def read_head_header(record: RunRecord, header: Header) -> int:
     if head is None:
         raise WireError("lm_head", "is missing; it is required")
     _check_matrix("lm_head", head, (record.vocab_size, record.hidden_size))
-    return _policy_version(header)
+    return int_field(header.metadata, "policy_version")
 
 
 def load_run(layout: Layout, run: str) -> RunRecord:
@@ -240,9 +233,9 @@ def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: H
 
 def _identity(header: Header) -> dict[str, Any]:
     """The fields that `target_fingerprint` hashes."""
-    config = json_object(header.metadata["config"], "config")
-    aux = json_object(header.metadata["aux_layers"], "aux_layers")
-    return {key: config.get(key) for key in ("model_type", *_CONFIG_INTS)} | {"aux_layers": aux["layers"]}
+    config = json_field(header.metadata, "config", dict)
+    layers = layers_field(header.metadata)
+    return {key: config.get(key) for key in ("model_type", *_CONFIG_INTS)} | {"aux_layers": layers}
 
 
 def untouched(layout: Layout, run: str) -> bool:
@@ -455,25 +448,3 @@ def sweep_deleted(layout: Layout) -> None:
     for top in (layout.runs, layout.root / "spool" / "runs"):
         for path in top.glob(f"{_DELETED}*"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def json_object(text: str | None, key: str) -> dict[str, Any]:
-    """A JSON object of a file's metadata; raises WireError that names `key`."""
-    try:
-        value = json.loads(text or "")
-    except (ValueError, RecursionError) as error:
-        raise WireError(key, f"must be a JSON object in __metadata__: {str(error)[:80]}") from error
-    if not isinstance(value, dict):
-        raise WireError(key, f"must be a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 15
-
-
-def _policy_version(header: Header) -> int:
-    text = header.metadata.get("policy_version", "")
-    if not _is_count(text):
-        raise WireError("policy_version", f"must be a non-negative integer, got {text[:40]!r}")
-    return int(text)

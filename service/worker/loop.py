@@ -18,6 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
@@ -46,6 +47,13 @@ class RegisteredAgain(WorkerError):  # noqa: N818
     """Another file has taken the place of the run's target; nothing of the old one may be written beside it."""
 
 
+@dataclass
+class Suspicion:
+    """Whether a run's recent rollouts may be at fault. A failure ends its `RunWorker`, and not this."""
+
+    recent: bool = False
+
+
 class RunWorker:
     """Joins one run's `Inbox` and `Learner`, and decides when to checkpoint."""
 
@@ -59,17 +67,14 @@ class RunWorker:
         *,
         holds_lease: Callable[[], bool] = lambda: True,
         stopping: Callable[[], bool] = lambda: False,
-        recent_suspected: set[str] | None = None,
+        suspicion: Suspicion | None = None,
         ends_for_memory: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`recent_suspected`: runs whose recent rollouts may be at fault; a failure ends this object, not the set.
-
-        `ends_for_memory`: see `Inbox`.
-        """
+        """`ends_for_memory`: see `Inbox`."""
         self.run = run
         self._store = store
         self._holds_lease = holds_lease
-        self._recent_suspected = set() if recent_suspected is None else recent_suspected
+        self._suspicion = suspicion or Suspicion()
         self._settings = settings
         self._layout = layout
         self._target_file = file_id(layout.target(run))  # before it is read
@@ -136,7 +141,7 @@ class RunWorker:
         if self.inbox.backlog:
             if entries := self.inbox.redeliver():
                 return entries
-            if self.run in self._recent_suspected:
+            if self._suspicion.recent:
                 self._forget_recent()
         return self.inbox.claim()
 
@@ -145,7 +150,7 @@ class RunWorker:
         self._check_still_ours()
         log.warning("%s: the recent rollouts are dropped: training failed with them, and works without them", self.run)
         self.learner.forget_recent()
-        self._recent_suspected.discard(self.run)
+        self._suspicion.recent = False
 
     def _work_on(self, entries: Sequence[Entry]) -> None:
         fresh = self.inbox.load(entries)
@@ -189,15 +194,15 @@ class RunWorker:
             if outcome is None:
                 return
             if outcome.trained_with_recent:
-                self._recent_suspected.discard(self.run)
+                self._suspicion.recent = False
             self.learner.report(outcome)
         except Exception as error:
             if is_batch_fault(error) and isolated:
-                self._recent_suspected.discard(self.run)
+                self._suspicion.recent = False
                 told = error_text(error)
                 self.inbox.reject(group[0], f"failed its worker {MAX_DELIVERIES} times, at last alone: {told}")
             elif is_batch_fault(error):
-                self._recent_suspected.add(self.run)
+                self._suspicion.recent = True
             raise
 
     # --- checkpoint, then acknowledge

@@ -24,7 +24,7 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.counters import Snapshot
 from service.monitor.records import DrafterSums, ScoreRecord
-from service.storage.reports.store import StoreKeys
+from service.storage.reports.keys import StoreKeys
 
 pytestmark = pytest.mark.timeout(600)
 

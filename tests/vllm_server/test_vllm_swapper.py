@@ -94,7 +94,7 @@ DIGESTS = {"model.safetensors": "aa" * 32, "config.json": "bb" * 32}
 @pytest.mark.parametrize(
     ("sha256", "status"),
     [
-        ({}, 200),  # an agent of before digests were sent
+        ({}, 200),  # a person
         ({"sha256": DIGESTS}, 412),
         ({"sha256": DIGESTS | {"config.json": "BB"}}, 422),
         ({"sha256": {"model.safetensors": "aa" * 32}}, 422),
@@ -146,7 +146,8 @@ def test_no_call_of_a_worker_raises() -> None:
         answer = method(worker, *("x" for _ in required[1:]))
         assert answer["refused"] is False
         assert "AttributeError" in answer["error"]
-    assert method(worker, "one argument too many")["error"].startswith("TypeError")
+    begun = SimpleNamespace(_draftalign_swap=object())
+    assert method(begun, "one argument too many")["error"].startswith("TypeError")
 
 
 def worker_of(drafter: str) -> Any:

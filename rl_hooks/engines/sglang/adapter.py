@@ -20,7 +20,6 @@ import asyncio
 import base64
 import hashlib
 import json
-import logging
 import struct
 import time
 import uuid
@@ -34,14 +33,12 @@ import numpy as np
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Snapshot, read_samples
-from rl_hooks.engines.protocol import LOADS_FIRST, EngineHttp, EngineState, counting_only
+from rl_hooks.engines.protocol import EngineHttp, EngineState, counting_only
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.engines import limits
 from rl_hooks.release import Release
-
-log = logging.getLogger("draftalign.agent")
 
 #: `--custom-weight-loader` of the server, and `load_format` of the update.
 LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
@@ -137,7 +134,6 @@ class SGLangEngine(EngineHttp):
             try:
                 self._mark(engines, "session")
                 request: dict[str, Any] = {"path": str(release.path), "version": release.version}
-                # A loader of before reads only what it knows.
                 request |= {"outcome": str(outcome), "sha256": dict(release.sha256s)}
                 body = {
                     "serialized_named_tensors": [request_payload(request)] * ranks,
@@ -226,8 +222,6 @@ class SGLangEngine(EngineHttp):
             raise EngineError(f"{self.url} did not load {release.version}: {reason}")
         if len({one["sha256"] for one in said}) != 1:
             raise EngineError(f"{self.url}: its ranks read different files for {release.version}")
-        if not all(one.get("verifies") for one in said):
-            log.warning("%s %s", self.url, LOADS_FIRST)
         return str(said[0]["sha256"])
 
     # --- memory: SGLang does not know the name of its drafter

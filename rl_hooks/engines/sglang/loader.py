@@ -53,8 +53,8 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
         request = parse_request(named_tensors)
         home = _home()
         directory = _inside(home, request["outcome"])
-        outcome |= {"version": request["version"], "verifies": True}
-        outcome |= _load(model, _inside(home, request["path"]), request.get("sha256", {})) | {"ok": True}
+        outcome["version"] = request["version"]
+        outcome |= _load(model, _inside(home, request["path"]), request["sha256"]) | {"ok": True}
     except DrafterRefusedError as error:
         outcome["refused"] = str(error)
     except OtherBytesError as error:
@@ -67,10 +67,7 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
 
 
 def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """The JSON request inside the tensors; ValueError when it is something else, such as somebody's weights.
-
-    `sha256`, by file name, is missing from an agent of before it was sent.
-    """
+    """The JSON request inside the tensors; ValueError when it is something else, such as somebody's weights."""
     if len(named_tensors) != 1 or named_tensors[0][0] != REQUEST:
         names = [name for name, _ in named_tensors][:3]
         raise ValueError(f"expected one tensor called {REQUEST}, got {names}; this loader takes requests, not weights")
@@ -79,7 +76,7 @@ def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]
         isinstance(document.get(k), str) for k in ("path", "version", "outcome")
     ):
         raise ValueError("the request must name path, version and outcome")
-    if not isinstance(document.get("sha256", {}), dict):
+    if not isinstance(document.get("sha256"), dict):
         raise ValueError("sha256 must give digests by file name")  # noqa: TRY004 - of what the request says
     return document
 

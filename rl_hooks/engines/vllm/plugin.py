@@ -105,7 +105,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _parse(body: bytes) -> tuple[str, str, dict[str, str] | None]:
-    """(path, version, SHA-256 by file name: None from an agent of before they were sent)."""
+    """(path, version, SHA-256 by file name: None where they were not sent)."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -31,7 +31,7 @@ from rl_hooks.wire import (
 )
 from service.api.auth import Caller, check_covers
 from service.api.context.context import Context, RunQuery, ServiceContext
-from service.api.problems import RETRY_AFTER_SECONDS, Problem, in_units
+from service.api.problems import Problem, in_units
 from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunClosed, RunNotFound
@@ -99,9 +99,8 @@ async def post_rollouts(
         context.run(run)
         check_open(context.layout, run, for_rollouts=True)
         room = await _check_queue(context, run, length)
-    headers: list[RolloutHeader] = []
 
-    async def on_header(header: Header) -> None:
+    async def on_header(header: Header) -> RolloutHeader:
         nonlocal room
         rollouts = check_rollout_header(header)
         if run is not None and rollouts.run != run:
@@ -126,12 +125,11 @@ async def post_rollouts(
         if run is None:
             check_open(context.layout, rollouts.run, for_rollouts=True)
             room = await _check_queue(context, rollouts.run, length)
-        headers.append(rollouts)
+        return rollouts
 
     check_room(context, length, run or "")  # again: others came while Redis was asked; from here on nothing is awaited
     with context.spool.reserve(length, run or ""), context.spool.upload() as upload:
-        await receive_file(request, upload, length, context.settings, on_header)
-        header = headers[0]
+        header = await receive_file(request, upload, length, context.settings, on_header)
         record = context.run(header.run)
         if header.tokens <= _FEW_TOKENS:
             _check_index(upload, header, record.vocab_size)
@@ -211,7 +209,6 @@ def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limi
         429,
         "queue-full",
         f"the queue of run {run!r} is full: {found}. Try again when the worker has caught up",
-        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
@@ -289,7 +286,6 @@ async def _enqueue(
         503,
         "redis-away",
         "Redis stopped answering while the file came. It may be queued or not; send it again: it is counted once",
-        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
@@ -333,7 +329,6 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room:
             "spool-swept",
             f"the file was not queued within {settings.orphan_age_seconds:.0f} s and was swept (was this process, or "
             "Redis, stopped?). Nothing was queued; send it again",
-            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
         )
     if outcome.outcome == "full":
         raise queue_full(context, run, outcome.held, batch.bytes, room.limit_bytes)

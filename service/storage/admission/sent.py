@@ -28,13 +28,13 @@ from rl_hooks.format.drafter import (
 )
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.run import check_run
-from rl_hooks.wire import DRAFTER_FORMAT, Header, MappedFile, Tensor, WireError, encode
+from rl_hooks.wire import DRAFTER_FORMAT, Header, MappedFile, Tensor, WireError, encode, json_field, layers_field
 from service.errors import RunConflict
 from service.storage.admission.nearness import check_finite
 from service.storage.drafters.versions import Manifest
 from service.storage.layout import Layout
 from service.storage.registry import Registry
-from service.storage.runs import json_object, load_target
+from service.storage.runs import load_target
 
 #: Drafters that may wait for the gate at a time: each costs the replay of a batch, one after the other.
 MOST_WAITING: Final = 4
@@ -48,7 +48,7 @@ def read_sent_header(layout: Layout, run: str, header: Header) -> Sizes:
     """
     if header.metadata.get("format") != DRAFTER_FORMAT:
         raise WireError("format", f"expected {DRAFTER_FORMAT!r}, got {header.metadata.get('format')!r}")
-    config = json_object(header.metadata.get("drafter_config"), "drafter_config")
+    config = json_field(header.metadata, "drafter_config", dict)
     target, layers = _target(layout, run)
     try:
         check_run(target, layers, config, {name: (info.shape, info.dtype) for name, info in header.tensors.items()})
@@ -108,7 +108,7 @@ def check_initial_drafter(path: Path) -> None:
 
 def _target(layout: Layout, run: str) -> tuple[dict[str, Any], list[int]]:
     metadata = load_target(layout, run).header.metadata
-    return json_object(metadata["config"], "config"), json_object(metadata["aux_layers"], "aux_layers")["layers"]
+    return json_field(metadata, "config", dict), layers_field(metadata)
 
 
 def _served(layout: Layout, run: str) -> Manifest:

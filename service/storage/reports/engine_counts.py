@@ -18,13 +18,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from service.errors import TooManyReporters
 from service.monitor.counts import since, total
 from service.monitor.live.blocks import Block, counted
 from service.monitor.records import AcceptanceRecord, StepSample, read, written
 from service.storage.queue.keys import lua
+from service.storage.reports.keys import StoreKeys
 
 #: Records of a reporter that stay apart: twice what an agent keeps, which reports all of them again after a restart.
 KEPT_APART: Final = 64
@@ -38,22 +39,7 @@ MAX_LIVE: Final = 4096
 #: Names of changes that readers can catch up with (`lua/follow.lua`); one that is further behind reads all.
 #: A report leaves at most four, so these are the last four reports of each of 1,024 reporters.
 KEPT_CHANGES: Final = 16 * 1024
-#: Most records that one report adds up. A report adds at most one; an unbounded, old table shrinks by this many.
-_FOLDED_AT_ONCE: Final = 64
 _BOOK: Final = lua("book")
-
-
-class Keys(Protocol):
-    """Where it lies in Redis: `service.storage.reports.store.StoreKeys`."""
-
-    acceptance: str
-    unplaced: str
-    latest_policy: str
-    reporters: str
-    reported: str
-    live: str
-    live_order: str
-    changes: str
 
 
 @dataclass
@@ -101,21 +87,19 @@ class Account:
         accepted += (record.accepted_tokens or 0) - (before.accepted_tokens or 0)
         self.sums[drafter] = [rounds, accepted]
         self.blocks = counted(self.blocks, since(record, previous))
-        if previous is not None and key in self.apart:  # a search, which adopting an old table has to do without
+        if key in self.apart:
             self.apart.remove(key)
         self.apart.append(key)
 
     def shrink(self) -> tuple[list[str], list[tuple[str, int | None]]]:
-        """Let go of the oldest drafters and records beyond the bounds, a few at once; returns both."""
-        dropped = list(self.sums)[: min(_FOLDED_AT_ONCE, max(0, len(self.sums) - KEPT_DRAFTERS))]
+        """Let go of the oldest drafters and records beyond the bounds; returns both."""
+        dropped = list(self.sums)[:-KEPT_DRAFTERS]
         for drafter in dropped:
             del self.sums[drafter]
         folded = [key for key in self.apart if key[0] in dropped]
         kept = [key for key in self.apart if key[0] not in dropped]
-        over = min(_FOLDED_AT_ONCE, max(0, len(kept) - KEPT_APART))
-        folded += kept[:over]
-        self.apart = kept[over:]
-        return dropped, folded
+        self.apart = kept[-KEPT_APART:]
+        return dropped, folded + kept[:-KEPT_APART]
 
 
 def _block(values: list[Any]) -> Block:
@@ -170,7 +154,7 @@ class _Changes:
 class EngineCounts:
     """The reports of one run, from `max_reporters` reporters."""
 
-    def __init__(self, redis: Any, keys: Keys, max_reporters: int) -> None:
+    def __init__(self, redis: Any, keys: StoreKeys, max_reporters: int) -> None:
         self._redis = redis
         self._keys = keys
         self._most = max_reporters
@@ -194,8 +178,8 @@ class EngineCounts:
             pipe.hget(self._keys.unplaced, own)
             pipe.get(self._keys.latest_policy)
             known, unplaced, latest = await pipe.execute()
-        if known is None and await self._begin(report):
-            return None
+        if known is None:
+            await self._make_room(report)
         account = Account() if known is None else Account.read(known)
         account.steps = steps or account.steps
         changes, record, more = _Changes(), report, None
@@ -233,38 +217,18 @@ class EngineCounts:
             changes.delete.append(source)
         changes.forget += [f"{reporter}/{drafter}" for drafter in dropped]
 
-    async def _begin(self, report: AcceptanceRecord) -> bool:
-        """Make room for a new reporter; true where there was more to do, so that the table is to be read again."""
-        if not await self._redis.exists(self._keys.reporters):
-            return await self._adopt()
-        if await self._redis.zcard(self._keys.reported) >= self._most:
-            ((silent, last),) = await self._redis.zrange(self._keys.reported, 0, 0, withscores=True)
-            if report.reported - last < _SILENT_SECONDS:
-                raise TooManyReporters(
-                    f"the run has {self._most} reporters already, as many as it may, and all of them have reported "
-                    f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, raise "
-                    "DRAFTALIGN_MAX_REPORTERS, or split the engines over several runs"
-                )
-            await self._forget(silent.decode())
-        return False
-
-    async def _adopt(self) -> bool:
-        """Open accounts for records from before there were any; false where there are none."""
-        records = await self._redis.hvals(self._keys.acceptance)
-        accounts: dict[str, Account] = {}
-        times: dict[str, float] = {}
-        known = [record for text in records if (record := read(AcceptanceRecord, text)) is not None]
-        for record in sorted(known, key=lambda r: r.reported):
-            accounts.setdefault(str(record.reporter), Account()).add(record, None)
-            times[str(record.reporter)] = record.reported
-        if not accounts:
-            return False
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for reporter, account in accounts.items():
-                pipe.hsetnx(self._keys.reporters, reporter, account.text())  # another process may have been faster
-            pipe.zadd(self._keys.reported, times, nx=True)
-            await pipe.execute()
-        return True
+    async def _make_room(self, report: AcceptanceRecord) -> None:
+        """Make room for a new reporter; raises TooManyReporters where there is none."""
+        if await self._redis.zcard(self._keys.reported) < self._most:
+            return
+        ((silent, last),) = await self._redis.zrange(self._keys.reported, 0, 0, withscores=True)
+        if report.reported - last < _SILENT_SECONDS:
+            raise TooManyReporters(
+                f"the run has {self._most} reporters already, as many as it may, and all of them have reported "
+                f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, raise "
+                "DRAFTALIGN_MAX_REPORTERS, or split the engines over several runs"
+            )
+        await self._forget(silent.decode())
 
     async def _forget(self, reporter: str) -> None:
         """Drop a reporter; its rounds stay in the live sums."""

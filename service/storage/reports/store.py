@@ -28,7 +28,7 @@ from service.monitor.live.replays import REPLAYED_BATCHES, Replays
 from service.monitor.live.watch import Watch, watch
 from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
 from service.storage.layout import FileId
-from service.storage.queue.keys import Keys, lua
+from service.storage.queue.keys import lua
 from service.storage.queue.keys import text as _text
 from service.storage.reports.engine_counts import (
     KEPT_CHANGES,
@@ -37,6 +37,7 @@ from service.storage.reports.engine_counts import (
     acceptance_key,
     live_records,
 )
+from service.storage.reports.keys import StoreKeys
 
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
 MAX_SCORES: Final = 4096
@@ -54,29 +55,6 @@ _FOLLOW: Final = lua("follow")
 #: Holder of the lease on a run that is being deleted, and how long at most.
 _DELETING: Final = b"deleting"
 _DELETING_SECONDS: Final = 600
-
-
-class _Key:
-    """A Redis key of a run, called by the name of the attribute."""
-
-    def __set_name__(self, owner: type[StoreKeys], name: str) -> None:
-        self._name = name
-
-    def __get__(self, keys: StoreKeys, owner: type[StoreKeys]) -> str:
-        return keys.prefix + self._name
-
-
-class StoreKeys:
-    """Redis keys of one run's reports."""
-
-    scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
-    acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
-    live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
-    changes, scored, returns, awaited_head = _Key(), _Key(), _Key(), _Key()
-    judged = _Key()  # of earlier versions
-
-    def __init__(self, run: str) -> None:
-        self.prefix = Keys(run).prefix
 
 
 #: What may end the worker's process without a word, of which a note is kept meanwhile.
@@ -175,10 +153,6 @@ class Store:
         """Note that it has ended, well or by an error: the process lives; works while Redis is full."""
         self._redis.hdel(self._keys.worker, *what)
 
-    def forget_former(self) -> None:
-        """Delete what earlier versions wrote and none reads now: the counts that drafters were last called dead by."""
-        self._redis.delete(self._keys.judged)
-
 
 #: What changed: `s` a batch's score, `a` an acceptance record, `l` a live sum; its name; its value, None if it is gone.
 Change = tuple[str, str, bytes | None]
@@ -212,20 +186,10 @@ class AsyncStore:
         """
         known = known or {}
         newest = [_text(name) for name in await self._redis.zrange(self._keys.recent_scores, -RECENT_SCORES, -1)]
-        if len(newest) < min(RECENT_SCORES, await self._redis.hlen(self._keys.scores)):
-            return await self._order_scores()
         unknown = [name for name in newest if name not in known]
         found = await self._redis.hmget(self._keys.scores, unknown) if unknown else []
         more = await asyncio.to_thread(_by_name, unknown, found)
         return {name: record for name in newest if (record := known.get(name) or more.get(name)) is not None}
-
-    async def _order_scores(self) -> dict[str, ScoreRecord]:
-        """Keep the order of records that were scored before so many were kept in order, so that all are read once."""
-        newest = dict(list((await self.scores()).items())[-RECENT_SCORES:])
-        with contextlib.suppress(OutOfMemoryError):  # the next reader tries again
-            if newest:
-                await self._redis.zadd(self._keys.recent_scores, {i: r.arrival[1] for i, r in newest.items()})
-        return newest
 
     async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
         """Record an engine's cumulative counts; returns the engine's last rounds, oldest first.

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from redis import Redis
 
+from drafter.training.ranks import Orders, current
 from service.memory import return_freed_memory
 from service.storage.layout import FileId, Layout
 from service.storage.queue.keys import Keys, text
@@ -42,15 +43,17 @@ class Room:
         runs: Mapping[str, Run],
         lock: threading.Lock,
         rest: Callable[[str], bool],
-        tell_ranks: Callable[[], None],
     ) -> None:
-        """`lock`: the heartbeat's. `rest`: close a run after a checkpoint; whether that went well. `tell_ranks`: which
-        runs are open.
-        """
+        """`lock`: the heartbeat's. `rest`: close a run after a checkpoint; whether that went well."""
         self._redis: Any = redis
-        self._layout, self._runs, self._lock, self._rest, self._tell_ranks = layout, runs, lock, rest, tell_ranks
+        self._layout, self._runs, self._lock, self._rest = layout, runs, lock, rest
+        self._orders = Orders(current())
         self._to_close = 0  # idle runs, before the next turn
         self.sparing = False
+
+    def tell_ranks(self) -> None:
+        """Which runs are open: ranks that help with training hold these, and no others."""
+        self._orders.stand({"runs": sorted(served(self._runs))})
 
     # --- what a run has to do
     def _has_work(self, run: str, held: Collection[str] = ()) -> bool:
@@ -138,7 +141,7 @@ class Room:
             self._close(run)
         gc.collect()
         return_freed_memory()
-        self._tell_ranks()  # they give their memory up too
+        self.tell_ranks()  # they give their memory up too
 
     def _close(self, run: str) -> None:
         state = self._runs[run]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from service.storage.layout import FileId
-from service.worker.loop import RunWorker
+from service.worker.loop import RunWorker, Suspicion
 
 #: A run that cannot be worked on is tried again after this, at most.
 REFUSED_SECONDS = 60.0
@@ -34,6 +34,7 @@ class Run:
     closed: Closed | None = None  # it has nothing to do, and others need the memory: not open until it is called
     proven: bool = True  # it has worked since it was opened
     lost: bool = False  # another worker took the lease while this one was stopped
+    suspicion: Suspicion = field(default_factory=Suspicion)
     empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
 
     def back_off(self, first: float) -> float:

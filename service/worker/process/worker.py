@@ -35,7 +35,6 @@ from redis.retry import Retry
 
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.errors import DrafterError
-from drafter.training.ranks import Orders, current
 from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.settings import Settings
@@ -83,18 +82,16 @@ class Worker:
         self._layout = Layout(settings.state_dir)
         self._leases = Leases(redis)
         self._runs: dict[str, Run] = {}
-        self._recent_suspected: set[str] = set()  # runs in which training failed with recent rollouts mixed in
         self._looked = 0.0
         self._share = Share(redis, self._leases)
         self._deaths = Deaths(redis)
         self._turns = Turns()
-        self._orders = Orders(current())
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
         self._heartbeat = Heartbeat(
             redis, self._layout, self._leases, self._queue, self._runs, self._has, lambda: self._stopping
         )
-        self._room = Room(redis, self._layout, self._runs, self._heartbeat.lock, self._rest, self._tell_ranks)
+        self._room = Room(redis, self._layout, self._runs, self._heartbeat.lock, self._rest)
 
     @property
     def served(self) -> dict[str, RunWorker]:
@@ -118,7 +115,7 @@ class Worker:
                 if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
                     return_freed_memory()
                     returned = time.monotonic()
-                self._tell_ranks()
+                self._room.tell_ranks()
                 try:
                     if not self._turn():
                         self._pause(_IDLE_SECONDS)
@@ -129,9 +126,6 @@ class Worker:
                     log.error("%s; nothing was acknowledged, trying again", error)
                     self._pause(_DISK_SECONDS)
             self._close()
-
-    def _tell_ranks(self) -> None:
-        self._orders.stand({"runs": sorted(self.served)})
 
     def _pause(self, seconds: float) -> None:
         """Sleep, but not beyond a `stop`."""
@@ -209,8 +203,8 @@ class Worker:
     def _drop(self, run: str, reason: str) -> None:
         """Leave a run to another worker, without a checkpoint: theirs is newer."""
         log.warning("run %s is another worker's now: %s", run, reason)
-        self._runs[run].worker = None
-        self._recent_suspected.discard(run)
+        state = self._runs[run]
+        state.worker, state.suspicion.recent = None, False
 
     def _fail(self, run: str, error: Exception) -> None:
         """Close a run for an exception that nobody foresaw; raises it again where the whole process is of no use."""
@@ -221,7 +215,7 @@ class Worker:
         state = self._runs.setdefault(run, Run())
         state.worker = None
         self._tell(run, state.back_off(_FAILED_SECONDS), told)
-        if run not in self._recent_suspected:  # another worker would not know of the suspicion
+        if not state.suspicion.recent:  # another worker would not know of the suspicion
             self._give_back(run)
 
     def _leave_alone(self, run: str, error: Exception) -> None:
@@ -313,7 +307,7 @@ class Worker:
         if state.worker is not None or refused or self._room.stays_closed(run, state, file):
             return
         if not self._share.may_take(run, len(self.served), now) or not self._leases.hold(run):
-            self._recent_suspected.discard(run)
+            state.suspicion.recent = False
         elif is_there(self._layout.run_json(run)):
             with self._heartbeat.opening(run):
                 self._open(run, state, file)
@@ -332,7 +326,6 @@ class Worker:
             held = self._runs.pop(run).worker is not None
         if held:
             log.warning("run %s was deleted", run)
-        self._recent_suspected.discard(run)
         self._share.forget(run)
         self._leases.give_back(run)
 
@@ -351,7 +344,7 @@ class Worker:
 
     def _give_back(self, run: str) -> None:
         """Serve the run no more, and let other workers have it."""
-        self._recent_suspected.discard(run)  # the next worker finds that out by itself
+        self._runs[run].suspicion.recent = False  # the next worker finds that out by itself
         self._heartbeat.give_back(run)
 
     def _clear(self, run: str, state: Run) -> None:
@@ -390,11 +383,10 @@ class Worker:
                 run,
                 holds_lease=lambda: not state.lost and self._leases.hold(run),
                 stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
-                recent_suspected=self._recent_suspected,
+                suspicion=state.suspicion,
                 ends_for_memory=functools.partial(self._room.ends, run),
             )
             store.forget_refusal()
-            store.forget_former()
             state.worker, state.proven, state.worked_at = opened, False, time.monotonic()
             log.info("serving run %s", run)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'

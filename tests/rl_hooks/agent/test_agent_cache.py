@@ -175,19 +175,6 @@ def test_an_engine_that_verifies_loads_nothing_until_the_right_bytes_are_there(
     assert len(engine.read) == 5
 
 
-@pytest.mark.parametrize("verifies", [False, True])
-def test_a_plugin_of_before_digests_were_sent_gets_its_drafters_and_is_named(
-    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, verifies: bool
-) -> None:
-    engine.tells_digest, engine.verifies = True, verifies
-    with running_agent(service, engine, cache=tmp_path), caplog.at_level(logging.WARNING, "draftalign.agent"):
-        for number in (1, 2):
-            service.publish(number)
-            eventually(lambda number=number: len(engine.swapped) == number)  # type: ignore[misc]
-            settle(engine)
-    assert caplog.text.count("upgrade draftalign-hooks") == (not verifies)
-
-
 def test_what_an_engine_says_it_serves_is_compared_when_an_agent_starts(
     service: Service, engine: Engine, tmp_path: Path
 ) -> None:
@@ -196,7 +183,7 @@ def test_what_an_engine_says_it_serves_is_compared_when_an_agent_starts(
     with running_agent(service, engine, cache=tmp_path):
         eventually(lambda: engine.version == version)
         settle(engine)
-    engine.digest = hashlib.sha256(b"other bytes").hexdigest()  # what an agent of before today may have left
+    engine.digest = hashlib.sha256(b"other bytes").hexdigest()  # what somebody else may have loaded
     with running_agent(service, engine, cache=tmp_path):
         eventually(lambda: engine.swaps == 2)
         settle(engine)

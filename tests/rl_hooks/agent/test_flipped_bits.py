@@ -281,7 +281,7 @@ def test_a_bit_that_flips_before_a_vllm_restarts_is_not_loaded_when_it_is_back(
 
     async def restarts() -> None:
         async with connected("http", vllm, cache) as engine:
-            state = module.draftalign_state(vllm.worker)
+            state = module._of(vllm.worker).state()
             service.publish(
                 1, files=files, config_fingerprint=state["config_fingerprint"], d2t_sha256=state["d2t_sha256"]
             )

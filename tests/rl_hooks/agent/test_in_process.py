@@ -37,7 +37,7 @@ from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.release import Manifest, Release
-from service.storage.reports.store import StoreKeys
+from service.storage.reports.keys import StoreKeys
 
 
 class Link:
@@ -303,7 +303,7 @@ def test_a_swap_that_waits_for_an_idle_engine_makes_way_for_a_newer_offer_and_ho
         untyped.offer, offered = "first", asyncio.Event()
         follower: Any = Follower()
         step = asyncio.create_task(agent._follow_engine(follower, offered))
-        await asyncio.wait_for(agent._counted.wait(), 5)
+        await asyncio.wait_for(agent._reports.counted.wait(), 5)
         assert (ticks, ended) == (["first"], [])
         untyped.offer = "second"
         offered.set()

@@ -245,7 +245,7 @@ def test_a_look_that_is_judged_after_its_update_was_counted_does_not_count_it_ag
     def send() -> None:
         busy.wait(10)
 
-    tap._finished.put(send)
+    tap._sender.call(send)
     run(tap, "of both")
     a_few_weights(model)
     tap.release()

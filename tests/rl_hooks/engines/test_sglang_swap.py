@@ -279,16 +279,6 @@ def test_an_answer_that_is_no_json_is_the_engines_fault_and_no_bug_of_the_agent(
         asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport)).state())
 
 
-def test_a_request_of_an_agent_of_before_digests_were_sent_is_taken(
-    server: SGLangServer, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def before(request: dict[str, Any]) -> str:
-        return request_payload({name: value for name, value in request.items() if name != "sha256"})
-
-    monkeypatch.setattr("rl_hooks.engines.sglang.adapter.request_payload", before)
-    assert swap(server, release(home, "one", 1))
-
-
 def swap(server: SGLangServer, release: Release, *, session_timeout_seconds: float = 0.3) -> str | None:
     async def once() -> str | None:
         async with httpx.AsyncClient() as client:
@@ -447,7 +437,7 @@ def test_metrics_that_are_off_are_an_error_that_says_so(server: SGLangServer) ->
 
 
 def test_the_request_passes_the_unpickler_as_a_byte_tensor() -> None:
-    request = {"path": "/somewhere/ä", "version": "v1", "outcome": "/else"}
+    request = {"path": "/somewhere/ä", "version": "v1", "outcome": "/else", "sha256": {}}
     ((name, tensor),) = Unpickler(io.BytesIO(base64.b64decode(request_payload(request)))).load()
     assert name == "draftalign.request"
     assert tensor.dtype == torch.uint8
@@ -474,8 +464,8 @@ def test_the_loader_reads_and_writes_only_where_it_may(server: SGLangServer, hom
     drafter_files(tmp_path / "outside", 1)
     before = server.models[0].weights()
     for path, outcome in ((tmp_path / "outside", home / "o"), (inside.path, tmp_path / "o")):
-        request = json.dumps({"path": str(path), "version": "v", "outcome": str(outcome)}).encode()
-        load_drafter(server.models[0], [("draftalign.request", torch.tensor(list(request), dtype=torch.uint8))])
+        request = {"path": str(path), "version": "v", "outcome": str(outcome), "sha256": {}}
+        load_drafter(server.models[0], Unpickler(io.BytesIO(base64.b64decode(request_payload(request)))).load())
     assert not (tmp_path / "o").exists()
     said = json.loads(next((home / "o").iterdir()).read_text())
     assert "not under DRAFTALIGN_DRAFTER_DIR" in said["failed"]

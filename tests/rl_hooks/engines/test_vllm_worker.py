@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
-from rl_hooks.engines.vllm.worker import DrafterSwap, Served, Staged
+from rl_hooks.engines.vllm.weights import Served
+from rl_hooks.engines.vllm.worker import DrafterSwap, Staged
 
 OURS = {"weight": torch.full((4, 4), 2.0)}
 
@@ -91,7 +93,7 @@ def serving(worker: Worker) -> DrafterSwap:
     assert swap.draft is not None
     swap.settle(None)
     worker.draft.load_weights(OURS.items())
-    swap._served, swap._marks = Served("v1", "digest", OURS), swap.draft.fingerprint()
+    swap.weights.served, swap.weights._marks = Served("v1", "digest", OURS), swap.draft.fingerprint()
     return swap
 
 
@@ -213,7 +215,7 @@ def test_a_run_that_is_another_policys_gets_nothing_more(loads: list[Any]) -> No
     assert ended == [True]
 
 
-SETTINGS = ServiceSettings("http://s")
+SETTINGS = asdict(ServiceSettings("http://s"))
 
 
 @pytest.mark.parametrize(

@@ -151,11 +151,11 @@ def test_the_rows_that_the_run_wants_are_those_that_the_service_named_last() -> 
         sender = RolloutSender(service.url)
         heard = []
         for status, fields in (
-            (202, {}),  # of an older service
+            (202, {}),
             (202, {"last_rows": "predicting"}),
             (202, {}),
             (202, {"last_rows": "those of Tuesday"}),
-            (422, {"title": "Bad", "detail": "last_hidden"}),  # an older service is back, or the run is another one
+            (422, {"title": "Bad", "detail": "last_hidden"}),  # the run may be another one
             (200, {"duplicate": True, "last_rows": "predicting"}),
             (202, {"last_rows": "all"}),
         ):

@@ -28,7 +28,8 @@ from service.monitor.headline import Headline, RunFacts
 from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
 from service.storage.history.events import History
-from service.storage.reports.store import RECENT_SCORES, AsyncStore, StoreKeys
+from service.storage.reports.keys import StoreKeys
+from service.storage.reports.store import RECENT_SCORES, AsyncStore
 
 NOW = 5000.0
 VERSION = "v000001-aaaaaaaa"
@@ -226,21 +227,6 @@ def test_what_a_headline_reads_does_not_grow_with_the_run(
     grow(range(1200, 1201), range(0))
     assert read()[1] < 1.1 * size
     assert whole == [], "the history grows too"
-
-
-def test_the_order_of_scores_from_before_so_many_were_kept_in_order_is_found_once(
-    service: RunningService, redis_client: Redis
-) -> None:
-    store, keys = Store(redis_client, "default"), StoreKeys("default")
-    for n in range(RECENT_SCORES + 50):
-        store.put_score(f"{n:032x}", score(scored(100 + n)))
-    newest = redis_client.zrange(keys.recent_scores, 0, -1)
-    redis_client.zremrangebyrank(keys.recent_scores, 0, -65)
-    before = service.client.get("/alpha").json()["current"]
-    assert before["alpha_served"] == pytest.approx(3.0)
-    service.client.get("/runs/default").raise_for_status()
-    assert redis_client.zrange(keys.recent_scores, 0, -1) == newest
-    assert len(newest) == RECENT_SCORES
 
 
 def test_only_the_newest_scores_keep_what_engines_are_compared_with(redis_client: Redis) -> None:

@@ -111,7 +111,7 @@ def test_rounds_by_prompt_are_not_kept_here(redis_url: str, redis_client: Redis)
             await series.refresh()
         finally:
             await client.aclose()
-        assert [(r.rounds, r.by_prompt) for r in series._counts.values() if r is not None] == [(10, None)]
+        assert [(r.rounds, r.by_prompt) for r in series._counts.all()] == [(10, None)]
 
     on_series(redis_url, work)
 
@@ -133,7 +133,7 @@ def test_a_policy_version_whose_counts_were_added_up_leaves_nothing(
         finally:
             await client.aclose()
         assert len(series.points) <= 16
-        assert len(series._counted) <= 17, "those, and the sums of older ones"
+        assert len(series._counts.policies()) <= 17, "those, and the sums of older ones"
 
     on_series(redis_url, work)
 

@@ -23,7 +23,8 @@ from service.api.snapshot import read_followed, read_snapshot, run_document, run
 from service.monitor.metrics import render
 from service.settings import Settings
 from service.storage.registry import Registry
-from service.storage.reports.store import AsyncStore, StoreKeys
+from service.storage.reports.keys import StoreKeys
+from service.storage.reports.store import AsyncStore
 
 KEYS = StoreKeys("default")
 START = 1_700_000_000.0

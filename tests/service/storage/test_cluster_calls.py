@@ -189,7 +189,6 @@ async def reports_live(worker: Any, api: Any) -> None:
     assert (await api.worker()).action == "training"
     asked = await api.ask_of_drift("reset")
     assert worker.drift_requests() == {"reset": asked}
-    worker.forget_former()
     for number in (3, 2):
         await api.note_head(number)
     assert (await api.latest_head(), await api.latest_policy()) == (2, 6)

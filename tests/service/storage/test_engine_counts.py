@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,8 +30,9 @@ from service.monitor.counts import (
 )
 from service.monitor.records import AcceptanceRecord, ScoreRecord
 from service.storage.reports import engine_counts
-from service.storage.reports.engine_counts import KEPT_APART, Account, acceptance_key
-from service.storage.reports.store import AsyncStore, StoreKeys
+from service.storage.reports.engine_counts import KEPT_APART, Account
+from service.storage.reports.keys import StoreKeys
+from service.storage.reports.store import AsyncStore
 
 Record = dict[str, Any]
 KEYS = StoreKeys("default")
@@ -304,44 +304,6 @@ def test_live_sums_go_back_a_bounded_number_of_policy_versions(
     assert redis_client.hlen(KEYS.live) == 30
     assert redis_client.llen(KEYS.live_order) == 10
     assert sorted(point_live(Store(redis_client, "default").acceptances())) == list(range(20, KEPT_APART + 30))
-
-
-def test_records_from_before_there_were_sums_are_taken_over(redis_url: str, redis_client: Redis) -> None:
-    def key_of(record: Record) -> str:
-        return acceptance_key(record["reporter"], record["drafter_version"], record["policy_version"])
-
-    old = [report(f"e{i}", "v1", p, rounds=100) for p in range(KEPT_APART + 5) for i in range(3)]
-    redis_client.hset(
-        KEYS.acceptance, mapping={acceptance_key(r["reporter"], "v1", r["policy_version"]): json.dumps(r) for r in old}
-    )
-    newest = KEPT_APART + 4
-    before = 100 * (KEPT_APART + 5)
-    again, more, new = book(
-        redis_url,
-        report("e0", "v1", newest, rounds=100),
-        report("e1", "v1", newest, rounds=130),
-        report("e9", "v1", newest),
-    )
-    assert again == (before, 2 * before)
-    assert more == (before + 30, 2 * (before + 30))
-    assert new == (10, 20)
-    book(redis_url, *(report("e0", "v1", newest, rounds=100) for _ in range(4)))
-    assert redis_client.hlen(KEYS.acceptance) < len(old), "what is too much is folded, a little at each report"
-    assert of_reporters(Store(redis_client, "default").acceptances())["e0"] == (before, 2 * before)
-
-
-def test_a_record_that_replaces_none_is_not_searched_for_among_those_of_its_reporter() -> None:
-    """Where an old table is taken over, that search took the square of the number of records."""
-
-    class Unsearched(list[tuple[str, int | None]]):
-        def __contains__(self, key: object) -> bool:
-            raise AssertionError("it was searched")
-
-    account = Account(apart=Unsearched())
-    for policy in range(5):
-        account.add(acceptance(report("a", "v1", policy)), None)
-    assert account.apart == [("v1", policy) for policy in range(5)]
-    assert account.sums == {"v1": [50, 100]}
 
 
 def test_reports_of_one_reporter_at_the_same_moment_are_all_counted(redis_url: str, redis_client: Redis) -> None:

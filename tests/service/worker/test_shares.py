@@ -377,7 +377,7 @@ def test_a_failed_training_leaves_the_run_with_its_worker_which_alone_knows_what
     bench.begin()
     worker = a_worker(bench)
     worker._find_runs()
-    worker._recent_suspected.add("default")
+    worker._runs["default"].suspicion.recent = True
     worker._end_at("default", ValueError("one time"))
     assert not worker.served
     other = other_worker(bench)
@@ -386,7 +386,7 @@ def test_a_failed_training_leaves_the_run_with_its_worker_which_alone_knows_what
     assert other.hold("default")
     worker._runs["default"].retry_at = 0.0
     worker._find_runs()
-    assert not worker._recent_suspected, "another worker finds that out by itself now"
+    assert not worker._runs["default"].suspicion.recent, "another worker finds that out by itself now"
 
 
 def test_paused_runs_are_nobodys_share(bench: Bench) -> None:
@@ -507,9 +507,9 @@ def test_what_a_worker_suspects_of_a_run_ends_where_another_one_serves_it(
     other.others(1)
     worker._find_runs()
     assert len(worker.served) == full
-    worker._recent_suspected.add("default")
+    worker._runs["default"].suspicion.recent = True
     worker._find_runs()
-    assert not worker._recent_suspected
+    assert not worker._runs["default"].suspicion.recent
     worker._close()
 
 
@@ -520,7 +520,7 @@ def test_an_orderly_end_gives_back_the_runs_that_wait_for_another_try(
     bench.begin()
     worker = a_worker(bench)
     worker._find_runs()
-    worker._recent_suspected.add("default")
+    worker._runs["default"].suspicion.recent = True
     worker._end_at("default", ValueError("one time"))
     worker._close()
     assert other_worker(bench).hold("default")

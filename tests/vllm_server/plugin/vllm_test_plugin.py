@@ -99,14 +99,14 @@ def stop_recording(self: Any, path: str) -> int:
 
 def keep_collected(self: Any) -> None:
     """Keep what the tap collects as it is, before it is rounded to bfloat16 and sent."""
-    tap = self._draftalign_swap.tap.tap
-    deliver, self.tests_collected = tap._deliver, []
+    sender = self._draftalign_swap.tap.tap._sender
+    deliver, self.tests_collected = sender.deliver, []
 
     def keep(collected: Any) -> None:
         self.tests_collected.append(collected)
         deliver(collected)
 
-    tap._deliver = keep
+    sender.deliver = keep
 
 
 def take_collected(self: Any, path: str) -> list[dict[str, Any]]:
@@ -176,9 +176,9 @@ def wipe_drafter(self: Any) -> list[str]:
 def rot_drafter(self: Any) -> None:
     """Weights that are rubbish, in a server whose state does not show it: what is left is α."""
     swap = self._draftalign_swap
-    rubbish = {name: torch.zeros_like(tensor) for name, tensor in swap._served.tensors.items()}
+    rubbish = {name: torch.zeros_like(tensor) for name, tensor in swap.weights.served.tensors.items()}
     swap.draft.load(rubbish)
-    swap._marks = swap.draft.fingerprint()
+    swap.weights._marks = swap.draft.fingerprint()
 
 
 def fail_next_load(self: Any) -> None:

@@ -1,0 +1,112 @@
+"""Tells the service what the engines have counted, and what the canary found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import httpx
+
+from rl_hooks.agent.follower import EngineFollower
+from rl_hooks.agent.metrics import AgentMetrics
+from rl_hooks.engines.bounded import Answer, ask
+from rl_hooks.engines.counters import Bucket
+from rl_hooks.errors import AgentError, ReportError, cut
+
+log = logging.getLogger("draftalign.agent")
+
+#: The service's name among the peers of an agent.
+SERVICE: Final = "service"
+#: Of an error in the log, whatever names and answers it quotes.
+MAX_LOGGED: Final = 1000
+#: Answers to a report that will not change when it is sent again.
+_UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
+
+
+class Reports:
+    """The reports of one agent about its engines. `note` counts and logs a failure that ends nothing."""
+
+    def __init__(
+        self,
+        run: str,
+        agent_id: str,
+        followers: Mapping[str, EngineFollower],
+        metrics: AgentMetrics,
+        note: Callable[[str, Exception], None],
+    ) -> None:
+        self._run, self._agent_id, self._followers = run, agent_id, followers
+        self._metrics, self._note = metrics, note
+        #: Set once an engine's counts were read.
+        self.counted = asyncio.Event()
+        self._warned: dict[str, str] = {}  # engine -> the service's last warning about its reports
+
+    async def send_counted(self, client: httpx.AsyncClient) -> None:
+        """Wait until something was counted, then `send`."""
+        await self.counted.wait()
+        self.counted.clear()
+        try:
+            await self.send(client)
+        except (httpx.HTTPError, AgentError):
+            self.counted.set()  # try again
+            raise
+
+    async def send(self, client: httpx.AsyncClient) -> None:
+        """Send the canary's verdicts, and all counts that have changed."""
+        for follower in list(self._followers.values()):
+            while follower.books.verdicts:
+                verdict, sequence = follower.books.verdicts[0]
+                judged = [b for b in follower.ledger.buckets() if b.drafter_version == verdict.version]
+                if judged:
+                    await self._post(
+                        client, follower, judged[-1], {"canary": verdict.document() | {"sequence": sequence}}
+                    )
+                follower.books.verdicts.pop(0)
+            for bucket in follower.ledger.buckets():
+                if bucket.reported != (bucket.counts.rounds, follower.is_loaded(bucket)):
+                    await self._post(client, follower, bucket, {})
+
+    async def _post(
+        self, client: httpx.AsyncClient, follower: EngineFollower, bucket: Bucket, more: dict[str, Any]
+    ) -> None:
+        """Send one bucket's cumulative counts. Idempotent: the newest report of a bucket replaces the one before."""
+        mark = (bucket.counts.rounds, follower.is_loaded(bucket))
+        document = {
+            "run": self._run,
+            "reporter": f"{self._agent_id} {follower.url}",
+            "engine": follower.url,
+            "method": bucket.method,
+            "drafter_version": bucket.drafter_version,
+            "policy_version": bucket.policy_version,
+            **asdict(bucket.counts),
+            "depth": follower.seen.depth,
+            "drafting": follower.seen.drafting,
+            "final": not mark[1],
+            **more,
+        }
+        if not bucket.counts.by_prompt:
+            del document["by_prompt"]
+        if times := follower.books.step_times.document():
+            document["step_times"] = times
+        response = await ask(client, "POST", "/acceptance", json=document)
+        if 200 <= response.status_code < 300:
+            self._warn(follower.url, response)
+        else:
+            error = ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
+            if response.status_code not in _UNACCEPTABLE:
+                raise error
+            # The same report would be refused again. A later one has other counts and may be accepted.
+            self._note("report", error)
+        bucket.reported = mark
+        self._metrics.contact(SERVICE)
+
+    def _warn(self, engine: str, response: Answer) -> None:
+        """Log the service's warning about a report, once."""
+        with contextlib.suppress(ValueError, AttributeError):
+            warning = response.json().get("warning")
+            if isinstance(warning, str) and self._warned.get(engine) != (said := cut(warning, MAX_LOGGED)):
+                log.warning("%s: %s", engine, said)
+                self._warned[engine] = said
