@@ -84,7 +84,7 @@ class OwnScores:
         `score` is called on logits at once, where they were expected: trainers change them in place later.
         """
         self.clear()
-        self._armed, self._rows, self._score = True, rows_M, score
+        self._armed, self._rows, self._score = self._trusted, rows_M, score
         self._due, self.expected = self.expected, None
         try:
             yield
@@ -123,7 +123,9 @@ class OwnScores:
 
     def _at_norm(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if self._armed and self._last is None and isinstance(output, Tensor) and not torch.compiler.is_compiling():
-            self._last = output.detach()
+            # Where log-probabilities are expected its shape is enough, and its memory stays the trainer's to free.
+            state = output.detach()
+            self._last = state if self._due != "log_probs" else state.new_empty((*state.shape[:-1], 0))
 
     def _at_head(self, _module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._armed and self._last is not None and not torch.compiler.is_compiling():
@@ -137,7 +139,7 @@ class OwnScores:
         started = time.perf_counter()
         try:
             found = find()
-            if found is None or not found.hold(self._rows) or not self._trusted:
+            if found is None or not found.hold(self._rows):
                 return
             self.expected = kind
             if self._due == kind and self._score is not None:

@@ -249,6 +249,22 @@ def test_nothing_of_the_forward_is_kept_and_nothing_hooked_is_left(service: Rece
     assert not left
 
 
+def test_a_fused_forward_that_is_expected_holds_no_state_longer_for_us(service: Receiver) -> None:
+    model = Through(tiny(tied=False), fused)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    bytes_of_last = []
+
+    def note(*_: Any) -> None:
+        last = hook._own._last
+        bytes_of_last.append(None if last is None else last.untyped_storage().nbytes())
+
+    model.module.model.register_forward_hook(note)
+    sent(service, hook, model, [fused] * 3)
+    assert bytes_of_last[0], "the first forward may still make logits"
+    assert bytes_of_last[1:] == [0, 0]
+    hook.close()
+
+
 def test_only_a_slice_of_whole_rows_is_taken_for_one() -> None:
     last = torch.randn(4, 4, 8)
     other = torch.randn(4, 4, 8)
