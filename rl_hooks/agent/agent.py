@@ -148,7 +148,7 @@ class SwapAgent:
         self._counted = asyncio.Event()
         self._etag = ""
         self._recent: list[str] = []  # versions offered, oldest first
-        self._warned: dict[str, str] = {}  # engine -> the service's last warning about its reports
+        self._said: dict[str, str] = {}  # engine, or the service -> what was logged of its last answer
 
     def stop(self) -> None:
         """End `run` soon. Safe from any thread and from signal handlers."""
@@ -168,7 +168,11 @@ class SwapAgent:
             return
         server = None
         if config.metrics_port is not None:
-            server = MetricsServer(self.metrics, config.metrics_port, config.metrics_host)
+            try:
+                server = MetricsServer(self.metrics, config.metrics_port, config.metrics_host)
+            except OSError as error:
+                place = f"{config.metrics_host}:{config.metrics_port}"
+                raise AgentError(f"the agent's own metrics cannot be served at {place}: {error}") from error
             self.metrics_port = server.port
         timeout = httpx.Timeout(config.request_timeout_seconds)
         # trust_env: the environment's proxy leads to the internet, not to the machines of this cluster.
@@ -291,10 +295,18 @@ class SwapAgent:
         self.metrics.contact(_SERVICE)
         if status == 200 and await self._take(response):
             return
-        if self.offer is None:
-            log.debug("no drafter yet: %s", response.text[:200])
+        if status == 404 and self.offer is None:
+            self._wait_for_a_drafter(response)
         await self._prune()
         await asyncio.sleep(max(0.0, _MIN_POLL_SECONDS - (time.monotonic() - began)))
+
+    def _wait_for_a_drafter(self, response: Answer) -> None:
+        """Log why there is none, once: a misspelt run answers like one whose trainer is still to come."""
+        try:
+            why = response.json()["detail"]
+        except (ValueError, TypeError, KeyError):
+            why = response.text
+        self._say(_SERVICE, logging.INFO, f"nothing to load yet, it is asked again: {why}")
 
     async def _take(self, response: Answer) -> bool:
         """Download what the manifest offers; False where that is offered already."""
@@ -441,9 +453,14 @@ class SwapAgent:
         """Log the service's warning about a report, once."""
         with contextlib.suppress(ValueError, AttributeError):
             warning = response.json().get("warning")
-            if isinstance(warning, str) and self._warned.get(engine) != (said := cut(warning, _MAX_LOGGED)):
-                log.warning("%s: %s", engine, said)
-                self._warned[engine] = said
+            if isinstance(warning, str):
+                self._say(engine, logging.WARNING, warning)
+
+    def _say(self, peer: str, level: int, text: str) -> None:
+        """Log what the service says about a peer, unless it said just that before."""
+        if self._said.get(peer) != (said := cut(text, _MAX_LOGGED)):
+            log.log(level, "%s: %s", self._name(peer) if peer == _SERVICE else peer, said)
+            self._said[peer] = said
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
