@@ -272,7 +272,12 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
         text = f": no rollout has come since {short_version(facts.served_version)} was published."
         yield _found("good", "published", "Published", text)
     elif facts.current is not None:
-        yield _found("wait", "learning", "Learning", ": no drafter is served yet; the first one is being made.")
+        yield _found(
+            "wait",
+            "learning",
+            "Learning",
+            ": no drafter is served yet; the next rollouts judge the first one.",
+        )
     elif facts.queued and facts.heartbeat is not None:
         yield _found("wait", "queued", waiting, f": {_batches(facts.queued)} in the queue, none scored yet.")
     elif facts.accepted and not facts.queued:

@@ -251,7 +251,11 @@ STATES = [
     (new(accepted=2), ("wait", "unscored", "Waiting: no rollout has been scored yet.")),
     (
         facts(current=Current(alpha_ngram=1.2), served_version=None),
-        ("wait", "learning", "Learning: no drafter is served yet; the first one is being made."),
+        (
+            "wait",
+            "learning",
+            "Learning: no drafter is served yet; the next rollouts judge the first one.",
+        ),
     ),
     (
         facts(current=Current(alpha_ngram=1.2)),
