@@ -34,7 +34,8 @@ from examples.engine_client import EngineClient
 from examples.features import Rollout
 from examples.task import Task
 from examples.vllm_engine import VllmClient, check_installed, vllm_server
-from service.cli.checks import check_redis, port_is_free
+from service.api.port.free import port_is_free
+from service.cli.checks import check_redis
 from service.cli.supervisor import spawn, stop
 from service.errors import ConfigurationError
 

@@ -30,6 +30,14 @@ from rl_hooks.hook import DrafterHook
 from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
 from rl_hooks.trainer.stacks.attachment import Attachment as Attachment
 
+#: Arguments by which TRL's samplers leave the policy's distribution, each with the values that do not.
+_USUAL_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "generation_kwargs": (None, {}),
+}
 _NEEDED: Final = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 #: Columns added to TRL's batch: the rollout's number and the policy version that generated it; its reward.
 _ORIGIN_KEY: Final = "draftalign_origin"
@@ -146,6 +154,11 @@ class GrpoAttachment(Attachment):
         total = (mine * self._trainer.reward_weights.to(mine.device)).nansum(dim=1)
         return torch.where(mine.isnan().all(dim=1), torch.full_like(total, torch.nan), total)
 
+    def _changed_sampling(self) -> list[str]:
+        """What the trainer's arguments do to the policy's distribution, beside its temperature."""
+        given = {name: getattr(self._trainer.args, name, None) for name in _USUAL_SAMPLING}
+        return [f"{name}={value}" for name, value in given.items() if value not in _USUAL_SAMPLING[name]]
+
     def _request(self, model: Any, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
         origin = inputs.get(_ORIGIN_KEY)
         if origin is None or not model.training:
@@ -165,6 +178,12 @@ class GrpoAttachment(Attachment):
         generated = generated * torch.tensor(fresh, device=generated.device)[:, None]
         prompt_zeros = torch.zeros_like(prompt_mask)
         sampler = inputs.get("sampling_per_token_logps")
+        if sampler is None and (changed := self._changed_sampling()):
+            self.hook.tally.warn(
+                "sampling",
+                f"{', '.join(changed)} changes what is drawn, and TRL tells no log-probabilities of that without vLLM: "
+                "those that are sent are the policy's own, so replay α is too high",
+            )
         logprobs = None if sampler is None else torch.cat([prompt_zeros.to(sampler.dtype), sampler], dim=1)
         rewards = inputs.get(_REWARD_KEY)
         known = rewards is not None and not bool(rewards.isnan().any())

@@ -231,7 +231,9 @@ class Settings(BaseSettings):
             named = names.split(",")
             scopes = frozenset(scope for scope in SCOPES if scope in named)
             if not secret or not secret.isascii() or len(scopes) != len(named):
-                raise ValueError(f"tokens: entry {number} must be ASCII 'secret:scope,...' with scopes of {SCOPES}")
+                raise ValueError(
+                    f"tokens: entry {number} must be ASCII 'secret:scope,...' with scopes of {', '.join(SCOPES)}"
+                )
             if secret in table:
                 raise ValueError(f"tokens: entry {number} repeats the secret of an earlier one")
             table[secret] = frozenset(SCOPES) if "admin" in scopes else scopes

@@ -26,7 +26,7 @@ ARROWS = {
     "service.api": """service.access service.errors service.memory service.monitor service.reading service.settings
         service.storage rl_hooks.release rl_hooks.wire""",
     "service.reading": "service.monitor service.storage",
-    "service.access": "service.errors service.settings service.storage rl_hooks.durable",
+    "service.access": "service.errors service.settings service.storage rl_hooks.durable rl_hooks.release",
     "service.worker": """service.errors service.memory service.monitor service.settings service.storage drafter.batch
         drafter.device drafter.errors drafter.files drafter.model drafter.policy drafter.replay drafter.training
         drafter.vocabulary rl_hooks.durable rl_hooks.format rl_hooks.wire""",

@@ -7,8 +7,8 @@ In one terminal, then in another:
 
 The four steps send 1,536 response tokens. By default a run without a first drafter waits for 50,000 of them before its
 draft vocabulary is made, and compares no features until then: hence 500, for a trial. What to look at, some seconds
-after the last step: the page says "At the start: v000001 gives 1.3 tokens per round, ...", and `dead` in what this
-prints is 0. `draftalign dead --run own-loop` lists batches that died, with the reason.
+after the last step: the page says "Published: no rollout has come since v000001", or how many tokens per round it
+gives, and `dead` in what this prints is 0. `draftalign dead --run own-loop` lists batches that died, with the reason.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ def main() -> None:
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_pretrained(elicit.TASK.base_policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
+    # Answers of one length. Not by `min_new_tokens`: it forbids the end token, and then the sampler does not draw from
+    # the policy's own distribution, which is what the log-probabilities are of.
+    policy.generation_config.eos_token_id = None
     # Four layers are too few for EAGLE-3's own choice: leave `aux_layers` out for your model.
     hook = DrafterHook(policy, options.url, run=options.run, aux_layers=(1, 2, 3))
     for step in range(options.steps):
         prompts = torch.randint(4, policy.config.vocab_size, (PROMPTS, PROMPT_TOKENS))  # [B, P]
         ids = policy.generate(  # [B, S]
             prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            min_new_tokens=ANSWER_TOKENS, max_new_tokens=ANSWER_TOKENS,
+            max_new_tokens=ANSWER_TOKENS,
         )  # fmt: skip
         generated = torch.zeros_like(ids)  # [B, S], 1 where the policy wrote the token
         generated[:, PROMPT_TOKENS:] = 1

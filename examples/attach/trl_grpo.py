@@ -7,8 +7,9 @@ In one terminal, then in another:
 
 The four steps send some 1,000 response tokens. By default a run without a first drafter waits for 50,000 of them before
 its draft vocabulary is made, and compares no features until then: hence 500, for a trial. What to look at, some
-seconds after the last step: the log of `make up` says "1,028 of 500 response tokens gathered", then "trl: policy 3
-... train: ...", and `dead` in what this prints is 0. `draftalign dead --run trl` lists batches that died, and why.
+seconds after the last step: the log of `make up` says that more than 500 response tokens are gathered, then "trl:
+policy 3 ... train: ...", and `dead` in what this prints is 0. `draftalign dead --run trl` lists batches that died, and
+why. A first drafter is served once later rollouts have judged it: give more `--steps` to see one.
 """
 
 from __future__ import annotations

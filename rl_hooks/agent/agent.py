@@ -162,7 +162,11 @@ class SwapAgent:
             return
         server = None
         if config.metrics_port is not None:
-            server = MetricsServer(self.metrics, config.metrics_port, config.metrics_host)
+            try:
+                server = MetricsServer(self.metrics, config.metrics_port, config.metrics_host)
+            except OSError as error:
+                place = f"{config.metrics_host}:{config.metrics_port}"
+                raise AgentError(f"the agent's own metrics cannot be served at {place}: {error}") from error
             self.metrics_port = server.port
         timeout = httpx.Timeout(config.request_timeout_seconds)
         # trust_env: the environment's proxy leads to the internet, not to the machines of this cluster.
@@ -285,10 +289,18 @@ class SwapAgent:
         self.metrics.contact(SERVICE)
         if status == 200 and await self._take(response):
             return
-        if self.offer is None:
-            log.debug("no drafter yet: %s", response.text[:200])
+        if status == 404 and self.offer is None:
+            self._wait_for_a_drafter(response)
         await self._prune()
         await asyncio.sleep(max(0.0, _MIN_POLL_SECONDS - (time.monotonic() - began)))
+
+    def _wait_for_a_drafter(self, response: Answer) -> None:
+        """Log why there is none, once: a misspelt run answers like one whose trainer is still to come."""
+        try:
+            why = response.json()["detail"]
+        except (ValueError, TypeError, KeyError):
+            why = response.text
+        self._reports.say(self._name(SERVICE), logging.INFO, f"nothing to load yet, it is asked again: {why}")
 
     async def _take(self, response: Answer) -> bool:
         """Download what the manifest offers; False where that is offered already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,7 @@ def agent(
     """
     from rl_hooks.agent.agent import AgentConfig, run_agent
     from rl_hooks.agent.canary import CanaryRule
+    from rl_hooks.errors import AgentError
     from rl_hooks.release import PublicKeys
 
     try:
@@ -48,19 +50,33 @@ def agent(
             metrics_host=metrics_host,
             engine_kind=engine,  # type: ignore[arg-type]
             canary=CanaryRule() if canary_rounds is None else CanaryRule(rounds=canary_rounds),
-            token=os.environ.get("DRAFTALIGN_TOKEN"),
-            engine_token=os.environ.get("DRAFTALIGN_ENGINE_TOKEN"),
+            token=_token("DRAFTALIGN_TOKEN"),
+            engine_token=_token("DRAFTALIGN_ENGINE_TOKEN"),
             public_keys=PublicKeys.of_environment(os.environ),
         )
     except ValueError as error:
         typer.echo(f"draftalign agent: {error}", err=True)
         raise typer.Exit(1) from error
-    run_agent(config)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        run_agent(config)
+    except (OSError, AgentError) as error:
+        typer.echo(f"draftalign agent: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _token(variable: str) -> str | None:
+    token = os.environ.get(variable)
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise ValueError(f"{variable} has a character that is not printable ASCII; tokens have none")
+    return token
 
 
 def main() -> None:
     """Entry point of `draftalign-agent`."""
     level = os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        sys.exit(f"draftalign agent: DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level[:40]!r}")
     logging.basicConfig(level=level, format="%(asctime)s agent %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     typer.run(agent)

@@ -283,7 +283,10 @@ class EngineFollower:
         """The engine has loaded the release that we asked for; `before`: the version that it served until then."""
         canary, outcome = self.books.canary, "swapped"
         if release.version == canary.good and before != release.version:
-            outcome = "restored" if self._process.replaced or died else "rolled_back"
+            if self._process.replaced or died:
+                outcome = "restored"
+            elif before in self._choice.rejected:  # else somebody else's swap is undone, or a person went back
+                outcome = "rolled_back"
         insisted = self._choice.rejected.pop(release.version, None) is not None
         canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
         self._process.took(release)

@@ -17,6 +17,9 @@ class Known:
     version: str | None
     swaps: int
 
+    def __str__(self) -> str:
+        return f"{self.version or 'one without a name'} (after {self.swaps} swaps)"
+
 
 @dataclass(frozen=True, slots=True)
 class Since:

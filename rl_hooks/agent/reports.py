@@ -42,7 +42,7 @@ class Reports:
         self._metrics, self._note = metrics, note
         #: Set once an engine's counts were read.
         self.counted = asyncio.Event()
-        self._warned: dict[str, str] = {}  # engine -> the service's last warning about its reports
+        self._said: dict[str, str] = {}  # engine, or the service -> what was logged of its last answer
 
     async def send_counted(self, client: httpx.AsyncClient) -> None:
         """Wait until something was counted, then `send`."""
@@ -107,6 +107,11 @@ class Reports:
         """Log the service's warning about a report, once."""
         with contextlib.suppress(ValueError, AttributeError):
             warning = response.json().get("warning")
-            if isinstance(warning, str) and self._warned.get(engine) != (said := cut(warning, MAX_LOGGED)):
-                log.warning("%s: %s", engine, said)
-                self._warned[engine] = said
+            if isinstance(warning, str):
+                self.say(engine, logging.WARNING, warning)
+
+    def say(self, peer: str, level: int, text: str) -> None:
+        """Log what the service says about a peer, unless it said just that before."""
+        if self._said.get(peer) != (said := cut(text, MAX_LOGGED)):
+            log.log(level, "%s: %s", peer, said)
+            self._said[peer] = said

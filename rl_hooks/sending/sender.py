@@ -208,9 +208,12 @@ class RolloutSender:
         flushed = self.flush(timeout_seconds)
         with self._guard():
             self._closed = True
-            self._delivery.tally.add("dropped_closed", self._queue.clear())
+            lost = self._queue.clear()
+            self._delivery.tally.add("dropped_closed", lost)
             self._changed.notify_all()
             thread = self._thread
+        if lost:
+            self._delivery.tally.warn("closed", f"closed with {lost} files that were not sent: they are lost")
         if thread is not None:
             thread.join(min(timeout_seconds, 1.0))
         return flushed

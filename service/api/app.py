@@ -37,6 +37,7 @@ from service.api.auth import Caller, Guard, check_binding
 from service.api.context.context import Context, ServiceContext
 from service.api.drafters import tagged
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
+from service.api.port.free import check_port
 from service.api.problems import Problem
 from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
@@ -243,6 +244,7 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
 def run_api(settings: Settings) -> None:
     """Serve in this process until SIGTERM or SIGINT."""
     server = make_server(settings)
+    check_port(settings)
     gc.collect()
     gc.freeze()  # full collections pass over what lives as long as the process: 20 ms in which nothing is answered
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it calls https http, where the handshake is ours

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -286,6 +287,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     vocabulary = worker.vocabulary or Vocabulary()
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
     limit_bytes = snapshot.queue_limit_bytes
+    of_bytes = 0.0 if limit_bytes is None else size / limit_bytes if limit_bytes else math.inf
+    by_disk = settings.queue_max_bytes is None
     return RunFacts(
         now=snapshot.now,
         api_began=snapshot.api_began,
@@ -295,7 +298,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         action=worker.action,
         accepted=int(counters.get("accepted_total") or 0),
         queued=queued,
-        queue_fill=max(queued / settings.queue_max_items, size / limit_bytes if limit_bytes else 0.0),
+        queue_fill=max(queued / settings.queue_max_items, 0.0 if by_disk else of_bytes),
+        disk_fill=of_bytes if by_disk else 0.0,
         drops_oldest=settings.overflow == "drop_oldest",
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,

@@ -1,10 +1,9 @@
-"""Checks before anything starts: the given Redis, the port, and misspelt variables."""
+"""Checks before anything starts: the given Redis, and misspelt variables."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 
 from service.errors import ConfigurationError
 from service.settings import Settings, redis_place
@@ -72,15 +71,3 @@ def unknown_variables() -> list[str]:
     """Names in the environment that look like settings but are none: probably misspelt."""
     known = {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields} | _OTHER_VARIABLES
     return sorted(name for name in os.environ if name.startswith("DRAFTALIGN_") and name not in known)
-
-
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True

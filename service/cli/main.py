@@ -138,7 +138,10 @@ def keygen(
         private, public = new_key()
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigurationError(f"{file} exists; name a new file, as a key that is in use is not replaced") from None
     with os.fdopen(descriptor, "wb") as out:
         out.write(private)
     typer.echo(public)

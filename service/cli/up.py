@@ -6,10 +6,12 @@ import logging
 import subprocess
 import sys
 
+from service.access.signing import signing_key
 from service.access.tokens import Tokens
 from service.api.auth import check_binding
 from service.api.port.connections import tls_context
-from service.cli.checks import check_redis, port_is_free
+from service.api.port.free import check_port
+from service.cli.checks import check_redis
 from service.cli.supervisor import Child, Supervisor
 from service.cli.valkey import EmbeddedValkey
 from service.errors import ConfigurationError
@@ -33,10 +35,8 @@ def run_up(settings: Settings) -> None:
     """Run until SIGINT or SIGTERM, then stop every part in order."""
     check_binding(settings)  # here too: else `up` would restart a refusing child again and again
     Tokens(settings)
-    if settings.port and not port_is_free(settings.host, settings.port):
-        raise ConfigurationError(
-            f"port {settings.port} on {settings.host} is taken; stop what listens there or choose another with --port"
-        )
+    signing_key(settings.signing_key_file)
+    check_port(settings)
     try:
         settings.state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

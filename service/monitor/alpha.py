@@ -96,6 +96,8 @@ class AlphaSeries:
 _USUAL_LAG: Final = 16
 #: A trainer that starts again is told by so many batches in a row; fewer may be late ones.
 _IN_A_ROW: Final = 8
+#: Events about a version that was published before.
+_OF_OLDER_VERSIONS: Final = frozenset({"rolled_back", "pushed_again", "held", "released"})
 
 
 class Scored(Protocol):
@@ -207,13 +209,13 @@ def alpha_series(
 
 
 def placed(history: Iterable[RunEvent], scores: Iterable[Scored]) -> Iterator[RunEvent]:
-    """Give events of the registry. One that moved `latest` to an older or the same version says where the run was then.
+    """Give events of the registry. One about a version that was there already says where the run was then.
 
-    Its own `policy_version` is of the drafter that it moved to.
+    Its own `policy_version` is of that drafter.
     """
     begun: list[tuple[float, int]] | None = None  # when each policy version was being worked on
     for event in history:
-        if event.event in ("rolled_back", "pushed_again") and event.time is not None:
+        if event.event in _OF_OLDER_VERSIONS and event.time is not None:
             if begun is None:
                 begun = sorted((s.created, s.policy_version) for s in scores if s.policy_version is not None)
             index = bisect.bisect_right(begun, (event.time, math.inf))

@@ -59,8 +59,9 @@ class RunFacts:
     `recent_batches`, `recent_dead`: of the batches that arrived last and have ended or were scored; `newest_dead`: how
     many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
-    seconds. `queue_fill`: of its bounds; `drops_oldest`: what a full queue does, instead of refusing. `failed_pushes`:
-    that did not revive the drafter of the engine that is dead. `api_began`: when this API process did.
+    seconds. `queue_fill`: of its bounds; `disk_fill`: of the run's share of the disk, where that bounds its queue,
+    infinite where there is no room; `drops_oldest`: what a full queue does, instead of refusing. `failed_pushes`: that
+    did not revive the drafter of the engine that is dead. `api_began`: when this API process did.
     """
 
     now: float
@@ -72,6 +73,7 @@ class RunFacts:
     accepted: int = 0
     queued: int = 0
     queue_fill: float = 0.0
+    disk_fill: float = 0.0
     drops_oldest: bool = False
     oldest_queued: float | None = None
     last_arrival: float | None = None
@@ -229,8 +231,15 @@ def _of_dead_batches(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _of_queue(facts: RunFacts) -> Iterator[Headline]:
-    if facts.queue_fill >= _QUEUE_NEARLY_FULL:
-        full = "the oldest are dropped" if facts.drops_oldest else "rollouts are refused"
+    full = "the oldest are dropped" if facts.drops_oldest and facts.queued else "rollouts are refused"
+    if facts.disk_fill == math.inf:
+        yield _found("warn", "queue_full", "Disk full", f": it has no room for rollouts of this run; {full}.")
+    elif facts.disk_fill >= max(_QUEUE_NEARLY_FULL, facts.queue_fill):
+        share = f"{facts.disk_fill:.0%}".replace("%", " %")
+        waits = f"{_waits(facts.queued)}, {share} of what this run may have of it"
+        text = f": {waits}; {'' if facts.disk_fill >= 1 else 'at 100 % '}{full}."
+        yield _found("warn", "queue_full", "Disk nearly full", text)
+    elif facts.queue_fill >= _QUEUE_NEARLY_FULL:
         text = f": {_waits(facts.queued)}; {'' if facts.queue_fill >= 1 else 'at 100 % '}{full}."
         yield _found("warn", "queue_full", f"Queue {facts.queue_fill:.0%} full".replace("%", " %"), text)
     elif facts.action == "defer":
@@ -272,7 +281,12 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
         text = f": no rollout has come since {short_version(facts.served_version)} was published."
         yield _found("good", "published", "Published", text)
     elif facts.current is not None:
-        yield _found("wait", "learning", "Learning", ": no drafter is served yet; the first one is being made.")
+        yield _found(
+            "wait",
+            "learning",
+            "Learning",
+            ": no drafter is served yet; the next rollouts judge the first one.",
+        )
     elif facts.queued and facts.heartbeat is not None:
         yield _found("wait", "queued", waiting, f": {_batches(facts.queued)} in the queue, none scored yet.")
     elif facts.accepted and not facts.queued:

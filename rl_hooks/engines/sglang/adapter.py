@@ -87,9 +87,10 @@ class SGLangEngine(EngineHttp):
         started, loaded = process_identity(info), self._loaded
         steps = info.get("speculative_num_steps")
         depth = steps if type(steps) is int else None
-        if loaded is None or loaded[0] != started:
-            return EngineState(None, False, 0, policy_version=version, depth=depth)
-        return EngineState(loaded[1], True, loaded[2], policy_version=version, depth=depth)
+        served, swaps = (loaded[1], loaded[2]) if loaded is not None and loaded[0] == started else (None, 0)
+        # By default it takes the most probable tokens, also where answers are sampled.
+        drafting = "probabilistic" if info.get("speculative_use_rejection_sampling") else "greedy"
+        return EngineState(served, served is not None, swaps, policy_version=version, depth=depth, drafting=drafting)
 
     async def snapshot(self) -> Snapshot:
         """Counters. SGLang counts a request when it has finished, so a round of α 1 counts as one emitted token.
@@ -108,6 +109,13 @@ class SGLangEngine(EngineHttp):
         """
         info = await self._object("GET", "/server_info")
         check_server(info)
+        if (branches := info.get("speculative_eagle_topk")) not in (None, 1):
+            log.warning(
+                "%s drafts trees of %s branches, and replay knows chains alone: it will seem to accept too much. "
+                "Start it with --speculative-eagle-topk 1 and --speculative-num-steps",
+                self.url,
+                cut(str(branches)),
+            )
         check_release(release, info)
         ranks = _ranks(info)
         outcome = release.path.parent / "engines" / f"swap-{uuid.uuid4().hex}"

@@ -8,18 +8,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
 import redis.asyncio
 import redis.exceptions
 from fastapi import Depends, Query, Request
 
-from rl_hooks.release import SigningKey
+from service.access.signing import signing_key
 from service.access.tokens import Tokens
 from service.api.context.disk import Disk
 from service.api.context.evidence import Evidence
-from service.errors import ConfigurationError
 from service.monitor.live.engine import LiveRule
 from service.reading.pointer import Pointer
 from service.reading.series import Series
@@ -77,7 +75,9 @@ class ServiceContext:
         self.layout = Layout(settings.state_dir)
         self.registry = Registry(self.layout, settings.drafters_url)
         self.spool = Spool(self.layout)
-        self.signer = _signing_key(settings.signing_key_file)
+        self.signer = signing_key(settings.signing_key_file)
+        if self.signer is not None:
+            log.info("manifests are signed; the public key is %s", self.signer.public)
         #: Set when the server is asked to stop, so that long polls end at once.
         self.stopping = asyncio.Event()
         self.tokens = Tokens(settings)
@@ -182,17 +182,6 @@ class ServiceContext:
             size = await self.queue(run).shorten(most)
             if size < held[run]:
                 log.info("run %s: what Redis remembers of ended batches was cut to %.1f MiB", run, size / (1 << 20))
-
-
-def _signing_key(path: Path | None) -> SigningKey | None:
-    if path is None:
-        return None
-    try:
-        key = SigningKey(path)
-    except (ValueError, OSError) as error:
-        raise ConfigurationError(f"signing_key_file: {error}") from error
-    log.info("manifests are signed; the public key is %s", key.public)
-    return key
 
 
 async def _context(request: Request) -> ServiceContext:  # a plain function would take a thread for each request

@@ -13,7 +13,7 @@ from service.errors import ConfigurationError
 if TYPE_CHECKING:
     import httpx
 
-Service = Annotated[str, typer.Option(help="URL of the draftalign service.")]
+Service = Annotated[str, typer.Option(help="URL of the draftalign service.", envvar="DRAFTALIGN_URL")]
 Run = Annotated[
     str | None, typer.Option(help="Name of the RL run; unset: the only one there is, or `default`.", show_default=False)
 ]
@@ -55,6 +55,8 @@ def client_of(service: str, **more: Any) -> httpx.Client:
     from rl_hooks.sending.exchange import trusted
 
     token = os.environ.get("DRAFTALIGN_TOKEN")
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise ConfigurationError("DRAFTALIGN_TOKEN has a character that is not printable ASCII; tokens have none")
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,9 @@ from service.cli.drafters.commands import AuxLayers, From, Norm, Source, write_b
 from service.cli.remote.client import LOCAL, Reason, Run, Service, call, name_of, whoami
 from service.errors import ConfigurationError
 
+#: A drafter version as page and headline have it.
+_NUMBER = re.compile(r"v[0-9]{6,}")
+
 
 def drafters(service: Service = LOCAL, run: Run = None) -> None:
     """List the drafter versions of a run, newest first: which is served, of which policy version, and its α.
@@ -23,17 +27,19 @@ def drafters(service: Service = LOCAL, run: Run = None) -> None:
     run = name_of(service, run)
     found = call("GET", service, "/drafters", params={"run": run}).json()
     served = (found["latest"] or {}).get("version")
+    held = (found["held"] or {}).get("version")
     for one in reversed(found["versions"]):
         alpha = (one["gate"] or {}).get("alpha_candidate")
         facts = [f"policy {one['policy_version']}", "" if alpha is None else f"α {alpha:.2f} when it was published"]
         when = datetime.fromtimestamp(one["created"]).astimezone().isoformat(sep=" ", timespec="seconds")
         said = "  ".join([when, *filter(None, facts)])
         typer.echo(f"{'*' if one['version'] == served else ' '} {one['version']}  {said}")
-    typer.echo(f"* is served by run {run}" if served else f"run {run} serves no drafter yet", err=True)
+    until = ", and held until `draftalign release`" if held is not None else ""
+    typer.echo(f"* is served by run {run}{until}" if served else f"run {run} serves no drafter yet", err=True)
 
 
 def rollback(
-    version: Annotated[str, typer.Argument(help="Drafter version to serve again, e.g. v000007-0a1b2c3d.")],
+    version: Annotated[str, typer.Argument(help="Drafter version to serve again: v000007-0a1b2c3d, or v000007.")],
     reason: Reason = "by hand",
     service: Service = LOCAL,
     run: Run = None,
@@ -43,6 +49,7 @@ def rollback(
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
     run = name_of(service, run)
+    version = _whole(service, run, version)
     before = _served(service, run)
     body = {"reason": reason, "by": whoami()}
     call("POST", service, f"/drafter/{quote(version, safe='')}/rollback", params={"run": run}, json=body)
@@ -51,7 +58,7 @@ def rollback(
 
 
 def hold(
-    version: Annotated[str, typer.Argument(help="Drafter version to serve, e.g. v000007-0a1b2c3d.")],
+    version: Annotated[str, typer.Argument(help="Drafter version to serve: v000007-0a1b2c3d, or v000007.")],
     reason: Reason = "by hand",
     service: Service = LOCAL,
     run: Run = None,
@@ -61,6 +68,7 @@ def hold(
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
     run = name_of(service, run)
+    version = _whole(service, run, version)
     body = {"reason": reason, "by": whoami()}
     call("PUT", service, f"/drafter/{quote(version, safe='')}/hold", params={"run": run}, json=body)
     typer.echo(f"run {run} serves {version} until it is released")
@@ -105,6 +113,18 @@ def publish(
             answer = call("POST", service, "/drafters", params=asked, headers=headers, content=body, timeout=600.0)
     again = "" if answer.status_code == 201 else " again"
     typer.echo(f"{answer.json()['version']} waits for the gate{again}; GET /drafters?run={run} tells the outcome")
+
+
+def _whole(service: str, run: str, version: str) -> str:
+    """The version that is meant: page and headline leave its digest out."""
+    if not _NUMBER.fullmatch(version):
+        return version
+    known = [one["version"] for one in call("GET", service, "/drafters", params={"run": run}).json()["versions"]]
+    found = [one for one in known if one.startswith(f"{version}-")]
+    if len(found) != 1:
+        there = ", ".join(found or known) or "none"
+        raise ConfigurationError(f"{version} is {len(found)} versions of run {run}; expected one of: {there}")
+    return str(found[0])
 
 
 def _served(service: str, run: str) -> str | None:

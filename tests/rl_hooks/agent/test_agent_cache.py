@@ -453,3 +453,20 @@ def test_a_swap_that_the_engine_refused_is_forgotten(
         with caplog.at_level(logging.WARNING, "draftalign.agent"), engine.lock:
             engine.version, engine.swaps = second, engine.swaps + 1  # by hand
         eventually(lambda: "another client changed the drafter" in caplog.text)
+
+
+def test_somebody_elses_swap_is_undone_and_no_canary_is_said_to_have_failed(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL) as agent:
+        baseline(engine, first)
+        with engine.lock:
+            engine.version, engine.swaps = "by-hand", engine.swaps + 1
+
+        def swaps(outcome: str) -> float | None:
+            labels = {"engine": engine.url, "outcome": outcome}
+            return agent.metrics.registry.get_sample_value("draftalign_agent_swaps_total", labels)
+
+        eventually(lambda: engine.version == first and (swaps("swapped") or 0) + (swaps("rolled_back") or 0) > 1)
+    assert swaps("rolled_back") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,22 @@ def test_an_engine_that_drafts_otherwise_than_the_service_replays_is_named_once(
         settle(engine)
     assert caplog.text.count("DRAFTALIGN_DEPTH=7") == 1
     assert engine.url in next(r.getMessage() for r in caplog.records if "DRAFTALIGN_DEPTH=7" in r.getMessage())
+
+
+def test_an_agent_without_a_drafter_says_once_what_it_waits_for(
+    service: RunningService, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "draftalign.agent")
+    with start_agent(service.url, engine, cache=tmp_path / "cache", run="mth"):
+        said = eventually(lambda: [r.getMessage() for r in caplog.records if "nothing to load yet" in r.getMessage()])
+        service.register("mth")
+        eventually(lambda: "run 'mth' has published no drafter yet" in caplog.text)
+        settle(engine, 4)
+    assert said == [
+        f"service {service.url}: nothing to load yet, it is asked again: "
+        "run 'mth' is not registered; PUT /runs/mth first"
+    ]
+    assert caplog.text.count("nothing to load yet") == 2
 
 
 def test_a_connection_is_not_reused_when_the_engine_may_be_closing_it(

@@ -127,11 +127,22 @@ def test_a_drafter_is_swapped_by_the_documented_calls_and_no_others(
         second = service.publish(2, files=files[1])
         eventually(lambda: running.followers[server.url].loaded_version == second)
         assert serves(server, files[1])
+        assert running.followers[server.url].seen.drafting == "greedy"
     assert [path for path, _ in server.calls] == SEQUENCE * 2
     body = server.calls[3][1]
     assert body.keys() == {"serialized_named_tensors", "load_format", "selector", "flush_cache"}
     assert bool((server.models[0].model.embed_tokens.weight == 1).all())  # the policy's
     assert not list((home / "default" / "engines").glob("swap-*"))
+
+
+def test_a_server_that_drafts_trees_gets_drafters_and_is_named(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.info |= {"speculative_eagle_topk": 4}
+    with agent(service, server, home) as running:
+        version = service.publish(1, files=drafter_files(tmp_path / "1", seed=1))
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+    assert f"{server.url} drafts trees of 4 branches" in caplog.text
 
 
 def test_a_restarted_server_gets_its_drafter_back_and_a_restarted_agent_leaves_it_alone(

@@ -290,7 +290,7 @@ def test_heads_do_not_fill_the_memory_of_a_trainer_whose_service_is_away(rollout
     sender.close()
 
 
-def test_submitting_never_blocks_and_never_raises() -> None:
+def test_submitting_never_blocks_and_never_raises(caplog: pytest.LogCaptureFixture) -> None:
     """The peer takes connections and never answers: whoever waits for it waits until the test's own end."""
 
     def explode() -> list[bytes]:
@@ -306,6 +306,7 @@ def test_submitting_never_blocks_and_never_raises() -> None:
         assert not sender.submit([b"after close"])
     stats = sender.stats()
     assert stats["dropped_closed"] >= 10
+    assert "files that were not sent: they are lost" in caplog.text
     assert stats["queue_bytes"] == 0
 
 

@@ -183,7 +183,9 @@ def test_each_rollout_is_captured_once_and_only_under_the_weights_that_made_it(
     attachment.detach()
 
 
-def test_gradient_checkpointing_masked_truncations_and_top_p(service: Receiver, tmp_path: Path) -> None:
+def test_gradient_checkpointing_masked_truncations_and_top_p(
+    service: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = make_trainer(tmp_path, gradient_checkpointing=True, mask_truncated_completions=True, top_p=0.9, top_k=20)
     attachment = attach(trainer, service.url, aux_layers=AUX, strict=True)
     trainer.train()
@@ -198,9 +200,12 @@ def test_gradient_checkpointing_masked_truncations_and_top_p(service: Receiver, 
         ends = file.array("input_ids")[file.array("cu_seqlens")[1:] - 1]
         assert set(ends.tolist()) <= {0, 1}  # those left ended by themselves
     attachment.detach()
+    assert caplog.text.count("top_p=0.9, top_k=20 changes what is drawn") == 1
 
 
-def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(service: Receiver, tmp_path: Path) -> None:
+def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(
+    service: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         encoded = [trainer.processing_class(p)["input_ids"] for p in prompts]
         rng = np.random.default_rng(1)
@@ -212,7 +217,7 @@ def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(service: Rec
             "env_mask": [[1, 0] + [1] * (len(c) - 2) for c in completions],
         }
 
-    trainer = make_trainer(tmp_path, steps=1, rollout_func=rollout)
+    trainer = make_trainer(tmp_path, steps=1, rollout_func=rollout, top_p=0.9)
     attachment = attach(trainer, service.url, aux_layers=AUX, strict=True)
     trainer.train()
     (tmp_path / "files").mkdir()
@@ -225,6 +230,7 @@ def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(service: Rec
         first = begin + int(mask[begin:end].argmax())
         assert mask[first : first + 3].tolist() == [1, 0, 1]  # the environment's token is not the policy's
     attachment.detach()
+    assert "changes what is drawn" not in caplog.text
 
 
 @pytest.mark.parametrize("breaks", [False, True])

@@ -287,7 +287,19 @@ def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(browser
         page = browse(url, browser)
         assert page.texts["headline"] == "Waiting for the first rollouts."
         assert url in page.texts["snippet"]
-        assert browse(f"{url}/?run=gone", browser).texts["headline"] == "There is no such run here."
+        gone = browse(f"{url}/?run=gone", browser)
+        assert gone.texts["headline"] == "There is no run gone here."
+        assert gone.texts["detail"] == "No run has been registered yet."
+
+
+@needs_browser
+def test_who_asks_for_a_run_that_is_not_there_is_offered_those_that_are(browser: Browser) -> None:
+    with serving({"mine": sample_run(3)}) as url:
+        page = browse(f"{url}/?run=mnie", browser)
+    assert page.texts["headline"] == "There is no run mnie here."
+    assert page.texts["detail"] == "Choose one of those that there are, above."
+    assert [a["value"] for tag, a in page.elements if tag == "option" and a["value"]] == ["mine"]
+    assert not page.hidden("picker")
 
 
 @needs_browser
@@ -370,7 +382,7 @@ def test_live_alpha_is_not_shown_on_few_rounds(browser: Browser) -> None:
 
 
 @needs_browser
-def test_a_rollback_names_the_version_it_goes_to_and_is_drawn_where_the_run_was(browser: Browser) -> None:
+def test_what_a_person_does_with_a_version_is_drawn_where_the_run_was_then(browser: Browser) -> None:
     event = {
         "event": "rolled_back",
         "time": 1.0065,
@@ -379,9 +391,13 @@ def test_a_rollback_names_the_version_it_goes_to_and_is_drawn_where_the_run_was(
         "policy_version": 1,
         "reason": "worse on long prompts",
     }
-    page = show(stored([came(1000 + v, v, 3.0) for v in range(8)], (), [event]), browser)
+    kept = {"event": "held", "time": 1.0075, "version": "v000005-aaaaaaaa", "policy_version": 1, "by": "ann"}
+    freed = {"event": "released", "time": 1.0075, "version": "v000005-aaaaaaaa", "policy_version": 1, "by": "ann"}
+    page = show(stored([came(1000 + v, v, 3.0) for v in range(8)], (), [event, kept, freed]), browser)
     assert "rolled back to v000005 at policy 6" in page.texts["events"]
     assert "from v000007; worse on long prompts" in page.texts["events"]
+    assert "v000005 held at policy 7" in page.texts["events"]
+    assert "v000005 released at policy 7" in page.texts["events"]
 
 
 @needs_browser

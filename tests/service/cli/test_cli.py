@@ -86,7 +86,11 @@ ERRORS = [
     (("up",), {"DRAFTALIGN_TOKENS": "nonsense"}, "tokens: entry 1 must be"),
     (("worker", "--redis-url", "nonsense://x"), {}, "redis_url"),
     (("serve", "--redis-url", "nonsense://x"), {}, "redis_url"),
-    (("up", "--state-dir", "/proc/nowhere"), {}, "/proc/nowhere"),
+    (("up", "--state-dir", "/proc/nowhere"), {"DRAFTALIGN_PORT": "0"}, "/proc/nowhere"),
+    (("up",), {"DRAFTALIGN_SIGNING_KEY_FILE": __file__}, f"signing_key_file: {__file__}: expected an Ed25519"),
+    (("keygen", __file__), {}, f"{__file__} exists; name a new file"),
+    (("runs",), {"DRAFTALIGN_TOKEN": "s\N{LATIN SMALL LETTER E WITH ACUTE}cret"}, "DRAFTALIGN_TOKEN has a character"),
+    (("runs",), {"DRAFTALIGN_URL": "http://127.0.0.1:1"}, "http://127.0.0.1:1 does not answer"),
 ]
 
 
@@ -204,6 +208,17 @@ def test_up_on_a_taken_port_says_so_and_starts_nothing(tmp_path: Path) -> None:
         f"draftalign: port {port} on 127.0.0.1 is taken; stop what listens there or choose another with --port"
     )
     assert not (tmp_path / "state").exists()
+
+
+def test_the_api_on_a_taken_port_says_so_and_not_that_it_serves(redis_url: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("serve", "--port", str(port), "--redis-url", redis_url, cwd=tmp_path)
+    assert done.returncode == 1
+    assert last_line(done.stderr) == (
+        f"draftalign: port {port} on 127.0.0.1 is taken; stop what listens there or choose another with --port"
+    )
+    assert "serves" not in done.stderr
 
 
 class Up:

@@ -27,6 +27,7 @@ def test_a_version_is_held_and_released(service: RunningService) -> None:
     held = service.client.get("/runs/default").json()["held"]
     assert (held["version"], held["reason"]) == (first.version, "the second is odd")
     assert held["by"]
+    assert typed(service, "drafters").endswith("* is served by run default, and held until `draftalign release`\n")
     assert service.client.get("/drafter/latest").json()["version"] == first.version != second.version
     assert typed(service, "release") == f"run default: {first.version} is released\n"
     assert service.client.get("/runs/default").json()["held"] is None
@@ -50,6 +51,19 @@ def test_versions_are_listed_and_an_earlier_one_is_served_again(service: Running
     assert again == f"run default serves {first.version}, as before: its engines load it again\n"
     events = service.client.get("/drafters").json()["history"]
     assert [event["by"] for event in events if event["event"] == "rolled_back"] == [whoami()] * 2
+
+
+def test_a_version_is_named_as_the_page_names_it(service: RunningService) -> None:
+    first, second = service.publish(), service.publish(content=b"second")
+    short = first.version.partition("-")[0]
+    assert typed(service, "rollback", short) == f"run default serves {first.version}\n"
+    assert typed(service, "hold", short) == f"run default serves {first.version} until it is released\n"
+    typed(service, "release")
+    told = CliRunner().invoke(app, ["hold", "v000009", "--service", service.url])
+    assert isinstance(told.exception, ConfigurationError)
+    assert str(told.exception) == (
+        f"v000009 is 0 versions of run default; expected one of: {first.version}, {second.version}"
+    )
 
 
 def test_a_rollback_by_a_name_that_is_too_long_changes_nothing(service: RunningService) -> None:

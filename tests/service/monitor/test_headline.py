@@ -219,6 +219,18 @@ STATES = [
         ("warn", "publication_lag", "Behind: v000007 gives 4.77 tokens per round; v000003 would give 0.60 more."),
     ),
     (
+        facts(queued=1, disk_fill=1.35),
+        (
+            "warn",
+            "queue_full",
+            "Disk nearly full: 1 batch waits, 135 % of what this run may have of it; rollouts are refused.",
+        ),
+    ),
+    (
+        facts(disk_fill=math.inf),
+        ("warn", "queue_full", "Disk full: it has no room for rollouts of this run; rollouts are refused."),
+    ),
+    (
         facts(queue_fill=0.83, queued=8300),
         ("warn", "queue_full", "Queue 83 % full: 8,300 batches wait; at 100 % rollouts are refused."),
     ),
@@ -251,7 +263,11 @@ STATES = [
     (new(accepted=2), ("wait", "unscored", "Waiting: no rollout has been scored yet.")),
     (
         facts(current=Current(alpha_ngram=1.2), served_version=None),
-        ("wait", "learning", "Learning: no drafter is served yet; the first one is being made."),
+        (
+            "wait",
+            "learning",
+            "Learning: no drafter is served yet; the next rollouts judge the first one.",
+        ),
     ),
     (
         facts(current=Current(alpha_ngram=1.2)),
