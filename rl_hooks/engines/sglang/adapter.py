@@ -20,6 +20,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import logging
 import struct
 import time
 import uuid
@@ -39,6 +40,8 @@ from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, pars
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.engines import limits
 from rl_hooks.release import Release
+
+log = logging.getLogger("draftalign.agent")
 
 #: `--custom-weight-loader` of the server, and `load_format` of the update.
 LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
