@@ -152,13 +152,6 @@ def test_half_widths_pool_over_batches_and_cover_the_truth() -> None:
     assert 0.90 < covered < 0.985
 
 
-def test_no_half_width_is_given_when_a_record_lacks_its_moments() -> None:
-    [point] = points([score(1, served=DrafterSums.of([8, 4], [2, 2])), score(1, served=counts(8, 2))])
-    assert point["alpha_served"] == pytest.approx(20 / 6)
-    assert point["alpha_served_half_width"] is None
-    assert point["rollouts_replayed"] is None
-
-
 def test_rollouts_without_a_round_leave_the_sums_alone() -> None:
     assert DrafterSums.of([8, 0, 4], [2, 0, 2]) == DrafterSums(
         tokens=12.0, rounds=4.0, rollouts=2.0, tokens_squared=80.0, rounds_squared=8.0, tokens_rounds=24.0
