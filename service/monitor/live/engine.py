@@ -189,7 +189,7 @@ def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
     if kind == "healthy":
         if dead is not None:
             return dead
-        depth = _other_depth(about, rule)
+        depth = other_depth(about, rule, "it accepts what replay says")
         if depth is not None:
             return Finding("depth", depth, stretch, tuple(about))
         return Finding("healthy", f"{_evidence(stretch)}: they agree", stretch, tuple(about))
@@ -277,15 +277,15 @@ def _percent(log_ratio: float) -> str:
     return f"{100 * math.expm1(log_ratio):+.0f} %"
 
 
-def _other_depth(known: Sequence[Known], rule: LiveRule) -> str | None:
-    """What to say where the newest block was drafted at another depth than the service replays."""
+def other_depth(known: Sequence[Known], rule: LiveRule, beside: str) -> str | None:
+    """What to say where the newest block was drafted at another depth than the service replays, and `beside` that."""
     newest = known[-1]
     depth, ours = _drafts(newest.block, newest.cell), len(newest.cell.accepted) or rule.depth
     if depth is None or abs(depth - ours) <= 0.25:
         return None
     return (
         f"it drafts {depth:.2g} tokens a round where the service replays and trains {ours}; at the depth that "
-        "both have it accepts what replay says"
+        f"both have {beside}"
     )
 
 

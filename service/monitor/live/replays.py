@@ -65,7 +65,8 @@ class Cell:
     def of_the_hardest(self, share: float) -> float:
         """α of the hardest prompts that make this share of the tokens, over α of all.
 
-        Where prompts are not told apart: the least that any part can have, from what they scatter by in sum (Cauchy).
+        Where prompts are not told apart: the least that such a share of their number can have, from what they scatter
+        by in sum (by Cauchy and Schwarz).
         """
         if not 0.0 < share < 1.0:
             return 1.0

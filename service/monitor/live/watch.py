@@ -38,7 +38,18 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from service.monitor.live.blocks import Block
-from service.monitor.live.engine import OVER, Finding, Known, LiveRule, Scan, Stretch, at_common_depth, find, was_sound
+from service.monitor.live.engine import (
+    OVER,
+    Finding,
+    Known,
+    LiveRule,
+    Scan,
+    Stretch,
+    at_common_depth,
+    find,
+    other_depth,
+    was_sound,
+)
 from service.monitor.live.replays import Replays
 from service.monitor.live.shape import as_another, fell_while_replay_healed, only_later, shape_of
 
@@ -184,6 +195,9 @@ def _named(
         return "trainer features", f"{found.text}: {blame}"
     name, blame = _own_fault(found, replays, rule)
     if explained:
+        depth = other_depth(found.blocks, rule, "harder prompts may be why it accepts less")
+        if depth is not None:
+            return "depth", f"{found.text}: {depth}"
         why = "harder prompts may be why, for it does not count them one by one"
         return "lower", f"{found.text}: {why}; if they are not, {blame}"
     return name, f"{found.text}: {blame}"
