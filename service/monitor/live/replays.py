@@ -21,7 +21,7 @@ _DESIGN_EFFECT: Final = 4.0
 #: A step's prompts are taken to bring up to so many times what they bring in the calmest quarter of the steps. What is
 #: beyond is one prompt's: chance alone makes 16 prompts of a step bring 2.5 times that in one of 64 steps.
 _USUAL: Final = 3.0
-#: Share of a block's rounds that must be of replayed prompts for these to stand for it.
+#: Share of a block's rounds that must be of replayed prompts for these to stand for it; of all tokens, to be all.
 _COVERED: Final = 0.95
 #: An engine whose differences have so many times the variance of the middle engine's says nothing of the others', where
 #: the variances of so many engines are known.
@@ -63,13 +63,22 @@ class Cell:
         return 1.0 + kept / self.rounds
 
     def of_the_hardest(self, share: float) -> float:
-        """α of the hardest prompts that make this share of the tokens, over α of all.
+        """α of the hardest prompts that make this share of the tokens, over α of all; of nearly all tokens it is 1."""
+        return 1.0 if share >= _COVERED else self._hardest(share)
+
+    def of_the_easiest(self, share: float) -> float:
+        """α of the easiest prompts that make this share of the tokens, over α of all: what the hardest ones leave."""
+        if share >= _COVERED:
+            return 1.0
+        rounds = 1.0 - (1.0 - share) / self._hardest(1.0 - share)
+        return share / rounds if rounds > share / _MOST else _MOST
+
+    def _hardest(self, share: float) -> float:
+        """Of the hardest prompts, for a share between 0 and 1.
 
         Where prompts are not told apart: the least that such a share of their number can have, from what they scatter
         by in sum (by Cauchy and Schwarz).
         """
-        if not 0.0 < share < 1.0:
-            return 1.0
         tokens, rounds = math.fsum(t for t, _ in self.by_prompt.values()), 0.0
         if tokens < _COVERED * self.tokens:
             off = math.sqrt(max(_residual(self.sums), 0.0) * self.sums.rollouts * share * (1.0 - share))
@@ -81,12 +90,6 @@ class Cell:
             if part < 1.0:
                 break
         return share * tokens / rounds * self.rounds / self.tokens
-
-    def of_the_easiest(self, share: float) -> float:
-        """α of the easiest prompts that make this share of the tokens, over α of all: what the hardest ones leave."""
-        hardest = max(0.0, 1.0 - share)
-        rounds = 1.0 - hardest / self.of_the_hardest(hardest)
-        return share / rounds if rounds > share / _MOST else _MOST
 
     def on_prompts_of(self, block: Block) -> list[tuple[float, float, int, float]]:
         """Of each prompt of the block that was replayed: tokens, tokens that replay says, rounds, rounds of the replay.
@@ -117,7 +120,8 @@ class Replays:
     `outlier`: the most tokens by which a single prompt was off what its rounds should have emitted; `spread` is an
     average and hides such a prompt. 0 where no step's prompts are farther off than prompts usually are.
     `paired`: the same two of engines beside replay on the same prompts, the variance by tokens; None where too few are
-    known. `answered`: tokens of all answers of a policy version, as the batches have them, or the engines if more.
+    known. `answered`: tokens that rounds emitted for all answers of a policy version, as the batches have them, or the
+    engines where these are more.
     """
 
     def __init__(self, scores: Iterable[ScoreRecord]) -> None:
@@ -128,7 +132,8 @@ class Replays:
         for score in sorted(scores, key=lambda one: one.arrival):
             for version, cell in _replayed(score):
                 found[version, score.policy_version].append(cell)
-            self.answered[score.policy_version] += score.tokens or 0
+            # The first token of an answer is no round's.
+            self.answered[score.policy_version] += max(0, (score.tokens or 0) - (score.rollouts or 0))
             for one in score.replayed or ():
                 if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
                     prompts[one.version, score.policy_version] += one.sums

@@ -32,7 +32,7 @@ BARS = {
     "drafts 2 and not 4": 1024,
     "drafts 3 and not 4": 1024,
     "feedback wrong": 2560,
-    "aux layers wrong from the start": 2560,
+    "aux layers wrong from the start": 5120,
     "trainer's features break": 2048,
     "poisoned: replay heals, live falls; one engine": 2048,
 }
