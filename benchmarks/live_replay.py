@@ -6,6 +6,7 @@ The classes are the service's own: reports go through `counted`, replay through 
 `watch`. Drawn are prompts (8 rollouts each, alike), rollouts, and every round's accepted drafts by position. A policy
 version is one step; its replay is known when the step is over, as in a service. In `WORLDS` engines answer other
 prompts than are replayed, in `SHARED` these very ones, and count their rounds by prompt; in `UNCOUNTED` they do not.
+In `UNEVEN` they do not either, and prompts are shared out unevenly; the rule was not made on these worlds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ K = 4
 #: Acceptance of each draft given those before it, of a drafter of α 3.1.
 SOUND = np.array([0.72, 0.83, 0.80, 0.86])
 ROLLOUTS_PER_PROMPT = 8
+#: Verdicts that blame nobody: of `lower` harder prompts may be the cause.
+NO_FAULT = ("healthy", "unknown", "lower")
 STEPS_KEPT = 64  # score records that `watch` is given
 
 
@@ -48,11 +51,15 @@ class World:
     drift: float = 0.02  # sd of the drafter's log odds from step to step: the policy moves
     steps_per_version: int = 5
     answer_tokens: int = 60
-    #: Of the replayed prompts: "whole", "spread", "by difficulty"; empty: engines answer others.
+    #: Of the replayed prompts: "whole", "spread", "by difficulty", "in turns"; empty: engines answer others.
     routing: str = ""
     siblings: int = ROLLOUTS_PER_PROMPT  # of each prompt that are replayed, of what engines answered
     mix: float = 0.0  # prompts' log odds rise and fall by so much in 19 steps
     counted: bool = True  # by prompt, where engines answer what is replayed
+    #: What each engine's prompts add to the log odds, and their answers' length in `answer_tokens`.
+    kinds: tuple[tuple[float, float], ...] = ()
+    very_hard: float = 0.0  # share of the prompts that are three lower in log odds
+    silent: tuple[int, ...] = ()  # engines that report nothing
 
 
 WORLDS = (
@@ -81,6 +88,29 @@ SHARED = (
 UNCOUNTED = tuple(
     replace(world, name=f"{world.name}, not counted by prompt", counted=False)
     for world in (SHARED[2], SHARED[3], SHARED[5], SHARED[6])
+)
+_SUMS: dict[str, Any] = {"counted": False, "siblings": 2}
+_LONG: dict[str, Any] = {"very_hard": 0.05, "answer_tokens": 200, "rounds_per_step": 2048, "reports_per_step": 4}
+UNEVEN = (
+    World(
+        "each engine has a dataset",
+        routing="whole",
+        prompt_spread=0.5,
+        kinds=((-0.8, 1.0), (-0.2, 1.0), (0.2, 1.0), (0.8, 1.0)),
+        **_SUMS,
+    ),
+    World(
+        "one engine has long contexts",
+        routing="whole",
+        kinds=((-0.8, 2.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),
+        **_SUMS,
+    ),
+    World("the hardest go to another engine each 10 versions", routing="in turns", **_SUMS, **UNLIKE),
+    World("the hardest of 112 prompts", routing="by difficulty", rounds_per_step=4096, **_SUMS, **UNLIKE),
+    World("the hardest half reports alone", routing="by difficulty", silent=(2, 3), **_SUMS, **UNLIKE),
+    World("the easiest quarter reports alone", routing="by difficulty", silent=(0, 1, 2), **_SUMS, **UNLIKE),
+    World("5 % very hard", routing="whole", **_SUMS, **_LONG),
+    World("5 % very hard, at one engine", routing="by difficulty", **_SUMS, **_LONG),
 )
 
 
@@ -214,12 +244,22 @@ class Simulation:
         answers = engines * world.rounds_per_step * float(1 + np.cumprod(SOUND).sum()) / world.answer_tokens
         count = max(2, round(answers / size))
         prompt = self._random.normal(world.mix * np.sin(step / 3), world.prompt_spread, count)
-        if world.routing == "by difficulty":
+        if world.very_hard:
+            prompt -= 3.0 * (self._random.random(count) < world.very_hard)
+        by_difficulty = world.routing in ("by difficulty", "in turns")
+        if by_difficulty:
             prompt.sort()
         self._odds = prompt[:, None] + self._random.normal(0.0, world.rollout_spread, (count, size))
         self._tokens = self._random.poisson(world.answer_tokens, (count, size)).clip(2)
-        place = np.arange(count) if world.routing == "by difficulty" else self._random.permutation(count)
-        self._engine = np.repeat((place * engines // count)[:, None], size, axis=1)
+        place = np.arange(count) if by_difficulty else self._random.permutation(count)
+        engine = place * engines // count
+        if world.routing == "in turns":
+            engine = (engine + step // 10) % engines
+        if world.kinds:
+            shift, length = np.array(world.kinds)[engine % len(world.kinds)].T
+            self._odds += shift[:, None]
+            self._tokens = np.rint(self._tokens * length[:, None]).clip(2).astype(int)
+        self._engine = np.repeat(engine[:, None], size, axis=1)
         self._part = np.repeat(self._random.integers(0, world.reports_per_step, count)[:, None], size, axis=1)
         if world.routing == "spread":
             self._engine = (np.arange(size) + self._random.integers(0, engines, (count, 1))) % engines
@@ -228,7 +268,7 @@ class Simulation:
     def _answer(self, step: int, number: int, shares: Floats, part: int) -> int:
         """What an engine counts of its prompts of this step."""
         prompt, answer = np.nonzero((self._engine == number) & (self._part == part))
-        if not len(prompt):
+        if not len(prompt) or number in self._world.silent:
             return 0
         shares = odds(self._case.engine(step, number, shares), self._world.natural_bias)
         found = odds(shares, self._odds[prompt, answer][:, None])
@@ -277,14 +317,16 @@ class Simulation:
     def _score(self, step: int, shares: Floats) -> ScoreRecord:
         found = self._rollouts(self._case.replay(step, shares), self._world.prompts)
         tokens = self._random.poisson(self._world.answer_tokens, len(found)).clip(2).astype(float)
-        return self._scored(step, found, tokens, ROLLOUTS_PER_PROMPT, [])
+        names = [f"{step:04x}{number:04x}" for number in range(self._world.prompts)]
+        return self._scored(step, found, tokens, ROLLOUTS_PER_PROMPT, names)
 
     def _replay(self, step: int, shares: Floats) -> ScoreRecord:
         """Replay of what the engines answered, or of a part of each prompt's answers."""
         chosen = slice(0, self._world.siblings)
         found = odds(self._case.replay(step, shares), self._odds[:, chosen].reshape(-1, 1))
         tokens = self._tokens[:, chosen].reshape(-1).astype(float)
-        return self._scored(step, found, tokens, self._world.siblings, self._names)
+        scored = self._scored(step, found, tokens, self._world.siblings, self._names if len(self._names) <= 64 else [])
+        return replace(scored, tokens=int(self._tokens.sum()))
 
     def _scored(self, step: int, found: Floats, tokens: Floats, siblings: int, names: Sequence[str]) -> ScoreRecord:
         survived = np.cumprod(found, axis=1)
@@ -306,48 +348,55 @@ class Simulation:
 
 def until_named(
     world: World, case: Case, seed: int, rule: LiveRule, most: int = 8192
-) -> tuple[list[int | None], Counter[str]]:
-    """Rounds of each sick engine until it is named (None: not within `most`), and what sound ones were called.
+) -> tuple[list[int | None], list[int | None], Counter[str]]:
+    """Rounds of each sick engine until it is named, and until it is named or `lower`; other names, of sound ones too.
 
-    What is wrong before the case's onset counts as wrong too.
+    None: not within `most` rounds. What is wrong before the case's onset counts as wrong too.
     """
     since: defaultdict[int, int] = defaultdict(int)
     named: dict[int, int] = {}
+    said: dict[int, int] = {}
     wrong: Counter[str] = Counter()
     for step, rounds, found in Simulation(world, case, seed, rule).steps(case.onset + 40):
         for verdict in found.engines:
             number = int(verdict.reporter.split()[1])
+            now = since[number] + rounds.get(verdict.reporter, 0)
             if case.wrong(step, number):
                 if verdict.name in case.named:
-                    named.setdefault(number, since[number] + rounds.get(verdict.reporter, 0))
-                elif verdict.name not in ("healthy", "unknown"):
+                    named.setdefault(number, now)
+                elif verdict.name not in NO_FAULT:
                     wrong[verdict.name] += 1
-                since[number] += rounds.get(verdict.reporter, 0)
-            elif verdict.name not in ("healthy", "unknown"):
+                if verdict.name in (*case.named, "lower"):
+                    said.setdefault(number, now)
+                since[number] = now
+            elif verdict.name not in NO_FAULT:
                 wrong[f"sound engine: {verdict.name}"] += 1
         if all(number in named or since[number] > most for number in case.sick) and step >= case.onset:
             break
-    return [named.get(number) for number in case.sick], wrong
+    return [named.get(number) for number in case.sick], [said.get(number) for number in case.sick], wrong
 
 
 def false_names(
     world: World, engines: int, steps: int, seed: int, rule: LiveRule
 ) -> tuple[int, int, int, Counter[str]]:
-    """Sound engines that were ever called sick, reports, holds, and by what names."""
+    """Sound engines that were ever called sick, reports, holds, and by what names, `lower` too."""
     case = Case("sound", (), sick=(), engines=4)
     called: set[tuple[int, str]] = set()
     names: Counter[str] = Counter()
     reports = holds = 0
     for run in range(-(-engines // case.engines)):
-        held = False
+        held, lower = False, set[str]()
         for _, rounds, found in Simulation(world, case, seed + run, rule).steps(steps):
             reports += len(rounds)
             held = held or found.hold is not None
             for verdict in found.engines:
-                if verdict.name not in ("healthy", "unknown"):
+                if verdict.name == "lower":
+                    lower.add(verdict.reporter)
+                elif verdict.name not in NO_FAULT:
                     names[verdict.name] += (run, verdict.reporter) not in called
                     called.add((run, verdict.reporter))
         holds += held
+        names["lower"] += len(lower)
     return len(called), reports, holds, names
 
 
@@ -359,15 +408,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="runs of each case")
     asked = parser.parse_args()
     rule = LiveRule()
-    print("sound engines (simulated): ever called anything but healthy or unknown\n")
-    print("| world | engines | reports | called sick | runs held |\n|---|---|---|---|---|")
-    for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED)):
+    print("sound engines (simulated): ever called sick, or `lower`, which blames nobody\n")
+    print("| world | engines | reports | called sick | lower | runs held |\n|---|---|---|---|---|---|")
+    for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED, *UNEVEN)):
         engines = asked.engines if world is WORLDS[0] else max(4, asked.engines // 5)
         called, reports, holds, names = false_names(world, engines, asked.steps, 1000 * number, rule)
+        lower = names.pop("lower")
         said = f" ({', '.join(f'{n} {c}' for n, c in names.items())})" if names else ""
-        print(f"| {world.name} | {engines} | {reports:,} | {called}{said} | {holds} |", flush=True)
-    print("\nrounds of the engine until it is named (simulated): median, worst of the runs; other names meanwhile\n")
-    for worlds in (WORLDS[:4], SHARED[:5], UNCOUNTED[:2]):
+        print(f"| {world.name} | {engines} | {reports:,} | {called}{said} | {lower} | {holds} |", flush=True)
+    print("\nrounds of the engine until it is named (simulated): median, worst of the runs; other names meanwhile")
+    print("in brackets: the median until it is called `lower`, where that comes first\n")
+    for worlds in (WORLDS[:4], SHARED[:5], (*UNCOUNTED[:3], UNEVEN[0])):
         _until_named(worlds, asked.runs, rule)
 
 
@@ -379,16 +430,25 @@ def _until_named(worlds: Sequence[World], runs: int, rule: LiveRule) -> None:
         cells, wrong = [], Counter[str]()
         for world in worlds:
             found: list[int | None] = []
+            lower: list[int | None] = []
             for seed in range(runs):
-                rounds, others = until_named(world, case, seed, rule)
+                rounds, said_lower, others = until_named(world, case, seed, rule)
                 found += rounds
+                lower += said_lower
                 wrong += others
-            known = sorted(n for n in found if n is not None)
-            missed = len(found) - len(known)
-            middle = f"{known[len(known) // 2]:,}, {known[-1]:,}" if known else "-"
-            cells.append(middle + (f" ({missed} of {len(found)} not)" if missed else ""))
+            middle = _summary(found)
+            if lower != found and any(lower):
+                middle += f" [{_summary(lower).split(', ')[0]}]"
+            cells.append(middle)
         said = ", ".join(f"{name} {count}" for name, count in wrong.most_common(3)) or "none"
         print(f"| {case.name} | {case.named[0]} | {' | '.join(cells)} | {said} |", flush=True)
+
+
+def _summary(found: Sequence[int | None]) -> str:
+    """Median and worst of those that are known, and how many are not."""
+    known = sorted(n for n in found if n is not None)
+    middle = f"{known[len(known) // 2]:,}, {known[-1]:,}" if known else "-"
+    return middle + (f" ({len(found) - len(known)} of {len(found)} not)" if len(known) < len(found) else "")
 
 
 if __name__ == "__main__":

@@ -308,6 +308,9 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
         if engine.name == "depth":
             yield _found("warn", "engine_depth", "Other depth", f": {engine.reporter}: {engine.text}.")
             break
+    lower = [engine for engine in facts.watch.engines if engine.name == "lower"]
+    if lower:
+        yield _found("note", "engine_lower", "Lower in an engine", _of_sick(lower, facts.failed_pushes))
     if facts.current is None:
         return
     if facts.current.tilt is not None and facts.current.tilt.biased:

@@ -186,23 +186,27 @@ def test_each_engine_that_is_wrong_is_named_beside_sound_ones(bench: Bench, tmp_
     }
     bench.report("sound 1", sound)
     bench.report("sound 2", generate(good)[0])
-    found = {}
+    found, alone = {}, {}
     for reporter, (_, options) in wrong.items():
         counts, _ = generate(good, **options)
-        bench.report(reporter, counts, options.get("depth", 4))
+        alone[reporter] = bench.report(reporter, counts, options.get("depth", 4))["engine"]
         found[reporter] = counts
         assert counts.drafts > 600
-    bench.report("old", generate(weak)[0])
+    found["old"] = generate(weak)[0]
+    alone["old"] = bench.report("old", found["old"])["engine"]
+    # By itself each has answered all prompts of the batch. Beside the others it may have had the hardest eighth.
+    assert alone == {reporter: name for reporter, (name, _) in wrong.items()} | {"old": "stale weights"}
     document = bench.alpha()
     named = {line["reporter"]: line["verdict"] for line in document["engines"]}
-    wanted = {"sound 1": "healthy", "sound 2": "healthy", "old": "stale weights"}
-    assert named == wanted | {reporter: name for reporter, (name, _) in wrong.items()}, document["engines"]
+    explained = dict.fromkeys(("old", "other order", "zeros"), "lower")
+    assert named == alone | {"sound 1": "healthy", "sound 2": "healthy"} | explained, document["engines"]
     evidence = {line["reporter"]: line["evidence"] for line in document["engines"]}
     assert "first drafts are accepted as in replay" in evidence["feedback"]
     assert f"accepts what {OLD} would" in evidence["old"]
     assert "drafts 2 tokens a round where the service replays and trains 4" in evidence["two"]
-    # α of the engines is of the sound ones; the shallow one is sound too.
-    rounds = sum(counts.drafts for counts in (sound, sound, found["two"]))
+    # α of the engines is of all but those that are blamed; the shallow one is sound.
+    kept = (sound, sound, found["two"], found["old"], found["other order"], found["zeros"])
+    rounds = sum(counts.drafts for counts in kept)
     assert document["current"]["live_rounds"] == pytest.approx(rounds, rel=0.01)
 
 

@@ -108,14 +108,20 @@ class Scan:
     def __init__(self, replays: Replays, *, outliers: bool = True) -> None:
         self._replays, self._outliers = replays, outliers
         self._tokens = self._expected = self._rounds = 0.0
+        self._error = math.inf
         self._squares = self._outlier = 0.0  # variance of the tokens; tokens that one prompt may be off
         self._of: defaultdict[int, float] = defaultdict(float)
+        self._emitted: defaultdict[int, float] = defaultdict(float)
+        #: Tokens expected were the prompts the hardest, and the easiest, by cell; None: of prompts that are told apart.
+        self._bounds: dict[int | None, tuple[float, float]] = {None: (0.0, 0.0)}
 
     def add(self, known: Known) -> Stretch:
         """Take one block in; returns the stretch from it to the newest."""
         if known.paired and self._replays.paired is not None:
             spread, outlier = self._replays.paired
             self._squares += spread * known.expected
+            told = self._bounds[None][0] + known.expected
+            self._bounds[None] = (told, told)
         else:
             spread, outlier = self._replays.spread or 0.0, self._replays.outlier
             cell = id(known.cell)
@@ -123,19 +129,33 @@ class Scan:
             self._of[cell] = now = before + known.expected
             self._squares += (spread + known.cell.flips) * known.expected**2 / known.rounds
             self._squares += spread * (now * now - before * before) / known.cell.rounds
+            self._emitted[cell] += max(known.block.tokens, 1)
+            all_tokens = self._replays.answered.get(known.block.policy_version, 0.0)
+            share = min(1.0, self._emitted[cell] / max(all_tokens, 1.0))
+            self._bounds[cell] = (now * known.cell.of_the_hardest(share), now * known.cell.of_the_easiest(share))
         self._outlier = max(self._outlier, outlier * self._outliers)
         self._tokens += known.tokens
         self._expected += known.expected
         self._rounds += known.rounds
         ratio = max(self._tokens, 1.0) / self._expected
         variance = (self._squares + (self._outlier / OVER) ** 2) / self._expected**2
-        rounds, error = self._rounds, math.sqrt(max(variance, _LEAST))
-        return Stretch(int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), error)
+        rounds, self._error = self._rounds, math.sqrt(max(variance, _LEAST))
+        return Stretch(int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), self._error)
+
+    def explained(self, rule: LiveRule) -> bool:
+        """Whether the stretch is no lower than the hardest prompts would make it, and no higher than the easiest.
+
+        Those of each policy version that make as many tokens; prompts that are told apart are what they are.
+        """
+        hardest, easiest = (math.fsum(column) for column in zip(*self._bounds.values(), strict=True))
+        tokens = max(self._tokens, 1.0)
+        low = math.log(tokens / hardest) + rule.dead_band < -rule.certain * self._error
+        return not low and not math.log(tokens / easiest) - rule.above_band > rule.certain * self._error
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the blocks of one engine say by themselves."""
+    """What the blocks of one engine say by themselves. `explained`: its prompts may be why it is low or above."""
 
     kind: Literal["healthy", "unknown", "depth", "dead", "low", "above"]
     text: str
@@ -143,6 +163,7 @@ class Finding:
     blocks: tuple[Known, ...] = ()  # that the finding is about
     before: tuple[Known, ...] = ()  # older ones
     since: float | None = None
+    explained: bool = False
 
 
 def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
@@ -159,17 +180,20 @@ def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
         return dead or Finding("unknown", "too few rollouts are scored to say how far live and replay α may differ")
     if rounds < rule.min_rounds:
         return dead or Finding("unknown", f"{rounds} rounds so far; {rule.min_rounds} are needed to judge")
-    begin, kind = _change(known, replays, replace(rule, above_band=_above_band(known, replays, rule)))
-    about, scan = known[begin:], Scan(replays)
-    stretch = [scan.add(k) for k in reversed(about)][-1]
+    rule = replace(rule, above_band=_above_band(known, replays, rule))
+    begin, kind = _change(known, replays, rule)
+    about, scan, explained = known[begin:], Scan(replays), True
+    for one in reversed(about):
+        stretch = scan.add(one)
+        explained = explained and scan.explained(rule)
     if kind == "healthy":
         if dead is not None:
             return dead
-        depth = _other_depth(about, rule)
+        depth = other_depth(about, rule, "it accepts what replay says")
         if depth is not None:
             return Finding("depth", depth, stretch, tuple(about))
         return Finding("healthy", f"{_evidence(stretch)}: they agree", stretch, tuple(about))
-    return Finding(kind, _evidence(stretch), stretch, tuple(about), tuple(known[:begin]))
+    return Finding(kind, _evidence(stretch), stretch, tuple(about), tuple(known[:begin]), explained=explained)
 
 
 def _above_band(known: Sequence[Known], replays: Replays, rule: LiveRule) -> float:
@@ -253,15 +277,15 @@ def _percent(log_ratio: float) -> str:
     return f"{100 * math.expm1(log_ratio):+.0f} %"
 
 
-def _other_depth(known: Sequence[Known], rule: LiveRule) -> str | None:
-    """What to say where the newest block was drafted at another depth than the service replays."""
+def other_depth(known: Sequence[Known], rule: LiveRule, beside: str) -> str | None:
+    """What to say where the newest block was drafted at another depth than the service replays, and `beside` that."""
     newest = known[-1]
     depth, ours = _drafts(newest.block, newest.cell), len(newest.cell.accepted) or rule.depth
     if depth is None or abs(depth - ours) <= 0.25:
         return None
     return (
         f"it drafts {depth:.2g} tokens a round where the service replays and trains {ours}; at the depth that "
-        "both have it accepts what replay says"
+        f"both have {beside}"
     )
 
 

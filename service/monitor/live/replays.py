@@ -21,25 +21,36 @@ _DESIGN_EFFECT: Final = 4.0
 #: A step's prompts are taken to bring up to so many times what they bring in the calmest quarter of the steps. What is
 #: beyond is one prompt's: chance alone makes 16 prompts of a step bring 2.5 times that in one of 64 steps.
 _USUAL: Final = 3.0
-#: Share of a block's rounds that must be of replayed prompts for these to stand for it.
+#: Share of a block's rounds that must be of replayed prompts for these to stand for it; of all tokens, to be all.
 _COVERED: Final = 0.95
 #: An engine whose differences have so many times the variance of the middle engine's says nothing of the others', where
 #: the variances of so many engines are known.
 _SCATTERS: Final = 6.0
 _ENGINES_TOLD: Final = 3
+#: No prompts are taken to be easier than so many times the average.
+_MOST: Final = 64.0
 #: Variance of log α from one round's coin flips, at most, for depths up to 4, where no positions are known.
 COIN_FLIPS: Final = 0.45
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Replay of one drafter version on the rollouts of one policy version."""
+    """Replay of one drafter version on the rollouts of one policy version. `sums`: by prompt, or by rollout."""
 
-    tokens: float
-    rounds: float
+    sums: DrafterSums
     accepted: tuple[float, ...]
     reached: tuple[float, ...]
     by_prompt: Mapping[str, Sequence[float]] = field(default_factory=dict)  # tokens and rounds
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that replay emits."""
+        return self.sums.tokens
+
+    @property
+    def rounds(self) -> float:
+        """Rounds of the replay."""
+        return self.sums.rounds
 
     def alpha(self, depth: float | None = None) -> float | None:
         """Tokens per round, for an engine that drafts `depth` tokens; None where that cannot be told."""
@@ -50,6 +61,35 @@ class Cell:
         whole = int(depth)
         kept = math.fsum(self.accepted[:whole]) + (depth - whole) * self.accepted[whole]
         return 1.0 + kept / self.rounds
+
+    def of_the_hardest(self, share: float) -> float:
+        """α of the hardest prompts that make this share of the tokens, over α of all; of nearly all tokens it is 1."""
+        return 1.0 if share >= _COVERED else self._hardest(share)
+
+    def of_the_easiest(self, share: float) -> float:
+        """α of the easiest prompts that make this share of the tokens, over α of all: what the hardest ones leave."""
+        if share >= _COVERED:
+            return 1.0
+        rounds = 1.0 - (1.0 - share) / self._hardest(1.0 - share)
+        return share / rounds if rounds > share / _MOST else _MOST
+
+    def _hardest(self, share: float) -> float:
+        """Of the hardest prompts, for a share between 0 and 1.
+
+        Where prompts are not told apart: the least that such a share of their number can have, from what they scatter
+        by in sum (by Cauchy and Schwarz).
+        """
+        tokens, rounds = math.fsum(t for t, _ in self.by_prompt.values()), 0.0
+        if tokens < _COVERED * self.tokens:
+            off = math.sqrt(max(_residual(self.sums), 0.0) * self.sums.rollouts * share * (1.0 - share))
+            return 1.0 / (1.0 + off / (share * self.tokens))
+        left = share * tokens
+        for own, took in sorted(self.by_prompt.values(), key=lambda one: one[0] / one[1]):
+            part = min(1.0, left / own)
+            left, rounds = left - part * own, rounds + part * took
+            if part < 1.0:
+                break
+        return share * tokens / rounds * self.rounds / self.tokens
 
     def on_prompts_of(self, block: Block) -> list[tuple[float, float, int, float]]:
         """Of each prompt of the block that was replayed: tokens, tokens that replay says, rounds, rounds of the replay.
@@ -80,16 +120,20 @@ class Replays:
     `outlier`: the most tokens by which a single prompt was off what its rounds should have emitted; `spread` is an
     average and hides such a prompt. 0 where no step's prompts are farther off than prompts usually are.
     `paired`: the same two of engines beside replay on the same prompts, the variance by tokens; None where too few are
-    known.
+    known. `answered`: tokens that rounds emitted for all answers of a policy version, as the batches have them, or the
+    engines where these are more.
     """
 
     def __init__(self, scores: Iterable[ScoreRecord]) -> None:
         found: defaultdict[tuple[str, int | None], list[Cell]] = defaultdict(list)
         prompts: defaultdict[tuple[str, int | None], DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
         rollouts: list[DrafterSums] = []
+        self.answered: defaultdict[int | None, float] = defaultdict(float)
         for score in sorted(scores, key=lambda one: one.arrival):
             for version, cell in _replayed(score):
                 found[version, score.policy_version].append(cell)
+            # The first token of an answer is no round's.
+            self.answered[score.policy_version] += max(0, (score.tokens or 0) - (score.rollouts or 0))
             for one in score.replayed or ():
                 if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
                     prompts[one.version, score.policy_version] += one.sums
@@ -112,12 +156,14 @@ class Replays:
         Around each engine's own level in each policy version: one that is wrong alike on all prompts adds nothing.
         """
         by_engine = list[list[DrafterSums]]()
+        emitted = defaultdict[int | None, float](float)
         for blocks in engines:
             steps = list[DrafterSums]()
             of: dict[tuple[str, int], Block] = {}
             for block in blocks:
                 key = (block.drafter_version, block.policy_version)
                 of[key] = of[key] + block if key in of else block
+                emitted[block.policy_version] += block.tokens
             for block in of.values():
                 cell = self.get(block)
                 if cell is not None and (pairs := cell.on_prompts_of(block)):
@@ -126,6 +172,9 @@ class Replays:
         alike = _alike(by_engine)
         found, spread = copy.copy(self), _spread(alike, 1.0)
         found.paired = None if spread is None else (spread, _outlier(alike))
+        found.answered = self.answered.copy()
+        for policy, tokens in emitted.items():
+            found.answered[policy] = max(tokens, self.answered.get(policy, 0.0))
         return found
 
     def get(self, block: Block) -> Cell | None:
@@ -152,9 +201,9 @@ def _replayed(score: ScoreRecord) -> Iterable[tuple[str, Cell]]:
     if score.replayed is not None:
         for one in score.replayed:
             if one.sums.rounds > 0 and one.sums.tokens > 0:
-                yield one.version, Cell(one.sums.tokens, one.sums.rounds, one.accepted, one.reached, one.by_prompt)
+                yield one.version, Cell(one.sums, one.accepted, one.reached, one.by_prompt)
     elif score.drafter_version is not None and (sums := score.sums("served")) is not None and sums.tokens > 0:
-        yield score.drafter_version, Cell(sums.tokens, sums.rounds, (), ())
+        yield score.drafter_version, Cell(sums, (), ())
 
 
 def _pooled(cells: Sequence[Cell]) -> Cell:
@@ -167,7 +216,7 @@ def _pooled(cells: Sequence[Cell]) -> Cell:
         for prompt, (tokens, rounds) in cell.by_prompt.items():
             so_far = by_prompt.get(prompt, (0.0, 0.0))
             by_prompt[prompt] = [so_far[0] + tokens, so_far[1] + rounds]
-    return Cell(math.fsum(c.tokens for c in cells), math.fsum(c.rounds for c in cells), accepted, reached, by_prompt)
+    return Cell(sum((c.sums for c in cells), DrafterSums(0.0, 0.0)), accepted, reached, by_prompt)
 
 
 def _alike(by_engine: Sequence[Sequence[DrafterSums]]) -> list[DrafterSums]:

@@ -11,6 +11,8 @@ with its own. Where they differ beyond chance, the difference names whose fault 
       second draft on                       engine features   aux layers or feedback are wrong in the engine
     lower in all engines, or falling while
       replay heals, or live above replay    trainer features  what is replayed and trained on is wrong
+    lower, but not than the hardest prompts
+      would be, and not counted by prompt   lower             its prompts may be harder: nobody is blamed
 
 The rule is sequential. Of each engine the last stretches of rounds (`Block`) are kept; after every report all of its
 newest stretches are tested at once, so that a change shows however old the engine is. The statistic of a stretch is
@@ -31,12 +33,23 @@ Pure: no torch, no Redis, no clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from service.monitor.live.blocks import Block
-from service.monitor.live.engine import OVER, Finding, LiveRule, Scan, Stretch, at_common_depth, find, was_sound
+from service.monitor.live.engine import (
+    OVER,
+    Finding,
+    Known,
+    LiveRule,
+    Scan,
+    Stretch,
+    at_common_depth,
+    find,
+    other_depth,
+    was_sound,
+)
 from service.monitor.live.replays import Replays
 from service.monitor.live.shape import as_another, fell_while_replay_healed, only_later, shape_of
 
@@ -47,7 +60,9 @@ UNREVIVED_PUSHES: Final = 3
 _LONGEST_PAUSE_SECONDS: Final = 1800.0
 #: An engine that has reported nothing for this time is not judged.
 EVIDENCE_SECONDS: Final = 1800.0
-VerdictName = Literal["healthy", "unknown", "depth", "dead", "stale weights", "engine features", "trainer features"]
+VerdictName = Literal[
+    "healthy", "unknown", "lower", "depth", "dead", "stale weights", "engine features", "trainer features"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +79,7 @@ class EngineVerdict:
     @property
     def sick(self) -> bool:
         """Whether what it counts says nothing about the drafter."""
-        return self.name not in ("healthy", "unknown", "depth", "trainer features")
+        return self.name not in ("healthy", "unknown", "lower", "depth", "trainer features")
 
     @property
     def rounds(self) -> int:
@@ -107,9 +122,9 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
     replays = replays.beside(engines.values())
     findings = {reporter: find(blocks, replays, rule) for reporter, blocks in engines.items() if blocks}
     judged = {r: f for r, f in findings.items() if f.kind != "unknown"}
-    above = [r for r, f in judged.items() if f.kind == "above"]
+    above = [f.blocks for f in judged.values() if f.kind == "above"]
     together = _together(engines, judged, replays, rule)
-    all_above = len(above) >= _ALL * len(judged) > 0
+    all_above = len(above) >= _ALL * len(judged) > 0 and not _explained(above, replays, rule)
     verdicts = []
     for reporter, found in sorted(findings.items()):
         name, text = _named(found, replays, rule, together=together, all_above=all_above)
@@ -131,15 +146,30 @@ def _together(
     alive = sum(found.kind != "dead" for found in judged.values())
     if not low or alive < 2:
         return False
-    if len(others) <= (1 - _ALL) * alive:
-        return True
     began = min(judged[r].blocks[0].block.policy_version for r in low)
-    scan, found = Scan(replays), None
-    for reporter in others:
-        for block in engines[reporter]:
-            if block.policy_version >= began and (known := at_common_depth(block, replays, rule)) is not None:
-                found = scan.add(known)
-    return found is not None and (found.log_ratio + rule.dead_band) / found.error < -OVER
+    since = {
+        reporter: [
+            known
+            for block in engines[reporter]
+            if block.policy_version >= began and (known := at_common_depth(block, replays, rule)) is not None
+        ]
+        for reporter in (*low, *others)
+    }
+    if len(others) > (1 - _ALL) * alive:
+        scan, found = Scan(replays), None
+        for known in (one for reporter in others for one in since[reporter]):
+            found = scan.add(known)
+        if found is None or (found.log_ratio + rule.dead_band) / found.error >= -OVER:
+            return False
+    return not _explained(since.values(), replays, rule)
+
+
+def _explained(engines: Iterable[Iterable[Known]], replays: Replays, rule: LiveRule) -> bool:
+    """Whether these engines, taken as one, may differ from replay because of their prompts: others have the rest."""
+    scan = Scan(replays)
+    for one in (known for blocks in engines for known in blocks):
+        scan.add(one)
+    return scan.explained(rule)
 
 
 def _named(
@@ -151,9 +181,10 @@ def _named(
         if all_above:
             blame = "the trainer's features or log-probabilities that are replayed are wrong, or of other weights"
             return "trainer features", f"{found.text}: more than the drafter could accept; {blame}"
-        return "unknown", f"{found.text}: other engines agree with replay, so its traffic is easier than the trainer's"
+        return "unknown", f"{found.text}: its traffic is easier than the trainer's, or than that of other engines"
     spread = replays.spread or 0.0
-    if fell_while_replay_healed([*found.before, *found.blocks], spread):
+    explained = found.explained and not together
+    if not explained and fell_while_replay_healed([*found.before, *found.blocks], spread):
         blame = "live fell from version to version while replay rose: it trains on features that engines do not have"
         return "trainer features", f"{found.text}: {blame}"
     if only_later(shape_of(found.blocks, spread)):
@@ -162,16 +193,30 @@ def _named(
     if together:
         blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
         return "trainer features", f"{found.text}: {blame}"
+    name, blame = _own_fault(found, replays, rule)
+    if explained:
+        depth = other_depth(found.blocks, rule, "harder prompts may be why it accepts less")
+        if depth is not None:
+            return "depth", f"{found.text}: {depth}"
+        why = "harder prompts may be why, for it does not count them one by one"
+        return "lower", f"{found.text}: {why}; if they are not, {blame}"
+    return name, f"{found.text}: {blame}"
+
+
+def _own_fault(found: Finding, replays: Replays, rule: LiveRule) -> tuple[VerdictName, str]:
+    """What is wrong in an engine that is lower than replay, be it not for its prompts."""
     other = as_another(found.blocks, replays, rule)
     if other is not None:
-        return "stale weights", f"{found.text}: it accepts what {other} would"
+        return "stale weights", f"it accepts what {other} would"
     if was_sound(found, replays):
         versions = {k.block.drafter_version for k in found.before}
         new = found.blocks[0].block.drafter_version not in versions
         began = "with this version" if new else "in the middle of a version"
-        return "stale weights", f"{found.text}: it began {began}, so the engine does not run the weights that it names"
-    blame = "so it has been from its first rounds: aux layers in another order, or other states than the trainer sends"
-    return "engine features", f"{found.text}: {blame}"
+        return "stale weights", f"it began {began}, so the engine does not run the weights that it names"
+    return (
+        "engine features",
+        "so it has been from its first rounds: aux layers in another order, or other states than the trainer sends",
+    )
 
 
 def _hold(verdicts: Sequence[EngineVerdict], *, together: bool, judged: int) -> str | None:

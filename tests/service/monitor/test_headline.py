@@ -345,6 +345,12 @@ def test_what_is_no_trouble_is_said_beside_the_headline_only() -> None:
     )
 
 
+def test_an_engine_that_its_prompts_may_explain_is_no_trouble() -> None:
+    found = headline(facts(watch=Watch((replace(DEAD, name="lower", text="live α 2"),))))
+    assert found.state == "aligned"
+    assert "Lower in an engine: agent http://e:8000, with v000007: live α 2." in found.also
+
+
 def test_three_dead_batches_in_a_row_are_a_trouble_and_two_are_not() -> None:
     assert headline(facts(recent_dead=2, newest_dead=2)).level == "good"
     assert headline(facts(recent_dead=3, newest_dead=3)).level == "warn"
