@@ -86,7 +86,7 @@ ERRORS = [
     (("up",), {"DRAFTALIGN_TOKENS": "nonsense"}, "tokens: entry 1 must be"),
     (("worker", "--redis-url", "nonsense://x"), {}, "redis_url"),
     (("serve", "--redis-url", "nonsense://x"), {}, "redis_url"),
-    (("up", "--state-dir", "/proc/nowhere"), {}, "/proc/nowhere"),
+    (("up", "--port", "0", "--state-dir", "/proc/nowhere"), {}, "/proc/nowhere"),
 ]
 
 

@@ -17,12 +17,11 @@ import torch
 from decode_fixtures import (
     AUX_LAYERS,
     EOS,
+    default_target,
     log_rollouts,
-    make_drafter,
     make_prompts,
-    make_target,
     policy_of,
-    train_lightly,
+    schooled,
 )
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -658,16 +657,14 @@ def test_an_error_ends_the_command_with_one_line(tmp_path: Path) -> None:
 # --- bounds of trees ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def target() -> Any:
-    return make_target()
+    return default_target()
 
 
-@pytest.fixture(scope="module")
-def trained(target: Any) -> Eagle3Drafter:
-    prompts = make_prompts(60, 64, seed=9)
-    plain = generate(target, None, prompts, max_tokens=20, generator=torch.Generator().manual_seed(9))
-    return train_lightly(target, make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
+@pytest.fixture
+def trained() -> Eagle3Drafter:
+    return schooled()
 
 
 def test_a_bound_of_one_branch_is_greedy_replay_and_more_branches_only_help(
