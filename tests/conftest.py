@@ -33,6 +33,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _NOT_QUICK = frozenset(Path(__file__).with_name("not_quick.txt").read_text().split())  # written by seconds.py
 _LONG = "chaos", "demo", "slow"
 _ENGINES = "vllm_server", "sglang_server"
+#: Files with the `server` of tests/vllm_server/conftest.py: each process that has one of them starts it, for a minute.
+_ONE_SERVER = frozenset(f"tests/vllm_server/test_vllm_server_{name}.py" for name in ("agent", "conformance", "swap"))
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a tmpfs on Linux
 # Docker mounts it without the right to run programs, which some tests make.
 _RUNS = _MEMORY.is_dir() and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC
@@ -73,6 +75,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.path not in marked and item.path.parent.name not in _ENGINES, -slow[item.path]
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, but files that share a server go to one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "vllm_server" if file in _ONE_SERVER else file
+
+    return ByServer(config, log)
 
 
 @pytest.fixture(scope="session")

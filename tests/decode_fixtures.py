@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
-from drafter.reference.decode import Generation
+from drafter.reference.decode import Generation, generate
 from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
 
@@ -127,6 +128,32 @@ def train_lightly(
         torch.autograd.backward(loss)
         optimizer.step()
     return drafter.eval()
+
+
+@cache
+def default_target() -> Any:
+    """The target that most tests read; whoever changes one makes it with `make_target`."""
+    return make_target()
+
+
+@cache
+def schooling() -> RolloutBatch:
+    """Rollouts of the default target to train on."""
+    target, prompts = default_target(), make_prompts(60, 64, seed=9)
+    made = generate(target, None, prompts, max_tokens=20, generator=torch.Generator().manual_seed(9))
+    return log_rollouts(target, prompts, made)
+
+
+@cache
+def greedy_texts() -> Generation:
+    """What the default target says to 120 prompts without a drafter."""
+    return generate(default_target(), None, make_prompts(120, 64), max_tokens=24, eos_id=EOS, temperature=0.0)
+
+
+@cache
+def schooled() -> Eagle3Drafter:
+    """A drafter of 56 of the default target's tokens that is often right; trained once in a process, only read."""
+    return train_lightly(default_target(), make_drafter(default_target(), 56), schooling(), steps=25)
 
 
 def chi_square_excess(counts: np.ndarray, expected: np.ndarray) -> float:

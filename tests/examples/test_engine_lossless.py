@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def _texts(completions: list[Completion]) -> list[list[int]]:
     return [done.token_ids for done in completions]
 
 
+@cache
 def _plain(sampling: Sampling) -> list[list[int]]:
+    """What the policy says without a drafter; greedy, so once is enough."""
     with engine(base_policy()[0]) as plain:
         return _texts(plain.submit(PROMPTS, sampling).result(timeout=60))
 

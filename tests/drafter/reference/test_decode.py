@@ -11,11 +11,14 @@ import torch
 from decode_fixtures import (
     EOS,
     chi_square_excess,
+    default_target,
+    greedy_texts,
     log_rollouts,
     make_drafter,
     make_prompts,
     make_target,
     read_whole,
+    schooled,
     train_lightly,
 )
 from torch import Tensor
@@ -29,16 +32,14 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def target() -> Any:
-    return make_target()
+    return default_target()
 
 
-@pytest.fixture(scope="module")
-def trained(target: Any) -> Eagle3Drafter:
-    prompts = make_prompts(60, 64, seed=9)
-    plain = generate(target, None, prompts, max_tokens=20, generator=seeded(9))
-    return train_lightly(target, make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
+@pytest.fixture
+def trained() -> Eagle3Drafter:
+    return schooled()
 
 
 # --- one verification, by itself ------------------------------------------------------------------------------------
@@ -149,8 +150,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_greedy_text_is_identical_with_and_without_a_drafter(target: Any, trained: Eagle3Drafter, depth: int) -> None:
-    prompts = make_prompts(120, 64)
-    plain = generate(target, None, prompts, max_tokens=24, eos_id=EOS, temperature=0.0)
+    prompts, plain = make_prompts(120, 64), greedy_texts()
     fast = generate(target, trained, prompts, max_tokens=24, eos_id=EOS, temperature=0.0, depth=depth)
     raw = generate(target, make_drafter(target, 56), prompts, max_tokens=24, eos_id=EOS, temperature=0.0, depth=depth)
     assert fast.tokens == raw.tokens == plain.tokens

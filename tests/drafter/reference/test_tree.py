@@ -11,11 +11,14 @@ import torch
 from decode_fixtures import (
     EOS,
     chi_square_excess,
+    default_target,
+    greedy_texts,
     log_rollouts,
     make_drafter,
     make_prompts,
     make_target,
     read_whole,
+    schooled,
     train_lightly,
 )
 from target_families import FAMILIES, VOCAB, tiny
@@ -33,16 +36,14 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def target() -> Any:
-    return make_target()
+    return default_target()
 
 
-@pytest.fixture(scope="module")
-def trained(target: Any) -> Eagle3Drafter:
-    prompts = make_prompts(60, 64, seed=9)
-    plain = generate(target, None, prompts, max_tokens=20, generator=seeded(9))
-    return train_lightly(target, make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
+@pytest.fixture
+def trained() -> Eagle3Drafter:
+    return schooled()
 
 
 def paths(tree: DraftTree, row: int) -> list[list[int]]:
@@ -122,8 +123,7 @@ def test_a_child_never_comes_without_its_parent() -> None:
 def test_greedy_text_is_identical_with_and_without_a_tree(
     target: Any, trained: Eagle3Drafter, options: dict[str, Any]
 ) -> None:
-    prompts = make_prompts(120, 64)
-    plain = generate(target, None, prompts, max_tokens=24, eos_id=EOS, temperature=0.0)
+    prompts, plain = make_prompts(120, 64), greedy_texts()
     tree = generate_tree(target, trained, prompts, max_tokens=24, eos_id=EOS, temperature=0.0, **options)
     assert tree.tokens == plain.tokens
     assert tree.finished == plain.finished

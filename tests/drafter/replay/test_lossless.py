@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_fixtures import EOS, log_rollouts, make_drafter, make_prompts, make_target, policy_of, train_lightly
+from decode_fixtures import EOS, default_target, log_rollouts, make_prompts, policy_of, schooled
 from drafter_reference import reference_steps
 from drafter_worlds import SHAPES, cast, mask_of, world
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 import drafter.reference.decode as decode
 import drafter.replay.lossless as lossless
 from drafter.batch import RolloutBatch
-from drafter.model.eagle3 import Eagle3Drafter
 from drafter.policy import Policy, TargetHead
 from drafter.reference.decode import generate
 from drafter.replay.lossless import drafters_favour
@@ -75,15 +74,6 @@ def test_of_long_batches_evenly_spaced_rollouts_are_looked_at(
         seen.update(places)
     assert seen == {*range(len(lengths))}, "none is always left out"
     assert drafters_favour(w.drafter, w.batch, w.policy) is not None
-
-
-@cache
-def trained() -> tuple[Any, Eagle3Drafter]:
-    """A policy, and a drafter that knows something of it."""
-    target = make_target()
-    prompts = make_prompts(60, 64, seed=9)
-    made = generate(target, None, prompts, max_tokens=20, generator=torch.Generator().manual_seed(9))
-    return target, train_lightly(target, make_drafter(target, 56), log_rollouts(target, prompts, made), steps=25)
 
 
 REAL = decode.verify_chain
@@ -152,7 +142,7 @@ def test_what_rounding_and_a_head_of_half_a_per_cent_off_do_is_no_bias(inexact: 
 @cache
 def drawn(verify: Verify) -> tuple[RolloutBatch, ...]:
     """What an engine that verifies like this draws."""
-    target, drafter = trained()
+    target, drafter = default_target(), schooled()
     batches = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "verify_chain", verify)
@@ -171,7 +161,7 @@ def tilt_of(
     of_policy: Callable[[Policy], Policy] = lambda policy: policy,
 ) -> tuple[float, float]:
     """λ, and how many standard errors that is."""
-    target, drafter = trained()
+    target, drafter = default_target(), schooled()
     excess = variance = 0.0
     for batch in batches:
         found = drafters_favour(drafter, of_batch(batch), of_policy(policy_of(target)))

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode_fixtures import EOS, log_rollouts, make_drafter, make_prompts, make_target, policy_of, train_lightly
+from decode_fixtures import (
+    EOS,
+    default_target,
+    log_rollouts,
+    make_drafter,
+    make_prompts,
+    policy_of,
+    schooled,
+    schooling,
+    train_lightly,
+)
 from drafter_worlds import SHAPES, world
 
 from drafter.batch import RolloutBatch
@@ -24,7 +34,7 @@ from drafter.replay.replay import conditional_acceptance, prompt_groups, replay
 DEPTH = 3
 Live = Callable[..., tuple[Generation, RolloutBatch]]
 PROMPTS = make_prompts(80, 64)
-POLICY = policy_of(make_target())
+POLICY = policy_of(default_target())
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -33,7 +43,7 @@ def seeded(seed: int) -> torch.Generator:
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    return make_target()
+    return default_target()
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +56,10 @@ def plain(target: Any) -> RolloutBatch:
 @pytest.fixture(scope="module")
 def drafters(target: Any) -> dict[str, Eagle3Drafter]:
     """An untrained one and two trained apart, as before and after a swap."""
-    prompts = make_prompts(60, 64, seed=9)
-    made = generate(target, None, prompts, max_tokens=20, generator=seeded(9))
-    batch = log_rollouts(target, prompts, made)
     return {
         "untrained": make_drafter(target, 56).eval(),
-        "trained": train_lightly(target, make_drafter(target, 56), batch, steps=25),
-        "swapped": train_lightly(target, make_drafter(target, 40, seed=4), batch, steps=10),
+        "trained": schooled(),
+        "swapped": train_lightly(target, make_drafter(target, 40, seed=4), schooling(), steps=10),
     }
 
 

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_fixtures import (
-    log_rollouts,
-    make_drafter,
-    make_prompts,
-    make_target,
-    train_lightly,
-)
+from decode_fixtures import default_target, schooled
 from safetensors.torch import save_file
 from worker_fixtures import World
 
@@ -21,7 +15,6 @@ from drafter.files.checkpoint import (
     write_drafter,
 )
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.reference.decode import generate
 
 
 @pytest.fixture
@@ -53,13 +46,11 @@ def embedding(tmp_path: Path, world: World) -> Path:
     return tmp_path / "embedding.safetensors"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def target() -> Any:
-    return make_target()
+    return default_target()
 
 
-@pytest.fixture(scope="session")
-def trained(target: Any) -> Eagle3Drafter:
-    prompts = make_prompts(60, 64, seed=9)
-    plain = generate(target, None, prompts, max_tokens=20, generator=torch.Generator().manual_seed(9))
-    return train_lightly(target, make_drafter(target, 56), log_rollouts(target, prompts, plain), steps=25)
+@pytest.fixture
+def trained() -> Eagle3Drafter:
+    return schooled()
