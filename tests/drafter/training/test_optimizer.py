@@ -124,22 +124,6 @@ def test_adamw_is_torchs_own_with_the_settings_given() -> None:
     assert all(torch.equal(named[n], twin[n]) for n in SHAPES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_muon_is_torchs_own_with_the_settings_given(dtype: torch.dtype) -> None:
-    named, twin = ({n: nn.Parameter(p.detach().to(dtype)) for n, p in parameters().items()} for _ in range(2))
-    made = optimizer(named)
-    matrices = [twin["wide"], twin["tall"]]
-    torchs = torch.optim.Muon(matrices, lr=RATE, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    for seed in range(4):
-        g = torch.Generator().manual_seed(seed)
-        for one, other in zip(named.values(), twin.values(), strict=True):
-            one.grad = torch.randn(one.shape, generator=g).to(dtype)
-            other.grad = one.grad.clone()
-        made.step(RATE)
-        torchs.step()  # type: ignore[no-untyped-call]
-    assert all(torch.equal(named[n], twin[n]) for n in ("wide", "tall"))
-
-
 def test_a_state_replaces_what_was_there() -> None:
     named = parameters()
     moved = optimizer(named)
