@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -108,20 +108,14 @@ class Scan:
     def __init__(self, replays: Replays, *, outliers: bool = True) -> None:
         self._replays, self._outliers = replays, outliers
         self._tokens = self._expected = self._rounds = 0.0
-        self._error = math.inf
         self._squares = self._outlier = 0.0  # variance of the tokens; tokens that one prompt may be off
         self._of: defaultdict[int, float] = defaultdict(float)
-        self._emitted: defaultdict[int, float] = defaultdict(float)
-        #: Tokens expected were the prompts the hardest, and the easiest, by cell; None: of prompts that are told apart.
-        self._bounds: dict[int | None, tuple[float, float]] = {None: (0.0, 0.0)}
 
     def add(self, known: Known) -> Stretch:
         """Take one block in; returns the stretch from it to the newest."""
         if known.paired and self._replays.paired is not None:
             spread, outlier = self._replays.paired
             self._squares += spread * known.expected
-            told = self._bounds[None][0] + known.expected
-            self._bounds[None] = (told, told)
         else:
             spread, outlier = self._replays.spread or 0.0, self._replays.outlier
             cell = id(known.cell)
@@ -129,28 +123,58 @@ class Scan:
             self._of[cell] = now = before + known.expected
             self._squares += (spread + known.cell.flips) * known.expected**2 / known.rounds
             self._squares += spread * (now * now - before * before) / known.cell.rounds
-            self._emitted[cell] += max(known.block.tokens, 1)
-            all_tokens = self._replays.answered.get(known.block.policy_version, 0.0)
-            share = min(1.0, self._emitted[cell] / max(all_tokens, 1.0))
-            self._bounds[cell] = (now * known.cell.of_the_hardest(share), now * known.cell.of_the_easiest(share))
         self._outlier = max(self._outlier, outlier * self._outliers)
         self._tokens += known.tokens
         self._expected += known.expected
         self._rounds += known.rounds
         ratio = max(self._tokens, 1.0) / self._expected
         variance = (self._squares + (self._outlier / OVER) ** 2) / self._expected**2
-        rounds, self._error = self._rounds, math.sqrt(max(variance, _LEAST))
-        return Stretch(int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), self._error)
+        rounds, error = self._rounds, math.sqrt(max(variance, _LEAST))
+        return Stretch(int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), error)
 
-    def explained(self, rule: LiveRule) -> bool:
-        """Whether the stretch is no lower than the hardest prompts would make it, and no higher than the easiest.
 
-        Those of each policy version that make as many tokens; prompts that are told apart are what they are.
-        """
-        hardest, easiest = (math.fsum(column) for column in zip(*self._bounds.values(), strict=True))
-        tokens = max(self._tokens, 1.0)
-        low = math.log(tokens / hardest) + rule.dead_band < -rule.certain * self._error
-        return not low and not math.log(tokens / easiest) - rule.above_band > rule.certain * self._error
+class _Prompts:
+    """What would be expected of blocks, were their prompts the hardest or the easiest that make as many tokens.
+
+    Of those of each policy version; prompts that are told apart are what they are.
+    """
+
+    def __init__(self, replays: Replays) -> None:
+        self._replays = replays
+        self._told = 0.0  # tokens expected of prompts that are told apart
+        self._of: dict[int, tuple[Known, float, float]] = {}  # by cell: a block, tokens expected, tokens emitted
+
+    def add(self, known: Known) -> None:
+        """Take one block in."""
+        if known.paired:
+            self._told += known.expected
+        else:
+            _, expected, emitted = self._of.get(id(known.cell), (known, 0.0, 0.0))
+            now = (known, expected + known.expected, emitted + max(known.block.tokens, 1))
+            self._of[id(known.cell)] = now
+
+    def explain(self, stretch: Stretch, rule: LiveRule) -> bool:
+        """Whether the stretch, which is of these blocks, is within what is expected."""
+        hardest = easiest = all_of_them = self._told
+        for known, expected, emitted in self._of.values():
+            share = min(1.0, emitted / max(self._replays.answered.get(known.block.policy_version, 0.0), 1.0))
+            all_of_them += expected
+            hardest += expected * known.cell.of_the_hardest(share)
+            easiest += expected * known.cell.of_the_easiest(share)
+        low = stretch.log_ratio + math.log(all_of_them / hardest) + rule.dead_band
+        above = stretch.log_ratio + math.log(all_of_them / easiest) - rule.above_band
+        return -rule.certain * stretch.error <= low and above <= rule.certain * stretch.error
+
+
+def explained(newest_first: Iterable[Known], replays: Replays, rule: LiveRule, *, suffixes: bool) -> bool:
+    """Whether blocks may differ from replay because of their prompts. `suffixes`: and so may every newest part."""
+    scan, prompts, stretch = Scan(replays), _Prompts(replays), None
+    for one in newest_first:
+        stretch = scan.add(one)
+        prompts.add(one)
+        if suffixes and not prompts.explain(stretch, rule):
+            return False
+    return stretch is None or prompts.explain(stretch, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +206,8 @@ def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
         return dead or Finding("unknown", f"{rounds} rounds so far; {rule.min_rounds} are needed to judge")
     rule = replace(rule, above_band=_above_band(known, replays, rule))
     begin, kind = _change(known, replays, rule)
-    about, scan, explained = known[begin:], Scan(replays), True
-    for one in reversed(about):
-        stretch = scan.add(one)
-        explained = explained and scan.explained(rule)
+    about, scan = known[begin:], Scan(replays)
+    stretch = [scan.add(one) for one in reversed(about)][-1]
     if kind == "healthy":
         if dead is not None:
             return dead
@@ -193,7 +215,8 @@ def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
         if depth is not None:
             return Finding("depth", depth, stretch, tuple(about))
         return Finding("healthy", f"{_evidence(stretch)}: they agree", stretch, tuple(about))
-    return Finding(kind, _evidence(stretch), stretch, tuple(about), tuple(known[:begin]), explained=explained)
+    by_prompts = explained(reversed(about), replays, rule, suffixes=True)
+    return Finding(kind, _evidence(stretch), stretch, tuple(about), tuple(known[:begin]), explained=by_prompts)
 
 
 def _above_band(known: Sequence[Known], replays: Replays, rule: LiveRule) -> float:

@@ -33,19 +33,20 @@ Pure: no torch, no Redis, no clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, Literal
 
 from service.monitor.live.blocks import Block
 from service.monitor.live.engine import (
     OVER,
     Finding,
-    Known,
     LiveRule,
     Scan,
     Stretch,
     at_common_depth,
+    explained,
     find,
     other_depth,
     was_sound,
@@ -124,7 +125,9 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
     judged = {r: f for r, f in findings.items() if f.kind != "unknown"}
     above = [f.blocks for f in judged.values() if f.kind == "above"]
     together = _together(engines, judged, replays, rule)
-    all_above = len(above) >= _ALL * len(judged) > 0 and not _explained(above, replays, rule)
+    all_above = len(above) >= _ALL * len(judged) > 0 and not explained(
+        chain.from_iterable(above), replays, rule, suffixes=False
+    )
     verdicts = []
     for reporter, found in sorted(findings.items()):
         name, text = _named(found, replays, rule, together=together, all_above=all_above)
@@ -161,15 +164,7 @@ def _together(
             found = scan.add(known)
         if found is None or (found.log_ratio + rule.dead_band) / found.error >= -OVER:
             return False
-    return not _explained(since.values(), replays, rule)
-
-
-def _explained(engines: Iterable[Iterable[Known]], replays: Replays, rule: LiveRule) -> bool:
-    """Whether these engines, taken as one, may differ from replay because of their prompts: others have the rest."""
-    scan = Scan(replays)
-    for one in (known for blocks in engines for known in blocks):
-        scan.add(one)
-    return scan.explained(rule)
+    return not explained(chain.from_iterable(since.values()), replays, rule, suffixes=False)
 
 
 def _named(
@@ -183,8 +178,8 @@ def _named(
             return "trainer features", f"{found.text}: more than the drafter could accept; {blame}"
         return "unknown", f"{found.text}: its traffic is easier than the trainer's, or than that of other engines"
     spread = replays.spread or 0.0
-    explained = found.explained and not together
-    if not explained and fell_while_replay_healed([*found.before, *found.blocks], spread):
+    by_prompts = found.explained and not together
+    if not by_prompts and fell_while_replay_healed([*found.before, *found.blocks], spread):
         blame = "live fell from version to version while replay rose: it trains on features that engines do not have"
         return "trainer features", f"{found.text}: {blame}"
     if only_later(shape_of(found.blocks, spread)):
@@ -194,7 +189,7 @@ def _named(
         blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
         return "trainer features", f"{found.text}: {blame}"
     name, blame = _own_fault(found, replays, rule)
-    if explained:
+    if by_prompts:
         depth = other_depth(found.blocks, rule, "harder prompts may be why it accepts less")
         if depth is not None:
             return "depth", f"{found.text}: {depth}"
