@@ -37,7 +37,7 @@ from rl_hooks.engines import protocol
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.plugin import DrafterEndpoints
-from rl_hooks.engines.vllm.worker import DrafterSwap
+from rl_hooks.engines.vllm.worker import RPC_METHODS, DrafterSwap
 from rl_hooks.errors import DigestError, OtherBytesError, SignatureError
 from rl_hooks.release import Manifest, PublicKeys, Release, SigningKey, files_digest, new_key, new_nonce, parse_manifest
 
@@ -48,6 +48,7 @@ SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().ran
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(60 + FLIPS)]
 
 FILES = ("model.safetensors", "config.json")
+RPCS = {method.__name__: method for method in RPC_METHODS}
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
@@ -196,7 +197,7 @@ class Vllm:
     def call(self, method: str, *args: Any) -> Future[list[Any]]:
         """As the engine core's link: calls go to one worker, at once."""
         future: Future[list[Any]] = Future()
-        future.set_result([getattr(module, method)(self.worker, *args)])
+        future.set_result([RPCS[method](self.worker, *args)])
         return future
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
