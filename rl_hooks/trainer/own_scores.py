@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -66,6 +66,7 @@ class OwnScores:
         self._due: Kind | None = None  # what this one is expected to give
         self._trusted = True  # no forward did otherwise than the one before
         self._last: Tensor | None = None  # the last states of an armed forward, until rows of them are found
+        self._writes: int | None = None  # how often these had been written to when the norm returned them
         self._armed = False
         self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._score: Callable[[OwnRows], Scores] | None = None
@@ -122,14 +123,21 @@ class OwnScores:
         self._handles.clear()
 
     def _at_norm(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if self._armed and self._last is None and isinstance(output, Tensor) and not torch.compiler.is_compiling():
-            # Where log-probabilities are expected its shape is enough, and its memory stays the trainer's to free.
-            state = output.detach()
-            self._last = state if self._due != "log_probs" else state.new_empty((*state.shape[:-1], 0))
+        if not self._armed or not isinstance(output, Tensor) or torch.compiler.is_compiling():
+            return
+        if self._last is not None:  # of another forward: whose the logits or log-probabilities are can't be told
+            self._armed, self._last = False, None
+            return
+        # Where log-probabilities are expected its shape is enough, and its memory stays the trainer's to free.
+        state = output.detach()
+        self._last, self._writes = state, _writes(output)
+        if self._due == "log_probs":
+            self._last = state.new_empty((*state.shape[:-1], 0))
 
     def _at_head(self, _module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._armed and self._last is not None and not torch.compiler.is_compiling():
-            self._look("logits", partial(_logits, self._last, args[0] if args else None, output))
+            changed = _writes(self._last) != self._writes  # by the model, in place
+            self._look("logits", partial(_logits, self._last, args[0] if args and not changed else None, output))
 
     def _at_end(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if self._armed and self._last is not None and not torch.compiler.is_compiling():
@@ -143,12 +151,18 @@ class OwnScores:
                 return
             self.expected = kind
             if self._due == kind and self._score is not None:
-                self._made = self._score(found) if kind == "logits" else found
+                # A copy: they are read after the loss, which may change them in place.
+                self._made = self._score(found) if kind == "logits" else replace(found, values=found.values.clone())
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
             self._error = error.with_traceback(None)  # whose frames hold the trainer's tensors
         finally:
-            self._score = self._last = None  # the first call of lm_head counts
+            self._armed, self._score, self._last = False, None, None  # the first call of lm_head counts
             self.seconds += time.perf_counter() - started
+
+
+def _writes(state: Tensor) -> int | None:
+    """How often it was written to in place; None where that is not counted."""
+    return None if state.is_inference() else state._version
 
 
 def _logits(last: Tensor, given: Any, output: Any) -> OwnRows | None:

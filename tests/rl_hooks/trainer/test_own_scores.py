@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -85,6 +86,18 @@ def transposed(model: Any, batch: Padded) -> Any:
     return model.lm_head(states.transpose(0, 1))
 
 
+def scaled_in_place(model: Any, batch: Padded) -> Any:
+    """lm_head is given the states' memory, with other numbers in it."""
+    states = model.model(batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+    return model.lm_head(states.mul_(0.5))
+
+
+def fused_of_others(model: Any, batch: Padded) -> Any:
+    """The states of the rollouts, and then log-probabilities of other tokens, of the same shape."""
+    without_head(model, batch)
+    return fused(model, replace(batch, input_ids=batch.input_ids.flip(1)))
+
+
 class Through(nn.Module):
     """A model whose forward is another one, as trainers replace it."""
 
@@ -150,7 +163,21 @@ def test_what_the_forward_made_is_what_the_product_would_be(
     hook.close()
 
 
-@pytest.mark.parametrize("way", [gathering, in_chunks, without_head, transposed])
+def test_a_loss_that_changes_log_probabilities_in_place_changes_none_of_ours(service: Receiver, tmp_path: Path) -> None:
+    model = Through(tiny(tied=False), fused)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    for version in range(2):
+        told = inputs(BATCH) | {"policy_version": version, "temperature": TEMPERATURE}
+        with torch.no_grad(), hook.capture(**told):
+            model(BATCH).log_probs.mul_(0.5)
+    assert hook.flush(20)
+    of_the_product, own = numbers(service, tmp_path)
+    for ours, products in zip(own, of_the_product, strict=True):
+        torch.testing.assert_close(ours, products, rtol=0.0, atol=1e-5)
+    hook.close()
+
+
+@pytest.mark.parametrize("way", [gathering, in_chunks, without_head, transposed, scaled_in_place, fused_of_others])
 def test_where_it_cannot_be_told_whose_the_logits_are_the_product_is_made(
     service: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Forward
 ) -> None:
