@@ -288,7 +288,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
     limit_bytes = snapshot.queue_limit_bytes
     of_bytes = 0.0 if limit_bytes is None else size / limit_bytes if limit_bytes else math.inf
-    by_disk = settings.queue_max_bytes is None
+    by_disk = settings.queue_max_bytes is None or limit_bytes == 0  # no setting leaves no room
     return RunFacts(
         now=snapshot.now,
         api_began=snapshot.api_began,

@@ -297,12 +297,18 @@ def test_a_record_that_is_added_up_meanwhile_is_read_once(redis_url: str, redis_
 
 
 @pytest.mark.parametrize(
-    ("limit", "by_setting", "disk", "queue"),
-    [(4 << 30, False, 0.5, 1e-4), (0, False, math.inf, 1e-4), (None, False, 0.0, 1e-4), (4 << 30, True, 0.0, 0.5)],
+    ("limit", "setting", "disk", "queue"),
+    [
+        (4 << 30, None, 0.5, 1e-4),
+        (0, None, math.inf, 1e-4),
+        (None, None, 0.0, 1e-4),
+        (4 << 30, 4 << 30, 0.0, 0.5),
+        (0, 4 << 30, math.inf, 1e-4),
+    ],
 )
 def test_a_queue_that_the_disk_bounds_is_told_from_one_that_a_setting_bounds(
-    limit: int | None, by_setting: bool, disk: float, queue: float
+    limit: int | None, setting: int | None, disk: float, queue: float
 ) -> None:
     snapshot = stored(now=NOW, counters={"items": 1, "bytes": 2 << 30}, queue_limit_bytes=limit)
-    found = facts_of(snapshot, Settings(queue_max_bytes=limit if by_setting else None))
+    found = facts_of(snapshot, Settings(queue_max_bytes=setting))
     assert (found.disk_fill, found.queue_fill) == (disk, queue)

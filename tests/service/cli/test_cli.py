@@ -221,6 +221,14 @@ def test_the_api_on_a_taken_port_says_so_and_not_that_it_serves(redis_url: str, 
     assert "serves" not in done.stderr
 
 
+def test_an_address_of_another_machine_is_not_called_taken(tmp_path: Path) -> None:
+    where = {"DRAFTALIGN_HOST": "203.0.113.1", "DRAFTALIGN_TOKENS": "a-secret-of-a-test:admin"}
+    done = run("up", "--port", "8400", "--state-dir", str(tmp_path / "state"), cwd=tmp_path, **where)
+    assert done.returncode == 1
+    assert last_line(done.stderr).startswith("draftalign: port 8400 on 203.0.113.1 cannot be had: ")
+    assert not (tmp_path / "state").exists()
+
+
 class Up:
     """`draftalign up` on a free port."""
 
