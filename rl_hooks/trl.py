@@ -72,6 +72,7 @@ def attach(
         policy_version=kind.policy_version(trainer),
         rank=int(trainer.accelerator.process_index),
         world_size=int(trainer.accelerator.num_processes),
+        own_log_probs=kind is GrpoAttachment,  # its fused head labels every token of the completions
         **options,
     )
     return kind(trainer, hook)
@@ -181,8 +182,8 @@ class GrpoAttachment(Attachment):
         if sampler is None and (changed := self._changed_sampling()):
             self.hook.tally.warn(
                 "sampling",
-                f"{', '.join(changed)} changes what is drawn, and TRL tells no log-probabilities of that without vLLM: "
-                "those that are sent are the policy's own, so replay α is too high",
+                f"{', '.join(changed)} changes what is drawn, and TRL tells no log-probabilities of that here (GRPO "
+                "does with vLLM): those that are sent are the policy's own, so replay α is too high",
             )
         logprobs = None if sampler is None else torch.cat([prompt_zeros.to(sampler.dtype), sampler], dim=1)
         rewards = inputs.get(_REWARD_KEY)

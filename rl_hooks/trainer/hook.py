@@ -56,7 +56,9 @@ class DrafterHook:
     auxiliary states are sent ("float8_e4m3" halves them, with one scale per token and layer). `head_tolerance`: the
     relative change of `lm_head` after which it is sent again. `drafter_version`: called at each capture; returns the
     version that drafted these rollouts, so that replay α is measured with that drafter. `logit_map`: what the model
-    does to its logits after lm_head, for models that this package does not know. `rank` 0 registers the run, at once
+    does to its logits after lm_head, for models that this package does not know. `own_log_probs`: the model may return
+    `log_probs` [B, S - 1], of every generated token at the temperature that `capture` is told, as in TRL's GRPO; then
+    normalisers are made of them. `rank` 0 registers the run, at once
     or (where the model is sharded already) in the first captured forward; the other ranks wait until it exists.
     """
 
@@ -84,6 +86,7 @@ class DrafterHook:
         patience_seconds: float = 120.0,
         drafter_version: Callable[[], str] | None = None,
         logit_map: wire.LogitMap | None = None,
+        own_log_probs: bool = False,
         strict: bool = False,
     ) -> None:
         if not wire.RUN_NAME.fullmatch(run):
@@ -138,7 +141,8 @@ class DrafterHook:
         self._head: WholeWeight[Scores | Tensor | None] = WholeWeight(
             partial(policy_head, model), [self._features.norm, head.get_output_embeddings()]
         )
-        self._own = OwnScores([model, head], self._features.norm, head.get_output_embeddings())
+        with_log_probs = [model, head] if own_log_probs else []
+        self._own = OwnScores(with_log_probs, self._features.norm, head.get_output_embeddings())
         # Rank 0 registers the run, and sends the head for all.
         self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
 

@@ -3,7 +3,8 @@
 * **Logits.** Most trainers call lm_head on the final norm's output or on a slice of it. Which rows they are of is told
   by memory: the input must be a view of that output. So no value is compared, and the device need not wait.
 * **Log-probabilities.** TRL's fused head never makes whole logits, and returns `log_probs` [B, S - 1] of the next
-  tokens. Normaliser = logit of the token - its log-probability; that logit is one row of lm_head.
+  tokens. Normaliser = logit of the token - its log-probability; that logit is one row of lm_head. Whose temperature and
+  labels these are nobody can tell here, so who makes this says that they are the capture's.
 
 Nobody can tell beforehand what a forward will give, and afterwards the head may be sharded again. So it is expected to
 do as the one before; the first one takes the product. The rollouts of one that does otherwise are left out, and from

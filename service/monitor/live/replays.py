@@ -79,12 +79,13 @@ class Cell:
         Where prompts are not told apart: the least that such a share of their number can have, from what they scatter
         by in sum (by Cauchy and Schwarz).
         """
-        tokens, rounds = math.fsum(t for t, _ in self.by_prompt.values()), 0.0
+        known = [one for one in self.by_prompt.values() if min(one) > 0]
+        tokens, rounds = math.fsum(own for own, _ in known), 0.0
         if tokens < _COVERED * self.tokens:
             off = math.sqrt(max(_residual(self.sums), 0.0) * self.sums.rollouts * share * (1.0 - share))
             return 1.0 / (1.0 + off / (share * self.tokens))
         left = share * tokens
-        for own, took in sorted(self.by_prompt.values(), key=lambda one: one[0] / one[1]):
+        for own, took in sorted(known, key=lambda one: one[0] / one[1]):
             part = min(1.0, left / own)
             left, rounds = left - part * own, rounds + part * took
             if part < 1.0:

@@ -20,6 +20,8 @@ from trl_fixtures import make_trainer, reward_of_even_tokens
 
 from rl_hooks import wire
 from rl_hooks.errors import AuxLayersError, UnsupportedTrainerError
+from rl_hooks.sending.features import score_rows
+from rl_hooks.trainer import staging
 from rl_hooks.trl import Attachment, attach
 
 pytestmark = [
@@ -66,14 +68,23 @@ def gap(file: wire.MappedFile, head: torch.Tensor) -> float:
     return float((again - torch.from_numpy(file.array("logprobs").copy())[1:]).abs()[mask[1:]].mean())
 
 
+def normaliser_gap(file: wire.MappedFile, head: torch.Tensor) -> float:
+    """Mean |normaliser recomputed from the features and this head - the one sent|, nats."""
+    mask = file.array("loss_mask") == 1
+    again = torch.logsumexp(as_float(file, "last_hidden") @ head.T / file_temperature(file), dim=1)
+    return float((again - torch.from_numpy(file.array("logsumexp").copy()))[:-1].abs()[mask[1:]].mean())
+
+
 def file_temperature(file: wire.MappedFile) -> float:
     return float(file.header.metadata["temperature"])
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_three_steps_deliver_every_rollout_once_with_its_version_and_reward(
-    service: Receiver, tmp_path: Path, kind: str
+    service: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    product = mock.Mock(side_effect=score_rows)
+    monkeypatch.setattr(staging, "score_rows", product)
     trainer = make_trainer(tmp_path, kind=kind, temperature=0.8, beta=0.0)
     attachment = attach(trainer, service.url, run="r", aux_layers=AUX, head_tolerance=0.0, strict=True)
     initial_head = trainer.model.lm_head.weight.detach().clone()
@@ -96,6 +107,9 @@ def test_three_steps_deliver_every_rollout_once_with_its_version_and_reward(
     assert paths[1:] == ["/rollouts?run=r", *["/runs/r/head", "/rollouts?run=r"] * 2]
     heads = [as_float(mapped(r, tmp_path / "files"), "lm_head") for r in service.requests if r.path.endswith("/head")]
     assert [gap(file, head) < 0.05 for file, head in zip(files[1:], heads, strict=True)] == [True, True]
+    assert max(normaliser_gap(file, head) for file, head in zip(files[1:], heads, strict=True)) < 0.005
+    assert normaliser_gap(files[2], initial_head) > 0.01
+    assert product.call_count == 1, "later steps take TRL's own log-probabilities"
     assert gap(files[2], initial_head) > 0.05  # the check tells a stale head
     stats = attachment.stats()
     assert (stats["captured_rollouts"], stats["sent"], stats["failures"]) == (24, 6, 0)

@@ -150,7 +150,7 @@ def test_what_the_forward_made_is_what_the_product_would_be(
     product = noting(monkeypatch)
     model = Through(tiny(tied=False).to(dtype), way)
     logit_map = None if softcap is None else wire.LogitMap(softcap=softcap)
-    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True, logit_map=logit_map)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True, logit_map=logit_map)
     assert sent(service, hook, model, [way] * 3) == [len(BATCH.sequences)] * 3
     assert product.call_count == 1, "the first forward only"
     (lse, logp), *own = numbers(service, tmp_path)
@@ -165,7 +165,7 @@ def test_what_the_forward_made_is_what_the_product_would_be(
 
 def test_a_loss_that_changes_log_probabilities_in_place_changes_none_of_ours(service: Receiver, tmp_path: Path) -> None:
     model = Through(tiny(tied=False), fused)
-    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True)
     for version in range(2):
         told = inputs(BATCH) | {"policy_version": version, "temperature": TEMPERATURE}
         with torch.no_grad(), hook.capture(**told):
@@ -183,7 +183,7 @@ def test_where_it_cannot_be_told_whose_the_logits_are_the_product_is_made(
 ) -> None:
     product = noting(monkeypatch)
     model = Through(tiny(tied=False), way)
-    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True)
     assert sent(service, hook, model, [way] * 3) == [len(BATCH.sequences)] * 3
     assert product.call_count == 3
     first, *others = numbers(service, tmp_path)
@@ -200,7 +200,7 @@ def test_a_forward_that_does_otherwise_than_the_one_before_costs_its_rollouts_on
 ) -> None:
     product = noting(monkeypatch)
     model = Through(tiny(tied=False), before)
-    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True)
     R = len(BATCH.sequences)
     ways = [before, before, after, after, before, before, after]
     assert sent(service, hook, model, ways) == [R, R, 0, R, R, R, R]
@@ -214,11 +214,23 @@ def test_a_forward_that_does_otherwise_than_the_one_before_costs_its_rollouts_on
     hook.close()
 
 
+def test_log_probabilities_are_used_only_where_somebody_vouches_for_them(
+    service: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop of one's own may leave labels out, or divide by another temperature."""
+    product = noting(monkeypatch)
+    model = Through(tiny(tied=False), fused)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    assert sent(service, hook, model, [fused] * 3) == [len(BATCH.sequences)] * 3
+    assert product.call_count == 3
+    hook.close()
+
+
 def test_logits_that_lack_a_generated_token_are_not_used(service: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """More is said to be generated than the trainer keeps logits of."""
     product = noting(monkeypatch)
     model = Through(tiny(tied=False), kept)
-    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True)
     every = BATCH.attention_mask.clone()
     assert sent(service, hook, model, [kept] * 3, loss_mask=every) == [len(BATCH.sequences)] * 3
     assert product.call_count == 3
@@ -230,7 +242,7 @@ def test_a_packed_row_and_one_that_the_forward_pads(
 ) -> None:
     product = noting(monkeypatch)
     model = tiny(tied=False)
-    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True)
     lengths = [len(sequence) for sequence in BATCH.sequences]
     ids = torch.tensor([PACKED])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -263,7 +275,7 @@ def apart(lengths: list[int]) -> Tensor:
 
 def test_nothing_of_the_forward_is_kept_and_nothing_hooked_is_left(service: Receiver) -> None:
     model = Through(tiny(tied=False), whole)
-    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True)
     sent(service, hook, model, [whole] * 2)
     assert (hook._own._made, hook._own._last, hook._own._error) == (None, None, None)
     assert hook._own.expected == "logits"
@@ -278,7 +290,7 @@ def test_nothing_of_the_forward_is_kept_and_nothing_hooked_is_left(service: Rece
 
 def test_a_fused_forward_that_is_expected_holds_no_state_longer_for_us(service: Receiver) -> None:
     model = Through(tiny(tied=False), fused)
-    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True)
     bytes_of_last = []
 
     def note(*_: Any) -> None:
