@@ -58,8 +58,8 @@ class DrafterHook:
     version that drafted these rollouts, so that replay α is measured with that drafter. `logit_map`: what the model
     does to its logits after lm_head, for models that this package does not know. `own_log_probs`: the model may return
     `log_probs` [B, S - 1], of every generated token at the temperature that `capture` is told, as in TRL's GRPO; then
-    normalisers are made of them. `rank` 0 registers the run, at once
-    or (where the model is sharded already) in the first captured forward; the other ranks wait until it exists.
+    normalisers are made of them. `rank` 0 registers the run, at once or (where the model is sharded already) in the
+    first captured forward; the other ranks wait until it exists.
     """
 
     def __init__(

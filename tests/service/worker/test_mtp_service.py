@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_fixtures import LATENT
 from safetensors.torch import load_file
 from service_fixtures import HEADERS, RunningService
 from typer.testing import CliRunner
@@ -28,17 +29,7 @@ from service.cli.main import app
 from service.storage.registry import Registry
 
 OPEN: dict[str, Any] = {"gate_min_gain": 0.0, "recent_tokens": 100_000, "learning_rate": 1e-2}
-SIZES = CONFIG | {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
-}
+SIZES = CONFIG | LATENT
 
 
 @pytest.fixture
