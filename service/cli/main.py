@@ -18,7 +18,7 @@ from service.cli.access import audit, token
 from service.cli.checks import check_redis, checked_redis, unknown_variables
 from service.cli.drafters.commands import convert, evaluate, inspect
 from service.cli.plan import plan
-from service.cli.remote.drafters import drafters, hold, publish, release, rollback
+from service.cli.remote.drafters import download, drafters, hold, publish, release, rollback
 from service.cli.remote.runs import dead, drift, runs, state, worth
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
@@ -173,7 +173,7 @@ _COMMANDS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Start it": (demo, up, serve, worker, agent),
     "Look": (runs, drafters, worth, dead, audit),
     "Act on a run": (state, publish, hold, release, rollback, drift),
-    "Drafters as files": (warmup, convert, inspect, evaluate),
+    "Drafters as files": (warmup, download, convert, inspect, evaluate),
     "Before a deployment": (plan, token, keygen),
 }
 for _panel, _commands in _COMMANDS.items():

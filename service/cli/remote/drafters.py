@@ -1,19 +1,23 @@
-"""The commands about drafter versions of a running service: list, publish, hold, release, roll back."""
+"""The commands about drafter versions of a running service: list, download, publish, hold, release, roll back."""
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import typer
 
 from service.cli.drafters.commands import AuxLayers, From, Norm, Source, write_body
-from service.cli.remote.client import LOCAL, Reason, Run, Service, call, name_of, whoami
+from service.cli.remote.client import LOCAL, Reason, Run, Service, call, client_of, name_of, whoami
 from service.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rl_hooks.release import Manifest
 
 #: A drafter version as page and headline have it.
 _NUMBER = re.compile(r"v[0-9]{6,}")
@@ -113,6 +117,65 @@ def publish(
             answer = call("POST", service, "/drafters", params=asked, headers=headers, content=body, timeout=600.0)
     again = "" if answer.status_code == 201 else " again"
     typer.echo(f"{answer.json()['version']} waits for the gate{again}; GET /drafters?run={run} tells the outcome")
+
+
+def download(
+    destination: Annotated[Path, typer.Argument(help="Directory to write; it must not hold files yet.")],
+    version: Annotated[
+        str | None, typer.Option(help="Drafter version: v000007-0a1b2c3d, or v000007. Default: the one that is served.")
+    ] = None,
+    service: Service = LOCAL,
+    run: Run = None,
+) -> None:
+    """Download a drafter version, verified, as a directory that engines load and `inspect` and `convert` read.
+
+    DRAFTALIGN_TOKEN: token for the service, of scope read. DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what
+    none of them signed is then refused.
+    """
+    run = name_of(service, run)
+    from rl_hooks.agent.download import fetch_release
+    from rl_hooks.errors import AgentError
+
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigurationError(f"{destination} holds something already; name a new directory")
+    try:
+        manifest = _offered(service, run, version)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as staging,
+            client_of(service, timeout=60.0) as client,
+        ):
+            fetch_release(client, manifest, Path(staging)).path.rename(destination)
+    except AgentError as error:
+        raise ConfigurationError(str(error)) from error
+    typer.echo(f"{manifest.version} of run {run} is in {destination}")
+
+
+def _offered(service: str, run: str, version: str | None) -> Manifest:
+    """The manifest of a version, or of the one that is served; signed, where there are keys."""
+    from rl_hooks.release import SIGNATURE_HEADER, PublicKeys, new_nonce, parse_manifest
+
+    try:
+        keys = PublicKeys.of_environment(os.environ)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    if version is None:
+        nonce = new_nonce()
+        answer = call("GET", service, "/drafter/latest", params={"run": run} | ({"nonce": nonce} if keys else {}))
+        if keys is not None:
+            keys.check(nonce, answer.content, answer.headers.get(SIGNATURE_HEADER))
+        return parse_manifest(answer.json(), run)
+    if keys is not None:
+        raise ConfigurationError(
+            "only the version that is served is signed: leave --version out, or unset DRAFTALIGN_PUBLIC_KEYS"
+        )
+    version = _whole(service, run, version)
+    known = call("GET", service, "/drafters", params={"run": run}).json()["versions"]
+    found = next((one for one in known if one["version"] == version), None)
+    if found is None:
+        there = ", ".join(one["version"] for one in known) or "none"
+        raise ConfigurationError(f"run {run} has no {version}; expected one of: {there}")
+    return parse_manifest(found, run)
 
 
 def _whole(service: str, run: str, version: str) -> str:
