@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 from record_fixtures import stored
 
 from service.api.app import page_html
-from service.api.snapshot import run_document
+from service.api.snapshot import facts_of, run_document
+from service.monitor.headline import headline
 from service.monitor.metrics import CONTENT_TYPE, RunSnapshot, render
 from service.monitor.records import DrafterSums
 from service.settings import Settings
@@ -143,7 +145,7 @@ def serving(
     answers: float = math.inf,
     asked: list[str] | None = None,
 ) -> Iterator[str]:
-    """Serve the page, `/alpha` and `/metrics` of these runs on loopback; yields the URL.
+    """Serve the page, `/alpha`, `/runs` and `/metrics` of these runs on loopback; yields the URL.
 
     Any other path that was asked for is an error at the end. `answers`: so many are given to `/alpha`; then the service
     is gone. `asked`: collects what was asked for.
@@ -172,6 +174,10 @@ def serving(
                 self._answer(200, "application/json", json.dumps(document, allow_nan=False).encode())
             elif url.path == "/metrics":
                 self._answer(200, CONTENT_TYPE, render(runs))
+            elif url.path == "/runs":
+                said = {run: headline(facts_of(snapshot, Settings())) for run, snapshot in runs.items()}
+                found = [{"run": run, "headline": asdict(one)} for run, one in said.items()]
+                self._answer(200, "application/json", json.dumps(found).encode())
             else:
                 server.unexpected.append(self.path)  # type: ignore[attr-defined]
                 self._answer(404, "text/plain", b"")

@@ -278,6 +278,21 @@ def test_another_run_is_chosen_by_the_address_and_offered_in_the_picker(browser:
 
 
 @needs_browser
+def test_the_picker_says_which_of_many_runs_is_in_trouble(browser: Browser) -> None:
+    silent = sample_run(5)
+    worker = replace(silent.worker, heartbeat=time.time() - 7200)
+    runs = {"default": sample_run(3), "second": sample_run(4), "third": replace(silent, worker=worker, api_began=None)}
+    with serving(runs | {"fourth": runs["third"]}) as url:
+        assert browse(url, browser).texts["troubled"] == "2 other runs in trouble"
+    with serving(runs) as url:
+        page, picked = browse(url, browser), browse(f"{url}/?run=third", browser)
+    assert page.texts["run"] == "defaultsecondthird — Worker silent"
+    assert (page.hidden("troubled"), page.texts["troubled"]) == (False, "third: Worker silent")
+    assert picked.hidden("troubled"), "its own headline says it"
+    assert picked.texts["headline"].startswith("Worker silent")
+
+
+@needs_browser
 def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(browser: Browser) -> None:
     asked: list[str] = []
     with serving({"mine": sample_run(3)}, asked=asked) as url:
