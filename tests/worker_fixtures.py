@@ -439,7 +439,10 @@ class Nest:
 
     def start(self, bench: Bench, **options: Any) -> int:
         """Start a worker; returns its process id. Options: see `_become_worker`."""
-        given = json.loads(bench.settings.model_dump_json()) | {"redis_url": bench.redis_url, "tokens": ""}
+        given = json.loads(bench.settings.model_dump_json(exclude_unset=True)) | {
+            "redis_url": bench.redis_url,
+            "tokens": "",
+        }
         given |= options.pop("settings", {})
         options |= {"log": str(self.log), "environment": dict(os.environ) | {"OMP_NUM_THREADS": "1"}}
         pid = _forker().ask({"settings": given, **options})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Annotated, Any, Final, Literal, Self
 
 from fastapi import APIRouter, Query, Request, Response
@@ -21,9 +22,11 @@ from service.api.uploads import json_body, parse_body
 from service.monitor.live.blocks import Block
 from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
-from service.settings import Settings
 from service.storage.drafters.versions import Manifest
+from service.storage.reports.drafting import Drafting, learn_drafting
 from service.storage.runs import check_open
+
+log = logging.getLogger("draftalign.api")
 
 router = APIRouter(tags=["acceptance"])
 
@@ -162,28 +165,46 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
         dead=verdict.name == "dead",
         verdict=verdict.text,
         pushed_again=pushed,
-        warning="; ".join(filter(None, (_misfit(context.settings, report), odd))) or None,
+        warning="; ".join(filter(None, (await _follow_drafting(context, report), odd))) or None,
     )
 
 
-def _misfit(settings: Settings, report: AcceptanceReport) -> str | None:
-    """Warn where the engine drafts differently from what replay assumes: α, gate and training would then be wrong."""
-    said, wanted = [], []
-    if report.depth is not None and 1 <= report.depth <= 16 and report.depth != settings.depth:
-        said.append(f"{report.depth} tokens a round where the service replays and trains {settings.depth}")
-        wanted.append(f"DRAFTALIGN_DEPTH={report.depth}")
-    if report.drafting in ("greedy", "probabilistic") and report.drafting != settings.drafting:
-        said.append(f"{report.drafting} drafts where the service assumes {settings.drafting} ones")
-        wanted.append(f"DRAFTALIGN_DRAFTING={report.drafting}")
-    if report.method == "ngram" or not said:
+async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) -> str | None:
+    """Suppose of the run what all its engines say; returns a warning where this one drafts otherwise then.
+
+    α, gate and training would be wrong for it.
+    """
+    run, fixed = report.run, context.settings.model_fields_set
+    supposed = Drafting.supposed(context.settings_of(run))
+    said = supposed.but(report.depth, report.drafting)
+    if said == supposed or report.method == "ngram":
         return None
-    return f"the engine makes {' and '.join(said)}; start the service with {' '.join(wanted)}"
+    differing = {name for name, value in said if value != getattr(supposed, name)}
+    free = differing - fixed
+    if free and report.method == OUR_DRAFTER and await context.evidence.all_draft(run, said):
+        await context.locking(learn_drafting, context.layout, run, said)
+        log.warning("run %s: its engines draft %s, %d tokens a round", run, said.drafting, said.depth)
+        differing, free = differing & fixed, set()
+    facts = {
+        "depth": f"{said.depth} tokens a round where the service replays and trains {supposed.depth}",
+        "drafting": f"{said.drafting} drafts where the service assumes {supposed.drafting} ones",
+    }
+    if not differing:
+        return None
+    advice = [f"start the service with {wanted}"] if (wanted := _variables(said, differing - free)) else []
+    advice += ["let all engines of a run draft alike"] if free else []
+    told = " and ".join(facts[name] for name in facts if name in differing)
+    return f"the engine makes {told}; {'; '.join(advice)}"
+
+
+def _variables(said: Drafting, names: Set[str]) -> str:
+    return " ".join(f"DRAFTALIGN_{name.upper()}={value}" for name, value in said if name in names)
 
 
 async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequence[Block]) -> EngineVerdict:
     """Judge this engine by itself: a report costs the same however many others there are. `GET /alpha` judges all."""
     replays = (await context.evidence.recent(report.run)).replays
-    found = await asyncio.to_thread(watch, {report.reporter: blocks}, replays, context.evidence.rule)
+    found = await asyncio.to_thread(watch, {report.reporter: blocks}, replays, context.live_rule(report.run))
     nothing = EngineVerdict(report.reporter, "unknown", "no rounds with a published drafter so far")
     return found.get(report.reporter) or nothing
 
@@ -194,7 +215,7 @@ async def _push_again(context: ServiceContext, report: AcceptanceReport, verdict
     if latest is None or latest.version != report.drafter_version:
         return None
     pushes = (await asyncio.to_thread(context.registry.history.digest, run)).pushed
-    if not push_is_due(context.evidence.rule, verdict, list(pushes), time.time()):
+    if not push_is_due(context.live_rule(run), verdict, list(pushes), time.time()):
         return None
     reason = f"drafter dead in {report.reporter}: {verdict.text}"
     return await context.locking(context.registry.push_again, run, reason)
@@ -236,13 +257,13 @@ async def get_alpha(
 
 
 async def _last_attempt(context: ServiceContext, run: str, since: str | None) -> bytes:
-    return await asyncio.to_thread(run_text, run, await read_followed(context, run, since), context.settings)
+    return await asyncio.to_thread(run_text, run, await read_followed(context, run, since), context.settings_of(run))
 
 
 async def _attempt(context: ServiceContext, run: str, attempt: int) -> bytes:
     snapshot = await read_snapshot(context, run)
 
     def tell() -> bytes:
-        return to_json(run_document(run, snapshot, context.settings, attempt), inf_nan_mode="null")
+        return to_json(run_document(run, snapshot, context.settings_of(run), attempt), inf_nan_mode="null")
 
     return await asyncio.to_thread(tell)

@@ -29,6 +29,7 @@ from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import FileId, file_id, is_there
+from service.storage.reports.drafting import Drafting
 from service.storage.runs import (
     RunRecord,
     change_state,
@@ -338,6 +339,8 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         | {
             "state": to_jsonable_python(read_state(context.layout, run)),
             "held": to_jsonable_python(context.registry.held(run)),
+            # How its engines draft, as replay and training suppose.
+            **Drafting.supposed(context.settings_of(run)).model_dump(),
             "drafter": None if latest is None else latest.version,
             "reference_version": versions[0] if versions else None,
             "latest_head": await context.store(run).latest_head(),

@@ -66,6 +66,10 @@ class Layout:
         """What a person wants of the run; absent where nobody has said anything."""
         return self.run(run) / "state.json"
 
+    def run_drafting(self, run: str) -> Path:
+        """How the run's engines draft; absent where none has said it."""
+        return self.run(run) / "drafting.json"
+
     def withdrawn(self, run: str) -> Path:
         """The record of a run that is being deleted, under which nobody finds it."""
         return self.run(run) / "run.json.deleted"

@@ -271,6 +271,11 @@ class Journal:
             self._store.set_worker(self._drift_gauges())
         return bool(new)
 
+    def forget_baseline(self) -> None:
+        """Learn a new baseline of α: what came before is not comparable."""
+        self._drift.reset()
+        self._reading = None
+
     def _drift_gauges(self) -> dict[str, object]:
         lanes = {} if self._reading is None else self._reading.lanes
         change = None if self._reading is None else self._drift.change()

@@ -31,6 +31,7 @@ from service.monitor.live.engine import LiveRule
 from service.monitor.records import DrafterSums, arrival
 from service.settings import Settings
 from service.storage.layout import Layout
+from service.storage.reports.drafting import Drafting
 from service.storage.reports.store import Store
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.claim import ClaimScorer, Fates, Scored
@@ -128,12 +129,22 @@ class Learner:
         self.journal.restore(state)
         self.lineage.check_vocabulary()
         self.gate.restore(state["gate"])
+        if state["drafting"] != Drafting.supposed(self._settings).model_dump():
+            self._measure_from_scratch()
         spool = self._layout.spool(self.run)
         self.recent.restore(state["recent"], spool, state["recent_known"], self.target.normalised)
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
                  self.journal.totals.trained_tokens)  # fmt: skip
         return state
+
+    def _measure_from_scratch(self) -> None:
+        """Engines draft otherwise now, so what was measured before is of another α: gains, baseline, evidence."""
+        log.info("%s: gains and the baseline of α are measured from scratch: engines draft otherwise now", self.run)
+        self.controller.curve = LearningCurve()
+        self.journal.forget_baseline()
+        if (event := self.gate.begin(self.gate.served)) is not None:
+            self.lineage.record_gain(event)
 
     def save(self, checkpoint: WorkerCheckpoint, applied: Sequence[str]) -> None:
         """Write a checkpoint, which names the `applied` batches; what it lists of the recent rollouts moves there."""
@@ -142,6 +153,7 @@ class Learner:
         checkpoint.save(
             trainer,
             {
+                "drafting": Drafting.supposed(self._settings).model_dump(),
                 "controller": self.controller.to_json(),
                 **self.journal.state,
                 "applied": list(applied),

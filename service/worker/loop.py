@@ -27,6 +27,7 @@ from service.errors import WorkerError
 from service.settings import Settings
 from service.storage.layout import Layout, file_id
 from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
+from service.storage.reports.drafting import Drafting
 from service.storage.reports.store import Store
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.inbox import Inbox, Loaded, Phase, error_text, is_batch_fault
@@ -70,8 +71,9 @@ class RunWorker:
         suspicion: Suspicion | None = None,
         ends_for_memory: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`ends_for_memory`: see `Inbox`."""
+        """`settings`: with how the run's engines draft. `ends_for_memory`: see `Inbox`."""
         self.run = run
+        self.drafting = Drafting.supposed(settings)
         self._store = store
         self._holds_lease = holds_lease
         self._suspicion = suspicion or Suspicion()

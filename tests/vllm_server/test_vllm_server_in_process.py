@@ -100,7 +100,7 @@ class LlmProcess:
 
 @pytest.fixture
 def service(serve: Callable[..., RunningService]) -> RunningService:
-    return serve(drafting="greedy", depth=DEPTH)
+    return serve()
 
 
 @pytest.fixture
@@ -195,6 +195,10 @@ def test_an_llm_with_variables_alone_follows_the_service(
             assert {*by_prompt} <= known
             sums = [sum(counts) for counts in zip(*by_prompt.values(), strict=True)] or [0, 0]
             assert sums == [record.emitted_tokens, record.rounds], "each round is its prompt's"
+
+    # --- and the service supposes what vLLM drafts, which nobody has told it
+    found = _ok(service, "/runs/default")
+    assert (found["depth"], found["drafting"]) == (DEPTH, "greedy")
 
     # --- the service goes away: the trainer's run goes on, and its log gets a line
     service.stop()

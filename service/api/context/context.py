@@ -28,6 +28,7 @@ from service.storage.queue.dead import DeadLetters
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
 from service.storage.ready import PROBE_SECONDS, WriteTest
 from service.storage.registry import Registry
+from service.storage.reports.drafting import settings_of
 from service.storage.reports.store import AsyncStore
 from service.storage.runs import RunRecord, load_run, sweep_deleted
 from service.storage.spool import Spool
@@ -83,7 +84,7 @@ class ServiceContext:
         self.tokens = Tokens(settings)
         #: Answers that are being computed: those who ask for the same share one.
         self.answers = Shared()
-        self.evidence = Evidence(LiveRule(settings.depth), self.answers, self.store, self.pointer)
+        self.evidence = Evidence(self.live_rule, self.answers, self.store, self.pointer)
         self.disk = Disk(settings, self.layout, self.spool, self.queue, self.dead)
         self._kept: dict[str, _Kept] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
@@ -97,6 +98,14 @@ class ServiceContext:
             kept = self._of(run)
             kept.record = file, record
         return kept.record[1]
+
+    def settings_of(self, run: str) -> Settings:
+        """The settings, with how the run's engines draft."""
+        return settings_of(self.settings, self.layout, run)
+
+    def live_rule(self, run: str) -> LiveRule:
+        """When live and replay α of a run differ."""
+        return LiveRule(self.settings_of(run).depth)
 
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""

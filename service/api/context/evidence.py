@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from service.monitor.current import Newest
+from service.monitor.headline import ENGINE_SILENT_SECONDS
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import EVIDENCE_SECONDS, Watch, watch
@@ -21,6 +23,7 @@ from service.monitor.records import ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
 from service.reading.pointer import Pointer
 from service.reading.shared import Shared
+from service.storage.reports.drafting import Drafting
 from service.storage.reports.engine_counts import Account
 from service.storage.reports.store import AsyncStore
 
@@ -28,6 +31,8 @@ log = logging.getLogger("draftalign.api")
 
 #: What all engines say together is kept for this multiple of the time that telling it took.
 _REST: Final = 4.0
+#: A run whose engines do not draft alike is not asked again before this: each of them says so with every report.
+_ASK_AGAIN_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +73,27 @@ class Evidence:
 
     def __init__(
         self,
-        rule: LiveRule,
+        rule: Callable[[str], LiveRule],
         answers: Shared,
         store: Callable[[str], AsyncStore],
         pointer: Callable[[str], Pointer],
     ) -> None:
-        self.rule = rule
-        self._answers, self._store, self._pointer = answers, store, pointer
+        self._rule, self._answers, self._store, self._pointer = rule, answers, store, pointer
         self._recent: dict[str, Recent] = {}
         self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
         self._telling: dict[str, asyncio.Task[Engines]] = {}
+        self._unlike: dict[str, float] = {}  # when a run's engines were found not to draft alike
 
     @property
     def runs(self) -> set[str]:
         """Those of which something is kept: one may have been told while it was deleted."""
-        return {*self._recent, *self._engines}
+        return {*self._recent, *self._engines, *self._unlike}
 
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""
         self._recent.pop(run, None)
         self._engines.pop(run, None)
+        self._unlike.pop(run, None)
 
     async def recent(self, run: str) -> Recent:
         """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
@@ -116,7 +122,19 @@ class Evidence:
             self._telling[run].add_done_callback(lambda _: self._telling.pop(run, None))
         return await asyncio.shield(self._telling[run])
 
+    async def all_draft(self, run: str, drafting: Drafting) -> bool:
+        """Whether all engines that have reported of late draft so. False for some seconds where they do not."""
+        now = time.monotonic()
+        if now - self._unlike.get(run, -math.inf) < _ASK_AGAIN_SECONDS:
+            return False
+        found = await self._store(run).newest_acceptances(time.time() - ENGINE_SILENT_SECONDS)
+        if drafting.is_also(found):
+            return True
+        self._unlike[run] = now
+        return False
+
     async def _tell(self, run: str) -> Engines:
+        rule = self._rule(run)
         found = await self._store(run).engines(time.time() - EVIDENCE_SECONDS)
         replays = (await self.recent(run)).replays
         served = self._pointer(run).served()
@@ -125,7 +143,7 @@ class Evidence:
         def tell() -> tuple[Engines, float]:
             began = time.thread_time()
             accounts = {reporter: Account.read(text) for reporter, text in found.items()}
-            watched = watch({name: account.blocks for name, account in accounts.items()}, replays, self.rule)
+            watched = watch({name: account.blocks for name, account in accounts.items()}, replays, rule)
             steps = [one for account in accounts.values() for one in account.steps]
             return Engines(watched, _worth(steps, survival)), time.thread_time() - began
 

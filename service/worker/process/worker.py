@@ -43,6 +43,7 @@ from service.storage.layout import FileId, Layout, file_id, is_there
 from service.storage.lease import Leases
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.ready import why_unusable
+from service.storage.reports.drafting import Drafting, settings_of
 from service.storage.reports.store import Store
 from service.storage.runs import read_state
 from service.worker.checkpoint import CheckpointSuperseded
@@ -303,6 +304,11 @@ class Worker:
         if state.worker is not None and state.file != file:
             state.worker = None
             log.warning("run %s was registered again", run)
+        drafting = Drafting.supposed(settings_of(self._settings, self._layout, run))
+        if state.worker is not None and state.worker.drafting != drafting:
+            log.warning("run %s: its engines draft %s now, %d tokens a round", run, drafting.drafting, drafting.depth)
+            self._end(run, state.worker)
+            state.worker = None  # to be opened again at once
         refused = state.retry_at > now and state.file == file
         if state.worker is not None or refused or self._room.stays_closed(run, state, file):
             return
@@ -376,7 +382,7 @@ class Worker:
             self._room.close_idle()
         try:
             opened = RunWorker(
-                self._settings,
+                settings_of(self._settings, self._layout, run),
                 self._layout,
                 self._queue(run),
                 store,

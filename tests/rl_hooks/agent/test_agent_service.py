@@ -46,9 +46,21 @@ def test_a_drafter_goes_out_and_its_acceptance_comes_back(
     assert point["alpha_live"] == pytest.approx(3.0)
 
 
-def test_an_engine_that_drafts_otherwise_than_the_service_replays_is_named_once(
-    service: RunningService, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_service_supposes_what_the_engine_drafts(service: RunningService, engine: Engine, tmp_path: Path) -> None:
+    engine.depth = 7
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        version = _publish(service, 1)
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        engine.play(100, 2, requests=3)
+        eventually(lambda: service.client.get("/runs/default").json()["depth"] == 7)
+
+
+def test_an_engine_that_drafts_otherwise_than_a_setting_says_is_named_once(
+    serve: Callable[..., RunningService], engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    service = serve(depth=4)
+    service.register()
     engine.depth = 7
     with start_agent(service.url, engine, cache=tmp_path / "cache"):
         version = _publish(service, 1)

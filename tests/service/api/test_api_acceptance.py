@@ -161,30 +161,6 @@ def test_an_engine_that_restarts_from_zero_is_still_judged(engine: Engine) -> No
     assert engine.report(300, 0).json()["dead"]
 
 
-@pytest.mark.parametrize(
-    ("drafts", "said"),
-    [
-        ({}, None),
-        ({"depth": 4, "drafting": "probabilistic"}, None),
-        ({"depth": 4, "drafting": "sideways"}, None),
-        ({"depth": 3, "drafting": "greedy", "method": "ngram"}, None),
-        ({"depth": 99, "drafting": "x" * 500}, None),
-        ({"depth": -1}, None),
-        (
-            {"depth": 3},
-            "3 tokens a round where the service replays and trains 4; start the service with DRAFTALIGN_DEPTH=3",
-        ),
-        ({"drafting": "greedy"}, "greedy drafts where the service assumes probabilistic ones"),
-        ({"depth": 3, "drafting": "greedy"}, "DRAFTALIGN_DEPTH=3 DRAFTALIGN_DRAFTING=greedy"),
-    ],
-)
-def test_an_engine_that_drafts_otherwise_than_replay_supposes_is_told(
-    engine: Engine, drafts: dict[str, Any], said: str | None
-) -> None:
-    warning = engine.report(10, 5, **drafts).json()["warning"]
-    assert warning is None if said is None else said in warning
-
-
 def test_reports_replace_and_live_alpha_appears_in_the_series(engine: Engine) -> None:
     engine.report(100, 150)
     engine.report(100, 150)
