@@ -192,7 +192,7 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     low, high = int_field(meta, "policy_version"), int_field(meta, "policy_version_max")
     if high < low:
         raise WireError("policy_version_max", f"is {high}, below policy_version {low}")
-    rewards = _each(meta, "rewards", rollouts, _is_finite_number, "finite number")
+    rewards = _each(meta, "rewards", rollouts, is_finite_number, "finite number")
     prompts = _each(meta, "prompt_hashes", rollouts, _is_prompt_hash, "`prompt_hash` of 16 hexadecimal digits")
     strata = _each(meta, "strata", rollouts, _is_stratum, "text of at most 64 printable characters")
     return RolloutHeader(
@@ -336,7 +336,8 @@ class LogitMap:
         return logits
 
 
-def _is_finite_number(value: object) -> bool:
+def is_finite_number(value: object) -> bool:
+    """Whether a rollout's reward is one."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 

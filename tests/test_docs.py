@@ -97,7 +97,7 @@ def test_the_setting_of_tokens_names_every_scope() -> None:
 def test_no_setting_is_documented_that_does_not_exist() -> None:
     documented = {name for name in rows(page("docs/reference/settings.md")) if name.startswith("DRAFTALIGN_")}
     own = {"DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_ENGINE_TOKEN", "DRAFTALIGN_DRAFTER_DIR"}
-    own |= {"DRAFTALIGN_PUBLIC_KEYS", "DRAFTALIGN_INITIAL_DRAFTER", "DRAFTALIGN_AUX_LAYERS"}
+    own |= {"DRAFTALIGN_PUBLIC_KEYS", "DRAFTALIGN_INITIAL_DRAFTER", "DRAFTALIGN_AUX_LAYERS", "DRAFTALIGN_HOOK_OPTIONS"}
     own |= {"DRAFTALIGN_SWAP_TOKEN", "DRAFTALIGN_POLICY_DIR", "DRAFTALIGN_VLLM_PYTHON", "DRAFTALIGN_CA_FILE"}
     own |= {f"DRAFTALIGN_{name}" for name in ("URL", "RUN", "SAMPLE_FRACTION", "TOKENS_PER_MINUTE")}
     assert documented - own == {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields}

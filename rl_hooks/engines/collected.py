@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rl_hooks import wire
-from rl_hooks.sending.features import as_wire
+from rl_hooks.sending.features import as_wire, row_bytes
 
 log = logging.getLogger("draftalign.tap")
 
@@ -76,6 +76,21 @@ class Collected:
     logsumexp: Tensor  # [T]
     first_position: int
     policy_version: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one of its rows in a file, at most."""
+        return row_bytes(self.aux.shape[1] // self.last.shape[1], self.last.shape[1], "bfloat16")
+
+    def within(self, bytes_: float) -> Collected | None:
+        """As much of its beginning as a file of so many bytes holds; None where nothing of that is generated."""
+        tokens = int(min(bytes_ / self.row_bytes, len(self.input_ids)))
+        if tokens == len(self.input_ids):
+            return self
+        if not self.generated[:tokens].any():
+            return None
+        names = ("input_ids", "generated", "logprobs", "aux", "last", "logsumexp")
+        return replace(self, **{name: getattr(self, name)[:tokens] for name in names})
 
 
 class UnscoredError(ValueError):
@@ -184,16 +199,27 @@ def _filled(rows: Tensor, length: int, value: float) -> Tensor:
     return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)]) if missing > 0 else rows
 
 
+def _tokens(batch: Sequence[Collected]) -> int:
+    return sum(len(one.input_ids) for one in batch)
+
+
 class Batcher:
     """Gathers rollouts of one policy version and kind of sampling until they fill a file.
 
-    `add` is for one thread, `flush` for any.
+    `add` is for one thread, `flush` for any. `file_bytes`, `rollout_bytes`: `RolloutSender`'s.
     """
 
     def __init__(
-        self, send: Callable[[Sequence[Collected]], None], *, tokens: int = 4096, seconds: float = 5.0
+        self,
+        send: Callable[[Sequence[Collected]], None],
+        *,
+        tokens: int = 4096,
+        seconds: float = 5.0,
+        file_bytes: float = math.inf,
+        rollout_bytes: float = math.inf,
     ) -> None:
         self._send, self._tokens, self._seconds = send, tokens, seconds
+        self._file_bytes, self._rollout_bytes = file_bytes, rollout_bytes
         self._waiting: dict[tuple[int, Sampling], list[Collected]] = {}
         self._since = math.inf
         self._lock = threading.Lock()
@@ -202,14 +228,22 @@ class Batcher:
         self._thread.start()
 
     def add(self, collected: Collected) -> None:
-        """Take one rollout in; sends when those of its kind have enough tokens."""
+        """Take one rollout in, or the beginning that a file holds; sends when those of its kind fill a file."""
+        kept = collected.within(self._rollout_bytes)
+        if kept is None:
+            return
         with self._lock:
-            name = (collected.policy_version, collected.request.sampling)
-            kind = self._waiting.setdefault(name, [])
-            kind.append(collected)
+            name = (kept.policy_version, kept.request.sampling)
+            if (_tokens(self._waiting.get(name, ())) + len(kept.input_ids)) * kept.row_bytes > self._file_bytes:
+                self._send_kind(name)
+            self._waiting.setdefault(name, []).append(kept)
             self._since = min(self._since, time.monotonic())
-            if sum(len(one.input_ids) for one in kind) >= self._tokens:
-                self._send(self._waiting.pop(name))
+            if _tokens(self._waiting[name]) >= self._tokens:
+                self._send_kind(name)
+
+    def _send_kind(self, name: tuple[int, Sampling]) -> None:
+        if batch := self._waiting.pop(name, None):
+            self._send(batch)
 
     def flush(self) -> None:
         """Send everything that waits."""

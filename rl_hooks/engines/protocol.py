@@ -112,9 +112,9 @@ class EngineHttp:
         return answer
 
     async def _page(self) -> str:
-        """Its metrics page. Raises MetricsError for one of no usable size: such an engine still gets its drafters."""
+        """Its metrics page. MetricsError for none, or of no usable size: such an engine still gets its drafters."""
         try:
-            return (await self._call("GET", "/metrics", most_bytes=MAX_PAGE_BYTES)).text
+            return (await self._call("GET", "/metrics", lambda _: MetricsError, most_bytes=MAX_PAGE_BYTES)).text
         except EngineError as error:
             if isinstance(error.__cause__, AnswerError):
                 raise MetricsError(str(error)) from error

@@ -335,15 +335,22 @@ class FeatureTap:
         for i, chunk, count in zip(chosen, chunks, counts.tolist(), strict=True):
             self._append(step.request_ids[i], chunk, count)
         self._sender.call(lambda: _detach(chunks))
+        long = [name for i in chosen if self._is_long(name := step.request_ids[i])]
+        self.tally.add("cut_long", len(long))
+        self.end(long)
+
+    def _is_long(self, name: str) -> bool:
+        """Whether a request has as many rows as may wait, with all its rejected drafts: it is sent up to here."""
+        tracked = self._tracked.get(name)
+        return tracked is not None and tracked.rows > 4 * self.max_tokens
 
     def _append(self, name: str, chunk: _Chunk, rows: int) -> None:
         tracked = self._tracked[name]
         tracked.chunks.append(chunk)
         tracked.rows += rows
         self.tally.add("rows", rows)
-        long = tracked.rows > 4 * self.max_tokens  # with all its rejected drafts
-        if long or self.tally["rows"] > 2 * self._rows:
-            self.tally.add("skipped_long" if long else "skipped_memory")
+        if self.tally["rows"] > 2 * self._rows:
+            self.tally.add("skipped_memory")
             _free(self.tally, [self._tracked.pop(name)])
 
     def note(self, kind: str, error: Exception) -> None:

@@ -46,6 +46,13 @@ class Captured:
     boundaries: Mapping[str, Tensor | None] = field(default_factory=dict)  # tell where rollouts begin
 
 
+def row_bytes(layers: int, hidden_size: int, dtype: FeatureDtype) -> int:
+    """Bytes of one row of a file, at most: features with their scales, normaliser, two log-probabilities, id, mask."""
+    aux = layers * (2 * hidden_size if dtype == "bfloat16" else hidden_size + 4)
+    last = hidden_size + 4 if dtype == "float8_e4m3_all" else 2 * hidden_size
+    return aux + last + 17
+
+
 @torch.no_grad()
 def score_rows(
     last_NH: Tensor,

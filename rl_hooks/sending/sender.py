@@ -27,6 +27,13 @@ from rl_hooks.sending.tally import Tally
 
 logger = logging.getLogger("rl_hooks")
 
+#: Rollouts that may wait to be sent, by default. Of a policy of 8 B, 1 GiB is 32,768 tokens in bfloat16.
+QUEUE_BYTES: Final = 1 << 30
+#: Largest rollout file: the service takes 512 MiB, unless its `max_body_bytes` says otherwise.
+_LARGEST_FILE_BYTES: Final = 511 << 20
+#: A file is to hold at most this share of the queue: the rollouts of one forward may be more than fit into it.
+_FILES_IN_QUEUE: Final = 4
+
 _COUNTERS: Final = (
     *("submitted", "sent", "duplicates", "dropped_full", "dropped_error", "dropped_closed", "retries"),
     *("bytes_sent", "dead"),
@@ -49,7 +56,7 @@ class RolloutSender:
         *,
         run: str = "default",
         token: str | None = None,
-        queue_bytes: int = 256 << 20,
+        queue_bytes: int = QUEUE_BYTES,
         timeout_seconds: float = 30.0,
         patience_seconds: float = 120.0,
         retry_statuses: frozenset[int] = frozenset(),
@@ -87,6 +94,16 @@ class RolloutSender:
     def refused(self) -> bool:
         """Whether the run is another policy's, closed or not there, as the service said; then nothing more is sent."""
         return self._delivery.refused
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes up to which rollouts go into one file; a single rollout may have more (`rollout_bytes`)."""
+        return min(self._queue.limit_bytes // _FILES_IN_QUEUE, _LARGEST_FILE_BYTES)
+
+    @property
+    def rollout_bytes(self) -> int:
+        """Bytes of the longest rollout that can be sent."""
+        return min(self._queue.limit_bytes, _LARGEST_FILE_BYTES)
 
     @property
     def last_rows(self) -> wire.LastRows:
@@ -144,7 +161,7 @@ class RolloutSender:
             return False
         if not job.keep and job.size_bytes > self._queue.limit_bytes:
             tally.add("dropped_full")
-            tally.note("size", f"a rollout file of {job.size_bytes} bytes exceeds queue_bytes; lower max_tokens")
+            tally.note("size", f"a rollout file of {job.size_bytes} bytes exceeds queue_bytes")
             return False
         if dropped := self._queue.put(job):
             tally.add("dropped_full", dropped)

@@ -20,7 +20,7 @@ Legend: B batch, S padded length, N selected rows, H hidden size, A auxiliary la
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -192,19 +192,19 @@ class FeatureCapture:
 
     def _entering(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._armed and name not in self._forward.states:
-            if not self._forward.states:  # all layers get the same ones
-                self._forward.boundaries = boundaries_among(kwargs)
-            self._take(name, args[0] if args else kwargs.get("hidden_states"))
+            self._take(name, args[0] if args else kwargs.get("hidden_states"), kwargs)
 
     def _normed(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if self._armed and "norm" not in self._forward.states:
             self._take("norm", output)
 
-    def _take(self, name: str, state: Any) -> None:
+    def _take(self, name: str, state: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         # Dynamo traces through hooks and would break the graph at a clock.
         compiling = torch.compiler.is_compiling()
         started = 0.0 if compiling else time.perf_counter()
         try:
+            if kwargs is not None and not self._forward.states:  # all layers get the same ones
+                self._forward.boundaries = boundaries_among(kwargs)
             flat = _flatten(name, state)
             # `pop` compares the shape: a comparison here would make Dynamo compile again for each length of a batch.
             self._forward.shapes[name] = state.shape

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from rl_hooks import wire
 from rl_hooks.sending.features import FeatureDtype
 from rl_hooks.sending.registration import RunRegistration, is_sharded, policy_head, refuse_model_parallel, unwrap
-from rl_hooks.sending.sender import RolloutSender
+from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.capture import FeatureCapture
 from rl_hooks.trainer.guard import TrainerGuard
@@ -81,7 +81,7 @@ class DrafterHook:
         head_tolerance: float = 0.005,
         rank: int = 0,
         world_size: int = 1,
-        queue_bytes: int = 256 << 20,
+        queue_bytes: int = QUEUE_BYTES,
         timeout_seconds: float = 30.0,
         patience_seconds: float = 120.0,
         drafter_version: Callable[[], str] | None = None,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,38 @@ class BatchPlan:
         rows = wire.predicting_rows(self.index.loss_mask)
         return rows, self.index.input_ids[rows + 1].astype(np.int64)
 
+    def files(self, tokens: int, longest: int) -> list[tuple[slice, BatchPlan]]:
+        """The plan in files of at most so many tokens: which of the N rows, and what is known about them.
+
+        A rollout is never split. One that has more tokens is a file of its own, of its first `longest`; it is left out
+        where the policy generated none of these.
+        """
+        ends, firsts = self.index.cu_seqlens.tolist(), [0]
+        for r in range(1, len(self.rollout_ids)):
+            if ends[r + 1] - ends[firsts[-1]] > tokens:
+                firsts.append(r)
+        parts = (self._part(first, last, longest) for first, last in pairwise([*firsts, len(self.rollout_ids)]))
+        return [part for part in parts if part[1].index.loss_mask.any()]
+
+    def _part(self, first: int, last: int, longest: int) -> tuple[slice, BatchPlan]:
+        """Rollouts `first` to `last`; a single one is cut."""
+        index, chosen = self.index, slice(first, last)
+        begin, end = int(index.cu_seqlens[first]), int(index.cu_seqlens[last])
+        rows = slice(begin, min(end, begin + longest) if last - first == 1 else end)
+        return rows, replace(
+            self,
+            rows=self.rows[rows],
+            index=PackedIndex(
+                input_ids=index.input_ids[rows],
+                cu_seqlens=np.minimum(index.cu_seqlens[first : last + 1] - begin, rows.stop - begin).astype(np.int32),
+                loss_mask=index.loss_mask[rows],
+                logprobs=None if index.logprobs is None else index.logprobs[rows],
+            ),
+            rollout_ids=self.rollout_ids[chosen],
+            rewards=None if self.rewards is None else self.rewards[chosen],
+            strata=None if self.strata is None else self.strata[chosen],
+        )
+
 
 class RolloutIds:
     """Names the rollouts of one attachment and rank."""
@@ -69,7 +102,7 @@ class RolloutChoice:
         if not 0.0 < sample_fraction <= 1.0 or max_tokens_per_step < 2:
             raise ValueError("sample_fraction must be in (0, 1] and max_tokens_per_step at least 2")
         self._fraction, self._max_tokens = sample_fraction, max_tokens_per_step
-        self._tally = tally
+        self.tally = tally
         self._version, self._spent_tokens = -1, 0
 
     def choose(
@@ -98,9 +131,9 @@ class RolloutChoice:
                 continue
             self._spent_tokens += int(tokens_B[b])
             chosen.append(b)
-        self._tally.add("skipped_empty", len(names) - len(usable))
-        self._tally.add("skipped_sampling", len(usable) - len(sampled))
-        self._tally.add("skipped_budget", len(sampled) - len(chosen))
+        self.tally.add("skipped_empty", len(names) - len(usable))
+        self.tally.add("skipped_sampling", len(usable) - len(sampled))
+        self.tally.add("skipped_budget", len(sampled) - len(chosen))
         return sorted(chosen)
 
 
@@ -152,6 +185,9 @@ def plan_batch(
     chosen = choice.choose(names, [len(one) for one in places], counts, policy_version)
     if not chosen:
         return None
+    if values is not None and not all(wire.is_finite_number(values[b]) for b in chosen):
+        choice.tally.warn("rewards", "a reward is not finite, or beyond 1e300: those of its batch are not sent")
+        values = None
     rows = np.concatenate([places[b] for b in chosen])
     return BatchPlan(
         rows=layout.in_forward(rows).astype(np.int64),

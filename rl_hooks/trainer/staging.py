@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError
-from rl_hooks.sending.features import Captured, FeatureDtype, StagedRollouts, chosen_logits, score_logits, score_rows
+from rl_hooks.sending.features import (
+    Captured,
+    FeatureDtype,
+    StagedRollouts,
+    chosen_logits,
+    row_bytes,
+    score_logits,
+    score_rows,
+)
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.own_scores import OwnRows, Scores
@@ -20,9 +28,11 @@ from rl_hooks.trainer.plan import BatchPlan
 
 #: Counted by a hook.
 COUNTERS: Final = (
-    *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget"),
+    *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget", "cut_long"),
     *("head_updates", "failures"),
 )
+#: Of a file beside its rows: offsets of one rollout. Its header is far below what `rollout_bytes` leaves.
+_HEAD_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +131,10 @@ class RolloutStaging:
         return placed(len(plan.rows), at, chosen_M - logp, logp)
 
     def submit(self, plan: BatchPlan, captured: Captured, scored: Scores | None, at: Tensor) -> None:
-        """Start the copies to the host, and queue the file. `at`: rows whose next token the policy generated.
+        """Start the copies to the host, and queue the files. `at`: rows whose next token the policy generated.
 
-        Raises RolloutError where nobody says the log-probabilities.
+        Rollouts of one forward are one file, or several where they are too large for it. Raises RolloutError where
+        nobody says the log-probabilities.
         """
         index = plan.index
         unknown = index.logprobs is None or bool(np.isnan(index.logprobs[index.loss_mask == 1]).any())
@@ -132,8 +143,35 @@ class RolloutStaging:
                 "no rank held the whole lm_head in this forward, so log-probabilities cannot be recomputed: pass the "
                 "trainer's own as logprobs= of `capture`"
             )
+        width = row_bytes(len(captured.aux), captured.last.shape[1], self.dtype)
+        tokens, longest = self.sender.file_bytes // width, (self.sender.rollout_bytes - _HEAD_BYTES) // width
+        if len(plan.rows) <= tokens:
+            self._send(plan, captured, scored, at)
+            return
+        files = plan.files(tokens, longest)
+        self._tell_cut(plan, files, longest)
+        predicting = plan.scored()[0]  # as `at`, on the host: to read them from the device would wait for the forward
+        for rows, part in files:
+            begin, end = np.searchsorted(predicting, [rows.start, rows.stop - 1]).tolist()
+            of_part = Captured(tuple(state[rows] for state in captured.aux), captured.last[rows])
+            scores = None if scored is None else (scored[0][rows], scored[1][rows])
+            self._send(part, of_part, scores, at[begin:end] - rows.start)
+
+    def _tell_cut(self, plan: BatchPlan, files: Sequence[tuple[slice, BatchPlan]], longest: int) -> None:
+        """Count the rollouts that are longer than a file, and say it once."""
+        self.tally.add("skipped_budget", len(plan.rollout_ids) - sum(len(part.rollout_ids) for _, part in files))
+        if cut := int(np.count_nonzero(np.diff(plan.index.cu_seqlens) > longest)):
+            self.tally.add("cut_long", cut)
+            self.tally.warn(
+                "long",
+                f"rollouts of more than {longest} tokens are sent up to there, for a file has at most "
+                f"{self.sender.rollout_bytes} bytes: dtype='float8_e4m3' holds more, and so may queue_bytes",
+            )
+
+    def _send(self, plan: BatchPlan, captured: Captured, scored: Scores | None, at: Tensor) -> None:
+        """One file. `at`: as for `submit`."""
         sender, predicting = self.sender, at if self.sender.last_rows == "predicting" else None
-        staged = StagedRollouts(index, captured, scored, dtype=self.dtype, predicting=predicting)
+        staged = StagedRollouts(plan.index, captured, scored, dtype=self.dtype, predicting=predicting)
         metadata = self._metadata(plan)
         self.tally.add("captured_rollouts", len(plan.rollout_ids))
         self.tally.add("captured_tokens", len(plan.rows))

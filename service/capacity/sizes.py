@@ -30,7 +30,7 @@ GIB: Final = 1 << 30
 LAYERS: Final = (2, 18, 33)
 #: Tokens that one rank's hook sends of a policy version, and bytes that it holds back, by its defaults.
 HOOK_TOKENS: Final = 65_536
-HOOK_BYTES: Final = 256 << 20
+HOOK_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ Delivery is at least once, effect once:
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +94,9 @@ class PolicyVersions:
         self._recent.append(entry.policy_version_max)
         if self._first_seen and self.newest < self._first_seen[-1][1]:
             self._first_seen = []  # the trainer went back to an earlier checkpoint
-        if not self._first_seen or entry.policy_version > self._first_seen[-1][1]:
+        last_arrival, last_version = self._first_seen[-1] if self._first_seen else (-math.inf, -1)
+        # Redis' clock may have been set back: until it has caught up, all stream ids have one time, which says nothing.
+        if entry.policy_version > last_version and arrival > last_arrival:
             self._first_seen = [*self._first_seen[1 - _ARRIVALS_KEPT :], (arrival, entry.policy_version)]
 
     @property
@@ -109,7 +112,7 @@ class PolicyVersions:
         """
         if len(self._first_seen) < 2:
             return None
-        return max(0.0, self._first_seen[-1][0] - self._first_seen[0][0]) / (len(self._first_seen) - 1)
+        return (self._first_seen[-1][0] - self._first_seen[0][0]) / (len(self._first_seen) - 1)
 
 
 class Inbox:

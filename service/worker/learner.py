@@ -13,16 +13,18 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from drafter.batch import RolloutBatch
+from drafter.device import is_device_fault, is_out_of_memory
 from drafter.replay.gate import CLAIM_SD
 from service.errors import LatestMoved, WorkerError
 from service.monitor.controller import DEFERRED, Action, Controller, Decision, Economy
@@ -129,7 +131,7 @@ class Learner:
         self.journal.restore(state)
         self.lineage.check_vocabulary()
         self.gate.restore(state["gate"])
-        if state["drafting"] != Drafting.supposed(self._settings).model_dump():
+        if state.get("drafting") != Drafting.supposed(self._settings).model_dump():  # none: before it was kept
             self._measure_from_scratch()
         spool = self._layout.spool(self.run)
         self.recent.restore(state["recent"], spool, state["recent_known"], self.target.normalised)
@@ -297,10 +299,13 @@ class Learner:
         if held is not None:  # the gains are not known, and what is learnt from such features may have to be unlearnt
             self.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
+        alpha = _served_alpha(scored)
+        if alpha is None and self.lineage.served_version() is not None:
+            return Decision(Action.IDLE, "no answer here has a second token, so there is nothing to learn")
         economy = Economy(self._settings.worker_cost, self.journal.drafting_share)
         return self.controller.decide(
             economy,
-            _served_alpha(scored),
+            alpha,
             version_seconds=version_seconds,
             warming_up=self.lineage.warming_up,
             unfinished=self.gate.training.seconds is not None and self.gate.training.done < _WHOLE,
@@ -339,9 +344,9 @@ class Learner:
             passes=self._settings.train_passes,
             step_tokens=self._settings.train_step_tokens,
             seed=self._settings.seed * 1_000_003 + self.journal.totals.batches,
+            longest=self.recent.longest,
         )
-        whole = self._settings.train_passes * sum(kept.batch.tokens for kept in newest)
-        done, cut = 0, False  # tokens
+        whole, done, cut = task.tokens, 0, False  # tokens
 
         def verdict() -> str:
             if self._stopping():  # what is learnt so far is kept; the rest and the gate are left out
@@ -349,7 +354,7 @@ class Learner:
             return "cut" if _LEAST_PART * whole <= done < whole and ends() else ""
 
         ranks = trainer.ranks
-        with ranks.in_step():
+        with self._long_ones_blamed(), ranks.in_step():
             if ranks.world > 1:
                 self.lineage.lead({"train": task.order()})
             for window in windows(task.drawn(), trainer, self.target):
@@ -363,6 +368,16 @@ class Learner:
         seconds = time.perf_counter() - started
         self.journal.totals.train_seconds += seconds
         return seconds, done / whole if cut else 1.0
+
+    @contextlib.contextmanager
+    def _long_ones_blamed(self) -> Iterator[None]:
+        """Where memory runs out inside, the next training leaves long rollouts out."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error) and not is_device_fault(error):
+                self.recent.leave_long_ones_out(self._settings.train_step_tokens)
+            raise
 
     def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[], None]) -> list[Contest]:
         """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""
@@ -480,6 +495,7 @@ class Learner:
         """Delete the recent rollouts. What was learnt from them stays."""
         memory = self._empty_memory()
         memory.restore([], self._layout.spool(self.run), {})  # deletes their files
+        memory.longest = self.recent.longest
         self.recent = memory
 
     def forget_heads(self, newest_policy: int) -> None:

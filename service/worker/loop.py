@@ -50,9 +50,13 @@ class RegisteredAgain(WorkerError):  # noqa: N818
 
 @dataclass
 class Suspicion:
-    """Whether a run's recent rollouts may be at fault. A failure ends its `RunWorker`, and not this."""
+    """What of a run may be at fault. A failure ends its `RunWorker`, and not this.
+
+    `recent`: whether its recent rollouts may be. `longest`: see `RecentRollouts`.
+    """
 
     recent: bool = False
+    longest: int | None = None
 
 
 class RunWorker:
@@ -73,7 +77,6 @@ class RunWorker:
     ) -> None:
         """`settings`: with how the run's engines draft. `ends_for_memory`: see `Inbox`."""
         self.run = run
-        self.drafting = Drafting.supposed(settings)
         self._store = store
         self._holds_lease = holds_lease
         self._suspicion = suspicion or Suspicion()
@@ -81,6 +84,7 @@ class RunWorker:
         self._layout = layout
         self._target_file = file_id(layout.target(run))  # before it is read
         self.learner = Learner(settings, layout, store, run, stopping)
+        self.learner.recent.longest = self._suspicion.longest
         self._checkpoint = WorkerCheckpoint(layout.worker(run))
         self._checkpointed_at = time.monotonic()
         self._checkpoint_took = 0.0  # seconds
@@ -92,6 +96,11 @@ class RunWorker:
             applied = self.learner.resume(self._checkpoint)["applied"]
         self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
         self.learner.report_vocabulary(0)
+
+    @property
+    def drafting(self) -> Drafting:
+        """How the run's engines draft, as this worker supposes."""
+        return Drafting.supposed(self._settings)
 
     def cycle(self) -> bool:
         """Do one claim's worth of work; False when there was nothing to do."""
@@ -205,6 +214,7 @@ class RunWorker:
                 self.inbox.reject(group[0], f"failed its worker {MAX_DELIVERIES} times, at last alone: {told}")
             elif is_batch_fault(error):
                 self._suspicion.recent = True
+            self._suspicion.longest = self.learner.recent.longest
             raise
 
     # --- checkpoint, then acknowledge

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
 from drafter.device import ahead
@@ -68,6 +69,8 @@ class RecentRollouts:
         # docs/guide/operating.md, "What a paused process can do".
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
+        #: Tokens of the longest rollout that is trained on: memory ran out with longer ones. None: all are.
+        self.longest: int | None = None
         self._kept: list[KeptBatch] = []
         self._unsettled: dict[str, Path] = {}  # name -> where the spool still holds the file
         self._dropped: list[str] = []
@@ -171,6 +174,22 @@ class RecentRollouts:
         task = Task(newest, self.but(newest), passes, step_tokens, seed, newest_share)
         return (taken(window) for window in task.drawn())
 
+    def leave_long_ones_out(self, step_tokens: int) -> None:
+        """Memory ran out in a training: from now on rollouts of more than half the longest one's tokens are left out.
+
+        A window holds whole rollouts, whatever `step_tokens` is, so no setting helps. Shorter ones than that are not to
+        blame.
+        """
+        longest = max(int(_lengths(kept)[_short(kept, self.longest)].max(initial=0)) for kept in self._kept)
+        if longest > step_tokens:
+            self.longest = max(step_tokens, longest // 2)
+            log.warning(
+                "memory ran out in a training with a rollout of %d tokens; until this worker is started again, "
+                "those of more than %d are scored, and not trained on",
+                longest,
+                self.longest,
+            )
+
     def but(self, newest: Sequence[KeptBatch]) -> list[KeptBatch]:
         """All that is kept but these, oldest first."""
         return [kept for kept in self._kept if kept not in newest]
@@ -186,6 +205,12 @@ class Task:
     step_tokens: int
     seed: int
     newest_share: float = 0.5
+    longest: int | None = None  # tokens; longer rollouts are left out
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that its windows have together, but for the last one's end."""
+        return self.passes * sum(int(_lengths(kept)[_short(kept, self.longest)].sum()) for kept in self.newest)
 
     def drawn(self) -> Iterator[Drawn]:
         """What `RecentRollouts.train_steps` yields, not yet taken out of the batches."""
@@ -194,22 +219,22 @@ class Task:
         if self.newest and self.older:
             of_new = round(self.newest_share * self.step_tokens)
             of_old = self.step_tokens - of_new
-        left = self.passes * sum(k.batch.tokens for k in self.newest)
+        left = self.tokens
         while (self.newest or self.older) and left > 0:
-            drawn = [*_fill(self.newest, of_new, rng), *_fill(self.older, of_old, rng)]
+            drawn = [*_fill(self.newest, of_new, rng, self.longest), *_fill(self.older, of_old, rng, self.longest)]
             left -= _tokens(drawn)
             yield drawn
 
     def order(self) -> dict[str, Any]:
         """The task as JSON, in which a batch is the name of its file."""
         batches = {part: [[k.name, k.known] for k in getattr(self, part)] for part in ("newest", "older")}
-        return batches | {"passes": self.passes, "step_tokens": self.step_tokens, "seed": self.seed}
+        return batches | {name: getattr(self, name) for name in ("passes", "step_tokens", "seed", "longest")}
 
     @classmethod
     def of(cls, order: Mapping[str, Any], kept: Callable[[str, tuple[int, ...]], KeptBatch]) -> Self:
         """The task of an order; `kept` gives a batch by its file's name and what is known of it."""
         newest, older = ([kept(name, tuple(known)) for name, known in order[part]] for part in ("newest", "older"))
-        return cls(newest, older, order["passes"], order["step_tokens"], order["seed"])
+        return cls(newest, older, order["passes"], order["step_tokens"], order["seed"], longest=order["longest"])
 
 
 def taken(drawn: Drawn, ranks: Ranks = ALONE) -> list[RolloutBatch]:
@@ -242,7 +267,17 @@ def windows(drawn: Iterable[Drawn], trainer: DrafterTrainer, target: Target) -> 
 
 
 def _tokens(drawn: Drawn) -> int:
-    return sum(int(kept.batch.cu_seqlens.diff()[rollouts].sum()) for kept, rollouts in drawn)
+    return sum(int(_lengths(kept)[rollouts].sum()) for kept, rollouts in drawn)
+
+
+def _lengths(kept: KeptBatch) -> npt.NDArray[np.int64]:
+    """Tokens of each rollout."""
+    return np.diff(kept.batch.cu_seqlens.numpy())
+
+
+def _short(kept: KeptBatch, longest: int | None) -> list[int]:
+    """Places of the rollouts that are no longer than that."""
+    return np.flatnonzero(_lengths(kept) <= (np.inf if longest is None else longest)).tolist()
 
 
 def without(batch: RolloutBatch, places: Sequence[int]) -> RolloutBatch:
@@ -259,29 +294,32 @@ def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
     return [RolloutBatch.concat(group) for group in alike.values()]
 
 
-def _fill(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> Iterator[tuple[KeptBatch, list[int]]]:
-    """Random whole rollouts, at least one if there is any, up to about `tokens`.
+def _fill(
+    batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator, longest: int | None
+) -> Iterator[tuple[KeptBatch, list[int]]]:
+    """Random whole rollouts of at most `longest` tokens, at least one if there is any, up to about `tokens`.
 
     Of one policy version as far as they go: rollouts of another have another head, and need passes of their own. A
     version comes up as often as it has rollouts, so that each rollout does as often as any other.
     """
     rollouts: dict[int, int] = {}
     for kept in batches:
-        rollouts[kept.policy_version] = rollouts.get(kept.policy_version, 0) + kept.batch.rollouts
+        if count := len(_short(kept, longest)):
+            rollouts[kept.policy_version] = rollouts.get(kept.policy_version, 0) + count
     weights = np.array(list(rollouts.values()), dtype=np.float64)
     versions = list(rollouts)
     for place in rng.choice(len(versions), len(versions), replace=False, p=weights / weights.sum()) if versions else ():
-        parts = _draw([k for k in batches if k.policy_version == versions[place]], tokens, rng)
+        parts = _draw([k for k in batches if k.policy_version == versions[place]], tokens, rng, longest)
         yield from parts
         tokens -= _tokens(parts)
         if tokens <= 0:
             return
 
 
-def _draw(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator) -> Drawn:
+def _draw(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator, longest: int | None) -> Drawn:
     """Random whole rollouts of all the batches, at least one, up to about `tokens`."""
-    places = [(b, i) for b, kept in enumerate(batches) for i in range(kept.batch.rollouts)]
-    lengths = np.concatenate([np.diff(k.batch.cu_seqlens.numpy()) for k in batches])
+    places = [(b, i) for b, kept in enumerate(batches) for i in _short(kept, longest)]
+    lengths = np.array([_lengths(batches[b])[i] for b, i in places])
     order = rng.permutation(len(places))
     count = int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1
     chosen: dict[int, list[int]] = {}

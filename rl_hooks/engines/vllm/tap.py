@@ -191,7 +191,15 @@ class VllmTap:
                 )
                 self.sender = RolloutSender(settings.url, run=settings.run, token=settings.token)
                 self.sender.submit_job(registration.job(settings.run))
-        self.batcher = Batcher(self._send)
+        bounds = (
+            {}
+            if self.sender is None
+            else {
+                "file_bytes": self.sender.file_bytes,
+                "rollout_bytes": self.sender.rollout_bytes,
+            }
+        )
+        self.batcher = Batcher(self._send, **bounds)
         self.tap = FeatureTap(
             self._score_head(),
             self.batcher.add,

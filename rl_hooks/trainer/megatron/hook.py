@@ -31,7 +31,7 @@ from rl_hooks import wire
 from rl_hooks.errors import RolloutError, UnsupportedModelError
 from rl_hooks.sending.features import Captured, FeatureDtype
 from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, target_config
-from rl_hooks.sending.sender import RolloutSender
+from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.megatron.part import ModelPart, Reading, as_target, check_packing
@@ -87,6 +87,7 @@ class MegatronHook:
         sample_fraction: float = 1.0,
         max_tokens_per_step: int = 65_536,
         dtype: FeatureDtype = "bfloat16",
+        queue_bytes: int = QUEUE_BYTES,
         head_tolerance: float = 0.005,
         logit_map: wire.LogitMap | None = None,
         wait_seconds: float = 60.0,
@@ -97,7 +98,9 @@ class MegatronHook:
         self.ranks = TensorRanks(group, wait_seconds)
         leads = self.ranks.rank == 0 and data_rank == 0
         retried = frozenset[int]() if data_rank == 0 else frozenset({404})
-        self.sender = RolloutSender(url, run=run, token=token, retry_statuses=retried, asks=leads)
+        self.sender = RolloutSender(
+            url, run=run, token=token, queue_bytes=queue_bytes, retry_statuses=retried, asks=leads
+        )
         self._ids, self._choice = RolloutIds(data_rank), RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
         self._part: ModelPart | None = None
         self._watch: HeadWatch | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 
 from rl_hooks.errors import AuxLayersError
 
+#: Share of its requests that a vLLM beside the trainer sends: none, as the trainer sends its rollouts.
+ENGINES_SHARE = "DRAFTALIGN_SAMPLE_FRACTION"
 #: What a trainer's processes need of it.
 VARIABLES = (
     "DRAFTALIGN_URL",
@@ -16,6 +19,8 @@ VARIABLES = (
     "DRAFTALIGN_TOKEN",
     "DRAFTALIGN_INITIAL_DRAFTER",
     "DRAFTALIGN_AUX_LAYERS",
+    "DRAFTALIGN_HOOK_OPTIONS",
+    ENGINES_SHARE,
 )
 _log = logging.getLogger("rl_hooks")
 _Made = TypeVar("_Made")
@@ -30,6 +35,7 @@ def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made])
     if not url:
         _log.error("draftalign is OFF: DRAFTALIGN_URL=http://host:port is not set")
         return None
+    os.environ.setdefault(ENGINES_SHARE, "0")  # for an engine that starts here later
     try:
         made = attach(_options(url))
     except Exception:  # noqa: BLE001 - the trainer goes on without us
@@ -50,4 +56,11 @@ def _options(url: str) -> dict[str, Any]:
             options["aux_layers"] = tuple(int(layer) for layer in layers.split(","))
         except ValueError as error:
             raise AuxLayersError(f"DRAFTALIGN_AUX_LAYERS must be numbers like 2,14,25, got {layers[:80]!r}") from error
+    if more := os.environ.get("DRAFTALIGN_HOOK_OPTIONS"):
+        try:
+            options |= dict(json.loads(more).items())
+        except (ValueError, AttributeError) as error:
+            raise ValueError(
+                f'DRAFTALIGN_HOOK_OPTIONS must be like {{"dtype": "float8_e4m3"}}, got {more[:80]!r}'
+            ) from error
     return options

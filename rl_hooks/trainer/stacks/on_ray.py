@@ -20,6 +20,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
+from rl_hooks.trainer.stacks.environment import ENGINES_SHARE
+
 _log = logging.getLogger("rl_hooks")
 #: Module of a trainer: the class in it that is extended, and the adapter that does it.
 _EXTENDED: Final = {
@@ -29,8 +31,14 @@ _EXTENDED: Final = {
 
 
 def install() -> None:
-    """Ray's `worker_process_setup_hook`. Does nothing without DRAFTALIGN_URL."""
-    if os.environ.get("DRAFTALIGN_URL") and not any(isinstance(one, _AfterImport) for one in sys.meta_path):
+    """Ray's `worker_process_setup_hook`. Does nothing without DRAFTALIGN_URL.
+
+    A vLLM in such a process sends no rollouts of its own, unless it is told to.
+    """
+    if not os.environ.get("DRAFTALIGN_URL"):
+        return
+    os.environ.setdefault(ENGINES_SHARE, "0")
+    if not any(isinstance(one, _AfterImport) for one in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
 
 

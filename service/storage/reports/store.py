@@ -49,6 +49,8 @@ _RETURNS: Final = 64
 _AWAITED_SECONDS: Final = 24 * 3600
 #: Records of a reporter, its last used ones, that a headline looks at.
 NEWEST_REPORTS: Final = 8
+#: Batches of one millisecond that are told apart in order: a float64 has no more places beside today's milliseconds.
+_IN_A_MILLISECOND: Final = 4096
 #: Records that are read at once.
 _AT_ONCE: Final = 256
 _FOLLOW: Final = lua("follow")
@@ -75,7 +77,7 @@ class Store:
                 pipe.hset(self._keys.scores, batch_id, written(record))
                 pipe.xadd(self._keys.changes, {"s": batch_id}, maxlen=KEPT_CHANGES)
                 pipe.incr(self._keys.scored)
-                pipe.zadd(self._keys.recent_scores, {batch_id: record.arrival[1]})
+                pipe.zadd(self._keys.recent_scores, {batch_id: _order(record)})
                 pipe.execute()
         except OutOfMemoryError:
             return False
@@ -164,6 +166,12 @@ class Changes(NamedTuple):
     cursor: str
     sizes: tuple[int, int]
     changed: list[Change]
+
+
+def _order(record: ScoreRecord) -> float:
+    """Where a batch stands among others. Many have one millisecond where the clock of Redis was set back."""
+    _, milliseconds, number_in_it = record.arrival
+    return milliseconds + min(number_in_it, _IN_A_MILLISECOND - 1) / _IN_A_MILLISECOND
 
 
 class AsyncStore:

@@ -188,6 +188,25 @@ def test_an_engine_that_answers_without_end_costs_a_bound_and_nobody_else(
     assert bad.swapped == [first, second]
 
 
+@pytest.mark.parametrize("status", [403, 404, 503])
+def test_an_engine_that_shows_no_counters_still_gets_its_drafters(
+    service: BadService, tmp_path: Path, status: int
+) -> None:
+    """SGLang without --enable-metrics, or a gateway that hides the page."""
+
+    class NoPage(Engine):
+        def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
+            if path == "/metrics":
+                self.send_json(handler, status, {"title": "not here"})
+            else:
+                super().answer(handler, path, query, body)
+
+    engine, version = NoPage(), service.publish(1)
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: engine.version == version)
+    engine.down()
+
+
 def test_an_engine_whose_page_is_too_long_still_gets_its_drafters(
     service: BadService, bad: BadEngine, tmp_path: Path
 ) -> None:

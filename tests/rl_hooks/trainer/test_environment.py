@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rl_hooks.trainer.stacks.environment import attached
 
 def told(monkeypatch: pytest.MonkeyPatch, **environment: str) -> list[dict[str, Any]]:
     """The options that an adapter is given; none where it is not attached."""
-    for name in ("URL", "RUN", "TOKEN", "INITIAL_DRAFTER", "AUX_LAYERS"):
+    for name in ("URL", "RUN", "TOKEN", "INITIAL_DRAFTER", "AUX_LAYERS", "HOOK_OPTIONS"):
         monkeypatch.delenv(f"DRAFTALIGN_{name}", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(f"DRAFTALIGN_{name}", value)
@@ -32,6 +33,21 @@ def test_the_hooks_options_are_those_of_the_environment(monkeypatch: pytest.Monk
             "aux_layers": (2, 14, 25),
         }
     ]
+
+
+def test_other_options_are_given_as_json_and_engines_beside_a_hook_send_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("DRAFTALIGN_SAMPLE_FRACTION", raising=False)
+    (options,) = told(monkeypatch, URL="http://s", HOOK_OPTIONS='{"dtype": "float8_e4m3", "queue_bytes": 5}')
+    assert (options["dtype"], options["queue_bytes"], options["url"]) == ("float8_e4m3", 5, "http://s")
+    assert os.environ["DRAFTALIGN_SAMPLE_FRACTION"] == "0"
+    monkeypatch.setenv("DRAFTALIGN_SAMPLE_FRACTION", "0.2")
+    for bad in ("[1]", "{", "dtype=float8_e4m3", "3"):
+        assert told(monkeypatch, URL="http://s", HOOK_OPTIONS=bad) == []
+        assert "DRAFTALIGN_HOOK_OPTIONS must be like" in caplog.text
+        caplog.clear()
+    assert os.environ["DRAFTALIGN_SAMPLE_FRACTION"] == "0.2", "who says it is heard"
 
 
 def test_what_is_wrong_there_leaves_the_trainer_alone_and_is_said(

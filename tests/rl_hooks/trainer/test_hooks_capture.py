@@ -177,6 +177,33 @@ def test_a_state_that_does_not_fit_the_batch_is_an_error_of_pop_and_not_of_the_f
         capture.pop()
 
 
+@pytest.mark.parametrize("odd", ["5", [[1], [2, 3]], object()], ids=["text", "ragged", "object"])
+def test_an_argument_of_the_forward_that_cannot_be_read_is_an_error_of_pop_and_not_of_the_forward(odd: Any) -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+            self.norm = nn.Identity()
+
+        def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, **more)
+            return torch.as_tensor(self.norm(x))
+
+    model = Model()
+    capture = FeatureCapture(model, (0, 1, 2))
+    x = torch.randn(1, 4, HIDDEN)
+    with capture.armed():
+        assert torch.equal(model(x, max_length_q=odd), x)
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        capture.pop()
+    capture.close()
+
+
 def test_closing_removes_every_hook() -> None:
     model = tiny_qwen3()
     capture = FeatureCapture(model, (1, 2))

@@ -66,6 +66,20 @@ def test_a_sent_file_is_valid_holds_no_padding_and_says_what_the_batch_said(serv
     hook.close()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e301])
+def test_a_reward_that_is_no_number_costs_the_rewards_and_not_the_rollouts(
+    service: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: float
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    for version in range(2):
+        run_once(hook, model, batch, version, rewards=[1.0, bad, 0.5, -1.0])
+    header = wire.check_rollout_header(sent_file(service, hook, tmp_path).header)
+    assert (header.rollouts, header.rewards) == (4, None)
+    assert caplog.text.count("a reward is not finite") == 1
+    hook.close()
+
+
 def test_stripped_features_equal_those_of_the_unpadded_sequences(service: Receiver, tmp_path: Path) -> None:
     model, batch = tiny().bfloat16().float(), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)

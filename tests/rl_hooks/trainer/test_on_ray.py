@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.trainer.stacks import on_ray
 
 MODULE = "openrlhf.utils.deepspeed.deepspeed"
@@ -35,8 +37,21 @@ def finders() -> int:
 
 def test_without_a_url_nothing_is_touched(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DRAFTALIGN_URL", raising=False)
+    monkeypatch.delenv("DRAFTALIGN_SAMPLE_FRACTION", raising=False)
     on_ray.install()
     assert finders() == 0
+    assert "DRAFTALIGN_SAMPLE_FRACTION" not in os.environ
+
+
+def test_an_engine_in_one_of_its_processes_sends_nothing_of_its_own(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:1")
+    monkeypatch.delenv("DRAFTALIGN_SAMPLE_FRACTION", raising=False)
+    on_ray.install()
+    settings = ServiceSettings.read(os.environ)
+    assert settings is not None
+    assert settings.sample_fraction == 0.0
 
 
 def test_it_is_installed_once_and_gone_once_the_module_was_imported(

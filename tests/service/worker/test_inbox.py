@@ -184,6 +184,23 @@ def test_how_far_labels_lie_apart_says_nothing_of_the_time_between_them(apart: i
     assert versions.seconds_per_version == 60.0
 
 
+def test_a_clock_of_redis_that_was_set_back_does_not_make_versions_follow_at_once() -> None:
+    """All ids have one millisecond until it has caught up: a training would seem not to pay before the next version."""
+    versions = PolicyVersions()
+
+    def arrive(seconds: float, version: int) -> None:
+        versions.note(Entry(f"{int(1000 * seconds)}-{version}", "b", "b", 1, 1, 1, version, version, 1))
+
+    for number in range(4):
+        arrive(60.0 * number, number)
+    for number in range(4, 400):
+        arrive(180.0, number)
+        assert versions.seconds_per_version == 60.0
+    assert versions.newest == 399
+    arrive(240.0, 400)
+    assert versions.seconds_per_version == 60.0
+
+
 class Told:
     """What a learner says of its batches."""
 

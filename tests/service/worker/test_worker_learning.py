@@ -162,6 +162,23 @@ def test_one_token_responses_are_scored_and_trained(bench: Bench) -> None:
     assert bench.store.scores()[batch].candidate == DrafterSums(0.0, 0.0)
 
 
+def test_answers_without_a_second_token_do_not_wake_an_idle_worker(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They say nothing of the drafter, and there is nothing in them to learn."""
+    caplog.set_level(logging.INFO, "draftalign.worker")
+    bench.begin()
+    worker = bench.worker()
+    controller = worker.learner.controller
+    controller.trainings, controller.idle = 9, True
+    batch = bench.post("a", lengths=[4] * 8)
+    bench.drain(worker)
+    assert bench.state(batch) == "trained"
+    assert bench.store.scores()[batch].sums("served") is None
+    assert controller.idle
+    assert "idle: no answer here has a second token" in caplog.text
+
+
 def test_stale_batches_are_skipped(bench: Bench) -> None:
     bench.begin()
     batches = {v: bench.post(f"v{v}", policy_version=v) for v in (3, 9, 6, 7)}

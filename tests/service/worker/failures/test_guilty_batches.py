@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import service.worker.claim
 import service.worker.inbox
 import service.worker.process.worker
 from drafter.errors import BatchRejected, DrafterError
+from drafter.policy import Policy
+from drafter.training.trainer import DrafterTrainer, Prepared, StepReport
 from service.errors import WorkerError
 from service.storage.queue.deliveries import MAX_DELIVERIES
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
@@ -281,3 +284,52 @@ def test_a_last_checkpoint_that_fails_counts_where_the_batch_may_be_to_blame_and
         worker.close()
     pending = bench.redis.xpending_range(Keys("default").queue, GROUP, "-", "+", 9)
     assert [entry["times_delivered"] for entry in pending] == [deliveries]
+
+
+def test_a_rollout_for_which_a_training_has_no_memory_does_not_stop_the_run(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A window holds whole rollouts, so no setting makes it smaller. Shorter ones go on being trained on."""
+    most, tried = 200, list[int]()
+    step = DrafterTrainer.step
+
+    def within_memory(self: DrafterTrainer, window: Sequence[tuple[Prepared, Policy]]) -> StepReport:
+        longest = max(int(one.batch.cu_seqlens.diff().max()) for one, _ in window)
+        tried.append(longest)
+        if longest > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, window)
+
+    monkeypatch.setattr(DrafterTrainer, "step", within_memory)
+    short = bench.post("short", rollouts=4)
+    turns(worker, bench, [short])
+    long = bench.post("long", lengths=[900, 12])
+    both = [bench.post(name, rollouts=4) for name in "ab"]
+    for _ in range(5):
+        a_minute_later(worker)
+        worker._turn()
+    turns(worker, bench, [long, *both])
+    assert [bench.state(batch) for batch in (long, *both)] == ["trained"] * 3
+    assert bench.store.scores()[long].tokens, "it was scored"
+    assert [n for n in tried if n > most] == [900], (
+        "one failure is enough: none of the others is longer than half of it"
+    )
+    assert caplog.text.count("those of more than 450 are scored, and not trained on") == 1
+    assert error_of(bench, "default") is None
+
+
+def test_memory_that_runs_out_with_short_rollouts_is_not_laid_to_them(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = broken(torch.OutOfMemoryError("CUDA out of memory"), lambda *_: True, DrafterTrainer.step)
+    batch = bench.post("a", rollouts=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterTrainer, "step", bad)
+        for _ in range(6):
+            a_minute_later(worker)
+            worker._turn()
+    assert bench.state(batch) == "queued"
+    assert worker._runs["default"].suspicion.longest is None
+    a_minute_later(worker)
+    turns(worker, bench, [batch])
+    assert bench.state(batch) == "trained"
