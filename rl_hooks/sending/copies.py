@@ -17,14 +17,16 @@ class HostCopies:
         self._copied: Any = None
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         if devices:
-            (device,) = devices
+            (self._device,) = devices
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(device))
+            self._copied.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> dict[str, Tensor]:
         """The host tensors, complete."""
         if self._copied is not None:
-            self._copied.synchronize()
+            # In a thread of its own the current device is 0, of which CUDA would make a context on every rank.
+            with torch.cuda.device(self._device):
+                self._copied.synchronize()
         return self._host
 
 
