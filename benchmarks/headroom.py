@@ -207,7 +207,7 @@ def recorded(directory: Path, every: int) -> Iterator[dict[str, Any]]:
         Day(found.batches[at], found.batches[at + 1 : at + 3], policies.__getitem__, number % 2 == 0)
         for number, at in enumerate(places)
     )
-    drafter = copy.deepcopy(initial_drafter(directory, "kl", 400, "kl", 0))
+    drafter = copy.deepcopy(initial_drafter(directory))
     for row in walk(days, drafter, Sizes(learning_rate=1e-2, step_tokens=900, recent_tokens=8000)):
         yield row | {"run": f"{directory.name}-every-{every}"}
 
