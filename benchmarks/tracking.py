@@ -45,7 +45,7 @@ from examples import TASKS
 from examples.initial_drafter import SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
 from examples.policy import load
 from rl_hooks.sending.features import to_e4m3
-from service.worker.recent import RecentRollouts
+from service.worker.recent import RecentRollouts, Task, taken
 
 BLOCK_VERSIONS: Final = 2
 #: Rollouts of the base policy that show what a drafter has forgotten at the end.
@@ -95,14 +95,9 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
             started = time.process_time()
             newest = recent.add(recording.files[index], as_sent(batch, policies[version].needed_head(), recipe))
             if recipe.passes and index % recipe.every == 0:
-                draws = recent.train_steps(
-                    [newest],
-                    passes=recipe.passes,
-                    step_tokens=recipe.step_tokens,
-                    seed=index,
-                    newest_share=recipe.newest_share,
-                )
-                for drawn in _substituted(draws, recipe, recording, seed=index):
+                older = recent.but([newest])
+                task = Task([newest], older, recipe.passes, recipe.step_tokens, index, recipe.newest_share)
+                for drawn in _substituted(map(taken, task.drawn()), recipe, recording, seed=index):
                     report = trainer.step([(b, policies[b.policy_version]) for b in drawn])
                     track.skipped += report.skipped is not None
                 track.total_cpu_seconds += time.process_time() - started

@@ -220,11 +220,6 @@ class DrafterTrainer(Generic[_D]):
             skipped=outcome.skipped,
         )
 
-    def evaluate(self, batch: RolloutBatch, policy: Policy) -> DraftLoss | None:
-        """The loss of one batch without gradients, per its own response tokens; None when nothing is supervised."""
-        with torch.no_grad():
-            return self._loss(self.prepare(batch), policy, max(batch.response_tokens, 1))
-
     def _loss(self, prepared: Prepared, policy: Policy, denominator: int) -> DraftLoss | None:
         if not any(prepared.plan.entries):
             return None
