@@ -65,13 +65,12 @@ class StepTime:
 
     @classmethod
     def fit(cls, samples: Sequence[StepSample]) -> StepTime | None:
-        """Fit to what was counted; None where there is nothing to fit."""
-        used = [one for one in samples if _sound(one)]
-        if not used:
+        """Fit to what was counted and `pooled`; None where there is nothing to fit."""
+        if not samples:
             return None
-        tokens = np.array([s.batch * (s.depth + 1) for s in used])
+        tokens = np.array([s.batch * (s.depth + 1) for s in samples])
         bends = np.unique(np.quantile(tokens, np.linspace(0.05, 0.95, _BENDS)))
-        fits = [_fit(used, float(bend)) for bend in bends]
+        fits = [_fit(samples, float(bend)) for bend in bends]
         return min(fits, key=lambda one: one[0])[1]
 
     def times(self, batches: Sequence[float], depths: int) -> Floats:

@@ -85,7 +85,7 @@ def test_a_few_spoilt_windows_do_not_count() -> None:
     ]
     samples[3] = StepSample(8, 0, 10, 5.0)
     samples[14] = StepSample(64, 2, 10, 0.0)  # no time at all: not used
-    found = StepTime.fit(samples)
+    found = StepTime.fit(pooled(samples))
     assert found is not None
     assert seconds(found, 8, 0) == pytest.approx(memory_bound_then_not(8, 0), rel=0.02)
 
@@ -101,7 +101,7 @@ def test_a_few_spoilt_windows_do_not_count() -> None:
     ],
 )
 def test_nothing_can_be_fitted_to_nothing(samples: list[StepSample]) -> None:
-    assert StepTime.fit(samples) is None
+    assert StepTime.fit(pooled(samples)) is None
 
 
 def test_the_speed_up_is_tokens_over_time_and_falls_below_one_where_speculation_costs() -> None:
