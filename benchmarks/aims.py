@@ -77,7 +77,7 @@ def _scaled(weight: Tensor) -> Tensor:
 
 def _reached(plan: Plan, kept: Tensor) -> Tensor:
     """Probability [E] that a round which begins at an entry's row gets as far as the entry's step."""
-    rows = torch.from_numpy(plan.entry_rows)[plan.order]
+    rows = torch.cat(plan.rows)[plan.order]
     table = torch.ones(plan.tokens, plan.steps, dtype=kept.dtype)
     table[rows, plan.entry_step] = kept
     before = torch.cat([torch.ones(plan.tokens, 1, dtype=kept.dtype), table.cumprod(1)[:, :-1]], dim=1)

@@ -41,7 +41,7 @@ from drafter.replay.replay import prompt_groups, replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from service.monitor.headroom import LearningCurve
-from service.worker.recent import RecentRollouts
+from service.worker.recent import RecentRollouts, Task, taken
 
 DEPTH: Final = 4
 #: Trainings of a copy on the rollouts of one day.
@@ -88,9 +88,9 @@ def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[
             newest = recent.add(Path(f"{number}.safetensors"), day.batch)
 
             def train(one: DrafterTrainer[Eagle3Drafter], seed: int, newest: Any = newest, day: Day = day) -> None:
-                drawn = recent.train_steps([newest], passes=sizes.passes, step_tokens=sizes.step_tokens, seed=seed)
-                for batches in drawn:
-                    one.step([(batch, day.policies(batch.policy_version)) for batch in batches])
+                task = Task([newest], recent.but([newest]), sizes.passes, sizes.step_tokens, seed)
+                for drawn in task.drawn():
+                    one.step([(batch, day.policies(batch.policy_version)) for batch in taken(drawn)])
 
             if day.look:
                 before, on = _rounds(served, day), copy.deepcopy(trainer)
@@ -207,7 +207,7 @@ def recorded(directory: Path, every: int) -> Iterator[dict[str, Any]]:
         Day(found.batches[at], found.batches[at + 1 : at + 3], policies.__getitem__, number % 2 == 0)
         for number, at in enumerate(places)
     )
-    drafter = copy.deepcopy(initial_drafter(directory, "kl", 400, "kl", 0))
+    drafter = copy.deepcopy(initial_drafter(directory))
     for row in walk(days, drafter, Sizes(learning_rate=1e-2, step_tokens=900, recent_tokens=8000)):
         yield row | {"run": f"{directory.name}-every-{every}"}
 

@@ -90,13 +90,7 @@ def live(world: World, seed: int, *, claims: int = CLAIMS, fall_at: int | None =
         nonlocal served
         gain = math.expm1(served - candidate) + errors[t]
         promoted = gain - 1.645 * world.gain_se > 0.005
-        controller.learn(
-            gain=gain,
-            error=world.gain_se,
-            promoted=promoted,
-            train_seconds=20.0,
-            version_seconds=world.version_seconds,
-        )
+        controller.learn(gain=gain, error=world.gain_se, promoted=promoted, train_seconds=20.0)
         if promoted:
             served = candidate
 
@@ -109,7 +103,8 @@ def live(world: World, seed: int, *, claims: int = CLAIMS, fall_at: int | None =
         if measured:
             measure(t)
             measured = False
-        decision = controller.decide(economy, 3.5 * math.exp(wobble[t] - served))
+        alpha = 3.5 * math.exp(wobble[t] - served)
+        decision = controller.decide(economy, alpha, version_seconds=world.version_seconds)
         if decision.action is not Action.IDLE:
             trained[t], trainings = True, trainings + 1
             candidate = candidate * (1 - world.share)

@@ -97,7 +97,7 @@ class Clock:
 def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = False) -> Played:
     """Play a recording."""
     policy, _ = load(recording.task.base_policy)
-    drafter = copy.deepcopy(initial_drafter(recording.directory, "kl", False, "kl", 0))
+    drafter = copy.deepcopy(initial_drafter(recording.directory))
     played = Played()
     chosen: dict[str, Any] = {name.removeprefix("DRAFTALIGN_").lower(): v for name, v in SERVICE_SETTINGS.items()}
     with WorkerRun(

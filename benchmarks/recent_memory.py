@@ -83,7 +83,7 @@ def measure(directory: Path, *, copied: bool) -> dict[str, float]:
     import torch
 
     from drafter.batch import RolloutBatch, load_batch, screen
-    from service.worker.recent import RecentRollouts
+    from service.worker.recent import RecentRollouts, Task, taken
 
     def loaded(path: Path) -> RolloutBatch:
         batch = load_batch(path)
@@ -98,8 +98,8 @@ def measure(directory: Path, *, copied: bool) -> dict[str, float]:
             batch = loaded(path)
             screen(batch)
             newest = recent.add(path, batch)
-        for window in recent.train_steps([newest], passes=1, step_tokens=2_048, seed=0):
-            for part in window:
+        for drawn in Task([newest], recent.but([newest]), passes=1, step_tokens=2_048, seed=0).drawn():
+            for part in taken(drawn):
                 part.to("cpu")
         return recent
 

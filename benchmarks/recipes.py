@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from benchmarks.aims import Aim
 from drafter.training.optimizer import Method
-from drafter.training.trainer import Loss
 
 SERVING_DEPTH: Final = 4
 REFERENCE: Final = "reference"
@@ -19,7 +18,6 @@ class Recipe:
     """One way to keep a drafter in step."""
 
     name: str
-    loss: Loss = "kl"
     optimizer: Method = "adamw"  # of matrices
     learning_rate: float = 3e-3
     warmup_windows: int = 0  # optimizer steps over which the learning rate rises
@@ -28,23 +26,15 @@ class Recipe:
     step_tokens: int = 900
     recent_tokens: int = 8000  # 1: only the newest policy's rollouts
     every: int = 1  # train after every n-th policy version
-    start_loss: Loss = "kl"  # of the training before RL
     from_scratch: bool = False  # not trained before RL
-    extra_steps: int = 0  # more of that training, with a fresh optimizer and
-    extra_loss: Loss = "kl"
+    extra_steps: int = 0  # more of that training, with a fresh optimizer
     fp8: bool = False
     bfloat16: bool = False  # what the trainer computes in; masters stay float32
     stale: bool = False  # train on the base policy's rollouts alone
     newest_share: float = 0.5  # of a step's tokens, where there are older ones
     reservoir: float = 0.0  # share of steps whose older half comes from the base policy
-    aim: Aim = ""  # an experimental loss in the place of `loss`
-    late_loss: Loss | None = None  # instead of `loss` from the middle of the run on
+    aim: Aim = ""  # an experimental loss in the place of the trainer's
     serving_depth: int = SERVING_DEPTH
-
-    @property
-    def start(self) -> tuple[Loss, bool, Loss, int]:
-        """What the drafter was before RL."""
-        return self.start_loss, self.from_scratch, self.extra_loss, self.extra_steps
 
 
 def _muon(name: str, **changes: Any) -> Recipe:
@@ -57,8 +47,6 @@ def _muon(name: str, **changes: Any) -> Recipe:
 RECIPES: Final = (
     Recipe(REFERENCE),
     Recipe(FROZEN, passes=0),
-    Recipe("loss alpha", loss="alpha"),
-    Recipe("static, kl then alpha", passes=0, extra_steps=100, extra_loss="alpha"),
     Recipe("rate 1e-2", learning_rate=1e-2),
     Recipe("stale rollouts", stale=True),
     Recipe("depth 1", steps_ahead=1),
@@ -67,19 +55,14 @@ RECIPES: Final = (
     Recipe("static, kl, as many steps", passes=0, extra_steps=100),
     Recipe("fp8 features", fp8=True),
     Recipe("from scratch", from_scratch=True),
-    Recipe("static, alpha", passes=0, start_loss="alpha"),
     Recipe("rate 1e-3", learning_rate=1e-3),
-    Recipe("loss alpha, rate 1e-3", loss="alpha", learning_rate=1e-3),
-    Recipe("loss alpha, warm-up", loss="alpha", warmup_windows=30),
     Recipe("8 passes", passes=8),
-    Recipe("loss alpha, warm-up, 8 passes", loss="alpha", warmup_windows=30, passes=8),
     Recipe("warm-up", warmup_windows=30),
     Recipe("every 4th version, 4x the passes", every=4, passes=16),
     Recipe("reservoir 25 %", reservoir=0.25),
     Recipe("depth 7", steps_ahead=7),
     Recipe("every 4th version", every=4),
     Recipe("depth 3", steps_ahead=3),
-    Recipe("loss alpha, start alpha", loss="alpha", start_loss="alpha"),
     Recipe("2 passes", passes=2),
     Recipe("steps of 1800 tokens", step_tokens=1800, passes=8),
     Recipe("recent 3000 tokens", recent_tokens=3000),
@@ -94,14 +77,12 @@ RECIPES: Final = (
     Recipe("depth 5, served at 3", steps_ahead=5, serving_depth=3),
     Recipe("first rejected position", aim="first rejected"),
     Recipe("only greedy", aim="only greedy"),
-    Recipe("loss alpha, later kl, warm-up", loss="alpha", late_loss="kl", warmup_windows=30),
     Recipe("warm-up, 8 passes", warmup_windows=30, passes=8),
     Recipe("warm-up, 16 passes", warmup_windows=30, passes=16),
     Recipe("warm-up, 32 passes", warmup_windows=30, passes=32),
     Recipe("rate 1e-3, 8 passes", learning_rate=1e-3, passes=8),
     Recipe("warm-up, 8 passes, depth 3", warmup_windows=30, passes=8, steps_ahead=3),
     Recipe("warm-up, 8 passes, recent 32000", warmup_windows=30, passes=8, recent_tokens=32000),
-    Recipe("loss alpha, warm-up, 16 passes", loss="alpha", warmup_windows=30, passes=16),
     Recipe("16 passes", passes=16),
     Recipe("rate 6e-3, warm-up, 8 passes", learning_rate=6e-3, warmup_windows=30, passes=8),
     _muon("muon, 8 passes"),
@@ -111,7 +92,6 @@ RECIPES: Final = (
     _muon("muon, rate 3e-3, 8 passes", learning_rate=3e-3),
     _muon("muon, rate 2e-2, 8 passes", learning_rate=2e-2),
     _muon("muon, no warm-up, 8 passes", warmup_windows=0),
-    _muon("muon, loss alpha, 8 passes", loss="alpha"),
     _muon("muon, depth 3, 8 passes", steps_ahead=3),
     _muon("muon, recent 32000, 8 passes", recent_tokens=32000),
     _muon("muon, newest only, 8 passes", recent_tokens=1),
@@ -129,7 +109,7 @@ REFERENCES: Final = {SERVING_DEPTH: REFERENCE, 3: "depth 3, served at 3"}
 REPEATED: Final = 4
 #: Dots that bear a name in the plot: what each tells, and what it costs.
 NAMED: Final = (
-    *("static, kl", "depth 1", "from scratch", "loss alpha, start alpha", "static, alpha", "only greedy", "2 passes"),
+    *("static, kl", "depth 1", "from scratch", "only greedy", "2 passes"),
     *("warm-up, 8 passes", "warm-up, 16 passes", "warm-up, 32 passes", "rate 6e-3, warm-up, 8 passes"),
     *("muon, 2 passes", "muon, 4 passes", "muon, 8 passes", "muon, 16 passes", "muon, newest only, 8 passes"),
 )

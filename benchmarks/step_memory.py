@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import weakref
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.policy import Policy
 from drafter.training.target import DraftTarget
-from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
+from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
 
@@ -75,9 +75,7 @@ class Peak:
     step: float  # the most alive during it
 
 
-def peak_of(
-    size: Size, *, tokens: int, documents: int = 1, response: float = 1.0, steps: int = 3, loss: Loss = "kl"
-) -> Peak:
+def peak_of(size: Size, *, tokens: int, documents: int = 1, response: float = 1.0, steps: int = 3) -> Peak:
     """Peak of one trainer step in bfloat16 on `documents` equal rollouts whose last `response` share was generated."""
     length = tokens // documents
     mask = (torch.arange(length) >= max(1, round(length * (1 - response)))).repeat(documents)
@@ -90,7 +88,7 @@ def peak_of(
         with torch.device("meta"):
             drafter = Eagle3Drafter(size.config(), vocabulary).to("meta")
         policy = Policy(0, made(size.vocab, size.hidden))
-        trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=steps, compute_dtype="bfloat16", loss=loss))
+        trainer = DrafterTrainer(drafter, TrainConfig(steps_ahead=steps, compute_dtype="bfloat16"))
         for parameter in drafter.parameters():
             parameter.grad = torch.zeros_like(parameter)
         trainer._optimizer.step(0.0)  # makes its moments
@@ -130,15 +128,14 @@ def main() -> int:
     parser.add_argument("--documents", nargs="*", type=int, default=[1, 16])
     parser.add_argument("--steps", nargs="*", type=int, default=[3, 7])
     options = parser.parse_args()
-    print("| loss | steps | documents | response | resident, GiB | peak, GiB |\n|---|---|---|---|---|---|")
-    for loss in get_args(Loss):
-        for steps in options.steps:
-            for documents in options.documents:
-                for response in (1.0, 0.5):
-                    case = {"tokens": options.tokens, "documents": documents, "response": response, "steps": steps}
-                    found = peak_of(SIZES[options.size], loss=loss, **case)
-                    row = f"| {loss} | {steps} | {documents} | {response:.0%} "
-                    print(row + f"| {found.resident:.1f} | **{found.step:.1f}** |", flush=True)
+    print("| steps | documents | response | resident, GiB | peak, GiB |\n|---|---|---|---|---|")
+    for steps in options.steps:
+        for documents in options.documents:
+            for response in (1.0, 0.5):
+                case = {"tokens": options.tokens, "documents": documents, "response": response, "steps": steps}
+                found = peak_of(SIZES[options.size], **case)
+                row = f"| {steps} | {documents} | {response:.0%} "
+                print(row + f"| {found.resident:.1f} | **{found.step:.1f}** |", flush=True)
     return 0
 
 

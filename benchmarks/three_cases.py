@@ -43,7 +43,7 @@ from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.api.app import create_app
 from service.settings import Settings
-from service.worker.recent import RecentRollouts
+from service.worker.recent import RecentRollouts, Task, taken
 
 DEPTH: Final = 4
 ROLLOUTS: Final = 48
@@ -147,9 +147,8 @@ class Interval:
         if version % self._every != self._every - 1:
             return
         passes, step_tokens = self._settings.train_passes, self._settings.train_step_tokens
-        drawn = self._recent.train_steps([newest], passes=passes, step_tokens=step_tokens, seed=version)
-        for parts in drawn:
-            window = [(b, self._world.policy(self._names[b.policy_version], b.policy_version)) for b in parts]
+        for drawn in Task([newest], self._recent.but([newest]), passes, step_tokens, seed=version).drawn():
+            window = [(b, self._world.policy(self._names[b.policy_version], b.policy_version)) for b in taken(drawn)]
             self.account.tokens += self._trainer.step(window).response_tokens
         self.account.trainings += 1
         self.account.offered += 1

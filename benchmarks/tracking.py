@@ -40,12 +40,12 @@ from drafter.files.checkpoint import read_drafter
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.policy import Policy, TargetHead
 from drafter.replay.replay import replay
-from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
+from drafter.training.trainer import DrafterTrainer, TrainConfig
 from examples import TASKS
 from examples.initial_drafter import SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
 from examples.policy import load
 from rl_hooks.sending.features import to_e4m3
-from service.worker.recent import RecentRollouts
+from service.worker.recent import RecentRollouts, Task, taken
 
 BLOCK_VERSIONS: Final = 2
 #: Rollouts of the base policy that show what a drafter has forgotten at the end.
@@ -70,12 +70,11 @@ class Track:
 
 def follow(recipe: Recipe, recording: Recording) -> Track:
     """Test then train along the recorded versions."""
-    drafter = copy.deepcopy(initial_drafter(recording.directory, *recipe.start))
+    drafter = copy.deepcopy(initial_drafter(recording.directory, recipe.from_scratch, recipe.extra_steps))
     config = TrainConfig(
         steps_ahead=recipe.steps_ahead,
         learning_rate=recipe.learning_rate,
         warmup_windows=recipe.warmup_windows,
-        loss=recipe.loss,
         optimizer=recipe.optimizer,
         compute_dtype="bfloat16" if recipe.bfloat16 else "float32",
     )
@@ -89,8 +88,6 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
         # The files stay where they are: it is never settled.
         recent = RecentRollouts(Path(scratch), capacity_tokens=recipe.recent_tokens)
         for index, (version, batch) in enumerate(zip(recording.versions, recording.batches, strict=True)):
-            if recipe.late_loss is not None and index >= len(recording.versions) // 2:
-                trainer.config = replace(config, loss=recipe.late_loss)
             for drafting in DRAFTINGS:
                 result = replay(drafter, batch, policies[version], depth=recipe.serving_depth, drafting=drafting)
                 track.alpha[drafting].append(result.alpha)
@@ -98,14 +95,9 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
             started = time.process_time()
             newest = recent.add(recording.files[index], as_sent(batch, policies[version].needed_head(), recipe))
             if recipe.passes and index % recipe.every == 0:
-                draws = recent.train_steps(
-                    [newest],
-                    passes=recipe.passes,
-                    step_tokens=recipe.step_tokens,
-                    seed=index,
-                    newest_share=recipe.newest_share,
-                )
-                for drawn in _substituted(draws, recipe, recording, seed=index):
+                older = recent.but([newest])
+                task = Task([newest], older, recipe.passes, recipe.step_tokens, index, recipe.newest_share)
+                for drawn in _substituted(map(taken, task.drawn()), recipe, recording, seed=index):
                     report = trainer.step([(b, policies[b.policy_version]) for b in drawn])
                     track.skipped += report.skipped is not None
                 track.total_cpu_seconds += time.process_time() - started
@@ -150,38 +142,34 @@ def as_sent(batch: RolloutBatch, head: TargetHead, recipe: Recipe) -> RolloutBat
 
 
 @lru_cache(maxsize=8)
-def initial_drafter(
-    directory: Path, loss: Loss, from_scratch: bool, extra_loss: Loss, extra_steps: int
-) -> Eagle3Drafter:
-    """The drafter before RL: the demo's recipe on rollouts of the base policy, with losses and numbers of steps.
+def initial_drafter(directory: Path, from_scratch: bool = False, extra_steps: int = 0) -> Eagle3Drafter:
+    """The drafter before RL: the demo's recipe on rollouts of the base policy, or without it, or with more steps.
 
     Kept beside the recording: every recipe starts from the very same one.
     """
     recording = open_recording(directory, until=1)
     steps = 0 if from_scratch else recording.task.initial_drafter.steps
-    kept = directory / f"drafter-{loss}-{steps}"
+    kept = directory / f"drafter-kl-{steps}"
     if extra_steps:
-        kept = kept.with_name(f"{kept.name}-{extra_loss}-{extra_steps}")
+        kept = kept.with_name(f"{kept.name}-kl-{extra_steps}")
     if kept.exists():
         return read_drafter(kept)
     policy, _ = load(recording.task.base_policy)
     if extra_steps:
-        drafter = copy.deepcopy(initial_drafter(directory, loss, from_scratch, extra_loss, 0))
-        _train_on_base(drafter, recording, extra_loss, extra_steps, seed=1000 + recording.seed)
+        drafter = copy.deepcopy(initial_drafter(directory, from_scratch))
+        _train_on_base(drafter, recording, extra_steps, seed=1000 + recording.seed)
     else:
         drafter = train_initial_drafter(
             policy, recording.base, depth=SERVING_DEPTH, seed=recording.seed, task=recording.task, steps=0
         )
-        _train_on_base(drafter, recording, loss, steps, seed=recording.seed)
+        _train_on_base(drafter, recording, steps, seed=recording.seed)
     save_drafter(drafter, kept)
     return drafter
 
 
-def _train_on_base(drafter: Eagle3Drafter, recording: Recording, loss: Loss, steps: int, seed: int) -> None:
+def _train_on_base(drafter: Eagle3Drafter, recording: Recording, steps: int, seed: int) -> None:
     recipe = recording.task.initial_drafter
-    trainer = DrafterTrainer(
-        drafter, TrainConfig(SERVING_DEPTH, recipe.learning_rate, loss=loss, optimizer=recipe.optimizer)
-    )
+    trainer = DrafterTrainer(drafter, TrainConfig(SERVING_DEPTH, recipe.learning_rate, optimizer=recipe.optimizer))
     policy, rng = _policy(recording.heads[0]), np.random.default_rng(seed)
     for _ in range(steps):
         chosen = rng.choice(recording.base.rollouts, size=SEQUENCES_PER_STEP, replace=False)
@@ -302,7 +290,7 @@ def plot(tracks: Sequence[Track], rows: Sequence[Row], path: Path) -> None:
     by = {r.recipe: [t for t in tracks if t.recipe == r.recipe and t.seed == first] for r in rows}
     alpha = {name: np.mean([t.alpha["probabilistic"] for t in of_seed], axis=0) for name, of_seed in by.items()}
     best = best_alpha(tracks)[first]
-    shown = [FROZEN, "static, kl then alpha", REFERENCE, "8 passes", "rate 6e-3, warm-up, 8 passes", "muon, 8 passes"]
+    shown = [FROZEN, REFERENCE, "8 passes", "rate 6e-3, warm-up, 8 passes", "muon, 8 passes"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.8), constrained_layout=True)
     for number, name in enumerate(n for n in shown if n in by):
         cpu = np.mean([t.cpu_seconds for t in by[name]], axis=0)

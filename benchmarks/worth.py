@@ -21,7 +21,7 @@ import numpy as np
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.step_times import StepTimes
 from service.monitor.records import StepSample
-from service.monitor.worth import StepTime, best_depth, pooled, speedup, tokens_per_round
+from service.monitor.worth import StepTime, pooled, speedups, tokens_per_round
 
 DEPTHS = 6
 #: RL batches that an engine answers, tokens of the longest answer, and the agent's interval.
@@ -90,14 +90,14 @@ def judge(kind: Callable[[np.random.Generator], Time], depths: Sequence[int], en
         fitted = StepTime.fit(cells)
         if fitted is None:
             continue
-        for batch in np.geomspace(*fitted.batches, 24):
+        sizes = np.geomspace(*fitted.batches, 24).tolist()
+        for batch, row in zip(sizes, speedups(fitted, tokens, sizes), strict=True):
             truth = [tokens[k] * time(batch, 0) / time(batch, k) for k in range(DEPTHS + 1)]
-            best = best_depth(fitted, tokens, float(batch))
-            answered.append(best is not None)
-            if best is not None:
-                right.append(bool(truth[best.depth] >= 0.99 * max(truth)))
-                found = speedup(fitted, tokens, float(batch), best.depth)
-                within.append(found is not None and abs(found / truth[best.depth] - 1) <= 0.05)
+            answered.append(not np.isnan(row).any())
+            if answered[-1]:
+                best = int(np.argmax(row))
+                right.append(bool(truth[best] >= 0.99 * max(truth)))
+                within.append(bool(abs(row[best] / truth[best] - 1) <= 0.05))
     return Found(_share(answered), _share(right), _share(within))
 
 

@@ -34,7 +34,7 @@ from examples.engine_client import EngineClient
 from examples.features import Rollout
 from examples.task import Task
 from examples.vllm_engine import VllmClient, check_installed, vllm_server
-from service.api.port.free import port_is_free
+from service.api.port.free import check_port
 from service.cli.checks import check_redis
 from service.cli.supervisor import spawn, stop
 from service.errors import ConfigurationError
@@ -125,8 +125,7 @@ def run_demo(config: DemoConfig) -> None:
         raise ConfigurationError(f"--engine must be `example`, `vllm` or a URL, got {config.engine!r}")
     if config.task_name not in TASKS:
         raise ConfigurationError(f"--task must be one of {', '.join(TASKS)}, got {config.task_name!r}")
-    if not port_is_free("127.0.0.1", config.port):
-        raise ConfigurationError(f"port {config.port} is taken; stop what listens there or choose another with --port")
+    check_port("127.0.0.1", config.port)
     if config.redis_url:
         check_redis(config.redis_url)
     import torch

@@ -165,9 +165,6 @@ class Settings(BaseSettings):
     warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises linearly.")
     learning_rate: float = Field(3e-4, gt=0, description="Learning rate after the warm-up.")
     optimizer: Literal["muon", "adamw"] = Field("muon", description="Optimizer of matrices; AdamW for the rest.")
-    loss: Literal["kl", "alpha"] = Field(
-        "kl", description="What training minimises: distance per draft, or drafts lost by whole chains."
-    )
     recent_tokens: int = Field(262_144, gt=0, description="Tokens of recent rollouts that are kept for training.")
     gate_rollouts: int = Field(
         256,

@@ -1,8 +1,6 @@
-"""The losses by their definitions, one row at a time in float64, and as `drafter.training` computes them."""
+"""The loss by its definition, one row at a time in float64: what `drafter.training` is held to."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from drafter_reference import Row, rms
@@ -11,8 +9,6 @@ from torch import Tensor
 
 from drafter.model.eagle3_unroll import unroll
 from drafter.policy import TargetHead
-from drafter.training.chain_loss import chain_loss
-from drafter.training.loss import DraftLoss, draft_loss
 from drafter.training.target import DraftTarget, draft_target
 from drafter.unroll.plan import make_plan
 from drafter.unroll.unrolled import Unrolled
@@ -24,14 +20,6 @@ def prepared(w: World, steps: int) -> tuple[Unrolled, DraftTarget]:
     plan = make_plan(w.batch.cu_seqlens, w.batch.loss_mask, steps)
     unrolled = unroll(w.drafter, plan, w.batch.input_ids, w.batch.aux_hidden, w.embed_tokens)
     return unrolled, draft_target(w.batch, plan, w.drafter.vocabulary, TargetHead(w.head), w.head.dtype)
-
-
-def production(w: World, steps: int, kind: Any, *, chunk: int = 1 << 22) -> DraftLoss:
-    unrolled, target = prepared(w, steps)
-    if kind == "alpha":
-        return chain_loss(w.drafter, unrolled, target, denominator=DENOMINATOR, chunk_elements=chunk)
-    assert kind == "kl", f"say here how the loss {kind} is called"
-    return draft_loss(w.drafter, unrolled, target, denominator=DENOMINATOR, step_decay=DECAY, chunk_elements=chunk)
 
 
 def laws(w: World, weights: dict[str, Tensor], steps: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
@@ -63,22 +51,12 @@ def laws(w: World, weights: dict[str, Tensor], steps: int) -> dict[tuple[int, in
     return found
 
 
-def brute_force(w: World, steps: int, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+def brute_force(w: World, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss by its definition, and autograd's gradients."""
     weights = {name: p.detach().clone().requires_grad_() for name, p in w.drafter.named_parameters()}
     found = laws(w, weights, steps)
     total = torch.zeros((), dtype=torch.float64)
-    if kind == "alpha":
-        for row in {row for row, _ in found}:
-            product = torch.ones((), dtype=torch.float64)
-            for j in range(steps):
-                if (row, j) not in found:
-                    break
-                product = product * torch.minimum(*found[row, j]).sum()
-                total = total + 1 - product
-    else:
-        assert kind == "kl", f"say here what the loss {kind} is by its definition"
-        for (_, j), (p, q) in found.items():
-            total = total + DECAY**j * (p * (p / (p.sum() * q)).log()).sum()
+    for (_, j), (p, q) in found.items():
+        total = total + DECAY**j * (p * (p / (p.sum() * q)).log()).sum()
     loss = total / DENOMINATOR
     return loss.detach(), dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))

@@ -4,12 +4,10 @@ Per supervised entry (row t, step j), with p the target's *true* probabilities o
 mass there and q = softmax(lm_head(norm(pre)) / tau):
 
     kl = sum_v p log(p / (m q)) = m KL(p/m || q) >= 0      d kl / d logits = (m q - p) / tau
-    a = sum_v min(p, q)                                    d a / d logits = q (b - sum b q) / tau, b = [q < p]
+    a = sum_v min(p, q)
 
-a is the probability that rejection sampling keeps the draft, 1 - a the total variation where m = 1. What is minimised:
-
-    "kl"     kl
-    "alpha"  the chain as a whole: `drafter.training.chain_loss`
+kl is minimised. a is only reported: the probability that rejection sampling keeps the draft, and 1 - a the total
+variation where m = 1.
 
 The loss is sum_j step_decay**j sum_entries kl / denominator, where the *caller's* denominator is the number of
 response tokens in the whole optimizer window, across ranks. Peers divide by other counts, so learning rates do not
@@ -155,8 +153,7 @@ class _FusedLoss(torch.autograd.Function):
                 kl[entries], acceptance[entries] = found.kl, found.acceptance
                 if not grad_enabled:
                     continue
-                none = torch.zeros_like(scale)
-                slope = fused.slope(logits, p, mass, pick, found, scale, none, target.divisor, h.dtype)
+                slope = fused.slope(logits, p, mass, pick, found, scale, target.divisor, h.dtype)
             else:
                 if target.divisor != 1:
                     logits.div_(target.divisor)
@@ -219,12 +216,6 @@ def _fold(
         scale = scale[:, None]
         torch.mul(q, scale * mass[:, None], out=logits).addcmul_(p, scale, value=-1)
     return kl, acceptance
-
-
-def acceptance_slope(p: Tensor, q: Tensor) -> Tensor:
-    """Derivative of sum_v min(p, q) by the drafter's tempered logits, [E, D]."""
-    below = torch.where(q < p, q, 0)
-    return below.addcmul_(q, below.sum(-1, keepdim=True), value=-1)
 
 
 @torch.no_grad()

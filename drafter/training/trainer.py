@@ -27,7 +27,6 @@ from drafter.batch import RolloutBatch
 from drafter.errors import CheckpointError, DrafterError
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
-from drafter.training.chain_loss import chain_loss
 from drafter.training.loss import DraftLoss, draft_loss
 from drafter.training.optimizer import HEAD, Method, Optimizer
 from drafter.training.ranks import ALONE, Ranks
@@ -40,9 +39,6 @@ if TYPE_CHECKING:  # a type variable's default is newer than Python 3.11
     _D = TypeVarWithDefault("_D", bound=DraftModel, default=DraftModel)
 else:
     _D = TypeVar("_D", bound=DraftModel)
-
-#: What training minimises; `drafter.training.loss` and `drafter.training.chain_loss` give the formulas.
-Loss = Literal["kl", "alpha"]
 
 log = logging.getLogger("draftalign.drafter")
 
@@ -63,8 +59,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
     epsilon: float = 1e-8
     grad_clip: float = 0.5  # total norm; 0 turns clipping off
-    step_decay: float = 0.8  # step j weighs step_decay**j; "alpha" has its own weights
-    loss: Loss = "kl"
+    step_decay: float = 0.8  # step j weighs step_decay**j
     optimizer: Method = "muon"  # of matrices; `drafter.training.optimizer`
     train_lm_head: bool = True
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -72,8 +67,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps_ahead < 1:
             raise DrafterError(f"steps_ahead must be at least 1, got {self.steps_ahead}")
-        if self.loss not in get_args(Loss):
-            raise DrafterError(f"loss must be one of {', '.join(get_args(Loss))}, got {self.loss!r}")
         if self.optimizer not in get_args(Method):
             raise DrafterError(f"optimizer must be one of {', '.join(get_args(Method))}, got {self.optimizer!r}")
         if self.compute_dtype not in ("float32", "bfloat16", "float64"):
@@ -90,8 +83,8 @@ class TrainConfig:
 class StepReport:
     """What one optimizer window did. Per-step figures are means over that step's supervised rows (nan: none)."""
 
-    loss: float  # what was minimised, per response token of the window; "kl": weighted, in nats
-    loss_per_step: tuple[float, ...]  # KL in nats, whichever loss was minimised
+    loss: float  # weighted, in nats per response token of the window
+    loss_per_step: tuple[float, ...]  # KL in nats
     acceptance_per_step: tuple[float, ...]  # sum_v min(p, q) with the target's true p
     entries_per_step: tuple[int, ...]
     response_tokens: int
@@ -227,11 +220,6 @@ class DrafterTrainer(Generic[_D]):
             skipped=outcome.skipped,
         )
 
-    def evaluate(self, batch: RolloutBatch, policy: Policy) -> DraftLoss | None:
-        """The loss of one batch without gradients, per its own response tokens; None when nothing is supervised."""
-        with torch.no_grad():
-            return self._loss(self.prepare(batch), policy, max(batch.response_tokens, 1))
-
     def _loss(self, prepared: Prepared, policy: Policy, denominator: int) -> DraftLoss | None:
         if not any(prepared.plan.entries):
             return None
@@ -246,8 +234,6 @@ class DrafterTrainer(Generic[_D]):
     ) -> DraftLoss:
         """Give the loss of a plan, its batch and its target, all on the drafter's device. Never waits for it."""
         unrolled = self.drafter.unroll(plan, batch, policy, dtype=self._dtype)
-        if self.config.loss == "alpha":
-            return chain_loss(self.drafter, unrolled, target, denominator=denominator)
         return draft_loss(self.drafter, unrolled, target, denominator=denominator, step_decay=self.config.step_decay)
 
     def _accumulate(self, prepared: Prepared, policy: Policy, denominator: int) -> DraftLoss | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 _BLOCK = 2048
 _WARPS = 8
 #: Vectors of one figure per row. They begin anywhere, so code for aligned ones would mean to compile again and again.
-_PER_ROW = ["mass", "own", "pick", "found", "log_total", "below", "by_kl", "by_acceptance"]
+_PER_ROW = ["mass", "own", "pick", "found", "log_total", "factor"]
 
 
 class Measured(NamedTuple):
@@ -33,7 +33,6 @@ class Measured(NamedTuple):
     logsumexp: Tensor  # of the tempered logits
     kl: Tensor
     acceptance: Tensor  # sum_v min(p, q)
-    below: Tensor  # sum of q where q < p
 
 
 def target(logp: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,11 +44,11 @@ def target(logp: Tensor) -> tuple[Tensor, Tensor]:
 
 def measure(logits: Tensor, p: Tensor, own: Tensor, pick: Tensor, divisor: float) -> Measured:
     """Hold logits [e, D], divided by `divisor`, against the rows `pick` int64[e] of p [n, D]."""
-    found = logits.new_empty(4, logits.shape[0])
+    found = logits.new_empty(3, logits.shape[0])
     _measure[(logits.shape[0],)](
         logits, p, own, pick, found, logits.shape[0], logits.shape[1], divisor, BLOCK=_BLOCK, num_warps=_WARPS
     )
-    return Measured(found[0], found[1], found[2], found[3])
+    return Measured(found[0], found[1], found[2])
 
 
 def slope(
@@ -58,14 +57,13 @@ def slope(
     mass: Tensor,
     pick: Tensor,
     measured: Measured,
-    by_kl: Tensor,
-    by_acceptance: Tensor,
+    factor: Tensor,
     divisor: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """by_kl [e] times d kl / d logits plus by_acceptance [e] times d acceptance / d logits: [e, D] in `dtype`.
+    """`factor` [e] times d kl / d logits: [e, D] in `dtype`.
 
-    The derivatives are by the *tempered* logits; fold 1 / divisor into the factors.
+    The derivative is by the *tempered* logits; fold 1 / divisor into the factor.
     """
     out = torch.empty_like(logits, dtype=dtype)
     _slope[(logits.shape[0],)](
@@ -74,9 +72,7 @@ def slope(
         mass,
         pick,
         measured.logsumexp,
-        measured.below,
-        by_kl,
-        by_acceptance,
+        factor,
         out,
         logits.shape[1],
         divisor,
@@ -128,7 +124,6 @@ def _measure(logits, p, own, pick, found, e, D, divisor, BLOCK: tl.constexpr):  
 
     cross = tl.zeros([BLOCK], dtype=logits.dtype.element_ty)
     kept = tl.zeros([BLOCK], dtype=logits.dtype.element_ty)
-    below = tl.zeros([BLOCK], dtype=logits.dtype.element_ty)
     for begin in range(0, D, BLOCK):
         inside = begin + lanes < D
         logq = tl.load(logits + begin + lanes, mask=inside, other=0.0) / divisor - log_total
@@ -137,29 +132,26 @@ def _measure(logits, p, own, pick, found, e, D, divisor, BLOCK: tl.constexpr):  
         q = tl.where(inside, tl.exp(logq), 0.0)
         cross += target_p * logq
         kept += tl.minimum(target_p, q, propagate_nan=tl.PropagateNan.ALL)
-        below += tl.where(q < target_p, q, 0.0)
     tl.store(found + entry, log_total)
     tl.store(found + e + entry, tl.load(own + source) - tl.sum(cross, 0))
     tl.store(found + 2 * e + entry, tl.sum(kept, 0))
-    tl.store(found + 3 * e + entry, tl.sum(below, 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=_PER_ROW)  # type: ignore[untyped-decorator]
 def _slope(  # type: ignore[no-untyped-def]
-    logits, p, mass, pick, log_total, below, by_kl, by_acceptance, out, D, divisor, BLOCK: tl.constexpr
+    logits, p, mass, pick, log_total, factor, out, D, divisor, BLOCK: tl.constexpr
 ):
     entry = tl.program_id(0).to(tl.int64)
     source = tl.load(pick + entry)
     logits += entry * D
     out += entry * D
     p += source * D
-    m, total, less = tl.load(mass + source), tl.load(log_total + entry), tl.load(below + entry)
-    of_kl, of_acceptance = tl.load(by_kl + entry), tl.load(by_acceptance + entry)
+    m, total, scale = tl.load(mass + source), tl.load(log_total + entry), tl.load(factor + entry)
     lanes = tl.arange(0, BLOCK)
     for begin in range(0, D, BLOCK):
         inside = begin + lanes < D
         logq = tl.load(logits + begin + lanes, mask=inside, other=0.0) / divisor - total
         q = tl.exp(tl.where(inside, logq, 0.0))
         target_p = tl.load(p + begin + lanes, mask=inside, other=0.0)
-        value = of_kl * (m * q - target_p) + of_acceptance * (tl.where(q < target_p, q, 0.0) - q * less)
+        value = scale * (m * q - target_p)
         tl.store(out + begin + lanes, value.to(out.dtype.element_ty), mask=inside)

@@ -10,9 +10,7 @@ rows, E = sum of active rows over steps. Computed rows are ordered by falling de
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,28 +19,6 @@ from torch import Tensor
 from drafter.device import to_device
 from drafter.errors import DrafterError
 from drafter.unroll.layout import Ints, Layout, Spans, as_tensor, pack, pad
-
-
-@dataclass(frozen=True, eq=False)
-class Chains:
-    """Entries of a plan in the order of their rows, and where each row's begin: what the "alpha" loss walks over."""
-
-    order: Tensor  # int64[E] into the steps' entries, concatenated
-    step: Tensor  # int64[E]
-    row: Tensor  # int64[E]: number of the row among those with entries
-    target_index: Tensor  # int64[E] into the U target rows
-    starts: tuple[int, ...]  # one more than there are rows
-    first_target: tuple[int, ...]  # per row: the lowest of its target rows, and one past the highest
-    last_target: tuple[int, ...]
-
-    def chunks(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Ranges of rows with at most `limit` entries; at least one row each."""
-        begin = 0
-        for end in range(1, len(self.starts)):
-            last = end == len(self.starts) - 1
-            if last or self.starts[end + 1] - self.starts[begin] > limit:
-                yield begin, end
-                begin = end
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,37 +42,11 @@ class Plan:
     entry_step: Tensor  # int64[E]: step, in the order of `order`
     target_starts: tuple[int, ...]  # U+1: where each target row's entries begin in `order`
     spans: Spans  # host: what layouts are made from
-    entry_rows: Ints  # host [E]: the row of every entry, steps concatenated
-    entry_targets: Ints  # host [E]: into U, steps concatenated
 
     @property
     def entries(self) -> tuple[int, ...]:
         """Active rows per step."""
         return tuple(r.numel() for r in self.rows)
-
-    @cached_property
-    def chains(self) -> Chains:
-        """The entries row by row, on the plan's device. Made at the first use, from what is kept on the host."""
-        device = self.order.device
-        step = np.repeat(np.arange(self.steps), self.entries)
-        order = np.argsort(self.entry_rows, kind="stable")  # steps follow one another: they ascend within a row
-        target = self.entry_targets[order]
-        _, row, counts = np.unique(self.entry_rows[order], return_inverse=True, return_counts=True)
-        ends = np.cumsum(counts)
-
-        def moved(array: Ints) -> Tensor:
-            return to_device(as_tensor(array), device)
-
-        return Chains(
-            order=moved(order),
-            step=moved(step[order]),
-            row=moved(row),
-            target_index=moved(target),
-            starts=(0, *ends.tolist()),
-            # Within a row, later steps look at later target rows.
-            first_target=tuple(target[ends - counts].tolist()),
-            last_target=tuple((target[ends - 1] + 1).tolist()),
-        )
 
     def to(self, device: torch.device | str) -> Plan:
         """Copy the index tensors to a device, queries and keys laid out for its kernels. Never waits for the device."""
@@ -168,8 +118,6 @@ def make_plan(cu_seqlens: Tensor, loss_mask: Tensor, steps: int, *, every_row: b
     step = np.concatenate([np.full(c.size, j) for j, c in enumerate(chosen)])
     order = np.argsort(target, kind="stable")
     target_rows, target_index, counts = np.unique(target[order], return_inverse=True, return_counts=True)
-    entry_targets = np.empty_like(target_index)
-    entry_targets[order] = target_index
     return Plan(
         steps=steps,
         tokens=T,
@@ -188,8 +136,6 @@ def make_plan(cu_seqlens: Tensor, loss_mask: Tensor, steps: int, *, every_row: b
         entry_step=as_tensor(step[order]),
         target_starts=(0, *np.cumsum(counts).tolist()),
         spans=spans,
-        entry_rows=np.concatenate([rows[c] for c in chosen]),
-        entry_targets=entry_targets,
     )
 
 

@@ -244,7 +244,7 @@ def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
 def run_api(settings: Settings) -> None:
     """Serve in this process until SIGTERM or SIGINT."""
     server = make_server(settings)
-    check_port(settings)
+    check_port(settings.host, settings.port)
     gc.collect()
     gc.freeze()  # full collections pass over what lives as long as the process: 20 ms in which nothing is answered
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it calls https http, where the handshake is ours

@@ -36,7 +36,7 @@ def run_up(settings: Settings) -> None:
     check_binding(settings)  # here too: else `up` would restart a refusing child again and again
     Tokens(settings)
     signing_key(settings.signing_key_file)
-    check_port(settings)
+    check_port(settings.host, settings.port)
     try:
         settings.state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from service.cli.remote.client import LOCAL, Service, client_of
+from service.cli.remote.client import LOCAL, Service, call
+from service.cli.remote.drafters import fetch_to, require_free
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    import httpx
-
     from rl_hooks.hook import DrafterHook
     from rl_hooks.trainer.warmup import Sent
 
@@ -68,40 +65,36 @@ def warmup(
     """
     from rl_hooks.trainer.warmup import Sampling, send_rollouts
 
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise ConfigurationError(f"{out} holds files already; name a directory that does not")
-    with client_of(service, timeout=60.0) as client:
-        _ask(client, "/healthz")  # before a large policy is loaded
-        model, texts = _load(policy, device, prompts)
-        typer.echo(f"{len(texts):,} prompts, {rollouts:,} answers at most; the page: {service}")
-        hook = _attach(model, service, run, drafter, _layers(aux_layers))
-        watch = _Watch(client, run, rollouts, typer.echo)
-        try:
-            sampling = Sampling(batch, max_new_tokens, temperature)
-            for sent in send_rollouts(model, hook, texts, rollouts, sampling, seed=seed):
-                _check_sent(hook)
-                if watch.add(sent):
-                    break
-            watch.settle()
-        finally:
-            hook.close()
-        version = _ask(client, f"/runs/{run}")["drafter"]
-        if version is None:
-            raise ConfigurationError(
-                f"no drafter yet: {watch.said or 'nothing was heard of the run'}; raise --rollouts"
-            )
-        if out is not None:
-            _save(client, run, out)
-            version = f"{version}, written to {out}"
-        typer.echo(f"run {run} begins with {version}")
+    if out is not None:
+        require_free(out)
+    call("GET", service, "/healthz", timeout=60.0)  # before a large policy is loaded
+    model, texts = _load(policy, device, prompts)
+    typer.echo(f"{len(texts):,} prompts, {rollouts:,} answers at most; the page: {service}")
+    hook = _attach(model, service, run, drafter, _layers(aux_layers))
+    watch = _Watch(service, run, rollouts, typer.echo)
+    try:
+        sampling = Sampling(batch, max_new_tokens, temperature)
+        for sent in send_rollouts(model, hook, texts, rollouts, sampling, seed=seed):
+            _check_sent(hook)
+            if watch.add(sent):
+                break
+        watch.settle()
+    finally:
+        hook.close()
+    version = _ask(service, f"/runs/{run}")["drafter"]
+    if version is None:
+        raise ConfigurationError(f"no drafter yet: {watch.said or 'nothing was heard of the run'}; raise --rollouts")
+    if out is not None:
+        version = f"{fetch_to(out, service, run)}, written to {out}"
+    typer.echo(f"run {run} begins with {version}")
 
 
 class _Watch:
     """Follows what the worker does with the rollouts, and says what is new of it."""
 
-    def __init__(self, client: httpx.Client, run: str, rollouts: int, say: Callable[[str], None]) -> None:
+    def __init__(self, service: str, run: str, rollouts: int, say: Callable[[str], None]) -> None:
         self.said = ""
-        self._client = client
+        self._service = service
         self._run = run
         self._rollouts = rollouts
         self._say = say
@@ -126,7 +119,7 @@ class _Watch:
         """Wait until at most `ahead` batches wait for the worker, or those that do wait for others."""
         moved = time.monotonic()
         while len(self._waiting) > ahead:
-            fate = _ask(self._client, f"/rollouts/{self._waiting[0]}", run=self._run)
+            fate = _ask(self._service, f"/rollouts/{self._waiting[0]}", run=self._run)
             if fate["state"] == "dead":
                 raise ConfigurationError(f"the worker refused the rollouts: {fate['reason']}")
             if fate["state"] != "queued":
@@ -134,7 +127,7 @@ class _Watch:
                 self._trained += 1
                 moved = time.monotonic()
                 continue
-            found = _ask(self._client, f"/runs/{self._run}")
+            found = _ask(self._service, f"/runs/{self._run}")
             now = found["headline"]["text"]
             gathering = any("draft vocabulary" in text for text in (now, *found["headline"]["also"]))
             if now != self.said:
@@ -149,7 +142,7 @@ class _Watch:
 
     def _report(self) -> str:
         """Say the run's headline where it is another than before; returns what the headroom's state is."""
-        found = _ask(self._client, "/alpha", run=self._run)
+        found = _ask(self._service, "/alpha", run=self._run)
         state: str = found["headroom"]["state"]
         if found["headline"]["text"] != self.said:
             self._tell(found["headline"]["text"])
@@ -224,35 +217,6 @@ def _load(policy: str, device: str, prompts: Path) -> tuple[Any, list[list[int]]
         raise ConfigurationError(f"the policy {policy} cannot be loaded: {error}") from error
 
 
-def _ask(client: httpx.Client, path: str, **query: str) -> Any:
+def _ask(service: str, path: str, **query: str) -> Any:
     """The answer. A service that restarts is waited for."""
-    import httpx
-
-    deadline = time.monotonic() + (0.0 if path == "/healthz" else _TROUBLE_SECONDS)
-    while True:
-        try:
-            answer = client.get(path, params=query)
-            if answer.is_success:
-                return answer.json()
-            trouble = f"answered {answer.status_code} to {path}: {answer.text[:300]}"
-            passing = answer.status_code == 429 or answer.status_code >= 500
-        except httpx.HTTPError as error:
-            trouble, passing = f"does not answer: {error}; is `draftalign up` running?", True
-        if not passing or time.monotonic() > deadline:
-            raise ConfigurationError(f"{client.base_url} {trouble}")
-        time.sleep(_POLL_SECONDS)
-
-
-def _save(client: httpx.Client, run: str, out: Path) -> None:
-    """Write the served drafter to `out`, verified as an agent does."""
-    from rl_hooks.agent.download import RECEIPT, fetch_release
-    from rl_hooks.errors import AgentError
-    from rl_hooks.release import parse_manifest
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as cache:
-        try:
-            found = fetch_release(client, parse_manifest(_ask(client, "/drafter/latest", run=run), run), Path(cache))
-        except AgentError as error:
-            raise ConfigurationError(f"the drafter could not be fetched: {error}") from error
-        shutil.copytree(found.path, out, ignore=shutil.ignore_patterns(RECEIPT), dirs_exist_ok=True)
+    return call("GET", service, path, timeout=60.0, patience=_TROUBLE_SECONDS, params=query).json()

@@ -202,7 +202,9 @@ class Controller:
         has not been judged; a look, once paid for, goes on with those.
         """
         self.deferred = 0
-        self._hear(version_seconds)
+        if version_seconds is not None:
+            weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING  # it is a mean over many versions already
+            self.version_seconds += weight * (version_seconds - self.version_seconds)
         if alpha_served is None:
             return self._train("no drafter is served yet")
         self.level.feed(alpha_served, _MEMORY_IDLE if self.idle else _MEMORY_AWAKE)
@@ -261,9 +263,8 @@ class Controller:
         error: float | None,
         promoted: bool,
         train_seconds: float,
-        version_seconds: float | None = None,
     ) -> None:
-        """Record one training: its paired relative gain, the seconds it took, and those between policy versions.
+        """Record one training: its paired relative gain, and the seconds it took.
 
         `error`: the gain's standard error; None: it could not be measured, so only the seconds are learnt. `promoted`:
         the candidate is served now.
@@ -276,12 +277,6 @@ class Controller:
             self.variance *= 1.0 - weight
             self.curve.learn(gain, error, promoted=promoted)
         self.train_seconds = train_seconds if first else _smoothed(self.train_seconds, train_seconds)
-        self._hear(version_seconds)
-
-    def _hear(self, version_seconds: float | None) -> None:
-        if version_seconds is not None:
-            weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING  # it is a mean over many versions already
-            self.version_seconds += weight * (version_seconds - self.version_seconds)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the worker's checkpoint."""

@@ -65,13 +65,12 @@ class StepTime:
 
     @classmethod
     def fit(cls, samples: Sequence[StepSample]) -> StepTime | None:
-        """Fit to what was counted; None where there is nothing to fit."""
-        used = [one for one in samples if _sound(one)]
-        if not used:
+        """Fit to what was counted and `pooled`; None where there is nothing to fit."""
+        if not samples:
             return None
-        tokens = np.array([s.batch * (s.depth + 1) for s in used])
+        tokens = np.array([s.batch * (s.depth + 1) for s in samples])
         bends = np.unique(np.quantile(tokens, np.linspace(0.05, 0.95, _BENDS)))
-        fits = [_fit(used, float(bend)) for bend in bends]
+        fits = [_fit(samples, float(bend)) for bend in bends]
         return min(fits, key=lambda one: one[0])[1]
 
     def times(self, batches: Sequence[float], depths: int) -> Floats:
@@ -86,11 +85,6 @@ class StepTime:
         near = (self.batches[0] / _FAR <= sizes) & (sizes <= self.batches[1] * _FAR)
         found: Floats = np.where(said & near & (time > 0) & (error <= _MOST_ERROR * time), time, np.nan)
         return found
-
-    def seconds(self, batch: float, depth: int) -> float | None:
-        """Time of a step; None where the samples do not determine it."""
-        time = float(self.times([batch], depth)[0, depth])
-        return None if math.isnan(time) else time
 
 
 def _sound(one: StepSample) -> bool:
@@ -150,34 +144,11 @@ def tokens_per_round(survival: Sequence[float]) -> list[float]:
     return [1.0, *(1.0 + float(total) for total in np.cumsum(survival))]
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best depth at one batch size, and its speed-up over plain decoding. Depth 0: speculation costs."""
-
-    depth: int
-    speedup: float
-
-
 def speedups(step: StepTime, tokens: Sequence[float], batches: Sequence[float]) -> Floats:
     """Tokens per second with each depth over those without, [len(batches), len(tokens)]; nan where it is unknown."""
     times = step.times(batches, len(tokens) - 1)
     found: Floats = np.array(tokens) * times[:, :1] / times
     return found
-
-
-def speedup(step: StepTime, tokens: Sequence[float], batch: float, depth: int) -> float | None:
-    """Tokens per second with `depth` drafts over those without; None where a step time is unknown."""
-    found = float(speedups(step, tokens, [batch])[0, depth])
-    return None if math.isnan(found) else found
-
-
-def best_depth(step: StepTime, tokens: Sequence[float], batch: float) -> Best | None:
-    """The depth with the largest speed-up; None where that of any depth is unknown."""
-    found = speedups(step, tokens, [batch])[0]
-    if np.isnan(found).any():
-        return None
-    depth = int(np.argmax(found))
-    return Best(depth, float(found[depth]))
 
 
 def depth_by_batch(step: StepTime, tokens: Sequence[float], largest: int) -> list[tuple[int, int, int]] | None:

@@ -107,7 +107,6 @@ class Lineage:
             steps_ahead=self._settings.depth,
             learning_rate=self._settings.learning_rate,
             warmup_windows=self._settings.warmup_steps,
-            loss=self._settings.loss,
             optimizer=self._settings.optimizer,
             compute_dtype="bfloat16" if working_dtype(self._device) is torch.bfloat16 else "float32",
         )

@@ -156,24 +156,6 @@ class RecentRollouts:
         """Of all that is kept; None when nothing is."""
         return min((kept.policy_version for kept in self._kept), default=None)
 
-    def train_steps(
-        self,
-        newest: Sequence[KeptBatch],
-        *,
-        passes: float,
-        step_tokens: int,
-        seed: int,
-        newest_share: float = 0.5,
-    ) -> Iterator[list[RolloutBatch]]:
-        """Yield what each optimizer step trains on: some tokens from the newest batches, the rest from older ones.
-
-        Ends once `passes` times the tokens of the newest batches were drawn. Each part takes whole rollouts of as many
-        batches as fill it, of one policy version where that has enough; where there are too few, steps are smaller, and
-        more. `newest_share`: docs/lab/recipes.md has what other shares than half do.
-        """
-        task = Task(newest, self.but(newest), passes, step_tokens, seed, newest_share)
-        return (taken(window) for window in task.drawn())
-
     def leave_long_ones_out(self, step_tokens: int) -> None:
         """Memory ran out in a training: from now on rollouts of more than half the longest one's tokens are left out.
 
@@ -197,7 +179,10 @@ class RecentRollouts:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One training: which batches its windows are drawn from, and how. Every rank draws the same."""
+    """One training: which batches its windows are drawn from, and how. Every rank draws the same.
+
+    `newest_share`: docs/lab/recipes.md has what other shares than half do.
+    """
 
     newest: Sequence[KeptBatch]
     older: Sequence[KeptBatch]
@@ -213,7 +198,12 @@ class Task:
         return self.passes * sum(int(_lengths(kept)[_short(kept, self.longest)].sum()) for kept in self.newest)
 
     def drawn(self) -> Iterator[Drawn]:
-        """What `RecentRollouts.train_steps` yields, not yet taken out of the batches."""
+        """Draw what each optimizer step trains on: some tokens from the newest batches, the rest from older ones.
+
+        Ends once `passes` times the tokens of the newest batches were drawn. Each part takes whole rollouts of as many
+        batches as fill it, of one policy version where that has enough; where there are too few, steps are smaller, and
+        more. `taken` takes them out of the batches.
+        """
         rng = np.random.default_rng(self.seed)
         of_new, of_old = self.step_tokens, self.step_tokens
         if self.newest and self.older:

@@ -248,7 +248,7 @@ def test_a_taken_port_is_said_in_one_line(tmp_path: Path) -> None:
             timeout=60,
         )
     assert found.returncode != 0
-    assert f"port {port} is taken" in found.stderr
+    assert f"port {port} on 127.0.0.1 is taken" in found.stderr
     assert "Traceback" not in found.stderr
 
 

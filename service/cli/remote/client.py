@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import getpass
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -19,6 +20,7 @@ Run = Annotated[
 ]
 Reason = Annotated[str, typer.Option(help="Why, for the page and the history.")]
 LOCAL = "http://127.0.0.1:8400"
+_PAUSE_SECONDS: Final = 0.5
 
 #: What helps where a connection failed with such words.
 _HINTS = {
@@ -65,21 +67,33 @@ def client_of(service: str, **more: Any) -> httpx.Client:
         raise ConfigurationError(f"--service {service!r} is no URL: {error}") from error
 
 
-def call(method: str, service: str, path: str, timeout: float = 5.0, **more: Any) -> httpx.Response:
-    """Ask the service; what it refuses is a ConfigurationError. `timeout` in seconds."""
+def call(
+    method: str, service: str, path: str, timeout: float = 5.0, patience: float = 0.0, **more: Any
+) -> httpx.Response:
+    """Ask the service; what it refuses is a ConfigurationError. `timeout` in seconds.
+
+    A service that restarts or has no room is asked again for `patience` seconds.
+    """
     import httpx
 
-    try:
-        with client_of(service, timeout=timeout) as client:
-            answer = client.request(method, path, **more)
-    except httpx.UnsupportedProtocol as error:
-        raise ConfigurationError(f"--service {service!r} is no URL; expected one like {LOCAL}") from error
-    except httpx.HTTPError as error:
-        hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in str(error)), "")
-        raise ConfigurationError(f"{service} does not answer: {error}{hint}") from error
-    if not answer.is_success:
-        raise ConfigurationError(f"{service} answered {answer.status_code}: {_told(answer)}")
-    return answer
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with client_of(service, timeout=timeout) as client:
+                answer = client.request(method, path, **more)
+        except httpx.UnsupportedProtocol as error:
+            raise ConfigurationError(f"--service {service!r} is no URL; expected one like {LOCAL}") from error
+        except httpx.HTTPError as error:
+            hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in str(error)), "")
+            trouble, passing = f"does not answer: {error}{hint}", True
+        else:
+            if answer.is_success:
+                return answer
+            trouble = f"answered {answer.status_code}: {_told(answer)}"
+            passing = answer.status_code == 429 or answer.status_code >= 500
+        if not passing or time.monotonic() >= deadline:
+            raise ConfigurationError(f"{service} {trouble}")
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _told(answer: httpx.Response) -> str:

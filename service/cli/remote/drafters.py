@@ -133,11 +133,21 @@ def download(
     none of them signed is then refused.
     """
     run = name_of(service, run)
+    require_free(destination)
+    typer.echo(f"{fetch_to(destination, service, run, version)} of run {run} is in {destination}")
+
+
+def require_free(destination: Path) -> None:
+    """Raise a ConfigurationError where a drafter cannot be written to this directory: it holds something."""
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigurationError(f"{destination} holds something already; name a new directory")
+
+
+def fetch_to(destination: Path, service: str, run: str, version: str | None = None) -> str:
+    """Write a version, or the one that is served, to a free directory: verified as an agent does. Its name."""
     from rl_hooks.agent.download import fetch_release
     from rl_hooks.errors import AgentError
 
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigurationError(f"{destination} holds something already; name a new directory")
     try:
         manifest = _offered(service, run, version)
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +158,7 @@ def download(
             fetch_release(client, manifest, Path(staging)).path.rename(destination)
     except AgentError as error:
         raise ConfigurationError(str(error)) from error
-    typer.echo(f"{manifest.version} of run {run} is in {destination}")
+    return manifest.version
 
 
 def _offered(service: str, run: str, version: str | None) -> Manifest:

@@ -182,11 +182,6 @@ class DriftState:
         """α to compare with, at the baseline's mix of strata."""
         return self.levels.level
 
-    @property
-    def known_ticks(self) -> float:
-        """The baseline is as certain as a mean of so many ticks."""
-        return 1 / self.levels.uncertainty() if self.levels.names else 0.0
-
     def to_json(self) -> str:
         """Serialise, with the name of the format."""
         return json.dumps({"format": _STATE_FORMAT, **asdict(self)}, allow_nan=False)

@@ -32,7 +32,6 @@ Pure: no torch, no Redis, no clock.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -103,19 +102,6 @@ class Watch:
     def sick(self) -> frozenset[tuple[str, str | None]]:
         """Reporter and drafter version of the engines whose counts are no evidence about the drafter."""
         return frozenset((one.reporter, one.drafter_version) for one in self.engines if one.sick)
-
-    @property
-    def gap(self) -> Stretch | None:
-        """Live against replay over all engines that are judged and not sick; None where there are none."""
-        found = [e.stretch for e in self.engines if e.stretch is not None and not e.sick]
-        rounds = sum(s.rounds for s in found)
-        if not rounds:
-            return None
-        live = math.fsum(s.live_alpha * s.rounds for s in found) / rounds
-        replayed = math.fsum(s.replay_alpha * s.rounds for s in found) / rounds
-        # The replay side is the same for all of them, so their errors do not shrink like independent ones.
-        error = math.fsum(s.error * s.rounds for s in found) / rounds
-        return Stretch(rounds, live, replayed, math.log(live / replayed) if live > 0 else -math.inf, error)
 
 
 def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRule) -> Watch:

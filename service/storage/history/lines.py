@@ -67,13 +67,7 @@ class LineFile:
 
     def read(self) -> list[dict[str, Any]]:
         """Every entry, oldest first. A line torn by loss of power is skipped."""
-        while True:
-            pieces, found = self.pieces(), list[dict[str, Any]]()
-            for piece in pieces:
-                with contextlib.suppress(FileNotFoundError):
-                    found += entries(piece.read_bytes().splitlines())
-            if pieces == self.pieces():  # else a piece was renamed meanwhile
-                return found
+        return Followed(self, lambda entry: entry).read()
 
     def _full(self) -> list[Path]:
         return sorted(self.path.parent.glob(f"{self.path.stem}-*.jsonl"), key=lambda path: (len(path.name), path.name))

@@ -30,7 +30,7 @@ from drafter.mtp.module import MtpConfig, MtpDrafter, unroll_mtp
 from drafter.policy import Policy, TargetHead
 from drafter.replay.replay import replay
 from drafter.training.target import draft_target
-from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
+from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll.plan import Plan, make_plan
 from drafter.unroll.unrolled import Unrolled
 from rl_hooks.format.mtp import LatentSizes, mtp_shapes
@@ -246,11 +246,11 @@ def test_the_worker_s_trainer_lowers_its_loss_and_replay_finds_it_better(variant
     assert after.alpha > before.alpha + 0.2
 
 
-@pytest.mark.parametrize("how", [{"loss": "alpha"}, {"compute_dtype": "bfloat16"}])
-def test_the_other_loss_and_half_precision_serve_it_too(how: dict[str, Any]) -> None:
+def test_half_precision_serves_it_too() -> None:
     model = policy()
     batch, shared = sampled(model, rollouts=8), policy_of(model)
-    trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, learning_rate=1e-2, **how))
+    config = TrainConfig(steps_ahead=3, learning_rate=1e-2, compute_dtype="bfloat16")
+    trainer = DrafterTrainer(fresh(model), config)
     first, *_, last = [trainer.step([(batch, shared)]) for _ in range(15)]
     assert sum(last.acceptance_per_step) > sum(first.acceptance_per_step) + 0.2
 
@@ -290,14 +290,13 @@ def test_experts_multiplied_in_one_call_give_what_they_give_one_by_one(
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("loss", ["kl", "alpha"])
 @pytest.mark.parametrize("variant", ["experts", "glm"])
-def test_a_step_never_waits_for_the_device(variant: str, loss: Loss) -> None:
+def test_a_step_never_waits_for_the_device(variant: str) -> None:
     # Reading a number from a meta tensor raises, as does mixing devices.
     config = target_config if variant == "experts" else glm_config
     model = policy(config(moe_intermediate_size=8))
     batch, shared = sampled(model, rollouts=4), policy_of(model)
-    trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, loss=loss, compute_dtype="bfloat16"))
+    trainer = DrafterTrainer(fresh(model), TrainConfig(steps_ahead=3, compute_dtype="bfloat16"))
     drafter = trainer.drafter.to("meta")
     plan = drafter.plan(batch, 3).to("meta")
     shared = replace(shared, embed_tokens=shared.embed_tokens.to("meta"))

@@ -19,7 +19,7 @@ from drafter.files.checkpoint import read_drafter, write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
 from drafter.training.optimizer import Method
-from drafter.training.trainer import DrafterTrainer, Loss, TrainConfig
+from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 
 CONFIG = TrainConfig(steps_ahead=3, learning_rate=1e-2, weight_decay=0.1, warmup_windows=2)
@@ -176,7 +176,6 @@ def test_a_window_with_nothing_to_learn_is_skipped() -> None:
     report = t.step([(batch.select([2]), policy)])  # two tokens: no row predicts a second one
     assert report.skipped is not None
     assert math.isnan(report.loss)
-    assert t.evaluate(batch.select([2]), policy) is None
 
 
 def test_a_frozen_lm_head_stays_and_needs_no_moments(tmp_path: Path) -> None:
@@ -213,20 +212,19 @@ def test_bfloat16_computing_agrees_roughly_with_float32() -> None:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("loss", "bound"), [("kl", 0.03), ("alpha", 0.05)])
-def test_gradients_of_a_bfloat16_window_come_near_those_of_float64(loss: Loss, bound: float) -> None:
-    """Over two batches. Found: 0.018, 0.034; float32: 5e-7."""
+def test_gradients_of_a_bfloat16_window_come_near_those_of_float64() -> None:
+    """Over two batches. Found: 0.018; float32: 5e-7."""
     found = {}
     for dtype in ("float64", "bfloat16"):
         data, policy = batches(2)
-        t = trainer(replace(CONFIG, compute_dtype=dtype, loss=loss))
+        t = trainer(replace(CONFIG, compute_dtype=dtype))
         for b in data:
             t._accumulate(t.prepare(b), policy, 20)
         grads = [p.grad for p in t.drafter.parameters() if p.grad is not None]
         assert {g.dtype for g in grads} == {torch.float64 if dtype == "float64" else torch.float32}
         found[dtype] = torch.cat([g.flatten().double() for g in grads])
     error = (found["bfloat16"] - found["float64"]).norm() / found["float64"].norm()
-    assert 1e-4 < error < bound
+    assert 1e-4 < error < 0.03
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -368,7 +366,6 @@ def test_a_state_of_another_drafter_is_refused_by_the_fields_of_either_side(tmp_
         {"learning_rate": 0.0},
         {"learning_rate": float("nan")},
         {"grad_clip": -1.0},
-        {"loss": "ce"},
         {"compute_dtype": "float16"},
     ],
 )
@@ -420,7 +417,8 @@ def learner(vocabulary: DraftVocabulary, learning_rate: float = 1e-2) -> Drafter
 
 
 def acceptance(t: DrafterTrainer[Eagle3Drafter], batch: RolloutBatch, policy: Policy) -> list[float]:
-    result = t.evaluate(batch, policy)
+    with torch.no_grad():
+        result = t._loss(t.prepare(batch), policy, 1)
     assert result is not None
     return [s / n for s, n in zip(result.acceptance_sums.tolist(), result.entries, strict=True)]
 

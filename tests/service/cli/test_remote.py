@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from service_fixtures import RunningService
 from typer.testing import CliRunner
 
 from service.cli.main import app
-from service.cli.remote.client import whoami
+from service.cli.remote import client
+from service.cli.remote.client import call, whoami
 from service.errors import ConfigurationError
 
 
@@ -127,6 +130,39 @@ def test_a_wrong_address_is_said_to_be_one(service: RunningService, url: str, wo
     told = CliRunner().invoke(app, ["runs", "--service", url.format(place)])
     assert isinstance(told.exception, ConfigurationError)
     assert str(told.exception).endswith(words)
+
+
+def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(answers.pop(0))
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    monkeypatch.setattr(client, "_PAUSE_SECONDS", 0.01)
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            answers += [503, 429, 200]
+            assert call("GET", url, "/runs", patience=60.0).json() == {}
+            for refusal, patience in ((404, 60.0), (503, 0.0)):
+                answers += [refusal, 200]
+                with pytest.raises(ConfigurationError, match=f"answered {refusal}"):
+                    call("GET", url, "/runs", patience=patience)
+                assert answers.pop() == 200, "it was asked once"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize("state", ["paused", "draining", "archived", "active"])

@@ -153,7 +153,7 @@ def test_what_cannot_work_ends_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     for policy, options, says in (
-        ("nowhere", ("--out", "full"), "full holds files already"),
+        ("nowhere", ("--out", "full"), "full holds something already"),
         ("nowhere", (), "does not answer"),
     ):
         done = warm_up(
@@ -212,14 +212,14 @@ def watch_of(monkeypatch: pytest.MonkeyPatch, states: list[str], headline: dict[
     monkeypatch.setattr(warmup, "_READ_SECONDS", 0.3)
     monkeypatch.setattr(warmup, "_POLL_SECONDS", 0.01)
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path.startswith("/rollouts/"):
+    def answer(_method: str, _service: str, path: str, **_: Any) -> httpx.Response:
+        if path.startswith("/rollouts/"):
             state = states.pop(0) if len(states) > 1 else states[0]
             return httpx.Response(200, json={"state": state, "reason": "because"})
         return httpx.Response(200, json={"headline": headline, "headroom": {"state": "converged"}})
 
-    client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://service")
-    return warmup._Watch(client, "default", 100, said.append)
+    monkeypatch.setattr(warmup, "call", answer)
+    return warmup._Watch("http://service", "default", 100, said.append)
 
 
 def test_a_worker_that_does_not_get_on_ends_the_warm_up_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

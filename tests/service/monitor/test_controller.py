@@ -35,13 +35,12 @@ def named(worlds: list[World]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("world", worlds, ids=lambda world: world.name)
 
 
-def taught(gain: float, *, error: float = 0.004, trainings: int = 6, **learnt: float) -> Controller:
+def taught(gain: float, *, error: float = 0.004, trainings: int = 6, train_seconds: float = 1.0) -> Controller:
     """A controller that measured `gain` so often."""
     controller = Controller()
-    seconds = {"train_seconds": 1.0, "version_seconds": 3.0} | learnt
     for _ in range(trainings):
-        controller.decide(ECONOMY, 3.0)
-        controller.learn(gain=gain, error=error, promoted=False, **seconds)
+        controller.decide(ECONOMY, 3.0, version_seconds=3.0)
+        controller.learn(gain=gain, error=error, promoted=False, train_seconds=train_seconds)
     return controller
 
 
@@ -93,7 +92,7 @@ def test_while_the_learning_rate_rises_no_gain_is_too_small() -> None:
     for _ in range(8):
         decision = controller.decide(ECONOMY, 3.0, warming_up=True)
         assert decision.action is Action.TRAIN
-        controller.learn(gain=0.0, error=0.004, promoted=False, train_seconds=1.0, version_seconds=1.0)
+        controller.learn(gain=0.0, error=0.004, promoted=False, train_seconds=1.0)
     assert "still rising" in decision.reason
     assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
 
@@ -102,7 +101,7 @@ def test_the_first_trainings_are_free() -> None:
     controller = Controller()
     for _ in range(4):
         assert controller.decide(ECONOMY, 3.0).action is Action.TRAIN
-        controller.learn(gain=-0.1, error=0.001, promoted=False, train_seconds=1.0, version_seconds=1.0)
+        controller.learn(gain=-0.1, error=0.001, promoted=False, train_seconds=1.0)
     assert controller.decide(ECONOMY, 3.0).action is Action.IDLE
 
 
@@ -115,14 +114,14 @@ def test_a_gain_that_cannot_be_measured_is_unknown_and_not_zero() -> None:
     expected = controller.gain
     for _ in range(20):
         assert controller.decide(ECONOMY, 3.0).action is Action.TRAIN
-        controller.learn(gain=math.nan, error=None, promoted=False, train_seconds=1.0, version_seconds=None)
+        controller.learn(gain=math.nan, error=None, promoted=False, train_seconds=1.0)
     assert controller.gain == expected
 
 
 def test_a_sure_measurement_counts_more_than_an_unsure_one() -> None:
     sure, unsure = taught(0.05), taught(0.05)
     for controller, error in ((sure, 0.002), (unsure, 0.03)):
-        controller.learn(gain=0.0, error=error, promoted=False, train_seconds=1.0, version_seconds=3.0)
+        controller.learn(gain=0.0, error=error, promoted=False, train_seconds=1.0)
     assert sure.gain < 0.02 < 0.045 < unsure.gain
 
 
@@ -136,7 +135,7 @@ def test_one_look_that_finds_a_gain_resumes_training() -> None:
     controller = taught(0.0)
     actions = [controller.decide(ECONOMY, 3.0).action for _ in range(10)]
     assert set(actions) == {Action.IDLE, Action.PROBE}
-    controller.learn(gain=0.08, error=0.01, promoted=False, train_seconds=1.0, version_seconds=3.0)
+    controller.learn(gain=0.08, error=0.01, promoted=False, train_seconds=1.0)
     assert controller.decide(ECONOMY, 3.0).action is Action.TRAIN
     assert not controller.idle
 
@@ -155,7 +154,7 @@ def test_looks_are_paid_from_a_credit_that_no_noise_can_overdraw() -> None:
     for t in range(280):
         if controller.decide(ECONOMY, (2.0, 4.0, 1.2)[t % 3]).action is not Action.IDLE:
             looks += 1
-            controller.learn(gain=0.0, error=0.004, promoted=False, train_seconds=1.0, version_seconds=3.0)
+            controller.learn(gain=0.0, error=0.004, promoted=False, train_seconds=1.0)
     assert looks <= 12
 
 
@@ -214,7 +213,8 @@ def test_no_look_where_two_standard_errors_do_not_reach_the_price(sd: float, act
 def test_the_first_seconds_are_taken_as_they_are_and_later_ones_smoothed() -> None:
     controller = Controller()
     for train, version in ((10.0, None), (20.0, 4.0), (20.0, 8.0)):
-        controller.learn(gain=0.0, error=None, promoted=False, train_seconds=train, version_seconds=version)
+        controller.decide(ECONOMY, 3.0, version_seconds=version)
+        controller.learn(gain=0.0, error=None, promoted=False, train_seconds=train)
     assert controller.train_seconds == pytest.approx(10 + 0.4 * 10 + 0.4 * 6)
     assert controller.version_seconds == pytest.approx(4 + 0.4 * 4)
     assert (controller.trainings, controller.gain, controller.variance) == (3, 0.05, 0.05**2)
@@ -224,10 +224,10 @@ def test_one_absurd_time_does_not_price_training_out_of_reach() -> None:
     """A machine that slept for an hour, among trainings of 20 s that pay."""
     controller = Controller()
     for seconds in (20.0, 20.0, 3600.0):
-        controller.learn(gain=0.1, error=0.01, promoted=True, train_seconds=seconds, version_seconds=60.0)
+        controller.learn(gain=0.1, error=0.01, promoted=True, train_seconds=seconds)
     assert controller.train_seconds == pytest.approx(20 + 0.4 * 60)
     for _ in range(9):  # a lasting change is followed, if not at once
-        controller.learn(gain=0.1, error=0.01, promoted=True, train_seconds=3600.0, version_seconds=60.0)
+        controller.learn(gain=0.1, error=0.01, promoted=True, train_seconds=3600.0)
     assert controller.train_seconds > 3000
 
 
@@ -241,7 +241,7 @@ def test_the_time_between_versions_is_followed_while_nothing_is_trained() -> Non
 
 def test_a_measured_gain_is_weighed_by_its_error() -> None:
     controller = Controller()
-    controller.learn(gain=0.01, error=0.05, promoted=False, train_seconds=1.0, version_seconds=None)
+    controller.learn(gain=0.01, error=0.05, promoted=False, train_seconds=1.0)
     assert controller.gain == pytest.approx(0.03)  # as sure as what was expected before
     assert controller.variance == pytest.approx(0.05**2 / 2)
 
@@ -287,10 +287,10 @@ def test_a_gain_is_trained_for_only_where_engines_draft(share: float, trains: bo
     economy, controller = replace(ECONOMY, drafting_share=share), Controller()
     actions = []
     for _ in range(40):
-        decision = controller.decide(economy, 3.0)
+        decision = controller.decide(economy, 3.0, version_seconds=60.0)
         actions.append(decision.action)
         if decision.action is not Action.IDLE:
-            controller.learn(gain=0.04, error=0.01, promoted=True, train_seconds=20.0, version_seconds=60.0)
+            controller.learn(gain=0.04, error=0.01, promoted=True, train_seconds=20.0)
     assert (actions[-10:] == [Action.TRAIN] * 10) is trains
     assert trains or actions[4:] == [Action.IDLE] * 36, "the first four are done to learn what they gain"
     assert f"{share:.0%} of their time" in decision.reason

@@ -276,6 +276,6 @@ def test_a_batch_that_was_scored_before_the_change_discards_no_baseline() -> Non
         succession.feed(monitor, {"v1": one}, names, served="v1", latest="v2")
     succession.feed(monitor, {"v1": one, "v2": one}, names, served="v2", latest="v2")
     assert succession.watched == "v2"
-    known = monitor.state.known_ticks
+    known = 1 / monitor.state.levels.uncertainty()
     assert succession.feed(monitor, {"v1": one}, names, served="v1", latest="v2") == []
-    assert (succession.watched, monitor.state.known_ticks) == ("v2", known)
+    assert (succession.watched, 1 / monitor.state.levels.uncertainty()) == ("v2", known)

@@ -93,11 +93,11 @@ def test_a_rebase_and_what_corrects_it_are_no_wander_and_the_baseline_is_frozen_
     values = noise(200, seed=1)
     feed(monitor, values[:90])
     assert monitor.state.levels.doubted
-    assert 0 < monitor.state.known_ticks < 100
+    assert 0 < 1 / monitor.state.levels.uncertainty() < 100
     assert monitor.state.offset == pytest.approx(monitor.state.baseline - learnt)
     feed(monitor, values[90:])
     assert not monitor.state.levels.doubted
-    assert 100 <= monitor.state.known_ticks + 1e-6 < 101
+    assert 100 <= 1 / monitor.state.levels.uncertainty() + 1e-6 < 101
     assert monitor.state.offset == pytest.approx(monitor.state.baseline - learnt)
     frozen = monitor.state.baseline
     monitor.tick(3.5)

@@ -19,10 +19,9 @@ from service.monitor.worth import (
     DraftingTime,
     StepTime,
     Worth,
-    best_depth,
     depth_by_batch,
     pooled,
-    speedup,
+    speedups,
     step_speedup,
     tokens_per_round,
     worth,
@@ -38,6 +37,10 @@ def clean(
     found = StepTime.fit(samples)
     assert found is not None
     return found
+
+
+def seconds(step: StepTime, batch: float, depth: int) -> float:
+    return float(step.times([batch], depth)[0, depth])
 
 
 def memory_bound_then_not(batch: float, depth: int) -> float:
@@ -58,21 +61,21 @@ def test_best_depth_and_speed_up_are_found_from_noisy_counters(
 def test_one_depth_alone_says_nothing_of_the_others(depths: tuple[int, ...]) -> None:
     """Not even without noise: the step and the drafter cannot be told apart."""
     found = clean(memory_bound_then_not, depths)
-    assert best_depth(found, TOKENS, 16) is None
+    assert np.isnan(speedups(found, TOKENS, [16])).any()
     assert depth_by_batch(found, TOKENS, 64) is None
     other = 4 if depths == (0,) else 0
-    assert found.seconds(16, other) is None
-    assert found.seconds(16, depths[0]) == pytest.approx(memory_bound_then_not(16, depths[0]), rel=1e-6)
+    assert math.isnan(seconds(found, 16, other))
+    assert seconds(found, 16, depths[0]) == pytest.approx(memory_bound_then_not(16, depths[0]), rel=1e-6)
 
 
 def test_two_depths_are_enough_also_without_plain_decoding() -> None:
     found = clean(memory_bound_then_not, (2, 4))
-    assert found.seconds(16, 0) == pytest.approx(memory_bound_then_not(16, 0), rel=1e-3)
+    assert seconds(found, 16, 0) == pytest.approx(memory_bound_then_not(16, 0), rel=1e-3)
 
 
 def test_batch_sizes_far_from_those_seen_are_unknown() -> None:
     found = clean(memory_bound_then_not)
-    assert [found.seconds(batch, 2) is None for batch in (0.5, 1, 190, 200)] == [True, False, False, True]
+    assert [math.isnan(seconds(found, batch, 2)) for batch in (0.5, 1, 190, 200)] == [True, False, False, True]
     assert depth_by_batch(found, TOKENS, 4096) is None
 
 
@@ -82,9 +85,9 @@ def test_a_few_spoilt_windows_do_not_count() -> None:
     ]
     samples[3] = StepSample(8, 0, 10, 5.0)
     samples[14] = StepSample(64, 2, 10, 0.0)  # no time at all: not used
-    found = StepTime.fit(samples)
+    found = StepTime.fit(pooled(samples))
     assert found is not None
-    assert found.seconds(8, 0) == pytest.approx(memory_bound_then_not(8, 0), rel=0.02)
+    assert seconds(found, 8, 0) == pytest.approx(memory_bound_then_not(8, 0), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -98,17 +101,17 @@ def test_a_few_spoilt_windows_do_not_count() -> None:
     ],
 )
 def test_nothing_can_be_fitted_to_nothing(samples: list[StepSample]) -> None:
-    assert StepTime.fit(samples) is None
+    assert StepTime.fit(pooled(samples)) is None
 
 
 def test_the_speed_up_is_tokens_over_time_and_falls_below_one_where_speculation_costs() -> None:
     found = clean(memory_bound_then_not)
     expected = TOKENS[4] * memory_bound_then_not(1, 0) / memory_bound_then_not(1, 4)
-    assert speedup(found, TOKENS, 1, 4) == pytest.approx(expected, rel=1e-3)
+    assert speedups(found, TOKENS, [1])[0, 4] == pytest.approx(expected, rel=1e-3)
     bad = tokens_per_round([0.05, 0.0, 0.0, 0.0])
-    best = best_depth(found, bad, 128)
-    assert best is not None
-    assert (best.depth, best.speedup) == (0, 1.0)
+    [row] = speedups(found, bad, [128])
+    assert row.argmax() == 0
+    assert row.max() == 1.0
 
 
 def test_the_list_for_vllm_covers_every_batch_size_once_with_the_best_depth() -> None:
@@ -123,9 +126,7 @@ def test_the_list_for_vllm_covers_every_batch_size_once_with_the_best_depth() ->
     assert len(set(depths)) > 1
     for first, last, depth in plan:
         for batch in {max(first, 1), last}:
-            best = best_depth(found, TOKENS, batch)
-            assert best is not None
-            assert best.depth == depth
+            assert np.argmax(speedups(found, TOKENS, [batch])[0]) == depth
 
 
 def test_tokens_per_round_sums_what_is_kept() -> None:
