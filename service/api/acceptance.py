@@ -151,7 +151,7 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     odd = report.check_emitted()
     counts = report.model_dump(exclude={"step_times", "by_prompt"})
     record = AcceptanceRecord(**counts, by_prompt=report.by_prompt or None, created=time.time())
-    steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times]
+    steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times if one.steps]
     blocks = await context.store(report.run).book(record, steps)
     if report.canary is not None:
         found = report.canary

@@ -355,6 +355,12 @@ def test_step_times_that_cannot_be_are_refused_and_change_nothing(replayed: Engi
     assert replayed.service.client.get("/runs/default/worth").json()["unknown"].startswith("no engine")
 
 
+def test_a_batch_size_without_a_step_does_not_cost_the_engines_other_step_times(replayed: Engine) -> None:
+    nothing = {"batch": 3.0, "depth": 2, "steps": 0, "seconds": 0.0}
+    assert replayed.report(100, 90, step_times=[nothing, *step_times((0, 2, 4), linear)]).status_code == 200
+    assert replayed.service.client.get("/runs/default/worth").json()["unknown"] is None
+
+
 def test_generation_takes_no_more_than_the_whole_step(replayed: Engine) -> None:
     for share in ("0", "1.1", "nan", "x"):
         assert replayed.service.client.get("/runs/default/worth", params={"generation_share": share}).status_code == 422
