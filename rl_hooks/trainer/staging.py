@@ -164,8 +164,8 @@ class RolloutStaging:
             self.tally.add("cut_long", cut)
             self.tally.warn(
                 "long",
-                f"rollouts of more than {longest} tokens are sent up to there, for a file has at most "
-                f"{self.sender.rollout_bytes} bytes: dtype='float8_e4m3' holds more, and so may queue_bytes",
+                f"rollouts of more than {longest} tokens are sent up to there: a file has at most "
+                f"{self.sender.rollout_bytes} bytes (queue_bytes, but 511 MiB at most); dtype='float8_e4m3' holds more",
             )
 
     def _send(self, plan: BatchPlan, captured: Captured, scored: Scores | None, at: Tensor) -> None:
