@@ -68,7 +68,7 @@ class ReportError(AgentError):
     """The service did not accept a report; counts are cumulative, so nothing is lost."""
 
 
-class CheckpointError(AgentError):
+class InvalidDrafterError(AgentError):
     """The files match the manifest, but are no drafter that is safe to load."""
 
 

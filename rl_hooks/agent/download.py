@@ -34,7 +34,7 @@ import httpx
 from rl_hooks import wire
 from rl_hooks.durable import AtomicDirectory, write_synced
 from rl_hooks.engines.bounded import IDENTITY, refuse_encoded
-from rl_hooks.errors import CheckpointError, DigestError, DownloadError, ManifestError, NoRoomError, cut
+from rl_hooks.errors import DigestError, DownloadError, InvalidDrafterError, ManifestError, NoRoomError, cut
 from rl_hooks.format.drafter import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
@@ -94,8 +94,8 @@ def fetch_release(
 
     A cached version that differs from its download is deleted first; with `again`, any cached version is.
 
-    Raises DownloadError (try again), DigestError or CheckpointError (the version is bad), or ManifestError for sizes
-    that no drafter has. The next call resumes the download where this one stopped.
+    Raises DownloadError (try again), DigestError or InvalidDrafterError (the version is bad), or ManifestError for
+    sizes that no drafter has. The next call resumes the download where this one stopped.
     """
     home = cache.absolute() / manifest.run
     home.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def _check_size(staging: Path, manifest: Manifest, file: OfferedFile) -> None:
         try:
             most, by = most_bytes(parse_drafter(read_object(staging / CONFIG_FILE))), f"by its {CONFIG_FILE}"
         except (OSError, DrafterError) as error:
-            raise CheckpointError(f"the version is no drafter that an engine could serve: {error}") from error
+            raise InvalidDrafterError(f"the version is no drafter that an engine could serve: {error}") from error
     if file.bytes > most:
         raise ManifestError(
             f"{manifest.version}/{file.name}: expected at most {most} bytes {by}, the manifest says {file.bytes}; "
@@ -213,19 +213,19 @@ def _make_safe(directory: Path, kind: str) -> None:
     """Strip the checkpoint and verify that it is a drafter of this kind: engines load a half one without a word."""
     path = directory / MODEL_FILE
     if not path.is_file():
-        raise CheckpointError(f"the version has no {MODEL_FILE}; publish drafters as one safetensors file")
+        raise InvalidDrafterError(f"the version has no {MODEL_FILE}; publish drafters as one safetensors file")
     try:
         strip_shared(path)
         tensors = wire.MappedFile(path).header.tensors
     except wire.WireError as error:
-        raise CheckpointError(f"{MODEL_FILE} is not a usable safetensors file: {error}") from error
+        raise InvalidDrafterError(f"{MODEL_FILE} is not a usable safetensors file: {error}") from error
     try:
         config = read_object(directory / CONFIG_FILE)
         if (said := kind_of(config)) != kind:
-            raise CheckpointError(f"{CONFIG_FILE} is that of a drafter of kind {said}, the manifest says {kind}")
+            raise InvalidDrafterError(f"{CONFIG_FILE} is that of a drafter of kind {said}, the manifest says {kind}")
         check_drafter({name: (info.shape, info.dtype) for name, info in tensors.items()}, parse_drafter(config))
     except (OSError, DrafterError) as error:
-        raise CheckpointError(f"the version is no drafter that an engine could serve: {error}") from error
+        raise InvalidDrafterError(f"the version is no drafter that an engine could serve: {error}") from error
 
 
 @dataclass(slots=True)

@@ -52,14 +52,14 @@ class DrafterRefusedError(HookError):
     """The drafter does not fit the engine and never will; nothing was changed."""
 
 
-class OtherBytesError(HookError):
+class DigestMismatchError(HookError):
     """The files are not the ones that were asked for; nothing was changed, and the right ones may come."""
 
 
 def read_file(path: Path, max_bytes: int, expected_sha256: str | None) -> tuple[bytes, str]:
     """The whole file, and its SHA-256. It is read once, so what is judged and loaded later is what was compared here.
 
-    Raises `OtherBytesError`, `DrafterRefusedError` for a file that is too large, or OSError.
+    Raises `DigestMismatchError`, `DrafterRefusedError` for a file that is too large, or OSError.
     """
     with path.open("rb") as file:
         # `read` takes as much memory as it is asked for.
@@ -68,7 +68,7 @@ def read_file(path: Path, max_bytes: int, expected_sha256: str | None) -> tuple[
         raise DrafterRefusedError(f"{path.name} has more than {max_bytes} bytes, which this engine cannot need")
     found = hashlib.sha256(body).hexdigest()
     if expected_sha256 not in (None, found):
-        raise OtherBytesError(
+        raise DigestMismatchError(
             f"{path} holds other bytes than were asked for: expected sha256 {expected_sha256}, got {found}; nothing "
             "was loaded. The agent downloads this version again; where that does not help, check that engine and agent "
             "see the same disk"
@@ -97,7 +97,7 @@ def running_sizes(config: Mapping[str, Any], layers: tuple[int, ...]) -> Drafter
 def check_config(directory: Path, running: Sizes, engine: EngineName, expected_sha256: str | None = None) -> None:
     """Refuse a drafter of other sizes or other meaning: same-shaped ones load without a word and only cost α.
 
-    Raises `DrafterRefusedError`, `OtherBytesError`, or OSError.
+    Raises `DrafterRefusedError`, `DigestMismatchError`, or OSError.
     """
     path = directory / CONFIG_FILE
     body, _ = read_file(path, MAX_CONFIG_BYTES, expected_sha256)

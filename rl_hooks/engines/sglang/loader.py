@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.candidate import (
+    DigestMismatchError,
     DrafterRefusedError,
-    OtherBytesError,
     check_config,
     max_model_bytes,
     read_candidate,
@@ -57,7 +57,7 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
         outcome |= _load(model, _inside(home, request["path"]), request["sha256"]) | {"ok": True}
     except DrafterRefusedError as error:
         outcome["refused"] = str(error)
-    except OtherBytesError as error:
+    except DigestMismatchError as error:
         outcome["other_bytes"] = str(error)
     except Exception as error:  # an exception would end the scheduler and abort every request
         log.exception("draftalign: the drafter was not loaded")

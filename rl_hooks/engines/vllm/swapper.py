@@ -25,7 +25,7 @@ class SwapProblem(Exception):  # noqa: N818 - it becomes a problem document
         self.status, self.title, self.detail = status, title, detail
 
 
-class WorkerError(Exception):
+class RpcError(Exception):
     """A worker failed at a call, or refused a drafter."""
 
     def __init__(self, method: str, answer: dict[str, Any]) -> None:
@@ -34,10 +34,10 @@ class WorkerError(Exception):
 
 
 def answered(method: str, answers: Sequence[Any]) -> list[Any]:
-    """The answers of all ranks to a call; raises WorkerError where one of them failed, a refusal first."""
+    """The answers of all ranks to a call; raises RpcError where one of them failed, a refusal first."""
     failed = [answer for answer in answers if isinstance(answer, dict) and "error" in answer]
     if failed:
-        raise WorkerError(method, max(failed, key=lambda answer: bool(answer["refused"])))
+        raise RpcError(method, max(failed, key=lambda answer: bool(answer["refused"])))
     return list(answers)
 
 
@@ -128,7 +128,7 @@ class Swapper:
     async def _call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         try:
             return answered(method, await self._engine.collective_rpc(method, args=arguments))
-        except WorkerError as error:
+        except RpcError as error:
             if error.refused:
                 raise SwapProblem(409, "Drafter refused", error.text) from error
             raise SwapProblem(503, "Engine error", str(error)[:600]) from error

@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from rl_hooks.engines.candidate import (
+    DigestMismatchError,
     DrafterRefusedError,
-    OtherBytesError,
     check_config,
     max_model_bytes,
     read_candidate,
@@ -244,7 +244,7 @@ class DrafterSwap:
                 self.weights.read_initial()
         except DrafterRefusedError as error:
             staged.refused = str(error)
-        except OtherBytesError as error:
+        except DigestMismatchError as error:
             staged.other_bytes = str(error)
         except Exception as error:  # noqa: BLE001 - `staged` tells the caller
             staged.failed = f"{type(error).__name__}: {error}"

@@ -34,7 +34,7 @@ from drafter.model.eagle3_unroll import unroll
 from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.download import _make_safe
-from rl_hooks.errors import CheckpointError as AgentCheckpointError
+from rl_hooks.errors import InvalidDrafterError
 from rl_hooks.format.eagle3 import parse_config
 
 
@@ -185,10 +185,10 @@ def test_the_agent_takes_a_drafter_without_d2t_only_over_the_whole_vocabulary(tm
     write_stored(reduced, stored())
     _make_safe(reduced, "eagle3")
     retensor(reduced, lambda t: t.pop("d2t"))
-    with pytest.raises(AgentCheckpointError, match="d2t"):
+    with pytest.raises(InvalidDrafterError, match="d2t"):
         _make_safe(reduced, "eagle3")
     (reduced / CONFIG_FILE).unlink()
-    with pytest.raises(AgentCheckpointError, match=CONFIG_FILE):
+    with pytest.raises(InvalidDrafterError, match=CONFIG_FILE):
         _make_safe(reduced, "eagle3")
 
 

@@ -101,7 +101,7 @@ def test_an_incomplete_module_never_reaches_an_engine(service: Service, engine: 
     engine.method = engine.takes = "mtp"
     publish_module(service, 1, without="hnorm.weight")
     with running_agent(service, engine, cache=tmp_path) as agent:
-        labels = {"peer": "service", "kind": "CheckpointError"}
+        labels = {"peer": "service", "kind": "InvalidDrafterError"}
         eventually(lambda: agent.metrics.registry.get_sample_value("draftalign_agent_errors_total", labels))
         settle(engine)
     assert engine.swapped == []

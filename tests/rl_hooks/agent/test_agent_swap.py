@@ -235,7 +235,7 @@ def test_an_incomplete_checkpoint_never_reaches_an_engine(
 ) -> None:
     service.publish(1, files={"model.safetensors": data})
     with running_agent(service, engine, cache=tmp_path) as agent:
-        eventually(lambda: 'kind="CheckpointError"' in exposed(agent))
+        eventually(lambda: 'kind="InvalidDrafterError"' in exposed(agent))
         settle(engine)
     assert engine.swapped == []
 

@@ -18,7 +18,7 @@ from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.protocol import engine_state
 from rl_hooks.engines.vllm.core import CoreLink, hook
-from rl_hooks.engines.vllm.swapper import WorkerError
+from rl_hooks.engines.vllm.swapper import RpcError
 
 STATE: dict[str, Any] = {"version": None, "sha256": None, "loaded": True, "shared_modules": [], "policy_version": None}
 
@@ -361,7 +361,7 @@ def test_a_rank_that_fails_is_told_after_all_have_answered_and_the_counts_get_wh
     answers["draftalign_settle"] = [STATE | {"version": "half"}]
     future = link.call("draftalign_apply", "v2", "")
     assert core.step() == "outputs"
-    with pytest.raises(WorkerError, match="draftalign_apply: RuntimeError: no room"):
+    with pytest.raises(RpcError, match="draftalign_apply: RuntimeError: no room"):
         future.result(5)
     assert link.state["version"] == "half"
     assert link._rounds is not None
