@@ -9,7 +9,7 @@ from typing import Any, Final
 import httpx
 from service_fixtures import HEADERS, RunningService, head_file, rollout_file, run_file
 
-from service.access.tokens import Entry, append_entry, hashed, new_secret
+from service.access.tokens import TokenEntry, append_entry, hashed, new_secret
 
 OWN, OTHER = "math-1", "chess"
 #: Call -> scopes of which one is needed, and where it names its run. A new call needs a row.
@@ -68,7 +68,7 @@ class TokenFile:
         self.secrets[name] = new_secret()
         digest = hashed(self.secrets[name].encode())
         entry = {"name": name, "scopes": scopes.split(), "runs": runs, "sha256": digest}
-        append_entry(self.path, Entry.model_validate(entry))
+        append_entry(self.path, TokenEntry.model_validate(entry))
 
     def remove(self, name: str) -> None:
         lines = [line for line in self.path.read_text().splitlines() if json.loads(line)["name"] != name]

@@ -294,7 +294,7 @@ def test_whatever_the_worker_sets_is_a_gauge() -> None:
         ("process/worker", "_note_work"),
         ("process/worker", "_tell"),
     ):
-        kinds = (records.WorkerGauges, records.Lane)
+        kinds = (records.WorkerGauges, records.LaneGauges)
         assert dict_keys(f"service/worker/{module}.py", function) <= {name for kind in kinds for name in fields(kind)}
 
 

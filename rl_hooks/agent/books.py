@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rl_hooks.agent.canary import Canary, CanaryRule, Verdict
+from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
 from rl_hooks.engines.counters import NO_VERSION, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.step_times import StepTimes
@@ -18,11 +18,11 @@ class EngineBooks:
         self.ledger = Ledger()
         self.step_times = StepTimes()  # those of an earlier agent are not kept
         self.canary = Canary(rule)
-        self.verdicts: list[tuple[Verdict, int]] = []
+        self.verdicts: list[tuple[CanaryResult, int]] = []
 
     def book(
         self, counts: Counts, state: EngineState, policy_version: int | None, mistrusted: str | None, now: float
-    ) -> Verdict | None:
+    ) -> CanaryResult | None:
         """Credit counts to what the engine serves, and to its trial."""
         version = state.serving
         if version is None or version == mistrusted:  # it has no name, or is not the version that it names
@@ -42,7 +42,7 @@ class EngineBooks:
         seconds: float,
         now: float,
         mistrusted: str | None = None,
-    ) -> Verdict | None:
+    ) -> CanaryResult | None:
         """Credit the counts of an engine that knows whose each round is; a drafter without a name gets none.
 
         The policy's own MTP module goes by its method. N-grams get none: their rounds without drafts are not counted.
@@ -83,5 +83,5 @@ class EngineBooks:
         books = cls(rule)
         books.ledger.restore(document["buckets"])
         books.canary.restore(document["canary"], now)
-        books.verdicts = [(Verdict(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
+        books.verdicts = [(CanaryResult(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
         return books

@@ -46,7 +46,7 @@ class CanaryRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CanaryResult:
     """What the canary found, as it is reported to the service."""
 
     version: str
@@ -104,7 +104,7 @@ class Canary:
         """The engine restarted or another client swapped it: a running trial has no baseline any more, and ends."""
         self.trial = None
 
-    def count(self, version: str, counts: Counts, now: float) -> Verdict | None:
+    def count(self, version: str, counts: Counts, now: float) -> CanaryResult | None:
         """Take in counts of the loaded version; a verdict comes once, when the trial has seen enough rounds."""
         if version == self.good:
             self._remember(counts, now)
@@ -127,7 +127,7 @@ class Canary:
             if trial.rounds < self.rule.patience * self.rule.rounds:
                 return None
             passed = True
-        verdict = Verdict(version, good, trial.alpha, self._asked(baseline), trial.rounds, baseline.rounds, passed)
+        verdict = CanaryResult(version, good, trial.alpha, self._asked(baseline), trial.rounds, baseline.rounds, passed)
         if passed:
             kept = self._trial
             self._accept(version)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_hooks.agent.canary import Verdict
+from rl_hooks.agent.canary import CanaryResult
 from rl_hooks.agent.download import cached_release
 from rl_hooks.release import Release, parse_manifest
 
@@ -23,7 +23,7 @@ class ReleaseChoice:
     #: Version -> sequence at which its canary failed.
     rejected: dict[str, int] = field(default_factory=dict)
 
-    def judged(self, verdict: Verdict, loaded: Release | None) -> int:
+    def judged(self, verdict: CanaryResult, loaded: Release | None) -> int:
         """Take in the canary's verdict on the loaded release; returns the sequence that it was offered with."""
         sequence = self.sequence if loaded is None else loaded.sequence
         if verdict.passed:

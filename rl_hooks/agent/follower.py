@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_hooks.agent.books import EngineBooks
-from rl_hooks.agent.canary import CanaryRule, Verdict
+from rl_hooks.agent.canary import CanaryResult, CanaryRule
 from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
-from rl_hooks.agent.process import EngineProcess, Known, Seen
+from rl_hooks.agent.process import EngineProcess, LoadedVersion, Seen
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Bucket, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
@@ -127,7 +127,7 @@ class EngineFollower:
             self._uncounted = str(error)
             return None
 
-    def _account(self, snapshot: Snapshot | None, state: EngineState) -> Verdict | None:
+    def _account(self, snapshot: Snapshot | None, state: EngineState) -> CanaryResult | None:
         since = self.seen.look(snapshot, state, self._clock())
         before, snapshot = since.snapshot, self.seen.snapshot
         repeated = self._process.repeated(since.known, self.seen.known)
@@ -160,20 +160,20 @@ class EngineFollower:
             self.books.set_aside(before, snapshot)
         return None
 
-    def _book(self, snapshot: Snapshot, before: Snapshot, seconds: float, state: EngineState) -> Verdict | None:
+    def _book(self, snapshot: Snapshot, before: Snapshot, seconds: float, state: EngineState) -> CanaryResult | None:
         counts, now = snapshot.since(before, seconds), self._clock()
         if state.version is not None:  # drafts by n-grams or MTP cost what ours do not
             self.books.step_times.add(before, snapshot)
         return self.books.book(counts, state, snapshot.policy_version, self._process.mistrusted, now)
 
-    def _forget_process(self, state: EngineState, known: Known | None) -> None:
+    def _forget_process(self, state: EngineState, known: LoadedVersion | None) -> None:
         was = None if known is None else known.version
         log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
         self.books.canary.interrupted()
         self._process = EngineProcess(replaced=True)
 
     # --- deciding
-    def _judge(self, verdict: Verdict) -> None:
+    def _judge(self, verdict: CanaryResult) -> None:
         self.books.verdicts.append((verdict, self._choice.judged(verdict, self._process.loaded)))
         if not verdict.passed:
             log.error(

@@ -11,7 +11,7 @@ from rl_hooks.release import Release
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class LoadedVersion:
     """What the engine said is loaded."""
 
     version: str | None
@@ -25,7 +25,7 @@ class Known:
 class Since:
     """From the tick before to this one."""
 
-    known: Known | None  # at the tick before
+    known: LoadedVersion | None  # at the tick before
     snapshot: Snapshot | None  # at the tick before
     seconds: float
     restarted: bool
@@ -41,7 +41,7 @@ class Seen:
     """The engine as the last tick left it."""
 
     at: float
-    known: Known | None = None
+    known: LoadedVersion | None = None
     snapshot: Snapshot | None = None
     #: Tokens that it drafts a round, and `greedy` or `probabilistic`, where it says so.
     depth: int | None = None
@@ -56,7 +56,7 @@ class Seen:
         # Exact counts are of an engine in the agent's own process: they end together.
         fallen = before is not None and snapshot is not None and snapshot.exact is None and snapshot.has_fallen(before)
         since = Since(known, before, now - self.at, fallen or (known is not None and state.swaps < known.swaps))
-        self.at, self.known, self.snapshot = now, Known(state.serving, state.swaps), snapshot
+        self.at, self.known, self.snapshot = now, LoadedVersion(state.serving, state.swaps), snapshot
         self.depth, self.drafting = state.depth, state.drafting
         return since
 
@@ -73,7 +73,7 @@ class Seen:
         known, snapshot = document["known"], document["snapshot"]
         return cls(
             now,
-            None if known is None else Known(**known),
+            None if known is None else LoadedVersion(**known),
             None if snapshot is None else Snapshot.load(snapshot),
         )
 
@@ -112,7 +112,7 @@ class EngineProcess:
         """It answered that it did not load the release."""
         self.pending, self.unseen_swaps = None, self.unseen_swaps - 1
 
-    def repeated(self, before: Known | None, now: Known | None) -> bool:
+    def repeated(self, before: LoadedVersion | None, now: LoadedVersion | None) -> bool:
         """Whether the swaps between two looks are the agent's own and left the version as it was.
 
         The answer to a request may be lost while the engine is busy. The agent asks again, and the engine then does

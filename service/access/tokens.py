@@ -56,7 +56,7 @@ class Token:
         return "*" not in self.runs
 
 
-class Entry(BaseModel):
+class TokenEntry(BaseModel):
     """A line of the token file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -81,18 +81,18 @@ def new_secret() -> str:
     return f"da_{secrets.token_urlsafe(32)}"
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[TokenEntry]:
     """All entries of a token file. Raises ConfigurationError that names the line; OSError where it cannot be read."""
     with path.open("rb") as file:
         text = file.read(_MAX_FILE_BYTES + 1)
     if len(text) > _MAX_FILE_BYTES:
         raise ConfigurationError(f"token file {path} has more than {_MAX_FILE_BYTES} bytes")
-    entries: list[Entry] = []
+    entries: list[TokenEntry] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            entry = Entry.model_validate_json(line)
+            entry = TokenEntry.model_validate_json(line)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             field = ".".join(str(part) for part in first["loc"]) or "line"
@@ -103,7 +103,7 @@ def read_entries(path: Path) -> list[Entry]:
     return entries
 
 
-def append_entry(path: Path, entry: Entry) -> None:
+def append_entry(path: Path, entry: TokenEntry) -> None:
     """Add an entry to a token file, which is made if it does not exist. Raises ConfigurationError if its name is taken.
 
     A running service reads it within its next request.

@@ -122,7 +122,7 @@ def check_covers(caller: Token, run: str) -> None:
         raise Problem(403, "run", f"token {caller.name!r} is for runs {patterns}, not for {run[:80]!r}", field="run")
 
 
-class Turns:
+class Throttle:
     """Lets few requests begin in one turn of the event loop.
 
     When a thousand agents come back at once, a probe waits for those of its turn and not for all of them.
@@ -164,7 +164,7 @@ class Guard:
         self._app = app
         self._tokens = tokens
         self._audit_log = audit_log
-        self._turns = Turns()
+        self._throttle = Throttle()
         self._writing = ThreadPoolExecutor(1, "audit")  # a slow disk keeps neither the event loop nor uploads waiting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -173,7 +173,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         if scope["path"] not in PUBLIC:
-            await self._turns.wait()
+            await self._throttle.wait()
         try:
             caller = scope[CALLER] = self._admit(scope)
             if scope["method"] in _READS:

@@ -24,7 +24,7 @@ from service.api.problems import Problem, ProblemResponse
 from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
 from service.errors import ObjectStoreError
-from service.reading.pointer import Pointer, Served
+from service.reading.pointer import Latest, Pointer
 from service.storage.admission.sent import admit, read_sent_header
 from service.storage.drafters.versions import MANIFEST, Manifest
 from service.storage.runs import check_open
@@ -116,7 +116,7 @@ async def get_latest(
     return Response(served.body, media_type="application/json", headers=headers)
 
 
-async def _another(request: Request, context: ServiceContext, pointer: Pointer, known: str | None) -> Served | None:
+async def _another(request: Request, context: ServiceContext, pointer: Pointer, known: str | None) -> Latest | None:
     """Wait until another drafter than `known` is served, the client is gone, or the server is asked to stop."""
     gone = asyncio.create_task(_gone(request))
     try:

@@ -43,7 +43,7 @@ from service.monitor.records import (
     arrival,
 )
 from service.reading.deltas import Delta
-from service.reading.series import Batch, Series
+from service.reading.series import ScoredBatch, Series
 from service.settings import Settings
 from service.storage.reports.store import NEWEST_REPORTS
 from service.storage.runs import read_state
@@ -54,14 +54,14 @@ _WATCH_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class RunView:
     """A run as it was last read. `attempts`: of the trainer, all of them. Of the last one, as JSON: `points`, `events`.
 
     `cursor`: of now, for the next reader's `since`. `delta`: what changed since the one that was given; None: read all.
     """
 
     snapshot: RunSnapshot
-    attempts: Sequence[Attempt[Batch]]
+    attempts: Sequence[Attempt[ScoredBatch]]
     points: Sequence[bytes]
     events: Sequence[bytes]
     cursor: str
@@ -74,17 +74,17 @@ async def read_now(context: ServiceContext, run: str) -> RunSnapshot:
         return snapshot
 
 
-async def read_followed(context: ServiceContext, run: str, since: str | None = None) -> Followed:
+async def read_followed(context: ServiceContext, run: str, since: str | None = None) -> RunView:
     """Read the last attempt of a run too. `since`: a reader's cursor."""
     async with _followed(context, run) as (snapshot, series):
 
-        def compare() -> Followed:
+        def compare() -> RunView:
             chosen = series.attempts[-1]
             there = (event for event in snapshot.history if chosen.has(event.time))
             points, events = series.points, [event.text for event in placed(there, chosen.scores)]
             cursor = series.deltas.take(points, events)
             delta = None if since is None else series.deltas.since(since)
-            return Followed(snapshot, series.attempts, list(points.values()), events, cursor, delta)
+            return RunView(snapshot, series.attempts, list(points.values()), events, cursor, delta)
 
         return await asyncio.to_thread(compare)
 
@@ -200,7 +200,7 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings, attempt: i
     return document | {"attempt": number} | _said_now(snapshot, found, settings)
 
 
-def run_text(run: str, followed: Followed, settings: Settings) -> bytes:
+def run_text(run: str, followed: RunView, settings: Settings) -> bytes:
     """The JSON of `run_document` for the last attempt, from what was followed, and a `cursor`.
 
     Where a reader's cursor is known, `points` and `events` are those that changed, beside `gone` and `kept_events`.

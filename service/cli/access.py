@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 
 from service.access.audit import AuditLog
-from service.access.tokens import ALL_RUNS, Entry, append_entry, hashed, new_secret
+from service.access.tokens import ALL_RUNS, TokenEntry, append_entry, hashed, new_secret
 from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.layout import Layout
@@ -37,7 +37,7 @@ def token(
     secret = new_secret()
     given: dict[str, Any] = {"name": name, "scopes": scope, "runs": run or ALL_RUNS, "sha256": hashed(secret.encode())}
     try:
-        entry = Entry.model_validate(given)
+        entry = TokenEntry.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigurationError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None

@@ -16,7 +16,7 @@ that is. Training stops when the expected gain no longer pays, and goes on when 
 
 While idle the worker scores on, and looks: it trains once to see what that gains. Looks are paid from a credit that
 grows by one in `_CLAIMS_PER_LOOK` claims, so no world, however noisy, makes it train more often for nothing. A look is
-due when α of the served drafter has fallen (`Level`), when the last one was promising, and when the credit is full.
+due when α of the served drafter has fallen (`Cusum`), when the last one was promising, and when the credit is full.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ _LEAST_DEVIATION: Final = 0.005
 
 
 @dataclass(slots=True)
-class Level:
+class Cusum:
     """Where the served drafter's α stood, and the evidence that it fell.
 
     A one-sided CUSUM (Page 1954) of shortfalls in standard deviations, from a mean and a variance that are learnt on
@@ -172,7 +172,7 @@ class Controller:
     idle: bool = False
     looks: float = _LOOKS_AT_FIRST  # credit
     looking: bool = False  # a look has begun that may have been cut for newer rollouts
-    level: Level = field(default_factory=Level)
+    level: Cusum = field(default_factory=Cusum)
     curve: LearningCurve = field(default_factory=LearningCurve)
 
     def defers(self, *, newer_waits: bool) -> bool:
@@ -286,7 +286,7 @@ class Controller:
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Back from `to_json`."""
         curve = LearningCurve.of(values["curve"]["measured"])
-        return cls(**values | {"level": Level(**values["level"]), "curve": curve})
+        return cls(**values | {"level": Cusum(**values["level"]), "curve": curve})
 
 
 def _smoothed(known: float, seconds: float) -> float:

@@ -48,8 +48,8 @@ _SICK: Final = (
     ("engine features", "engine_features", "Wrong features in an engine"),
 )
 
-Level = Literal["bad", "warn", "wait", "good", "note"]
-_ORDER: Final[tuple[Level, ...]] = ("bad", "warn", "wait", "good", "note")
+Severity = Literal["bad", "warn", "wait", "good", "note"]
+_ORDER: Final[tuple[Severity, ...]] = ("bad", "warn", "wait", "good", "note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class RunFacts:
 class Headline:
     """One thing that is true. `text` begins with `word`; `also` are the texts of the other ones, worst first."""
 
-    level: Level
+    level: Severity
     state: str
     word: str
     text: str
@@ -314,7 +314,7 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
     if facts.current is None:
         return
     if facts.current.tilt is not None and facts.current.tilt.biased:
-        level: Level = "bad" if abs(facts.current.tilt.value) > _LARGE_TILT else "warn"
+        level: Severity = "bad" if abs(facts.current.tilt.value) > _LARGE_TILT else "warn"
         yield _found(level, "not_lossless", "Not lossless", _of_tilt(facts.current.tilt))
     if facts.last_engine_report is None:
         yield _found("note", "no_engine", "No engine", " reports what it accepts.")
@@ -384,7 +384,7 @@ def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
     words = {"hurt": "Training hurts", "training_bound": "Training-bound", "unpaid": "Unpaid"}
     words |= {"converged": "Converged", "resting": "Resting"}
     if advice is not None and advice.state in words:
-        level: Level = "warn" if advice.state == "hurt" else "note"
+        level: Severity = "warn" if advice.state == "hurt" else "note"
         yield _found(level, advice.state, words[advice.state], f": {advice.text}.".replace("%", " %"))
 
 
@@ -411,7 +411,7 @@ def _beside(now: Current, alpha: float) -> str:
 
 
 # --- words
-def _found(level: Level, state: str, word: str, rest: str) -> Headline:
+def _found(level: Severity, state: str, word: str, rest: str) -> Headline:
     return Headline(level, state, word, f"{word}{rest}")
 
 

@@ -226,7 +226,7 @@ class StepSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class LaneGauges:
     """One lane of the drift monitor."""
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -318,7 +318,7 @@ class WorkerGauges:
     round_tokens_total: dict[str, float] = field(default_factory=dict)
     draft_vocab_size: int | None = None
     draft_coverage: float | None = None
-    drift: dict[str, Lane] = field(default_factory=dict)
+    drift: dict[str, LaneGauges] = field(default_factory=dict)
     drift_alpha: float | None = None
     drift_level: float | None = None
     drift_change: Change | None = None

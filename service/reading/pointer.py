@@ -22,7 +22,7 @@ _WOKEN_AT_ONCE: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class Latest:
     """The manifest of what is served, and how it is sent."""
 
     manifest: Manifest
@@ -37,21 +37,21 @@ class Pointer:
         """`path`: the file that is replaced when `latest` moves; `read`: reads what it names."""
         self._path, self._read, self._stopping = path, read, stopping
         self._file: FileId = None
-        self._served: Served | None = None
+        self._served: Latest | None = None
         self._waiting: dict[asyncio.Future[None], None] = {}
         self._watcher: asyncio.Task[None] | None = None
 
-    def served(self) -> Served | None:
+    def served(self) -> Latest | None:
         """What is served now; None before the first publish. A look at a small file: too short to need a thread."""
         file = file_id(self._path)  # before the manifest, so that a move in between is noticed
         if file is None or file != self._file:
             manifest = self._read()
             body = b"" if manifest is None else manifest.model_dump_json().encode()
-            self._served = None if manifest is None else Served(manifest, body, manifest.etag)
+            self._served = None if manifest is None else Latest(manifest, body, manifest.etag)
             self._file = file
         return self._served
 
-    async def moves(self, seen: Served | None) -> None:
+    async def moves(self, seen: Latest | None) -> None:
         """Wait until another than `seen` is served, or the server is asked to stop. Raises what reading it raised."""
         if self._served is not seen:  # another request noticed it since
             return
@@ -64,7 +64,7 @@ class Pointer:
         finally:
             self._waiting.pop(waiting, None)
 
-    async def _watch(self, before: Served | None) -> None:
+    async def _watch(self, before: Latest | None) -> None:
         while self._waiting:
             await asyncio.sleep(_LOOK_SECONDS)
             trouble: Exception | None = None

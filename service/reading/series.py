@@ -34,7 +34,7 @@ _AT_ONCE: Final = 256
 Sick = frozenset[tuple[str, str | None]]
 
 
-class Batch(NamedTuple):
+class ScoredBatch(NamedTuple):
     """What is kept of a score record."""
 
     batch_id: str
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     created: float
 
 
-class Served(NamedTuple):
+class ServedSums(NamedTuple):
     """The served drafter's replay on all batches of a policy version: all that a cause needs of score records."""
 
     policy_version: int
@@ -106,16 +106,16 @@ class Series:
         self.deltas = Deltas()
         self._store, self._max_lag = store, max_lag
         self._cursor: str | None = None
-        self._batches: dict[str, Batch] = {}
+        self._batches: dict[str, ScoredBatch] = {}
         self._counts = _Counts()
         self._points: dict[int, tuple[bytes, DrafterSums | None]] = {}
         self._stale: set[int] = set()
         self._sick: Sick = frozenset()
-        self._attempts: list[Attempt[Batch]] = attempts(())
+        self._attempts: list[Attempt[ScoredBatch]] = attempts(())
         self._batch_ids: dict[int, list[str]] = {}  # in order of arrival
 
     @property
-    def attempts(self) -> Sequence[Attempt[Batch]]:
+    def attempts(self) -> Sequence[Attempt[ScoredBatch]]:
         """The trainer's attempts, oldest first."""
         return self._attempts
 
@@ -125,9 +125,9 @@ class Series:
         return self._counts.all()
 
     @property
-    def served(self) -> list[Served]:
+    def served(self) -> list[ServedSums]:
         """Replay of the served drafter by policy version, of those that engines have counted."""
-        return [Served(policy, served) for policy, (_, served) in sorted(self._points.items()) if served is not None]
+        return [ServedSums(policy, sums) for policy, (_, sums) in sorted(self._points.items()) if sums is not None]
 
     @property
     def points(self) -> dict[int, bytes]:
@@ -196,7 +196,7 @@ class Series:
             self._touch([before.policy_version])
         if value is not None:
             record = read(ScoreRecord, value) or ScoreRecord()  # one that cannot be read is counted all the same
-            self._batches[batch_id] = Batch(batch_id, record.policy_version, record.arrival, record.created)
+            self._batches[batch_id] = ScoredBatch(batch_id, record.policy_version, record.arrival, record.created)
             self._touch([record.policy_version])
 
     def _touch(self, policies: Iterable[int | None]) -> None:

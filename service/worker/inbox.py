@@ -79,7 +79,7 @@ class Delivery:
     no_memory: bool = False  # why it is UNREADABLE
 
 
-class PolicyVersions:
+class ArrivedVersions:
     """Policy versions of the batches that arrived: the newest one, and how fast they follow each other."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Inbox:
         `ends_for_memory`: whether an error is to be raised where there is no memory for a batch's file: else it is put
         off like one that cannot be read.
         """
-        self.versions = PolicyVersions()
+        self.versions = ArrivedVersions()
         self.held: tuple[str, ...] = ()  # ids of the entries that no other worker may claim, for the heartbeat
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
         self._settings = settings

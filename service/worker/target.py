@@ -45,20 +45,20 @@ def read_tensor(file: MappedFile, name: str) -> Tensor:
     return array.view(torch.bfloat16) if file.header.tensors[name].dtype == "BF16" else array
 
 
-class Upload(NamedTuple):
+class HeadFile(NamedTuple):
     """Which file a head came in, also where another of the same version has taken its place since."""
 
     changed_ns: int
     inode: int
 
 
-def _received(head: tuple[int, Upload]) -> tuple[int, int]:
+def _received(head: tuple[int, HeadFile]) -> tuple[int, int]:
     """The order in which heads, by version, were received; of the same moment, by version."""
     version, file = head
     return file.changed_ns, version
 
 
-def _in_force(heads: Mapping[int, Upload], batch_ns: int | None) -> int:
+def _in_force(heads: Mapping[int, HeadFile], batch_ns: int | None) -> int:
     late = {v for v, file in heads.items() if batch_ns is not None and file.changed_ns > batch_ns}
     there = max(((v, file) for v, file in heads.items() if v not in late), key=_received, default=(-1, None))
     return max(there[0], *late) if late else there[0]
@@ -70,17 +70,17 @@ class ReceivedHeads:
     def __init__(self, layout: Layout, run: str) -> None:
         self._layout = layout
         self._run = run
-        self._useless: set[tuple[int, Upload]] = set()
+        self._useless: set[tuple[int, HeadFile]] = set()
 
     def path(self, version: int) -> Path:
         """Where a version's head lies."""
         return self._layout.head(self._run, version)
 
-    def refuse(self, version: int, file: Upload) -> None:
+    def refuse(self, version: int, file: HeadFile) -> None:
         """Never offer this file again."""
         self._useless.add((version, file))
 
-    def in_force(self, policy_version: int, batch: Path | None) -> Iterator[tuple[int, Upload]]:
+    def in_force(self, policy_version: int, batch: Path | None) -> Iterator[tuple[int, HeadFile]]:
         """The heads of `policy_version` and below, that in force first, then what would be in its place."""
         found, batch_ns = self._up_to(policy_version), None
         if batch is not None:
@@ -103,18 +103,18 @@ class ReceivedHeads:
             if older[version].changed_ns <= known[in_force].changed_ns:
                 delete_head(self.path(version))
 
-    def _up_to(self, policy_version: int) -> dict[int, Upload]:
+    def _up_to(self, policy_version: int) -> dict[int, HeadFile]:
         stems = [p.stem for p in self._layout.heads(self._run).glob("*.safetensors")]
         versions = [int(stem) for stem in stems if stem.isdigit() and int(stem) <= policy_version]
         return {v: file for v in versions if (file := self.upload(v)) is not None}
 
-    def upload(self, version: int) -> Upload | None:
+    def upload(self, version: int) -> HeadFile | None:
         """The file that holds a version's head now; None when it has gone."""
         try:
             found = self.path(version).stat()
         except FileNotFoundError:
             return None
-        return Upload(found.st_mtime_ns, found.st_ino)
+        return HeadFile(found.st_mtime_ns, found.st_ino)
 
 
 class Target:
@@ -133,7 +133,7 @@ class Target:
         self.logit_map = LogitMap.from_metadata(metadata)
         self.embed_tokens = read_tensor(file, "embed_tokens").to(device)  # [V, Ht]
         self._received = ReceivedHeads(layout, run)
-        self._policies: OrderedDict[tuple[int, Upload | None], Policy] = OrderedDict()  # least recently used first
+        self._policies: OrderedDict[tuple[int, HeadFile | None], Policy] = OrderedDict()  # least recently used first
 
     @property
     def tied(self) -> bool:
@@ -193,7 +193,7 @@ class Target:
         """
         return self._cached(*self.head_of(policy_version, batch=batch))
 
-    def head_of(self, policy_version: int, *, batch: Path | None = None) -> tuple[int, Upload | None]:
+    def head_of(self, policy_version: int, *, batch: Path | None = None) -> tuple[int, HeadFile | None]:
         """Which head `at` gives, for `with_head`: its policy version, and its file (None: the registered one's)."""
         for version, file in self._received.in_force(policy_version, batch):
             try:
@@ -207,7 +207,7 @@ class Target:
 
     def with_head(self, version: int, file: Sequence[int] | None) -> Policy:
         """The policy with the head that another process's `head_of` named. OSError: another file is there now."""
-        upload = None if file is None else Upload(*file)
+        upload = None if file is None else HeadFile(*file)
         if upload is not None and (version, upload) not in self._policies and self._received.upload(version) != upload:
             raise OSError(f"the head of policy version {version} is no longer the file that is trained with")
         return self._cached(version, upload)
@@ -219,7 +219,7 @@ class Target:
         """
         return self.at(batch.policy_version, batch=path).needed_head().normalise(batch)
 
-    def _cached(self, version: int, file: Upload | None) -> Policy:
+    def _cached(self, version: int, file: HeadFile | None) -> Policy:
         key = (version, file)
         if key not in self._policies:
             self._policies[key] = self._load(version) if file is not None else self._load_registered()

@@ -26,7 +26,7 @@ class Matrix:
         return cls(padded[:rows], padded, begin)
 
 
-class Policy(nn.Module):
+class ServedPolicy(nn.Module):
     """The served model as the registration sees a trainer's: its transformers config, embedding and head."""
 
     def __init__(self, config: Any, embedding: Matrix, head: Matrix) -> None:

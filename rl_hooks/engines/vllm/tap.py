@@ -34,7 +34,7 @@ from rl_hooks.engines.collected import Batcher, Collected, rollout_file
 from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.tap import FeatureTap, Head, Step, labelled_rows
 from rl_hooks.engines.vllm.draft import started_with
-from rl_hooks.engines.vllm.policy import Policy
+from rl_hooks.engines.vllm.policy import ServedPolicy
 from rl_hooks.engines.vllm.ranks import Joiner, Ranks, Shard
 from rl_hooks.engines.vllm.steps import Named, Read, TapUnsupportedError, drafter_call, named_arguments, request_of
 from rl_hooks.release import PLAIN_NAME
@@ -263,10 +263,10 @@ class VllmTap:
             return Head(head_weight(self._policy()), self._logit_map)
         return Head(torch.empty(0), self._logit_map)  # never read: the steps bring scores
 
-    def _policy(self) -> Policy:
+    def _policy(self) -> ServedPolicy:
         """The policy with what this rank holds of its matrices."""
         config = self._worker.vllm_config.model_config.hf_text_config
-        return Policy.on(self._ranks, config, self._worker.model_runner.get_model())
+        return ServedPolicy.on(self._ranks, config, self._worker.model_runner.get_model())
 
     def _shard(self) -> Shard:
         return Shard(head_weight(self._policy()), self._policy().head.begin, self._logit_map)

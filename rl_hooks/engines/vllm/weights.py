@@ -18,7 +18,7 @@ log = logging.getLogger("vllm.draftalign")
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class LoadedDrafter:
     """The loaded drafter. Its tensors stay in host memory, to be loaded again if the next swap fails half-way."""
 
     version: str | None
@@ -31,7 +31,7 @@ class DrafterWeights:
 
     def __init__(self, draft: RunningDraft | None, ranks: Ranks) -> None:
         self._draft, self._ranks = draft, ranks
-        self.served = Served(None, None, None)
+        self.served = LoadedDrafter(None, None, None)
         #: The drafter that vLLM loaded at its start; None until a swap has read it.
         self._initial: dict[str, Tensor] | None = None
         self.swaps = 0
@@ -46,7 +46,7 @@ class DrafterWeights:
         if self._draft is not None and self._initial is None and self.served.version is None:
             self._initial = self._draft.read_initial()
 
-    def replace(self, wanted: Served) -> None:
+    def replace(self, wanted: LoadedDrafter) -> None:
         """Load `wanted`; if that fails, load the drafter before it again."""
         if self._draft is None:
             self.served = wanted
@@ -65,7 +65,7 @@ class DrafterWeights:
         self._marks = self._draft.fingerprint()
         self.stall_seconds = time.perf_counter() - began
 
-    def _put_back(self, before: Served, error: Exception) -> None:
+    def _put_back(self, before: LoadedDrafter, error: Exception) -> None:
         """Restore after a failed load. The policy's output is right in any case: it verifies every draft."""
         assert self._draft is not None  # noqa: S101 - something was just loaded into it
         log.exception("draftalign: loading failed; putting %s back", before.version or "the initial drafter")
@@ -77,7 +77,7 @@ class DrafterWeights:
             self.broken = None
         except Exception as second:  # noqa: BLE001 - reported in the state; the engine must go on
             self.broken = f"loading failed ({error}), putting back failed ({second}); push a drafter again"
-            self.served = Served(None, None, None)
+            self.served = LoadedDrafter(None, None, None)
         self._marks = self._draft.fingerprint()
 
     def mend(self, *, lost: bool) -> None:

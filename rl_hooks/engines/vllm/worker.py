@@ -34,7 +34,7 @@ from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.modules import float32_weights
 from rl_hooks.engines.vllm.ranks import Ranks
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
-from rl_hooks.engines.vllm.weights import DrafterWeights, Served
+from rl_hooks.engines.vllm.weights import DrafterWeights, LoadedDrafter
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint
 from rl_hooks.format.mtp import MtpConfig
 
@@ -101,7 +101,7 @@ class DrafterSwap:
         with self._ranks.together():
             staged = self._ready(version, sha256)
         previous, self._staged = self.weights.served, None
-        self.weights.replace(Served(version, sha256, staged.tensors))
+        self.weights.replace(LoadedDrafter(version, sha256, staged.tensors))
         log.info("draftalign: drafter %s for %s in %.4f s", version, previous.version, self.weights.stall_seconds)
         return {"previous": previous.version, "version": version}
 

@@ -1,6 +1,6 @@
 """Why the served drafter's α changed: the change taken apart, and the part that explains a fall named.
 
-Pure: no torch, no Redis, no clock. The drift monitor adds a `Row` per tick; `Evidence.change` takes the fall apart
+Pure: no torch, no Redis, no clock. The drift monitor adds a `Row` per tick; `RecentTicks.change` takes the fall apart
 since it began: since the last tick at which the alarm's statistic was 0, which is where a CUSUM puts the change.
 
     log(α now / α of the baseline) = prompts + policy + drafter        in replay, and + engine in engines
@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Evidence:
+class RecentTicks:
     """The last ticks, and since when each lane's statistic has been above 0: `[tick, shift, shift variance]`."""
 
     rows: list[Row] = field(default_factory=list)

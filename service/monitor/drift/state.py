@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-from service.monitor.drift.cause import Evidence, Row
+from service.monitor.drift.cause import RecentTicks, Row
 from service.monitor.drift.limits import DAY_SECONDS, DriftError
 
 _STATE_FORMAT: Final = "draftalign.drift.v3"
@@ -173,7 +173,7 @@ class DriftState:
     statistics: dict[str, float] = field(default_factory=dict)
     spreads: list[Spread] = field(default_factory=list)
     pending: list[tuple[str, float, float | None]] = field(default_factory=list)  # (stratum, α, entropy), unticked
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: RecentTicks = field(default_factory=RecentTicks)
     traffic: Traffic = field(default_factory=Traffic)
     rise: Rise = field(default_factory=Rise)
 
@@ -197,7 +197,7 @@ class DriftState:
                 levels=Levels(**table.pop("levels")),
                 spreads=[Spread(**spread) for spread in table.pop("spreads")],
                 pending=[(str(stratum), float(alpha), entropy) for stratum, alpha, entropy in table.pop("pending")],
-                evidence=Evidence(**(evidence | {"rows": [Row(**row) for row in evidence["rows"]]})),
+                evidence=RecentTicks(**(evidence | {"rows": [Row(**row) for row in evidence["rows"]]})),
                 traffic=Traffic(**table.pop("traffic")),
                 rise=Rise(**(rise | {"spreads": [Spread(**spread) for spread in rise["spreads"]]})),
                 **table,

@@ -54,7 +54,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Matched:
     """A block with its replay, and both at the depth that they have in common.
 
     `rounds`, `tokens`, `expected`: of those prompts of the block that were replayed where it is `paired`, else of all.
@@ -69,7 +69,7 @@ class Known:
     paired: bool = False
 
 
-def at_common_depth(block: Block, replays: Replays, rule: LiveRule, cell: Cell | None = None) -> Known | None:
+def at_common_depth(block: Block, replays: Replays, rule: LiveRule, cell: Cell | None = None) -> Matched | None:
     """A block beside its replay, at the depth that both have; None where that cannot be told. `cell`: another's."""
     cell = cell or replays.get(block)
     if cell is None:
@@ -82,9 +82,9 @@ def at_common_depth(block: Block, replays: Replays, rule: LiveRule, cell: Cell |
         tokens, depth = block.rounds + sum(block.accepted[:ours]), None
     elif replays.paired and (depth is None or depth > ours - 0.01) and (pairs := cell.on_prompts_of(block)):
         emitted, expected, rounds, replayed = (math.fsum(column) for column in zip(*pairs, strict=True))
-        return Known(block, cell, int(rounds), emitted, expected, replayed, paired=True)
+        return Matched(block, cell, int(rounds), emitted, expected, replayed, paired=True)
     alpha = cell.alpha(depth if depth is not None and depth < ours - 0.01 else None)
-    return None if alpha is None else Known(block, cell, block.rounds, tokens, alpha * block.rounds, cell.rounds)
+    return None if alpha is None else Matched(block, cell, block.rounds, tokens, alpha * block.rounds, cell.rounds)
 
 
 def _drafts(block: Block, cell: Cell) -> float | None:
@@ -111,7 +111,7 @@ class Scan:
         self._squares = self._outlier = 0.0  # variance of the tokens; tokens that one prompt may be off
         self._of: defaultdict[int, float] = defaultdict(float)
 
-    def add(self, known: Known) -> Stretch:
+    def add(self, known: Matched) -> Stretch:
         """Take one block in; returns the stretch from it to the newest."""
         if known.paired and self._replays.paired is not None:
             spread, outlier = self._replays.paired
@@ -142,9 +142,9 @@ class _Prompts:
     def __init__(self, replays: Replays) -> None:
         self._replays = replays
         self._told = 0.0  # tokens expected of prompts that are told apart
-        self._of: dict[int, tuple[Known, float, float]] = {}  # by cell: a block, tokens expected, tokens emitted
+        self._of: dict[int, tuple[Matched, float, float]] = {}  # by cell: a block, tokens expected, tokens emitted
 
-    def add(self, known: Known) -> None:
+    def add(self, known: Matched) -> None:
         """Take one block in."""
         if known.paired:
             self._told += known.expected
@@ -166,7 +166,7 @@ class _Prompts:
         return -rule.certain * stretch.error <= low and above <= rule.certain * stretch.error
 
 
-def explained(newest_first: Iterable[Known], replays: Replays, rule: LiveRule, *, suffixes: bool) -> bool:
+def explained(newest_first: Iterable[Matched], replays: Replays, rule: LiveRule, *, suffixes: bool) -> bool:
     """Whether blocks may differ from replay because of their prompts. `suffixes`: and so may every newest part."""
     scan, prompts, stretch = Scan(replays), _Prompts(replays), None
     for one in newest_first:
@@ -184,8 +184,8 @@ class Finding:
     kind: Literal["healthy", "unknown", "depth", "dead", "low", "above"]
     text: str
     stretch: Stretch | None = None
-    blocks: tuple[Known, ...] = ()  # that the finding is about
-    before: tuple[Known, ...] = ()  # older ones
+    blocks: tuple[Matched, ...] = ()  # that the finding is about
+    before: tuple[Matched, ...] = ()  # older ones
     since: float | None = None
     explained: bool = False
 
@@ -219,7 +219,7 @@ def find(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding:
     return Finding(kind, _evidence(stretch), stretch, tuple(about), tuple(known[:begin]), explained=by_prompts)
 
 
-def _above_band(known: Sequence[Known], replays: Replays, rule: LiveRule) -> float:
+def _above_band(known: Sequence[Matched], replays: Replays, rule: LiveRule) -> float:
     """How far live α may lie above replay α. Stock engines count what a response's last round emits beyond its end.
 
     That is at most the depth in each response. Replay does not count it; an engine that trims says fewer tokens than
@@ -231,7 +231,9 @@ def _above_band(known: Sequence[Known], replays: Replays, rule: LiveRule) -> flo
     return rule.above_band + math.log1p(rule.depth / replays.response_tokens)
 
 
-def _change(known: Sequence[Known], replays: Replays, rule: LiveRule) -> tuple[int, Literal["healthy", "low", "above"]]:
+def _change(
+    known: Sequence[Matched], replays: Replays, rule: LiveRule
+) -> tuple[int, Literal["healthy", "low", "above"]]:
     """Where the newest stretch that differs begins, and how; 0 and healthy where none does."""
     begin = 0
     while True:
@@ -262,7 +264,7 @@ def _find_dead(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Fin
     version = blocks[-1].drafter_version
     overall, hidden = replays.alpha(version), False
     tokens = rounds = 0
-    own: list[Known] | None = []
+    own: list[Matched] | None = []
     for block in reversed(blocks):
         if block.drafter_version != version:
             break
@@ -300,7 +302,7 @@ def _percent(log_ratio: float) -> str:
     return f"{100 * math.expm1(log_ratio):+.0f} %"
 
 
-def other_depth(known: Sequence[Known], rule: LiveRule, beside: str) -> str | None:
+def other_depth(known: Sequence[Matched], rule: LiveRule, beside: str) -> str | None:
     """What to say where the newest block was drafted at another depth than the service replays, and `beside` that."""
     newest = known[-1]
     depth, ours = _drafts(newest.block, newest.cell), len(newest.cell.accepted) or rule.depth

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from service.monitor.live.engine import MISSING, Known, LiveRule, Scan, at_common_depth
+from service.monitor.live.engine import MISSING, LiveRule, Matched, Scan, at_common_depth
 from service.monitor.live.replays import COIN_FLIPS, Cell, Replays
 
 #: What moves a prompt's α moves the shares of its first drafts and of its later ones alike, but for so much of it.
@@ -23,7 +23,7 @@ class Shape:
     error: float  # of the difference
 
 
-def shape_of(known: Sequence[Known], spread: float) -> Shape | None:
+def shape_of(known: Sequence[Matched], spread: float) -> Shape | None:
     """None where too little is known by position."""
     depth = min((min(len(k.block.accepted), len(k.cell.accepted), len(k.cell.reached)) for k in known), default=0)
     if depth < 2:
@@ -54,9 +54,9 @@ def only_later(shape: Shape | None) -> bool:
     return shape.first > 0.25 * shape.later and shape.later - shape.first < -4.0 * shape.error
 
 
-def fell_while_replay_healed(known: Sequence[Known], spread: float) -> bool:
+def fell_while_replay_healed(known: Sequence[Matched], spread: float) -> bool:
     """Whether live fell from one version to a newer one, and replay rose, both beyond chance."""
-    by_version: dict[str, list[Known]] = {}
+    by_version: dict[str, list[Matched]] = {}
     for one in known:
         by_version.setdefault(one.block.drafter_version, []).append(one)
     sides = []
@@ -79,7 +79,7 @@ def fell_while_replay_healed(known: Sequence[Known], spread: float) -> bool:
     return False
 
 
-def as_another(known: Sequence[Known], replays: Replays, rule: LiveRule) -> str | None:
+def as_another(known: Sequence[Matched], replays: Replays, rule: LiveRule) -> str | None:
     """The version that accepts, in replay, what this engine accepts; None where none does or nobody knows."""
     names = set.intersection(*(set(replays.others(k.block)) for k in known)) if known else set()
     best = None

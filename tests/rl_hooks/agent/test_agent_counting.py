@@ -16,7 +16,7 @@ from agent_fixtures import Engine, Service, eventually, running_agent, settle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_hooks.agent.canary import Canary, CanaryRule, Verdict, blocks, log_alpha_variance
+from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule, blocks, log_alpha_variance
 from rl_hooks.engines.counters import (
     ACCEPTED,
     ACCEPTED_PER_POSITION,
@@ -456,7 +456,7 @@ def _rounds(accepted: list[int], per_block: int) -> list[Counts]:
     ]
 
 
-def _verdict(canary: Canary, parts: list[Counts]) -> Verdict | None:
+def _verdict(canary: Canary, parts: list[Counts]) -> CanaryResult | None:
     canary.loaded("b", exempt=False)
     return next((v for part in parts if (v := canary.count("b", part, now=1.0)) is not None), None)
 

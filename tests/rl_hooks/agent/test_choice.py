@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from agent_fixtures import manifest
 
-from rl_hooks.agent.canary import Verdict
+from rl_hooks.agent.canary import CanaryResult
 from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
-from rl_hooks.agent.process import EngineProcess, Known, Seen
+from rl_hooks.agent.process import EngineProcess, LoadedVersion, Seen
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Release, parse_manifest
@@ -22,8 +22,8 @@ def release(number: int, sequence: int | None = None, reason: str = "published")
     return Release(parse_manifest(document, "default"), Path("/nowhere"))
 
 
-def verdict(loaded: Release, *, passed: bool) -> Verdict:
-    return Verdict(loaded.version, "before", 2.0, 2.5, 100, 100, passed)
+def verdict(loaded: Release, *, passed: bool) -> CanaryResult:
+    return CanaryResult(loaded.version, "before", 2.0, 2.5, 100, 100, passed)
 
 
 def test_a_rejected_version_is_wanted_again_only_where_it_was_pushed_again_later() -> None:
@@ -90,11 +90,11 @@ def test_a_restart_is_seen_by_counters_that_fell_or_by_fewer_swaps() -> None:
     assert (first.known, first.snapshot, first.restarted) == (None, None, False)
     assert seen.snapshot == replace(scrape(10), policy_version=7)
     later = seen.look(scrape(12), EngineState("a", True, 2), 3.5)
-    assert (later.known, later.seconds, later.restarted) == (Known("a", 2), 2.5, False)
+    assert (later.known, later.seconds, later.restarted) == (LoadedVersion("a", 2), 2.5, False)
     assert seen.look(scrape(11), EngineState("a", True, 2), 4.0).restarted
     assert seen.look(None, EngineState("a", True, 1), 5.0).restarted
     assert not seen.look(scrape(0), EngineState("a", True, 1), 6.0).restarted
-    assert Seen.restore(json.loads(json.dumps(seen.dump())), 6.0).known == Known("a", 1)
+    assert Seen.restore(json.loads(json.dumps(seen.dump())), 6.0).known == LoadedVersion("a", 1)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -105,7 +105,7 @@ def test_the_engine_does_each_of_two_requests_whose_answers_were_lost(restarted:
     if restarted:
         process = EngineProcess(pending=process.pending)  # what an agent leaves to the next one
     process.asks(wanted)
-    first, second = Known(wanted.version, 2), Known(wanted.version, 3)
-    assert not process.repeated(Known("before", 1), first), "this one changed the version"
+    first, second = LoadedVersion(wanted.version, 2), LoadedVersion(wanted.version, 3)
+    assert not process.repeated(LoadedVersion("before", 1), first), "this one changed the version"
     assert process.repeated(first, second)
-    assert not process.repeated(second, Known(wanted.version, 4)), "nobody asked here for a third"
+    assert not process.repeated(second, LoadedVersion(wanted.version, 4)), "nobody asked here for a third"

@@ -15,7 +15,7 @@ from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
-from rl_hooks.engines.vllm.weights import Served
+from rl_hooks.engines.vllm.weights import LoadedDrafter
 from rl_hooks.engines.vllm.worker import DrafterSwap, Staged
 
 OURS = {"weight": torch.full((4, 4), 2.0)}
@@ -93,7 +93,7 @@ def serving(worker: Worker) -> DrafterSwap:
     assert swap.draft is not None
     swap.settle(None)
     worker.draft.load_weights(OURS.items())
-    swap.weights.served, swap.weights._marks = Served("v1", "digest", OURS), swap.draft.fingerprint()
+    swap.weights.served, swap.weights._marks = LoadedDrafter("v1", "digest", OURS), swap.draft.fingerprint()
     return swap
 
 

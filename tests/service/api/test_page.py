@@ -32,7 +32,7 @@ from service.api.app import page_html
 from service.api.context.context import ServiceContext
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
-from service.monitor.records import DrafterSums, Lane, RunEvent
+from service.monitor.records import DrafterSums, LaneGauges, RunEvent
 from service.monitor.worth import AtBatch, Worth
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")
@@ -233,7 +233,7 @@ def test_a_drift_alarm_is_the_headline(browser: Browser) -> None:
 def test_a_drift_alarm_says_what_fell_below_what(browser: Browser) -> None:
     """Also of a drafter far above the frozen one: not that it is below the level that the run began with."""
     sample = sample_run(20)
-    drift = {"fast": Lane(statistic=11.0, limit=9.5)}
+    drift = {"fast": LaneGauges(statistic=11.0, limit=9.5)}
     worker = replace(sample.worker, drift=drift, drift_alpha=2.51, drift_level=3.4)
     page = show(RunSnapshot(now=time.time(), scores=sample.scores, worker=worker), browser)
     assert page.texts["headline"].startswith("Drifting: α 2.51 is below its level so far, 3.40; v0000")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.alarms import TROUBLES, Bank, make_bank, named
-from service.monitor.drift.cause import Cause, Evidence, Row, cause_of, engine_change, explain
+from service.monitor.drift.cause import Cause, RecentTicks, Row, cause_of, engine_change, explain
 from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.records import AcceptanceRecord, Change, DrafterSums, Estimate, ScoreRecord
 
@@ -86,7 +86,7 @@ def test_the_largest_fall_is_named_and_chance_is_not() -> None:
 
 
 def test_the_parts_add_up_to_the_change_and_a_version_accounts_for_what_it_was_measured_at() -> None:
-    evidence = Evidence()
+    evidence = RecentTicks()
     for tick in range(10):
         evidence.add(Row(tick, 3.0, 3.0, 3.0, 0.0, 0.0))
     evidence.calm("fast", 9)
@@ -103,14 +103,14 @@ def test_the_parts_add_up_to_the_change_and_a_version_accounts_for_what_it_was_m
     assert change.prompts.value + change.held.value + change.drafter.value == pytest.approx(math.log(2.2 / 3.0))
 
 
-def remembered(*rows: Row) -> Evidence:
-    evidence = Evidence()
+def remembered(*rows: Row) -> RecentTicks:
+    evidence = RecentTicks()
     for row in rows:
         evidence.add(row)
     return evidence
 
 
-def change_of(evidence: Evidence, *alarms: str, sd: float = 0.1, uncertainty: float = 0.0) -> Change | None:
+def change_of(evidence: RecentTicks, *alarms: str, sd: float = 0.1, uncertainty: float = 0.0) -> Change | None:
     return evidence.change(alarms, sd=sd, uncertainty=uncertainty, several_strata=True, rollouts_per_tick=64)
 
 
@@ -167,7 +167,7 @@ def test_without_an_alarm_the_change_is_that_of_the_last_16_ticks() -> None:
 
 
 def test_there_is_no_change_to_take_apart_before_a_tick_and_where_a_level_has_no_logarithm() -> None:
-    assert change_of(Evidence()) is None
+    assert change_of(RecentTicks()) is None
     calm = remembered(Row(1, 3.0, 3.0, 3.0, 0.0, 0.0))
     calm.calm("fast", 1)
     assert change_of(calm, "fast") is None

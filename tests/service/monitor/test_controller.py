@@ -26,7 +26,7 @@ from benchmarks.idle import (
     share_trained,
     waking,
 )
-from service.monitor.controller import Action, Controller, Economy, Level
+from service.monitor.controller import Action, Controller, Cusum, Economy
 
 ECONOMY = Economy(worker_cost=0.1, drafting_share=0.7, versions_served=5.0)
 
@@ -300,7 +300,7 @@ def test_a_gain_is_trained_for_only_where_engines_draft(share: float, trains: bo
 @pytest.mark.parametrize("claims", [1, 2, 5, 6])
 def test_the_level_of_the_first_claims_is_their_mean_and_variance(claims: int) -> None:
     alphas = np.random.default_rng(claims).uniform(2.0, 4.0, claims)
-    level = Level()
+    level = Cusum()
     for alpha in alphas.tolist():
         level.feed(alpha, 64)
     assert level.claims == claims
@@ -311,7 +311,7 @@ def test_the_level_of_the_first_claims_is_their_mean_and_variance(claims: int) -
 
 @pytest.mark.parametrize("memory", [5, 64])
 def test_a_claim_moves_a_level_that_is_long_known_by_one_part_in_its_memory(memory: int) -> None:
-    level = Level()
+    level = Cusum()
     for _ in range(100):
         level.feed(3.0, memory)
     level.feed(3.0 * math.exp(0.01), memory)
@@ -325,7 +325,7 @@ def test_evidence_is_the_sum_of_shortfalls_in_standard_deviations_less_half_of_o
     mean, variance = np.log(alphas).mean(), np.log(alphas).var()
     deviation = math.sqrt(variance * (1 + 1 / 7) + 0.005**2)
     for scores, wanted in (([1.5], 1.0), ([-3.0], 0.0), ([100.0], 3.5)):
-        level = Level()
+        level = Cusum()
         for alpha in alphas:
             level.feed(alpha, 64)
         for score in scores:
@@ -333,7 +333,7 @@ def test_evidence_is_the_sum_of_shortfalls_in_standard_deviations_less_half_of_o
         assert level.evidence == pytest.approx(wanted)
         assert level.shortfall == pytest.approx(scores[-1] * deviation)
         assert level.mean == pytest.approx(mean - min(max(scores[0], -4.0), 4.0) * deviation / 7), "an outlier counts 4"
-    steady = Level()
+    steady = Cusum()
     for _ in range(7):
         steady.feed(3.0, 64)
     steady.feed(3.0 * math.exp(-0.0075), 64)

@@ -19,7 +19,7 @@ from service.monitor.metrics import RunSnapshot, render
 from service.monitor.records import (
     AcceptanceRecord,
     DrafterSums,
-    Lane,
+    LaneGauges,
     ScoreRecord,
     ServedDrafter,
     WorkerGauges,
@@ -112,7 +112,7 @@ def test_what_is_of_another_type_is_unknown() -> None:
     assert counted == AcceptanceRecord()
     lanes = {"fast": {"statistic": None, "limit": 9.5}}
     assert gauges({"drift": lanes, "rounds_total": {"served": 3, "frozen": "x"}}) == WorkerGauges(
-        drift={"fast": Lane(limit=9.5)}
+        drift={"fast": LaneGauges(limit=9.5)}
     )
 
 

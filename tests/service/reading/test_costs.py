@@ -21,7 +21,7 @@ from redis import Redis
 from service_fixtures import RunningService, publish
 from storage_fixtures import Store
 
-from service.api.auth import _BEGIN_AT_ONCE, Turns
+from service.api.auth import _BEGIN_AT_ONCE, Throttle
 from service.api.context.context import ServiceContext
 from service.reading.pointer import Pointer
 from service.reading.series import Series
@@ -333,10 +333,10 @@ def test_a_client_that_is_gone_is_not_waited_for(service: RunningService) -> Non
 
 def test_few_requests_begin_in_a_turn_so_that_a_probe_is_next() -> None:
     async def main() -> list[str]:
-        turns, order = Turns(), list[str]()
+        throttle, order = Throttle(), list[str]()
 
         async def request(number: int) -> None:
-            await turns.wait()
+            await throttle.wait()
             order.append(f"agent {number}")
 
         async def probe() -> None:

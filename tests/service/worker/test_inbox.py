@@ -14,7 +14,7 @@ from worker_fixtures import VOCAB, Bench
 from drafter.batch import load_batch
 from drafter.training.trainer import DrafterTrainer
 from service.storage.queue.deliveries import MAX_DELIVERIES, EndState, Entry, RolloutQueue
-from service.worker.inbox import RECENT_BATCHES, Inbox, Loaded, Phase, PolicyVersions
+from service.worker.inbox import RECENT_BATCHES, ArrivedVersions, Inbox, Loaded, Phase
 from service.worker.learner import Learner
 
 
@@ -160,7 +160,7 @@ def test_an_orderly_stop_counts_neither_what_waits_nor_what_is_done(bench: Bench
 
 
 def test_the_time_between_policy_versions_starts_again_with_a_trainer_that_went_back() -> None:
-    versions = PolicyVersions()
+    versions = ArrivedVersions()
 
     def arrive(seconds: float, version: int) -> None:
         versions.note(Entry(f"{int(1000 * seconds)}-0", "b", "b", 1, 1, 1, version, version, 1))
@@ -177,7 +177,7 @@ def test_the_time_between_policy_versions_starts_again_with_a_trainer_that_went_
 @pytest.mark.parametrize("apart", [1, 4, 1000])
 def test_how_far_labels_lie_apart_says_nothing_of_the_time_between_them(apart: int) -> None:
     """A trainer may count optimizer steps."""
-    versions = PolicyVersions()
+    versions = ArrivedVersions()
     for number in range(5):
         version = apart * number
         versions.note(Entry(f"{60_000 * number}-0", "b", "b", 1, 1, 1, version, version, 1))
@@ -186,7 +186,7 @@ def test_how_far_labels_lie_apart_says_nothing_of_the_time_between_them(apart: i
 
 def test_a_clock_of_redis_that_was_set_back_does_not_make_versions_follow_at_once() -> None:
     """All ids have one millisecond until it has caught up: a training would seem not to pay before the next version."""
-    versions = PolicyVersions()
+    versions = ArrivedVersions()
 
     def arrive(seconds: float, version: int) -> None:
         versions.note(Entry(f"{int(1000 * seconds)}-{version}", "b", "b", 1, 1, 1, version, version, 1))
