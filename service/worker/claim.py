@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, Self
 
 from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.errors import BatchRejected, TargetHeadError
@@ -28,6 +28,27 @@ Comparison = Literal["served", "candidate", "all"]
 
 #: A batch that was scored.
 Scored = tuple[Loaded, Scores]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimPlan:
+    """What is done with the batches of a claim: all are scored and join the mix."""
+
+    to_train: Sequence[Loaded]  # of these, what the newest policy wrote of what can be used; the others are passed over
+    to_pass_over: Sequence[Loaded]
+    newest: int  # policy version
+
+    @classmethod
+    def of(cls, fresh: Sequence[Loaded], *, isolated: bool) -> Self:
+        """Train on all but what was put back, which is of policies that are gone; `isolated`: on all."""
+        belated = [loaded for loaded in fresh if loaded.entry.belated and not isolated]
+        to_train = [loaded for loaded in fresh if loaded not in belated]
+        newest = max(loaded.batch.policy_version for loaded in (to_train or belated)[-RECENT_BATCHES:])
+        return cls(to_train, belated, newest)
+
+    def without_training(self) -> Self:
+        """Pass everything over: training goes to what waits in the queue."""
+        return replace(self, to_train=[], to_pass_over=[*self.to_pass_over, *self.to_train])
 
 
 class Fates(Protocol):
@@ -55,11 +76,18 @@ class ClaimScorer:
         self._uncompared = _CLAIMS_PER_COMPARISON  # claims since all drafters were compared
         self.keeps_up = True
 
-    def score_newest(self, fresh: Sequence[Loaded], fates: Fates) -> tuple[list[Scored], Sequence[Loaded]]:
+    def score_claim(self, plan: ClaimPlan, fates: Fates) -> tuple[list[Scored], list[Scored]]:
+        """Score a claim: what is to be trained on, and what is passed over."""
+        newest, others = self._score_newest(plan.to_train, fates) if plan.to_train else ([], [])
+        tested = sum(len(scores.looked) for _, scores in newest)
+        return newest, self._score_passed_over([*plan.to_pass_over, *others], fates, tested)
+
+    def _score_newest(self, fresh: Sequence[Loaded], fates: Fates) -> tuple[list[Scored], Sequence[Loaded]]:
         """Score what the newest policy wrote; also returns what other policies wrote.
 
-        The newest of the last batches: a trainer that went back counts on from there. And of those that can be used: a
-        trainer whose batches are all rejected must not keep the worker from the others'.
+        The newest of the last `RECENT_BATCHES`, not of all: a trainer that went back to a checkpoint counts on from
+        there. If none of its batches can be used, the policy before it: else such a trainer would keep the worker from
+        the others' rollouts.
         """
         rest, comparison = fresh, self._comparison(fresh)
         for version in sorted({loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:]}, reverse=True):
@@ -69,8 +97,8 @@ class ClaimScorer:
                 return scored, rest
         return [], rest
 
-    def score_passed_over(self, rest: Sequence[Loaded], fates: Fates, *, tested: int) -> list[Scored]:
-        """Score what will not be trained on now: with the candidate, from the newest on, until it was judged enough.
+    def _score_passed_over(self, rest: Sequence[Loaded], fates: Fates, tested: int) -> list[Scored]:
+        """With the candidate, from the newest on, until it was judged enough: `gate_rollouts` of each training.
 
         Never on what was put back: that is of policies that are gone. `tested`: rollouts of this claim that it is
         judged on already.

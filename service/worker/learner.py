@@ -36,8 +36,8 @@ from service.storage.layout import Layout
 from service.storage.reports.drafting import Drafting
 from service.storage.reports.store import Store
 from service.worker.checkpoint import WorkerCheckpoint
-from service.worker.claim import ClaimScorer, Fates, Scored
-from service.worker.inbox import RECENT_BATCHES, Loaded
+from service.worker.claim import ClaimPlan, ClaimScorer, Fates, Scored
+from service.worker.inbox import Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.evidence import Fresh
@@ -199,37 +199,34 @@ class Learner:
     ) -> Outcome | None:
         """Score all, judge, then train on what the newest policy wrote, here or still in the queue.
 
-        The rest joins the mix. A worker that is behind spends its time where it counts: not on updates towards policies
-        that are gone. What it passes over still judges the candidate, up to `gate_rollouts` of each training.
+        A worker that is behind spends its time where it counts: not on updates towards policies that are gone.
         `before_publishing` must write a checkpoint, and raise where nothing may be published. `newest_waiting`: newest
         policy version in the queue now. `version_seconds`: between two of them.
         `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
         """
-        now = [loaded for loaded in fresh if isolated or not loaded.entry.belated]
-        newest_version = max(loaded.batch.policy_version for loaded in (now or fresh)[-RECENT_BATCHES:])
+        plan = ClaimPlan.of(fresh, isolated=isolated)
 
         def newer_waits() -> bool:
             waiting = newest_waiting()
-            return waiting is not None and waiting > newest_version
+            return waiting is not None and waiting > plan.newest
 
-        waits, idle = newer_waits(), self.controller.idle
-        behind = bool(now) and self.controller.defers(newer_waits=waits)
-        passed_over_enough = waits and not (behind or idle)
-        scored, rest = ([], now) if behind or not now else self.scorer.score_newest(now, fates)
-        rest = [*(loaded for loaded in fresh if loaded not in now), *rest]
-        passed_over = self.scorer.score_passed_over(rest, fates, tested=sum(len(scores.looked) for _, scores in scored))
+        waits = newer_waits()
+        overdue = waits and not self.controller.idle  # if it is trained on: claims enough were passed over
+        if plan.to_train and self.controller.defers(newer_waits=waits):
+            plan = plan.without_training()
+        scored, passed_over = self.scorer.score_claim(plan, fates)
         held = self.journal.hear_engines(LiveRule(self._settings.depth), version_seconds)
         may_publish = held is None and not self.lineage.held()
         contest = self._look(
-            scored, passed_over, fates, newest_version, before_publishing, may_publish=may_publish, isolated=isolated
+            scored, passed_over, fates, plan.newest, before_publishing, may_publish=may_publish, isolated=isolated
         )
         if not scored:
             told = passed_over and not passed_over[-1][0].entry.belated
             return Outcome(passed_over[-1][1], DEFERRED, contest) if told else None
         decision = self._decide(scored, held, version_seconds)
-        uncut = isolated or passed_over_enough  # who comes to train in one claim of nine does all of it
+        uncut = isolated or overdue  # who comes to train in one claim of nine does all of it
         share, whole = self._train_on(scored, decision, fates, (lambda: False) if uncut else newer_waits, isolated)
-        self.scorer.keeps_up = share == 1.0 and not passed_over_enough
+        self.scorer.keeps_up = share == 1.0 and not overdue
         return Outcome(scored[-1][1], decision, contest, trained_with_recent=whole)
 
     def _look(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from service.errors import WorkerError
 from service.monitor.controller import Economy
 from service.storage.queue.deliveries import RolloutQueue
 from service.worker import learner
-from service.worker.claim import ClaimScorer
+from service.worker.claim import ClaimPlan, ClaimScorer
+from service.worker.inbox import RECENT_BATCHES
 from service.worker.learner import Learner
 from service.worker.loop import RunWorker
 from service.worker.promotion.evidence import Fresh
@@ -45,6 +47,38 @@ def scored_and_trained(
         batch: {role for role in roles if getattr(record, role) is not None}
         for batch, record in bench.store.scores().items()
     }, about
+
+
+def loaded(policy_version: int, *, belated: bool = False) -> Any:
+    batch, entry = SimpleNamespace(policy_version=policy_version), SimpleNamespace(belated=belated)
+    return SimpleNamespace(batch=batch, entry=entry)
+
+
+NEW, OLD, BACK, BACK_TOO = loaded(7), loaded(6), loaded(9, belated=True), loaded(2, belated=True)
+
+
+@pytest.mark.parametrize(
+    ("fresh", "isolated", "to_train", "to_pass_over", "newest_policy"),
+    [
+        ([OLD, NEW], False, [OLD, NEW], [], 7),
+        ([NEW, OLD], False, [NEW, OLD], [], 7),
+        ([BACK, OLD, BACK_TOO, NEW], False, [OLD, NEW], [BACK, BACK_TOO], 7),
+        ([BACK_TOO, BACK], False, [], [BACK_TOO, BACK], 9),
+        ([BACK], True, [BACK], [], 9),
+        ([NEW], True, [NEW], [], 7),
+        ([NEW, *[OLD] * RECENT_BATCHES], False, [NEW, *[OLD] * RECENT_BATCHES], [], 6),
+        ([NEW, *[OLD] * (RECENT_BATCHES - 1)], False, [NEW, *[OLD] * (RECENT_BATCHES - 1)], [], 7),
+    ],
+    ids=["two policies", "out of order", "some put back", "all put back", "put back, isolated", "isolated",
+         "the trainer went back", "and not yet"],
+)  # fmt: skip
+def test_what_is_put_back_is_passed_over_unless_it_is_worked_on_alone(
+    fresh: list[Any], isolated: bool, to_train: list[Any], to_pass_over: list[Any], newest_policy: int
+) -> None:
+    plan = ClaimPlan.of(fresh, isolated=isolated)
+    assert (plan.to_train, plan.to_pass_over, plan.newest) == (to_train, to_pass_over, newest_policy)
+    plan = plan.without_training()
+    assert (plan.to_train, plan.to_pass_over, plan.newest) == ([], [*to_pass_over, *to_train], newest_policy)
 
 
 ALL = {"served", "candidate", "frozen", "best"}
