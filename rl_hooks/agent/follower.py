@@ -27,7 +27,7 @@ from rl_hooks.agent.canary import CanaryResult, CanaryRule
 from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
-from rl_hooks.agent.process import EngineProcess, LoadedVersion, Seen
+from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, Seen, Since, between
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Bucket, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
@@ -129,42 +129,37 @@ class EngineFollower:
 
     def _account(self, snapshot: Snapshot | None, state: EngineState) -> CanaryResult | None:
         since = self.seen.look(snapshot, state, self._clock())
-        before, snapshot = since.snapshot, self.seen.snapshot
-        repeated = self._process.repeated(since.known, self.seen.known)
+        pending, known = self._process.pending, LoadedVersion(state.serving, state.swaps)
+        repeated = self._process.repeated(since.known, known)
+        found = between(since, known, None if pending is None else pending.version, repeated=repeated)
         if since.restarted:
             self._forget_process(state, since.known)
-        verdict = None
-        exact = snapshot is not None and snapshot.exact is not None
-        if snapshot is not None and exact:
-            earlier = None if since.restarted else before
-            mistrusted = self._process.mistrusted
-            verdict = self.books.book_exact(earlier, snapshot, state, since.seconds, self._clock(), mistrusted)
-        pending = self._process.pending
-        if pending is not None and since.known != self.seen.known and state.serving == pending.version:
-            # The swap was done, but its answer was lost, or the agent that asked died before it came.
-            if not exact:
-                self.books.set_aside(before, snapshot)
+        verdict = self._book(found, since, state)
+        if pending is not None and found is Between.OWN_SWAP:
             self._took(pending, since.version)
-            return verdict
-        if snapshot is None or exact:
-            return verdict
+        return verdict
+
+    def _book(self, found: Between, since: Since, state: EngineState) -> CanaryResult | None:
+        before, after, mistrusted = since.snapshot, self.seen.snapshot, self._process.mistrusted
+        if after is None:
+            return None
+        if after.exact is not None:  # it knows whose each round is
+            earlier = None if since.restarted else before
+            return self.books.book_exact(earlier, after, state, since.seconds, self._clock(), mistrusted)
         if since.restarted:
-            if state.swaps == 0:  # every round since its start belongs to the drafter that it started with
-                return self._book(snapshot, Snapshot.zero(snapshot), since.seconds, state)
-            self.ledger.set_aside(snapshot.rounds)
-        elif before is not None and (repeated or since.known == self.seen.known):
-            return self._book(snapshot, before, since.seconds, state)
-        elif before is not None:
+            before = Snapshot.zero(after)
+        if before is None:
+            return None
+        if found in (Between.SAME, Between.RESTART):
+            counts, now = after.since(before, since.seconds), self._clock()
+            if state.version is not None:  # drafts by n-grams or MTP cost what ours do not
+                self.books.step_times.add(before, after)
+            return self.books.book(counts, state, after.policy_version, mistrusted, now)
+        if found is Between.OTHER_SWAP:
             log.warning("%s: another client changed the drafter from %s to %s", self.url, since.known, self.seen.known)
             self.books.canary.interrupted()
-            self.books.set_aside(before, snapshot)
+        self.books.set_aside(before, after)
         return None
-
-    def _book(self, snapshot: Snapshot, before: Snapshot, seconds: float, state: EngineState) -> CanaryResult | None:
-        counts, now = snapshot.since(before, seconds), self._clock()
-        if state.version is not None:  # drafts by n-grams or MTP cost what ours do not
-            self.books.step_times.add(before, snapshot)
-        return self.books.book(counts, state, snapshot.policy_version, self._process.mistrusted, now)
 
     def _forget_process(self, state: EngineState, known: LoadedVersion | None) -> None:
         was = None if known is None else known.version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from rl_hooks.engines.counters import Snapshot
@@ -34,6 +35,25 @@ class Since:
     def version(self) -> str | None:
         """What was loaded at the tick before."""
         return None if self.known is None else self.known.version
+
+
+class Between(Enum):
+    """What lies between two ticks, which says whose the rounds between them are."""
+
+    SAME = "same"  # one drafter; all swaps were the agent's own and put in what was there
+    OWN_SWAP = "own swap"  # the answer was lost, or the agent that asked died before it came
+    OTHER_SWAP = "other swap"  # another client's, unless this is the first tick
+    RESTART = "restart"  # and no swap since: one drafter since the start
+    RESTART_AND_SWAP = "restart and swap"
+
+
+def between(since: Since, now: LoadedVersion, pending: str | None, *, repeated: bool) -> Between:
+    """`now`: what is loaded. `pending`: the version that the agent waits for. `repeated`: of `EngineProcess`."""
+    if since.restarted:
+        return Between.RESTART if now.swaps == 0 else Between.RESTART_AND_SWAP
+    if pending is not None and now.version == pending and since.known != now:
+        return Between.OWN_SWAP
+    return Between.SAME if repeated or since.known == now else Between.OTHER_SWAP
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from agent_fixtures import manifest
 
 from rl_hooks.agent.canary import CanaryResult
 from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
-from rl_hooks.agent.process import EngineProcess, LoadedVersion, Seen
+from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, Seen, Since, between
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Release, parse_manifest
@@ -95,6 +95,41 @@ def test_a_restart_is_seen_by_counters_that_fell_or_by_fewer_swaps() -> None:
     assert seen.look(None, EngineState("a", True, 1), 5.0).restarted
     assert not seen.look(scrape(0), EngineState("a", True, 1), 6.0).restarted
     assert Seen.restore(json.loads(json.dumps(seen.dump())), 6.0).known == LoadedVersion("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("known", "now", "pending", "restarted", "repeated", "found"),
+    [
+        (("a", 1), ("a", 1), None, False, False, Between.SAME),
+        (("a", 1), ("a", 1), "a", False, False, Between.SAME),
+        (("a", 1), ("a", 1), "b", False, False, Between.SAME),
+        (("a", 1), ("a", 2), None, False, True, Between.SAME),
+        (("a", 1), ("a", 2), "a", False, True, Between.OWN_SWAP),
+        (("a", 1), ("b", 2), "b", False, False, Between.OWN_SWAP),
+        ((None, 0), ("b", 1), "b", False, False, Between.OWN_SWAP),
+        (None, ("b", 1), "b", False, False, Between.OWN_SWAP),
+        (("a", 1), ("b", 2), None, False, False, Between.OTHER_SWAP),
+        (("a", 1), ("c", 2), "b", False, False, Between.OTHER_SWAP),
+        (("a", 1), ("a", 2), None, False, False, Between.OTHER_SWAP),
+        (("a", 1), (None, 2), None, False, False, Between.OTHER_SWAP),
+        (None, ("a", 0), None, False, False, Between.OTHER_SWAP),
+        (("a", 1), (None, 0), None, True, False, Between.RESTART),
+        (("a", 1), ("b", 0), "b", True, False, Between.RESTART),
+        (("a", 5), ("b", 1), "b", True, False, Between.RESTART_AND_SWAP),
+        (("a", 1), ("a", 1), None, True, False, Between.RESTART_AND_SWAP),
+        (("a", 5), ("a", 1), "a", True, True, Between.RESTART_AND_SWAP),
+    ],
+)
+def test_what_lies_between_two_ticks(
+    known: tuple[str | None, int] | None,
+    now: tuple[str | None, int],
+    pending: str | None,
+    restarted: bool,
+    repeated: bool,
+    found: Between,
+) -> None:
+    since = Since(None if known is None else LoadedVersion(*known), None, 1.0, restarted)
+    assert between(since, LoadedVersion(*now), pending, repeated=repeated) is found
 
 
 @pytest.mark.parametrize("restarted", [False, True])
