@@ -28,6 +28,7 @@ from service.settings import Settings
 from service.worker.lineage import CANDIDATE
 from service.worker.promotion.evidence import Fresh
 from service.worker.promotion.gate import Gate
+from service.worker.promotion.outcomes import Chosen
 
 Floats = npt.NDArray[np.float64]
 
@@ -136,7 +137,7 @@ class Run:
         winner = self.gate.judge(fresh, self.served)[0]
         if winner.verdict.promote:
             facts = winner.facts | {"judged_to": f"{number}-0", "train_on": False}
-            self.gate.promoted(winner.version, self.served, facts, is_candidate=False)
+            self.gate.promoted(winner.version, self.served, Chosen.of(facts))
             self.served, self.swaps = winner.version, self.swaps + 1
         return ours, of_a, max(of_a, of_b_too)
 

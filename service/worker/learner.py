@@ -42,6 +42,7 @@ from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.evidence import Fresh
 from service.worker.promotion.gate import Contest, Gate
+from service.worker.promotion.outcomes import Chosen
 from service.worker.recent import KeptBatch, RecentRollouts, Task, windows
 from service.worker.scoring import Scores
 from service.worker.target import Target
@@ -456,14 +457,14 @@ class Learner:
 
     def _go_on_from(self, version: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the gate chose is served. `facts`: its evidence, all that is left of the choice after a crash."""
-        train_on = facts.get("train_on")  # absent: it is the candidate
-        if train_on:
+        chosen = Chosen.of(facts)
+        if chosen.archived and chosen.train_on:
             self.lineage.train_from(version)
         self.journal.totals.published += 1
-        if train_on is not None:  # what was measured until now was against another drafter
+        if chosen.archived:  # what was measured until now was against another drafter
             self.controller.curve = LearningCurve()
             self.gate.training.concluded()
-        return self.gate.promoted(version, self.gate.served, facts, is_candidate=train_on is not False)
+        return self.gate.promoted(version, self.gate.served, chosen)
 
     def _conclude(self, contests: Sequence[Contest], policy_version: int) -> None:
         """Tell history and controller, once for each whole training, what the gate found of it.

@@ -31,7 +31,7 @@ from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.archive import Archive
 from service.worker.promotion.evidence import FEWEST_PROMPTS, POOLED_CLAIMS, Fresh, Pool
 from service.worker.promotion.level import Level
-from service.worker.promotion.outcomes import Outcomes
+from service.worker.promotion.outcomes import Chosen, Outcomes
 from service.worker.promotion.training import Training
 from service.worker.scoring import replay_each
 from service.worker.target import Target
@@ -237,18 +237,12 @@ class Gate:
                 if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
                     self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 
-    def promoted(
-        self, version: str, before: str | None, facts: Mapping[str, Any], *, is_candidate: bool
-    ) -> dict[str, Any] | None:
-        """`version` is served now instead of `before`. All trials begin again.
-
-        `facts`: its evidence (`Contest.facts`), with the newest queue entry of it as `judged_to`. `is_candidate`:
-        training goes on from it. Returns what `begin` does.
-        """
+    def promoted(self, version: str, before: str | None, chosen: Chosen) -> dict[str, Any] | None:
+        """`version` is served now instead of `before`. All trials begin again. Returns what `begin` does."""
         event = self.begin(version)
         if before is not None:
-            self.outcomes.begin(version, before, facts)
-        if is_candidate:
+            self.outcomes.begin(version, before, chosen)
+        if chosen.train_on:
             self._trials[CANDIDATE].variance = 0.0
         return event
 

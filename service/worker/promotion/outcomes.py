@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -16,6 +16,23 @@ from service.worker.promotion.promises import Kept, Promise
 #: An archived version whose wins brought less than this part of what was expected of them wins by several claims
 #: together. Where claims alternate, a win brings -1 if each is unlike the one before, 0 if two are alike, 1/3 if three.
 _LASTED: Final = 1.0 / 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the gate promoted: what is read again of the evidence that manifest, pointer and history keep of it."""
+
+    gain: float
+    promised: float
+    judged_to: str | None  # the newest queue entry of the evidence
+    archived: bool  # or sent: it is not the candidate
+    train_on: bool  # training goes on from it
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """`facts`: those of a `Contest`, with `judged_to`, and with `train_on` where it is not the candidate."""
+        gain, train_on = facts["gain"], facts.get("train_on", True)
+        return cls(gain, facts.get("promised", gain), facts.get("judged_to"), "train_on" in facts, train_on)
 
 
 class Outcomes:
@@ -65,11 +82,11 @@ class Outcomes:
         promise = self._promise
         return promise is not None and promise.rollouts == 0 and self._lineage.existing(promise.before) is not None
 
-    def begin(self, version: str, before: str, facts: Mapping[str, Any]) -> None:
-        """Measure from now on what `version` gains over `before`; `facts`: see `Gate.promoted`."""
-        gain, after = facts["gain"], facts.get("judged_to")
-        promised, archived = facts.get("promised", gain), "train_on" in facts
-        self._promise = Promise(version, before, promised, gain, after=after, archived=archived)
+    def begin(self, version: str, before: str, chosen: Chosen) -> None:
+        """Measure from now on what `version` gains over `before`."""
+        self._promise = Promise(
+            version, before, chosen.promised, chosen.gain, after=chosen.judged_to, archived=chosen.archived
+        )
 
     def measures(self, entry_id: str) -> bool:
         """Whether the rollouts of a queue entry may measure the version published last: they did not choose it."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from worker_fixtures import Bench
 
+from service.worker.promotion.outcomes import Chosen
 from service.worker.promotion.promises import Kept, Promise
 
 RUNS = 200
@@ -85,3 +87,16 @@ def test_what_promises_kept_survives_a_restart(bench: Bench) -> None:
     state = gate.state | {"kept": {"expected": 0.2, "realised": 0.3}}
     gate.restore(state)
     assert gate.state == state
+
+
+@pytest.mark.parametrize(
+    ("facts", "chosen"),
+    [
+        ({"gain": 0.1, "promised": 0.08, "judged_to": "7-0"}, Chosen(0.1, 0.08, "7-0", archived=False, train_on=True)),
+        ({"gain": 0.1, "promised": 0.1, "train_on": True}, Chosen(0.1, 0.1, None, archived=True, train_on=True)),
+        ({"gain": 0.1, "judged_to": "7-0", "train_on": False}, Chosen(0.1, 0.1, "7-0", archived=True, train_on=False)),
+    ],
+    ids=["the candidate", "archived, and better than the candidate", "archived, and no better"],
+)
+def test_what_was_promoted_is_read_from_its_evidence(facts: dict[str, Any], chosen: Chosen) -> None:
+    assert Chosen.of(facts) == chosen
