@@ -49,6 +49,7 @@ CLAIM_SD: Final = 0.01
 #: for no more than this standard deviation.
 _CLAIM_SD_BEFORE: Final = 0.018
 _CLAIMS_BEFORE: Final = 6.0
+_VARIANCES_BEFORE: Final = (_CLAIMS_BEFORE - 2.0) * _CLAIM_SD_BEFORE**2
 _CLAIMS_MEMORY: Final = 32.0
 _LARGEST_CLAIM_SD: Final = 0.03
 #: The policy moves, so what an untrained challenger showed goes out of date. It counts like this number of looks at
@@ -134,18 +135,20 @@ class Trial:
 
     share: float = 1.0
     looks: int = 0
+    # The promise.
     mean: float = 0.0  # posterior of log(1 + gain) as it is now
     variance: float = _UNKNOWN_SD**2  # 0 where the challenger is the served drafter itself, before its first training
     moved: float = 0.0  # trainings since the last look; one that was cut short counts for the share that was done
     rise: float = 0.0  # by which one whole training moves it on average
     step: float = _STEP_SD**2  # and the variance of that
+    # The error of a look.
     spread: float = 0.0  # of looks, summed: error² times prompts
     spread_looks: int = 0
+    # The chance of an error that was spent.
     single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
-    claims: float = (
-        _CLAIMS_BEFORE - 2.0
-    ) * _CLAIM_SD_BEFORE**2  # variance from claim to claim, summed over observations
+    # What the gain varies by from claim to claim.
+    claims: float = _VARIANCES_BEFORE  # variance, summed over observations
     claims_seen: float = _CLAIMS_BEFORE  # and how many they are
     last: list[tuple[float, float]] = field(default_factory=list)  # the last two looks: log gain, error²
 
@@ -159,14 +162,25 @@ class Trial:
         """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on."""
         if look.fault:
             return
-        # A look without one of the few prompts on which the challenger is much worse shows a small gain and a small
-        # error, one with such a prompt a large loss and a large error: what all looks showed is the least for each.
+        error2 = self._error2(look)
+        self._spend(look, error2)
+        self._learn_claims(look.log_gain, error2)  # only now: a look must not choose what it is judged by
+        self._promise(look.log_gain, error2 + CLAIM_SD**2)
+
+    def _error2(self, look: Look) -> float:
+        """Its error², or that of all looks so far where that is more.
+
+        A look without one of the few prompts on which the challenger is much worse shows a small gain and a small
+        error, one with such a prompt a large loss and a large error: what all looks showed is the least for each.
+        """
         self.spread += look.error**2 * look.prompts
         self.spread_looks += 1
-        error2 = max(look.error**2, self.spread / self.spread_looks / look.prompts)
-        noise = error2 + CLAIM_SD**2
+        return max(look.error**2, self.spread / self.spread_looks / look.prompts)
+
+    def _spend(self, look: Look, error2: float) -> None:
+        """Spend this look's part of the chance of an error: on itself, and on a process that begins with it."""
         z, weight = look.log_gain / math.sqrt(error2 + self.claim_sd**2), math.sqrt(look.prompts)
-        share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # of the error, for this look and what begins with it
+        share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # over all looks it adds up to 1
         self.single = min(self.single, _NORMAL.cdf(-z) / share)
         self.starts.append((math.log(share), 0.0, 0.0))
         self.starts = [(w, s + weight * z, n + look.prompts) for w, s, n in self.starts]
@@ -174,9 +188,14 @@ class Trial:
             first, second, *rest = self.starts
             self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
         self.looks += 1
-        self._learn_claims(look.log_gain, error2)  # only now: a look must not choose what it is judged by
-        self._forget(look.log_gain, noise)
-        surprise = look.log_gain - self.mean
+
+    def _promise(self, log_gain: float, noise: float) -> None:
+        """Learn the gain from a look, and where it was trained since the last one, how far a training moves it."""
+        if not self.moved:  # let go of what no longer holds; the chance of an error does not rest on it
+            self.variance = max(self.variance, noise / _MEMORY_LOOKS)
+            if log_gain - self.mean > _BREAK * math.sqrt(self.variance + noise):
+                self.mean, self.variance = 0.0, _UNKNOWN_SD**2
+        surprise = log_gain - self.mean
         kept = self.variance / (self.variance + noise)
         if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
             step = self.moved * self.step
@@ -222,14 +241,6 @@ class Trial:
         """
         known = ("share", "rise", "step", *(("claims", "claims_seen") if self.claim_sd > _CLAIM_SD_BEFORE else ()))
         return type(self)(**{name: getattr(self, name) for name in known})
-
-    def _forget(self, log_gain: float, noise: float) -> None:
-        """Let go of what no longer holds. The promise alone rests on it; the chance of an error does not."""
-        if self.moved:
-            return
-        self.variance = max(self.variance, noise / _MEMORY_LOOKS)
-        if log_gain - self.mean > _BREAK * math.sqrt(self.variance + noise):
-            self.mean, self.variance = 0.0, _UNKNOWN_SD**2
 
     @property
     def error(self) -> float:
