@@ -142,12 +142,11 @@ def attempts(
     """Tell a trainer's attempts apart, oldest first; there always is one.
 
     `returns`: Unix seconds, ascending, at which a trainer registered again below the policy version that came last, and
-    at which version (or that of the first head that it sent). The next attempt begins at the first of the next
-    `_IN_A_ROW` batches, by arrival, that is nearer to that version than to what came before; the two after it, once
-    they have come, must be below what came before as well. What is nearer to what came before, or alone, is only late.
-    Where nobody registers, the next attempt begins at the first of `_IN_A_ROW` batches that are all more than `max_lag`
-    policy versions below what came before.
-    A single batch of an absurd version is not taken for the policy.
+    the version at which it did (or that of the first head that it sent). Batches are taken in order of arrival, and
+    compared with the highest version that came before; one batch of an absurd version alone does not count as that.
+    * After a return the next attempt begins at the first of the next `_IN_A_ROW` batches that is nearer to the return's
+      version than to the highest, if the two after it, once they have come, are below the highest too. Others are late.
+    * Without one it begins at the first of `_IN_A_ROW` batches that are all more than `max_lag` below the highest.
     """
     reach = _USUAL_LAG if max_lag is None else max_lag
     records = sorted((s for s in scores if s.policy_version is not None), key=lambda score: score.arrival)

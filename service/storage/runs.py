@@ -340,9 +340,9 @@ def heads_since(layout: Layout, run: str, seconds: float) -> int:
 def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int) -> int:
     """Where a run has `most` received heads, delete those that no batch needs; returns how many are left. Blocks.
 
-    A batch needs no head of a higher version, and none that came after a head of its own version. So those above
-    `newest_policy`, the version of the batch accepted last, that came after all batches can go. The newest half of
-    `most` stays: its batches may be on their way.
+    They are those that came after all batches and are above `newest_policy`, the version of the batch accepted last: a
+    batch uses no head of a higher version than its own, and none that came after that of its own version. The newest
+    half of `most` stays all the same: batches that use it may be on their way.
     """
     found: dict[Path, tuple[int, int]] = {}  # when it came (ns), version
     for path in layout.heads(run).glob("*.safetensors"):

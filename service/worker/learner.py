@@ -4,7 +4,7 @@ Invariants
 * A batch is scored before it is trained on, and the candidate is judged on it as it stands: the gate's evidence is what
   arrived after the training.
 * A training ends early where rollouts of a newer policy wait: they judge the candidate as it stands, and it is trained
-  on them next. So a long training is published in parts. Each look is on rollouts that came after what it judges was
+  on them next. So a long training is published in parts. Each part is judged on rollouts that came after it was
   trained, and the gate's budget is for all looks at one served drafter, however many there are.
 * What is served changes only through the gate, an archived version that proved better, or a person. A candidate is
   published after the checkpoint that holds it, and that checkpoint was written before it saw the batches that judged

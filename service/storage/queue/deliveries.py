@@ -38,8 +38,8 @@ class Entry:
     """One claimed batch. `deliveries` counts this one; `bytes` and `tokens` are of the spooled file `blob`.
 
     `known`: places in the file of the rollouts that came in an earlier batch. They are not to be used again.
-    `put_back`: it had died, and a person wants it to be worked on however old it is. `first_id`: of one that was put
-    back when newer policies had come, the entry as which it came first.
+    `put_back`: it had died, and a person wants it to be worked on however old it is. `first_id`: the id of its first
+    entry, where newer policies had come until it was put back; else empty.
     """
 
     entry_id: str

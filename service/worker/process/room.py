@@ -105,9 +105,9 @@ class Room:
     def _may_close_for(self, run: str) -> bool:
         """Whether idle runs are closed for one for which memory runs out.
 
-        1, 2, 4, ... at a time, so that it is not tried a thousand times beside a thousand small ones. Once as many were
-        closed as there are, none is before it has worked, its target is another file, or an hour has passed: a run that
-        never fits must not close again and again those that have a batch now and then.
+        One at the first failure, then 2, 4, ..., up to as many as there are: beside a thousand small runs it is tried
+        ten times. After that none is closed until it has worked, its target is another file, or an hour has passed: a
+        run that never fits must not close again and again those that have a batch now and then.
         """
         state = self._runs[run]
         if time.monotonic() - state.short_at > _CLOSES_NONE_SECONDS:
