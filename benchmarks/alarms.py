@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from service.monitor.drift.cause import cause_of
 from service.monitor.drift.limits import DriftConfig
 from service.monitor.drift.monitor import DriftMonitor
-from service.monitor.drift.state import DriftState, Traffic
+from service.monitor.drift.state import ArrivalRate, DriftState
 from service.monitor.drift.succession import Succession
 from service.monitor.records import Estimate
 
@@ -206,7 +206,7 @@ def mixed(bank: Bank, mix: Mix, ticks: int, rng: np.random.Generator) -> tuple[F
 def group_monitor(**settings: Any) -> DriftMonitor:
     """A monitor that is fed one number per group, 8 of them a tick and a minute."""
     plan = DriftConfig(rollouts_per_tick=GROUPS_PER_TICK, **settings)
-    traffic = Traffic(rollouts=60.0 * GROUPS_PER_TICK, seconds=3600.0)
+    traffic = ArrivalRate(rollouts=60.0 * GROUPS_PER_TICK, seconds=3600.0)
     return DriftMonitor(plan, DriftState(traffic=traffic))
 
 

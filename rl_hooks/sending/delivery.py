@@ -34,7 +34,7 @@ _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the t
 
 
 @dataclass
-class Delivery:
+class ServiceClient:
     """How requests of one run reach the service. `deliver` is called by one thread."""
 
     origin: Origin

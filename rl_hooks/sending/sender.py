@@ -19,7 +19,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from rl_hooks import wire
-from rl_hooks.sending.delivery import Delivery
+from rl_hooks.sending.delivery import ServiceClient
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job, JobQueue, Parts
 from rl_hooks.sending.standing import Standing
@@ -67,7 +67,7 @@ class RolloutSender:
         self._asks = asks
         self._retry_statuses = retry_statuses
         self._queue = JobQueue(queue_bytes)
-        self._delivery = Delivery(Origin.parse(url), run, token, timeout_seconds, patience_seconds, Tally(logger))
+        self._delivery = ServiceClient(Origin.parse(url), run, token, timeout_seconds, patience_seconds, Tally(logger))
         self._start_empty()
 
     def _start_empty(self) -> None:

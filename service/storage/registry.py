@@ -39,7 +39,7 @@ from service.errors import (
 )
 from service.monitor.records import HeldVersion
 from service.storage.drafters.versions import MANIFEST, Manifest, Versions, digests_of, version_number
-from service.storage.history.digest import Sent
+from service.storage.history.digest import SentDrafter
 from service.storage.history.events import History
 from service.storage.layout import VERSION_NAME, Layout, revalidate
 
@@ -168,7 +168,8 @@ class Registry(Versions):
                     "alpha": None,
                     "gate": None,
                 }
-                facts |= {"version": version, "reason": Sent(reason, by, 0).sender, "digest": digest, "files": files}
+                sender = SentDrafter(reason, by, 0).sender
+                facts |= {"version": version, "reason": sender, "digest": digest, "files": files}
                 manifest = like.model_copy(update=facts)
                 self._commit(staged, manifest)
             said = {"version": manifest.version, "policy_version": manifest.policy_version, "reason": reason, "by": by}

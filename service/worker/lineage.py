@@ -28,7 +28,7 @@ from rl_hooks.format.eagle3 import with_layers
 from service.errors import RegistryError, RunDamaged, WorkerError
 from service.settings import Settings
 from service.storage.drafters.versions import Manifest
-from service.storage.history.digest import Sent
+from service.storage.history.digest import SentDrafter
 from service.storage.layout import Layout
 from service.storage.registry import OFFERS, Registry
 from service.worker.checkpoint import full_disk_as_os_error, hand_over
@@ -206,7 +206,7 @@ class Lineage:
             self._verified[version] = True
         return self._verified[version]
 
-    def waiting(self) -> dict[str, Sent]:
+    def waiting(self) -> dict[str, SentDrafter]:
         """The versions on disk that people sent and that the gate has not decided about, oldest first."""
         sent = self._registry.history.sent(self._run)
         on_disk = self._registry.versions(self._run) if sent else []

@@ -10,7 +10,7 @@ that fall.
 
 Each lane is a one-sided CUSUM in units of the long-run sd:  S <- max(0, S + (baseline - value) / sd - k),  alarm at
 S > h. The limit h follows from the wanted alarm rate by Siegmund's formula. Notable choices:
-* The rate is in days, as people mean it, and the ticks in a day are learnt from when rollouts arrived (`Traffic`).
+* The rate is in days, as people mean it, and the ticks in a day are learnt from when rollouts arrived (`ArrivalRate`).
 * sd = max(tick sd, sd of batch means · sqrt(batch)) over several batch lengths, from successive differences: slow
   wander widens the limits, a trend does not. After the baseline is frozen, batches that close while a lane is above
   half its limit are left out: a fall must not widen the limits by which it is found.

@@ -140,7 +140,7 @@ class Rise:
 
 
 @dataclass(slots=True)
-class Traffic:
+class ArrivalRate:
     """Rollouts a second over the last days, from when they arrived. It begins with an hour of 64 a minute."""
 
     rollouts: float = 3840.0
@@ -174,7 +174,7 @@ class DriftState:
     spreads: list[Spread] = field(default_factory=list)
     pending: list[tuple[str, float, float | None]] = field(default_factory=list)  # (stratum, α, entropy), unticked
     evidence: RecentTicks = field(default_factory=RecentTicks)
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: ArrivalRate = field(default_factory=ArrivalRate)
     rise: Rise = field(default_factory=Rise)
 
     @property
@@ -198,7 +198,7 @@ class DriftState:
                 spreads=[Spread(**spread) for spread in table.pop("spreads")],
                 pending=[(str(stratum), float(alpha), entropy) for stratum, alpha, entropy in table.pop("pending")],
                 evidence=RecentTicks(**(evidence | {"rows": [Row(**row) for row in evidence["rows"]]})),
-                traffic=Traffic(**table.pop("traffic")),
+                traffic=ArrivalRate(**table.pop("traffic")),
                 rise=Rise(**(rise | {"spreads": [Spread(**spread) for spread in rise["spreads"]]})),
                 **table,
             )

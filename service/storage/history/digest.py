@@ -34,7 +34,7 @@ class HistoryDigest:
         self.sequence: int | None = None
         self._inode: int | None = None  # of the piece that was read last
         #: Versions that a person sent and that are not judged yet, oldest first.
-        self.sent: dict[str, Sent] = {}
+        self.sent: dict[str, SentDrafter] = {}
         self.bytes_read = 0
 
     def follow(self, pieces: Sequence[Path]) -> bool:
@@ -84,18 +84,18 @@ class HistoryDigest:
         if event["published"] >= self.published:
             self.published, self.pushed = event["published"], deque(event["pushed"], maxlen=_PUSHES_REMEMBERED)
             # Beside what its writer knew: what another process wrote to the piece before while this one was begun.
-            self.sent = {version: Sent(*sent) for version, sent in event["sent"].items()} | self.sent
+            self.sent = {version: SentDrafter(*sent) for version, sent in event["sent"].items()} | self.sent
 
     def _read_sent(self, event: Mapping[str, Any]) -> None:
         kind, version = event.get("event"), str(event.get("version"))
         if kind == "sent":
             reason, by = str(event.get("reason")), event.get("by")
-            self.sent[version] = Sent(reason, by if isinstance(by, str) else None, self.published)
+            self.sent[version] = SentDrafter(reason, by if isinstance(by, str) else None, self.published)
         elif kind in ("published", "rolled_back", "refused"):
             self.sent.pop(version, None)
 
 
-class Sent(NamedTuple):
+class SentDrafter(NamedTuple):
     """A drafter that a person sent: why, who, and how many versions had been published before."""
 
     reason: str

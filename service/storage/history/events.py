@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.monitor.records import RunEvent
-from service.storage.history.digest import CARRIED, HistoryDigest, Sent, canary_key
+from service.storage.history.digest import CARRIED, HistoryDigest, SentDrafter, canary_key
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
 
@@ -59,7 +59,7 @@ class History:
         """Moves and what waits for the gate, up to date."""
         return self._digest(self._moves(run))
 
-    def sent(self, run: str) -> dict[str, Sent]:
+    def sent(self, run: str) -> dict[str, SentDrafter]:
         """Versions that people sent and that are not judged yet, oldest first."""
         digest = self.digest(run)
         with self._reading:

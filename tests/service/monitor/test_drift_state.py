@@ -17,7 +17,7 @@ from benchmarks.alarms import (
 )
 from service.monitor.drift.limits import DriftConfig, DriftError, Lane, cusum_limit
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
-from service.monitor.drift.state import DriftState, Traffic
+from service.monitor.drift.state import ArrivalRate, DriftState
 from service.monitor.drift.succession import Succession
 
 
@@ -106,7 +106,7 @@ def test_a_state_comes_back_as_it_was_and_one_that_json_cannot_hold_is_not_writt
 
 def test_traffic_counts_from_the_first_batch_on_by_the_time_since_the_one_before() -> None:
     """The first batch says when counting begins; what was before it is not known. A clock set back adds no time."""
-    traffic = Traffic()
+    traffic = ArrivalRate()
     traffic.add(100, 5000.0)
     assert (traffic.rollouts, traffic.seconds) == (3840.0, 3600.0)
     traffic.add(100, 5060.0)

@@ -19,7 +19,7 @@ from service_fixtures import publish
 
 from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
 from service.storage.drafters.versions import MANIFEST
-from service.storage.history.digest import Sent, canary_key
+from service.storage.history.digest import SentDrafter, canary_key
 from service.storage.layout import Layout
 from service.storage.registry import Registry, locked
 
@@ -175,7 +175,8 @@ def test_what_a_full_history_deletes_is_neither_forgotten_nor_made_up(
     for number in range(100):
         registry.history.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
     later = Registry(Layout(tmp_path))
-    assert later.history.sent("default") == registry.history.sent("default") == {sent.version: Sent("better", "ada", 1)}
+    by_ada = {sent.version: SentDrafter("better", "ada", 1)}
+    assert later.history.sent("default") == registry.history.sent("default") == by_ada
     assert later.history.digest("default").published == 1
     assert all(event["event"] == "refused" for event in later.history.read("default"))
     later.hold("default", first.version, "under test")
@@ -198,7 +199,7 @@ def test_a_drafter_that_is_sent_while_the_history_is_full_is_not_lost(
     late = {"event": "sent", "version": first.version, "reason": "better", "by": "ada", "time": 1.0}
     with older.open("a") as file:
         file.write(json.dumps(late) + "\n")
-    assert Registry(Layout(tmp_path)).history.sent("default") == {first.version: Sent("better", "ada", 1)}
+    assert Registry(Layout(tmp_path)).history.sent("default") == {first.version: SentDrafter("better", "ada", 1)}
 
 
 def test_a_verdict_is_read_among_the_moves_and_a_repeat_is_none(registry: Registry) -> None:
