@@ -97,7 +97,7 @@ class Traffic:
         return self.plan.runs * self.plan.engines * drafter_bytes(self.plan.drafter) / self.line
 
 
-class Worker:
+class WorkerLoad:
     """What all runs ask of the worker's GPUs. Seconds, and shares of its time."""
 
     def __init__(self, plan: Deployment, settings: Settings, tflops: float, gpus: float | None) -> None:
@@ -124,7 +124,7 @@ def estimate(
     plan: Deployment, settings: Settings, *, tflops: float = GPU_TFLOPS, worker_gpus: float | None = None
 ) -> dict[str, Fact]:
     """Every fact but money, by name. `worker_gpus`: those there are; None: as many as it takes."""
-    traffic, worker = Traffic(plan), Worker(plan, settings, tflops, worker_gpus)
+    traffic, worker = Traffic(plan), WorkerLoad(plan, settings, tflops, worker_gpus)
     # Share of a step that a claim takes.
     claim = min(1.0, max(settings.claim_tokens, traffic.file_tokens) / plan.sent_tokens)
     return {
@@ -151,7 +151,7 @@ def estimate(
     }
 
 
-def _of_worker(worker: Worker, tflops: float) -> dict[str, Fact]:
+def _of_worker(worker: WorkerLoad, tflops: float) -> dict[str, Fact]:
     rate: Basis = "measured on one H200" if tflops == GPU_TFLOPS else "assumed"
     gpus = f"{worker.gpus:g} GPU{'' if worker.gpus == 1 else 's'}"
     return {
@@ -213,7 +213,7 @@ def _of_download(traffic: Traffic) -> Fact:
     return Fact(traffic.download, "s", "arithmetic", text, traffic.download / plan.step_seconds)
 
 
-def _queued_bytes(traffic: Traffic, worker: Worker, claim: float, checkpoint_seconds: float) -> float:
+def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, checkpoint_seconds: float) -> float:
     """The largest queue of a run: what came before the worker took it, and what no checkpoint has acknowledged."""
     hold = checkpoint_seconds + claim * worker.drain
     if worker.drain > traffic.arrive:
@@ -224,7 +224,7 @@ def _queued_bytes(traffic: Traffic, worker: Worker, claim: float, checkpoint_sec
     return traffic.step_bytes * steps
 
 
-def _lag_seconds(traffic: Traffic, worker: Worker, claim: float) -> float:
+def _lag_seconds(traffic: Traffic, worker: WorkerLoad, claim: float) -> float:
     """From rollouts to engines, in mean.
 
     The first file's way here, turns of other runs, older rollouts passed over, the claim that trains on it, the next

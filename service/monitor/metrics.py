@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from service.monitor.counts import sound
 from service.monitor.current import Current, current
-from service.monitor.drift.cause import Replay, as_fraction, explain
+from service.monitor.drift.cause import HasSums, as_fraction, explain
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live.watch import Watch, failed_pushes
 from service.monitor.records import (
@@ -63,7 +63,7 @@ class RunSnapshot:
     now: float
     api_began: float | None = None
     scores: Sequence[ScoreRecord] = ()
-    replayed: Sequence[Replay] | None = None
+    replayed: Sequence[HasSums] | None = None
     acceptances: Sequence[AcceptanceRecord] = ()
     history: Sequence[RunEvent] = ()
     returns: Sequence[tuple[float, int]] = ()
@@ -84,7 +84,7 @@ class RunSnapshot:
     held: HeldVersion | None = None
 
     @property
-    def by_policy(self) -> Sequence[Replay]:
+    def by_policy(self) -> Sequence[HasSums]:
         """Replay by policy version, which a cause is told from."""
         return self.scores if self.replayed is None else self.replayed
 

@@ -69,7 +69,7 @@ class TrainingStopped(WorkerError):  # noqa: N818 - reads as what happened
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Learnt:
     """What one call of `learn` did, for the log line and the gauges."""
 
     scores: Scores  # of the newest batch
@@ -197,7 +197,7 @@ class Learner:
         newest_waiting: Callable[[], int | None] = lambda: None,
         version_seconds: float | None = None,
         isolated: bool = False,
-    ) -> Outcome | None:
+    ) -> Learnt | None:
         """Score all, judge, then train on what the newest policy wrote, here or still in the queue.
 
         A worker that is behind spends its time where it counts: not on updates towards policies that are gone.
@@ -223,12 +223,12 @@ class Learner:
         )
         if not scored:
             told = passed_over and not passed_over[-1][0].entry.belated
-            return Outcome(passed_over[-1][1], DEFERRED, contest) if told else None
+            return Learnt(passed_over[-1][1], DEFERRED, contest) if told else None
         decision = self._decide(scored, held, version_seconds)
         uncut = isolated or overdue  # who comes to train in one claim of nine does all of it
         share, whole = self._train_on(scored, decision, fates, (lambda: False) if uncut else newer_waits, isolated)
         self.scorer.keeps_up = share == 1.0 and not overdue
-        return Outcome(scored[-1][1], decision, contest, trained_with_recent=whole)
+        return Learnt(scored[-1][1], decision, contest, trained_with_recent=whole)
 
     def _look(
         self,
@@ -309,7 +309,7 @@ class Learner:
             unfinished=self.gate.training.seconds is not None and self.gate.training.done < _WHOLE,
         )
 
-    def report(self, outcome: Outcome) -> None:
+    def report(self, outcome: Learnt) -> None:
         """Say in one line what was done, and set the gauges."""
         size = len(self.lineage.candidate.vocabulary)
         # While the learning rate rises, small gains do not say that little is left to gain.

@@ -124,7 +124,7 @@ class Cause:
     entropy: Estimate | None
 
 
-class Replay(Protocol):
+class HasSums(Protocol):
     """Replay on rollouts of one policy version: a score record, or a sum of several."""
 
     @property
@@ -135,7 +135,7 @@ class Replay(Protocol):
         """What a drafter had; None where it was not scored or had no round."""
 
 
-def explain(change: Change | None, scores: Sequence[Replay], acceptances: Iterable[AcceptanceRecord]) -> Cause | None:
+def explain(change: Change | None, scores: Sequence[HasSums], acceptances: Iterable[AcceptanceRecord]) -> Cause | None:
     """The cause by what the worker measured and by what engines counted; None while the worker has measured nothing."""
     return None if change is None else cause_of(change, engine_change(scores, acceptances))
 
@@ -187,7 +187,7 @@ def _policy_name(change: Change, engine: Estimate | None) -> str:
     return f"policy {how}" if change.prompts is not None else f"policy {how}, or prompts"
 
 
-def engine_change(scores: Sequence[Replay], acceptances: Iterable[AcceptanceRecord]) -> Estimate | None:
+def engine_change(scores: Sequence[HasSums], acceptances: Iterable[AcceptanceRecord]) -> Estimate | None:
     """Change of log(live α / replay α) from the first policy versions to the last, of the served drafters.
 
     The last policy versions that hold 1,000 live rounds are compared with those before them. None where either have
