@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire, row_bytes
+from rl_hooks.sending.tally import Tally
 
 log = logging.getLogger("draftalign.tap")
 
@@ -206,7 +207,8 @@ def _tokens(batch: Sequence[Collected]) -> int:
 class Batcher:
     """Gathers rollouts of one policy version and kind of sampling until they fill a file.
 
-    `add` is for one thread, `flush` for any. `file_bytes`, `rollout_bytes`: `RolloutSender`'s.
+    `add` is for one thread, `flush` for any. `file_bytes`, `rollout_bytes`: `RolloutSender`'s. `tally`
+    counts what is cut (`cut_long`) and left out (`skipped_long`).
     """
 
     def __init__(
@@ -220,6 +222,7 @@ class Batcher:
     ) -> None:
         self._send, self._tokens, self._seconds = send, tokens, seconds
         self._file_bytes, self._rollout_bytes = file_bytes, rollout_bytes
+        self.tally = Tally(log)
         self._waiting: dict[tuple[int, Sampling], list[Collected]] = {}
         self._since = math.inf
         self._lock = threading.Lock()
@@ -230,6 +233,8 @@ class Batcher:
     def add(self, collected: Collected) -> None:
         """Take one rollout in, or the beginning that a file holds; sends when those of its kind fill a file."""
         kept = collected.within(self._rollout_bytes)
+        if kept is not collected:
+            self.tally.add("skipped_long" if kept is None else "cut_long")
         if kept is None:
             return
         with self._lock:

@@ -19,11 +19,12 @@ from service.api.drafters import tagged
 from service.api.problems import Problem
 from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
 from service.api.uploads import json_body, parse_body
+from service.errors import RegistryBusy
 from service.monitor.live.blocks import Block
 from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
 from service.storage.drafters.versions import Manifest
-from service.storage.reports.drafting import Drafting, learn_drafting
+from service.storage.reports.drafting import Drafting, is_settled, learn_drafting
 from service.storage.runs import check_open
 
 log = logging.getLogger("draftalign.api")
@@ -92,7 +93,7 @@ class AcceptanceReport(BaseModel):
         max_length=COUNTED_PROMPTS,
         description=f"Emitted tokens and rounds by the first {COUNTED_DIGITS} digits of a prompt's hash, if known.",
     )
-    depth: int | None = Field(None, description="Tokens that the engine drafts a round, if known.")
+    depth: int | None = Field(None, strict=True, description="Tokens that the engine drafts a round, if known.")
     drafting: str | None = Field(None, description="`greedy` or `probabilistic`, if known.")
     final: bool = False
     canary: CanaryReport | None = None
@@ -170,19 +171,27 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
 
 
 async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) -> str | None:
-    """Suppose of the run what all its engines say; returns a warning where this one drafts otherwise then.
+    """Take over how all engines of the run say they draft. Returns a warning for an engine that drafts otherwise.
 
-    α, gate and training would be wrong for it.
+    α, gate and training are wrong for such an engine.
     """
     run, fixed = report.run, context.settings.model_fields_set
     supposed = Drafting.supposed(context.settings_of(run))
-    said = supposed.but(report.depth, report.drafting)
+    said = supposed.with_said(report.depth, report.drafting)
     if said == supposed or report.method == "ngram":
         return None
     differing = {name for name, value in said if value != getattr(supposed, name)}
     free = differing - fixed
-    if free and report.method == OUR_DRAFTER and await context.evidence.all_draft(run, said):
-        await context.locking(learn_drafting, context.layout, run, said)
+    ours = report.method == OUR_DRAFTER and not is_settled(context.layout, run)
+    if free and ours and await context.evidence.all_draft(run, said):
+        try:
+            await context.locking(learn_drafting, context.layout, run, said)
+        except (
+            OSError,
+            RegistryBusy,
+        ) as error:  # a full disk, say: the next report tries it again
+            log.error("run %s: how its engines draft cannot be written: %s", run, error)
+            return None
         log.warning("run %s: its engines draft %s, %d tokens a round", run, said.drafting, said.depth)
         differing, free = differing & fixed, set()
     facts = {

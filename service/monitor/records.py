@@ -124,7 +124,7 @@ class ScoreRecord:
     """What every drafter would have had on one batch, and what was done with it."""
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({*DRAFTERS, "replayed", "favour"})
+    absent: ClassVar = frozenset({*DRAFTERS, "replayed", "favour", "depth", "drafting"})
     ngram: DrafterSums | None = None
     served: DrafterSums | None = None
     candidate: DrafterSums | None = None
@@ -144,6 +144,8 @@ class ScoreRecord:
     batch_id: str | None = None
     entry_id: str | None = None
     drafter_version: str | None = None
+    depth: int | None = None
+    drafting: str | None = None
     logprob_gap: float | None = None
     favour: Favour | None = None
     action: str | None = None

@@ -149,6 +149,7 @@ class ClaimScorer:
                 policy,
                 self._replays(loaded, looked, part, roles, policy),
                 depth=self._settings.depth,
+                drafting=self._settings.drafting,
                 batch_id=loaded.entry.batch_id,
                 entry_id=loaded.entry.arrived,
                 drafter_version=by,

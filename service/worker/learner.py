@@ -132,7 +132,8 @@ class Learner:
         self.journal.restore(state)
         self.lineage.check_vocabulary()
         self.gate.restore(state["gate"])
-        if state.get("drafting") != Drafting.supposed(self._settings).model_dump():  # none: before it was kept
+        supposed = Drafting.supposed(self._settings).model_dump()
+        if state.get("drafting", supposed) != supposed:  # absent: of before it was kept
             self._measure_from_scratch()
         spool = self._layout.spool(self.run)
         self.recent.restore(state["recent"], spool, state["recent_known"], self.target.normalised)
@@ -144,7 +145,8 @@ class Learner:
     def _measure_from_scratch(self) -> None:
         """Engines draft otherwise now, so what was measured before is of another α: gains, baseline, evidence."""
         log.info("%s: gains and the baseline of α are measured from scratch: engines draft otherwise now", self.run)
-        self.controller.curve = LearningCurve()
+        known = self.controller
+        self.controller = Controller(train_seconds=known.train_seconds, version_seconds=known.version_seconds)
         self.journal.forget_baseline()
         if (event := self.gate.begin(self.gate.served)) is not None:
             self.lineage.record_gain(event)
@@ -288,7 +290,7 @@ class Learner:
         self._record(scored, decision, seconds)
         whole = trained and not isolated and not self._stopping()
         if trained:
-            known = seconds if whole else None  # a training that was stopped says nothing about gains
+            known = seconds if whole and share else None  # one that was stopped, or had no rollout, says nothing
             self.gate.trained(known, scored[-1][0].batch.policy_version, share)
         return share, whole
 
@@ -298,7 +300,7 @@ class Learner:
             self.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
         alpha = _served_alpha(scored)
-        if alpha is None and self.lineage.served_version() is not None:
+        if alpha is None and any(scores.record.drafter_version is not None for _, scores in scored):
             return Decision(Action.IDLE, "no answer here has a second token, so there is nothing to learn")
         economy = Economy(self._settings.worker_cost, self.journal.drafting_share)
         return self.controller.decide(
@@ -342,9 +344,11 @@ class Learner:
             passes=self._settings.train_passes,
             step_tokens=self._settings.train_step_tokens,
             seed=self._settings.seed * 1_000_003 + self.journal.totals.batches,
-            longest=self.recent.longest,
+            longest=self.recent.limit.tokens,
         )
         whole, done, cut = task.tokens, 0, False  # tokens
+        if not whole:  # all of the newest are too long
+            return 0.0, 0.0
 
         def verdict() -> str:
             if self._stopping():  # what is learnt so far is kept; the rest and the gate are left out
@@ -369,12 +373,13 @@ class Learner:
 
     @contextlib.contextmanager
     def _long_ones_blamed(self) -> Iterator[None]:
-        """Where memory runs out inside, the next training leaves long rollouts out."""
+        """Where memory runs out inside, the next trainings leave long rollouts out."""
         try:
             yield
+            self.recent.limit.trained()
         except Exception as error:
             if is_out_of_memory(error) and not is_device_fault(error):
-                self.recent.leave_long_ones_out(self._settings.train_step_tokens)
+                self.recent.ran_out_of_memory(self._settings.train_step_tokens)
             raise
 
     def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[], None]) -> list[Contest]:
@@ -493,7 +498,7 @@ class Learner:
         """Delete the recent rollouts. What was learnt from them stays."""
         memory = self._empty_memory()
         memory.restore([], self._layout.spool(self.run), {})  # deletes their files
-        memory.longest = self.recent.longest
+        memory.limit = self.recent.limit
         self.recent = memory
 
     def forget_heads(self, newest_policy: int) -> None:

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
@@ -32,6 +32,7 @@ from service.storage.reports.store import Store
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.inbox import Inbox, Loaded, Phase, error_text, is_batch_fault
 from service.worker.learner import Learner
+from service.worker.recent import LengthLimit
 
 log = logging.getLogger("draftalign.worker")
 
@@ -52,11 +53,11 @@ class RegisteredAgain(WorkerError):  # noqa: N818
 class Suspicion:
     """What of a run may be at fault. A failure ends its `RunWorker`, and not this.
 
-    `recent`: whether its recent rollouts may be. `longest`: see `RecentRollouts`.
+    `recent`: whether its recent rollouts may be. `limit`: which are too long.
     """
 
     recent: bool = False
-    longest: int | None = None
+    limit: LengthLimit = field(default_factory=LengthLimit)
 
 
 class RunWorker:
@@ -84,7 +85,7 @@ class RunWorker:
         self._layout = layout
         self._target_file = file_id(layout.target(run))  # before it is read
         self.learner = Learner(settings, layout, store, run, stopping)
-        self.learner.recent.longest = self._suspicion.longest
+        self.learner.recent.limit = self._suspicion.limit
         self._checkpoint = WorkerCheckpoint(layout.worker(run))
         self._checkpointed_at = time.monotonic()
         self._checkpoint_took = 0.0  # seconds
@@ -214,7 +215,6 @@ class RunWorker:
                 self.inbox.reject(group[0], f"failed its worker {MAX_DELIVERIES} times, at last alone: {told}")
             elif is_batch_fault(error):
                 self._suspicion.recent = True
-            self._suspicion.longest = self.learner.recent.longest
             raise
 
     # --- checkpoint, then acknowledge

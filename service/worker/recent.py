@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,9 @@ from service.storage.spool import check_blob
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
+
+#: Trainings without the rollouts for which there was no memory, before these are tried again.
+_LIMITED_TRAININGS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,33 @@ class KeptBatch:
 Drawn = list[tuple[KeptBatch, list[int]]]
 
 
+@dataclass
+class LengthLimit:
+    """Tokens beyond which rollouts are not trained on, for memory ran out with such ones; None: all are.
+
+    A window holds whole rollouts: a smaller `step_tokens` does not cut one. After some `trainings` the long ones are
+    tried again, for another process may have had the memory.
+    """
+
+    tokens: int | None = None
+    trainings: int = 0  # until it is lifted
+
+    def tighten(self, lengths: npt.NDArray[np.int64], step_tokens: int) -> bool:
+        """Leave out the longer half of those that have more than `step_tokens`, if others are left then."""
+        suspects = np.sort(lengths[lengths > step_tokens])
+        most = int(suspects[(len(suspects) - 1) // 2]) - 1 if len(suspects) else 0
+        if not (lengths <= most).any():
+            return False
+        self.tokens, self.trainings = most, _LIMITED_TRAININGS
+        return True
+
+    def trained(self) -> None:
+        """A training went well."""
+        self.trainings -= self.tokens is not None
+        if self.trainings <= 0:
+            self.tokens = None
+
+
 class RecentRollouts:
     """Newest batches, oldest first."""
 
@@ -69,8 +99,7 @@ class RecentRollouts:
         # docs/guide/operating.md, "What a paused process can do".
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
-        #: Tokens of the longest rollout that is trained on: memory ran out with longer ones. None: all are.
-        self.longest: int | None = None
+        self.limit = LengthLimit()
         self._kept: list[KeptBatch] = []
         self._unsettled: dict[str, Path] = {}  # name -> where the spool still holds the file
         self._dropped: list[str] = []
@@ -156,20 +185,14 @@ class RecentRollouts:
         """Of all that is kept; None when nothing is."""
         return min((kept.policy_version for kept in self._kept), default=None)
 
-    def leave_long_ones_out(self, step_tokens: int) -> None:
-        """Memory ran out in a training: from now on rollouts of more than half the longest one's tokens are left out.
-
-        A window holds whole rollouts, whatever `step_tokens` is, so no setting helps. Shorter ones than that are not to
-        blame.
-        """
-        longest = max(int(_lengths(kept)[_short(kept, self.longest)].max(initial=0)) for kept in self._kept)
-        if longest > step_tokens:
-            self.longest = max(step_tokens, longest // 2)
+    def ran_out_of_memory(self, step_tokens: int) -> None:
+        """Memory ran out in a training: leave the longest rollouts out of the next ones, if there are others."""
+        lengths = np.concatenate([_lengths(kept)[_short(kept, self.limit.tokens)] for kept in self._kept])
+        if self.limit.tighten(lengths, step_tokens):
             log.warning(
-                "memory ran out in a training with a rollout of %d tokens; until this worker is started again, "
-                "those of more than %d are scored, and not trained on",
-                longest,
-                self.longest,
+                "memory ran out in a training with a rollout of %d tokens; in the next %d, those of more than %d are "
+                "scored and not trained on",
+                *(lengths.max(), self.limit.trainings, self.limit.tokens),
             )
 
     def but(self, newest: Sequence[KeptBatch]) -> list[KeptBatch]:
@@ -265,9 +288,9 @@ def _lengths(kept: KeptBatch) -> npt.NDArray[np.int64]:
     return np.diff(kept.batch.cu_seqlens.numpy())
 
 
-def _short(kept: KeptBatch, longest: int | None) -> list[int]:
+def _short(kept: KeptBatch, longest: int | None) -> npt.NDArray[np.int64]:
     """Places of the rollouts that are no longer than that."""
-    return np.flatnonzero(_lengths(kept) <= (np.inf if longest is None else longest)).tolist()
+    return np.arange(kept.batch.rollouts) if longest is None else np.flatnonzero(_lengths(kept) <= longest)
 
 
 def without(batch: RolloutBatch, places: Sequence[int]) -> RolloutBatch:
@@ -308,8 +331,9 @@ def _fill(
 
 def _draw(batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator, longest: int | None) -> Drawn:
     """Random whole rollouts of all the batches, at least one, up to about `tokens`."""
-    places = [(b, i) for b, kept in enumerate(batches) for i in _short(kept, longest)]
-    lengths = np.array([_lengths(batches[b])[i] for b, i in places])
+    short = [_short(kept, longest) for kept in batches]
+    places = [(b, i) for b, own in enumerate(short) for i in own.tolist()]
+    lengths = np.concatenate([_lengths(kept)[own] for kept, own in zip(batches, short, strict=True)])
     order = rng.permutation(len(places))
     count = int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1
     chosen: dict[int, list[int]] = {}

@@ -129,6 +129,7 @@ def score(
     by_version: Mapping[str, Replay],
     *,
     depth: int,
+    drafting: str,
     batch_id: str,
     entry_id: str,
     drafter_version: str | None,
@@ -182,6 +183,8 @@ def score(
         batch_id=batch_id,
         entry_id=entry_id,
         drafter_version=drafter_version,
+        depth=depth,
+        drafting=drafting,
         logprob_gap=logprob_gap,
         favour=favour,
     )

@@ -117,6 +117,7 @@ class Bench:
             writer,
             replay_each(dict(roles.values()), writer, [batch], 4, "probabilistic"),
             depth=4,
+            drafting="probabilistic",
             batch_id=f"{policy:032x}",
             entry_id=f"{policy + 1}-0",
             drafter_version=VERSION,

@@ -209,6 +209,7 @@ class VllmTap:
             policy_version=version,
             moved=watch.found_moved,
         )
+        self.batcher.tally = self.tap.tally
         self._shares: _Shares | None = None
         if ranks.size > 1:
             joiner = Joiner.of(ranks, self.tap.tally)

@@ -35,12 +35,12 @@ def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made])
     if not url:
         _log.error("draftalign is OFF: DRAFTALIGN_URL=http://host:port is not set")
         return None
-    os.environ.setdefault(ENGINES_SHARE, "0")  # for an engine that starts here later
     try:
         made = attach(_options(url))
     except Exception:  # noqa: BLE001 - the trainer goes on without us
         _log.exception("draftalign is OFF: this policy's rollouts are not sent")
         return None
+    os.environ.setdefault(ENGINES_SHARE, "0")  # for an engine that starts here later
     _log.warning("draftalign is on: %s's rank %d sends rollouts to %s", trainer, rank, url)
     return made
 

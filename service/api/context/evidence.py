@@ -128,7 +128,7 @@ class Evidence:
         if now - self._unlike.get(run, -math.inf) < _ASK_AGAIN_SECONDS:
             return False
         found = await self._store(run).newest_acceptances(time.time() - ENGINE_SILENT_SECONDS)
-        if drafting.is_also(found):
+        if drafting.agrees_with(found):
             return True
         self._unlike[run] = now
         return False

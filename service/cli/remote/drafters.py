@@ -17,7 +17,7 @@ from service.cli.remote.client import LOCAL, Reason, Run, Service, call, client_
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from rl_hooks.release import Manifest
+    from rl_hooks.release import Manifest, PublicKeys
 
 #: A drafter version as page and headline have it.
 _NUMBER = re.compile(r"v[0-9]{6,}")
@@ -138,37 +138,57 @@ def download(
 
 
 def require_free(destination: Path) -> None:
-    """Raise a ConfigurationError where a drafter cannot be written to this directory: it holds something."""
+    """Raise a ConfigurationError where nothing can be written to this directory, or the public keys are none."""
+    public_keys()
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigurationError(f"{destination} holds something already; name a new directory")
 
 
 def fetch_to(destination: Path, service: str, run: str, version: str | None = None) -> str:
-    """Write a version, or the one that is served, to a free directory: verified as an agent does. Its name."""
+    """Write a version, or the one that is served, to a free directory: verified as an agent does. Its name.
+
+    The directory may be a mount point, so it is filled from one inside of it; config.json, without which nothing loads,
+    comes last.
+    """
     from rl_hooks.agent.download import fetch_release
     from rl_hooks.errors import AgentError
+    from rl_hooks.format.drafter import CONFIG_FILE
 
+    made = not destination.exists()
+    destination.mkdir(parents=True, exist_ok=True)
     try:
         manifest = _offered(service, run, version)
-        destination.parent.mkdir(parents=True, exist_ok=True)
         with (
-            tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as staging,
+            tempfile.TemporaryDirectory(prefix=".", dir=destination) as staging,
             client_of(service, timeout=60.0) as client,
         ):
-            fetch_release(client, manifest, Path(staging)).path.rename(destination)
-    except AgentError as error:
-        raise ConfigurationError(str(error)) from error
+            found = fetch_release(client, manifest, Path(staging)).path
+            for name in sorted((file.name for file in manifest.files), key=CONFIG_FILE.__eq__):
+                (found / name).rename(destination / name)
+    except BaseException as error:
+        if made:
+            destination.rmdir()
+        if isinstance(error, AgentError):
+            raise ConfigurationError(str(error)) from error
+        raise
     return manifest.version
+
+
+def public_keys() -> PublicKeys | None:
+    """The service's keys that the environment names. Raises ConfigurationError."""
+    from rl_hooks.release import PublicKeys
+
+    try:
+        return PublicKeys.of_environment(os.environ)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def _offered(service: str, run: str, version: str | None) -> Manifest:
     """The manifest of a version, or of the one that is served; signed, where there are keys."""
-    from rl_hooks.release import SIGNATURE_HEADER, PublicKeys, new_nonce, parse_manifest
+    from rl_hooks.release import SIGNATURE_HEADER, new_nonce, parse_manifest
 
-    try:
-        keys = PublicKeys.of_environment(os.environ)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+    keys = public_keys()
     if version is None:
         nonce = new_nonce()
         answer = call("GET", service, "/drafter/latest", params={"run": run} | ({"nonce": nonce} if keys else {}))

@@ -130,7 +130,7 @@ class Replays:
         prompts: defaultdict[tuple[str, int | None], DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
         rollouts: list[DrafterSums] = []
         self.answered: defaultdict[int | None, float] = defaultdict(float)
-        for score in sorted(scores, key=lambda one: one.arrival):
+        for score in _drafted_alike(sorted(scores, key=lambda one: one.arrival)):
             for version, cell in _replayed(score):
                 found[version, score.policy_version].append(cell)
             # The first token of an answer is no round's.
@@ -196,6 +196,11 @@ class Replays:
         """Replay α of a version over all policy versions."""
         cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]
         return sum(c.tokens for c in cells) / sum(c.rounds for c in cells) if cells else None
+
+
+def _drafted_alike(scores: Sequence[ScoreRecord]) -> list[ScoreRecord]:
+    """Those that were replayed as engines draft now: the newest one tells."""
+    return [one for one in scores if (one.depth, one.drafting) == (scores[-1].depth, scores[-1].drafting)]
 
 
 def _replayed(score: ScoreRecord) -> Iterable[tuple[str, Cell]]:

@@ -7,8 +7,9 @@ engines say in their reports, and the default until one has reported.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,6 +19,9 @@ from service.settings import Settings
 from service.storage.layout import Layout, revalidate
 from service.storage.registry import locked
 from service.storage.runs import load_run
+
+#: What is supposed of a run stays so long. Two engines that report under one name would have it opened again and again.
+CHANGE_SECONDS: Final = 600.0
 
 
 class Drafting(BaseModel):
@@ -32,29 +36,40 @@ class Drafting(BaseModel):
         """What these settings suppose."""
         return cls(depth=settings.depth, drafting=settings.drafting)
 
-    def but(self, depth: int | None, drafting: str | None) -> Drafting:
-        """The same, with what an engine says; what is None, or nothing that an engine can do, stays."""
+    def with_said(self, depth: int | None, drafting: str | None) -> Drafting:
+        """The same, with what an engine says; None, and what no engine can do, changes nothing."""
         found = self
         for said in ({"depth": depth}, {"drafting": drafting}):
             with contextlib.suppress(ValidationError):
                 found = Drafting.model_validate(found.model_dump() | said, strict=True)
         return found
 
-    def is_also(self, others: Iterable[AcceptanceRecord]) -> bool:
-        """Whether the newest report of each of these engines says so too, or nothing of it."""
+    def agrees_with(self, others: Iterable[AcceptanceRecord]) -> bool:
+        """Whether the newest report of each of these engines says the same, or nothing of it."""
         newest = {record.reporter: record for record in sorted(others, key=lambda one: one.reported) if record.ours}
-        return all(self.but(record.depth, record.drafting) == self for record in newest.values())
+        said = {(record.depth, record.drafting) for record in newest.values()}
+        return all(self.with_said(*one) == self for one in said)
 
 
 def settings_of(settings: Settings, layout: Layout, run: str) -> Settings:
-    """The settings, with how the run's engines draft in place of the defaults. Raises OSError. Blocks."""
+    """The settings, with how the run's engines draft in place of the defaults. Raises OSError, of a disk. Blocks."""
     path = layout.run_drafting(run)
     revalidate(path.parent)
     try:
         told = Drafting.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):  # nobody has said it; a damaged file is replaced by the next report
+    # Nobody has said it; what is damaged is replaced by a later report.
+    except (FileNotFoundError, IsADirectoryError, PermissionError, ValidationError):
         return settings
     return settings.model_copy(update={n: v for n, v in told if n not in settings.model_fields_set})
+
+
+def is_settled(layout: Layout, run: str) -> bool:
+    """Whether what is supposed of a run changed a short time ago, so that it stays for now. Blocks."""
+    try:
+        changed = layout.run_drafting(run).stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return abs(time.time() - changed) < CHANGE_SECONDS
 
 
 def learn_drafting(layout: Layout, run: str, found: Drafting) -> None:

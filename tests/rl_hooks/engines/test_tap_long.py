@@ -66,6 +66,7 @@ def test_files_hold_no_more_than_they_may_and_a_rollout_that_is_longer_than_one_
         batcher.add(rollout(name, prompt, tokens))
     batcher.close(5.0)
     assert [[one.request.request_id for one in batch] for batch in sent] == [["a", "b"], ["c"], ["long"], ["d"]]
+    assert (batcher.tally["cut_long"], batcher.tally["skipped_long"]) == (1, 1)
     (long,) = sent[2]
     whole = rollout("long", 2, 300)
     assert len(long.input_ids) == 30

@@ -39,6 +39,9 @@ def test_other_options_are_given_as_json_and_engines_beside_a_hook_send_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("DRAFTALIGN_SAMPLE_FRACTION", raising=False)
+    assert told(monkeypatch, URL="http://s", HOOK_OPTIONS="[]") == []
+    assert "DRAFTALIGN_SAMPLE_FRACTION" not in os.environ, "the hook is off: somebody must send"
+    caplog.clear()
     (options,) = told(monkeypatch, URL="http://s", HOOK_OPTIONS='{"dtype": "float8_e4m3", "queue_bytes": 5}')
     assert (options["dtype"], options["queue_bytes"], options["url"]) == ("float8_e4m3", 5, "http://s")
     assert os.environ["DRAFTALIGN_SAMPLE_FRACTION"] == "0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_fixtures import RunningService
 
+from service.api import acceptance
 from service.api.context import evidence
 from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
+from service.storage.layout import Layout
+from service.storage.reports import drafting
 from service.storage.reports.drafting import Drafting, settings_of
 from service.storage.runs import change_state
 
 DEFAULT = (4, "probabilistic")
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is supposed may change again at once, and engines that differ are asked again at once."""
+    monkeypatch.setattr(drafting, "CHANGE_SECONDS", 0.0)
+    monkeypatch.setattr(evidence, "_ASK_AGAIN_SECONDS", 0.0)
 
 
 def report(service: RunningService, engine: str = "one", rounds: int = 10, **said: Any) -> str | None:
@@ -107,6 +119,7 @@ def test_what_no_setting_says_is_learnt_beside_one_that_does(serve: Callable[...
 def test_engines_that_differ_change_nothing_until_all_say_the_same(
     serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drafting, "CHANGE_SECONDS", 0.0)
     service = served(serve)
     report(service, "one", depth=3)
     report(service, "two", depth=3)
@@ -121,12 +134,12 @@ def test_engines_that_differ_change_nothing_until_all_say_the_same(
     assert supposed(service) == (5, "probabilistic")
 
 
+@pytest.mark.usefixtures("at_once")
 def test_an_engine_that_fell_silent_is_not_waited_for(
     serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = served(serve)
     report(service, "gone", depth=3)
-    monkeypatch.setattr(evidence, "_ASK_AGAIN_SECONDS", 0.0)
     assert report(service, "here", depth=6) is not None
     now = time.time()
     monkeypatch.setattr(evidence, "ENGINE_SILENT_SECONDS", 0.2)
@@ -150,6 +163,45 @@ def test_it_is_each_runs_own_and_goes_with_the_run(serve: Callable[..., RunningS
     assert supposed(service) == DEFAULT
 
 
+def test_two_engines_under_one_name_do_not_have_the_run_opened_again_and_again(
+    serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = served(serve)
+    written: list[Drafting] = []
+
+    def learn(layout: Layout, run: str, found: Drafting) -> None:
+        written.append(found)
+        drafting.learn_drafting(layout, run, found)
+
+    monkeypatch.setattr(acceptance, "learn_drafting", learn)
+    for n in range(40):
+        report(service, depth=3 + n % 2)
+    assert [one.depth for one in written] == [3]
+    assert supposed(service) == (3, "probabilistic")
+    old = time.time() - 601.0
+    os.utime(service.layout.run_drafting("default"), (old, old))
+    assert report(service, depth=5) is None
+    assert supposed(service) == (5, "probabilistic")
+
+
+def test_a_report_is_taken_where_what_it_says_cannot_be_written(
+    serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = served(serve)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafting, "replace_file", full)
+        assert report(service, depth=3) is None
+    assert "how its engines draft cannot be written: [Errno 28]" in caplog.text
+    assert supposed(service) == DEFAULT
+    assert report(service, depth=3) is None
+    assert supposed(service) == (3, "probabilistic")
+
+
+@pytest.mark.usefixtures("at_once")
 def test_a_damaged_file_is_as_none(serve: Callable[..., RunningService]) -> None:
     service = served(serve)
     report(service, depth=3)
@@ -162,7 +214,7 @@ def test_a_damaged_file_is_as_none(serve: Callable[..., RunningService]) -> None
 
 @given(depth=st.one_of(st.none(), st.integers()), drafting=st.one_of(st.none(), st.text(), st.just("greedy")))
 def test_only_what_an_engine_can_do_is_taken(depth: int | None, drafting: str | None) -> None:
-    found = Drafting.supposed(Settings()).but(depth, drafting)
+    found = Drafting.supposed(Settings()).with_said(depth, drafting)
     assert found.depth == (depth if depth is not None and 1 <= depth <= 16 else 4)
     assert found.drafting == (drafting if drafting in ("greedy", "probabilistic") else "probabilistic")
 
@@ -172,11 +224,11 @@ def test_the_newest_report_of_each_engine_counts() -> None:
         return AcceptanceRecord(reporter=reporter, method=method, depth=depth, created=at)
 
     three = Drafting(depth=3, drafting="greedy")
-    assert three.is_also([])
-    assert three.is_also([said(5, 1.0), said(3, 2.0)])
-    assert not three.is_also([said(3, 1.0), said(5, 2.0)])
-    assert not three.is_also([said(3, 1.0), said(5, 1.0, "b")])
-    assert three.is_also([said(3, 1.0), said(5, 1.0, "b", "ngram"), said(None, 1.0, "c")])
+    assert three.agrees_with([])
+    assert three.agrees_with([said(5, 1.0), said(3, 2.0)])
+    assert not three.agrees_with([said(3, 1.0), said(5, 2.0)])
+    assert not three.agrees_with([said(3, 1.0), said(5, 1.0, "b")])
+    assert three.agrees_with([said(3, 1.0), said(5, 1.0, "b", "ngram"), said(None, 1.0, "c")])
 
 
 def test_settings_that_were_given_stay(serve: Callable[..., RunningService]) -> None:

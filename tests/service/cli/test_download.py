@@ -38,10 +38,28 @@ def test_a_version_is_downloaded_as_a_directory(service: RunningService, tmp_pat
     empty.mkdir()
     download(service, str(empty), "--version", first.partition("-")[0])
     for directory, version in ((new, second), (empty, first)):
+        assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
         for file in service.registry.get("default", version).files:
             assert hashlib.sha256((directory / file.name).read_bytes()).hexdigest() == file.sha256
     left = sorted(path.name for path in tmp_path.iterdir() if path != service.layout.root)
     assert left == ["deep", "empty"], "nothing is left beside them"
+
+
+def test_the_directory_may_be_the_working_one_or_behind_a_link(
+    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount point is, they cannot be replaced by another directory."""
+    version = published(service, 1)
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    download(service, str(link))
+    assert sorted(path.name for path in real.iterdir()) == ["config.json", "model.safetensors"]
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert download(service, ".") == f"{version} of run default is in .\n"
+    assert sorted(path.name for path in here.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_what_cannot_be_had_leaves_nothing(service: RunningService, tmp_path: Path) -> None:

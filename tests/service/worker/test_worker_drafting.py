@@ -11,6 +11,7 @@ import pytest
 from service_fixtures import RunningService
 from worker_fixtures import Bench, Nest, nest
 
+from service.monitor.controller import Controller
 from service.storage.reports.drafting import Drafting, learn_drafting, settings_of
 from service.storage.runs import change_state
 from service.worker.loop import RunWorker
@@ -85,6 +86,10 @@ def test_what_was_measured_before_is_no_evidence_afterwards(bench: Bench) -> Non
     assert anew.journal._drift.state.ticks == 0
     assert not any(trial["looks"] for trial in anew.gate.state["trials"].values())
     assert anew.gate.served == kept.gate.served
+    assert kept.controller.trainings > 0
+    assert anew.controller == Controller(
+        train_seconds=kept.controller.train_seconds, version_seconds=kept.controller.version_seconds
+    )
     assert anew.lineage.needed_trainer.config.steps_ahead == 2
     learnt, before = (json.loads(one.lineage.needed_trainer.fingerprint()) for one in (anew, kept))
     assert learnt[2:] == before[2:], "what was learnt stays"

@@ -125,6 +125,7 @@ def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decodin
     assert first.gate["error"] <= 0.05
     assert first.gate["alpha_served"] == pytest.approx(1.0), "plain decoding: one token a round"
     assert first.gate["alpha_candidate"] > 1.0
+    assert {record.action for record in bench.store.scores().values()} == {"train"}, "the claim that published it, too"
     drafter = read_drafter(bench.layout.drafter("default", first.version))
     assert drafter.vocabulary == worker.learner.lineage.candidate.vocabulary
 
