@@ -186,10 +186,7 @@ async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) ->
     if free and ours and await context.evidence.all_draft(run, said):
         try:
             await context.locking(learn_drafting, context.layout, run, said)
-        except (
-            OSError,
-            RegistryBusy,
-        ) as error:  # a full disk, say: the next report tries it again
+        except (OSError, RegistryBusy) as error:  # the next report tries it again
             log.error("run %s: how its engines draft cannot be written: %s", run, error)
             return None
         log.warning("run %s: its engines draft %s, %d tokens a round", run, said.drafting, said.depth)
