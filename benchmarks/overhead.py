@@ -2,7 +2,7 @@
 
     python -m benchmarks.overhead --only bytes     # at once
     python -m benchmarks.overhead --only trl       # some three minutes on two cores
-    python -m benchmarks.overhead --only engine    # after `make vllm`; as long
+    python -m benchmarks.overhead --only engine    # after `make vllm`; as long (--engine-hidden 512: a wider policy)
 
 **trl.** One process trains tiny policies with TRL. The steps alternate between the hook off and on (off on on off ...),
 so that whatever else the machine does meets both. What is sent goes to a process that throws it away. Rollouts are
@@ -164,16 +164,24 @@ class Alternate:
         self._before = self._clocks(on=on)
 
 
+def wide(hidden: int) -> Any:
+    """A random policy of that hidden size."""
+    heads = hidden // 32
+    return tiny_qwen3(
+        LAYERS,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=32,
+        vocab_size=VOCAB,
+    )
+
+
 def train(setting: Setting, url: str, pairs: int) -> tuple[list[Step], dict[str, Any]]:
     """Train for so many pairs of steps; returns the steps, and what was sent."""
     from transformers import PrinterCallback, TrainerCallback
 
-    heads = setting.hidden // 32
-    sizes: dict[str, Any] = {
-        "hidden_size": setting.hidden,
-        "intermediate_size": 3 * setting.hidden,
-        "num_attention_heads": heads,
-    }
     warm_up = 4
     for module in (capture, guard, own_scores, whole):  # the hook's own clock counts processor time
         setattr(module, "time", types.SimpleNamespace(perf_counter=time.thread_time))  # noqa: B010 - mypy
@@ -188,7 +196,7 @@ def train(setting: Setting, url: str, pairs: int) -> tuple[list[Step], dict[str,
         trainer = make_trainer(
             Path(directory),
             steps=warm_up + 2 * pairs + 1,
-            model=tiny_qwen3(LAYERS, head_dim=32, num_key_value_heads=heads // 2, vocab_size=VOCAB, **sizes),
+            model=wide(setting.hidden),
             max_completion_length=TOKENS,
             rollout_func=rollout,
         )
@@ -285,18 +293,25 @@ def burst(server: Any, prompts: Sequence[Sequence[int]]) -> Burst:
     return Burst(tokens / (time.perf_counter() - began), (group_cpu_seconds(server.process.pid) - cpu) / tokens)
 
 
-def engine_table() -> None:
-    """Print what the tap costs a vLLM server."""
+def engine_table(hidden: int | None) -> None:
+    """Print what the tap costs a vLLM server: of the demo's policy, or of a random one of that hidden size."""
     from engine_fixtures import base_policy, elicit_prompts, random_drafter, write
     from vllm_server.vllm_process import VllmServer
+
+    from examples.policy import BASE_POLICY
 
     bursts: dict[float | None, list[Burst]] = {fraction: [] for fraction in FRACTIONS}
     with tempfile.TemporaryDirectory() as scratch, sink() as url:
         drafters = Path(scratch) / "drafters"
-        write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), drafters / "random")
+        policy, draft_vocab_size, files = base_policy()[0], 96, BASE_POLICY
+        if hidden is not None:
+            policy, draft_vocab_size = wide(hidden), VOCAB // 2
+            files = Path(scratch) / "policy"
+            policy.save_pretrained(files)
+        write(random_drafter(policy, seed=5, draft_vocab_size=draft_vocab_size), drafters / "random")
         told = {"URL": url, "SAMPLE_FRACTION": "1.0", "TOKENS_PER_MINUTE": "10000000"}
         environment: dict[str, Any] = {f"DRAFTALIGN_{name}": value for name, value in told.items()}
-        server = VllmServer(Path(scratch), drafters / "random", drafters, **environment)
+        server = VllmServer(Path(scratch), drafters / "random", drafters, policy=files, **environment)
         try:
             server.wait_until_healthy()
             server.generate([5], max_tokens=1)  # the tap begins with the first request
@@ -366,6 +381,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("bytes", "trl", "engine"), help="one of the tables")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256], help="hidden sizes of the policies")
+    parser.add_argument("--engine-hidden", type=int, help="of the engine's policy; unset: the demo's")
     parser.add_argument("--pairs", type=int, default=10, help="pairs of steps, one with and one without the hook")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -381,7 +397,7 @@ def main() -> None:
             if only == "trl":
                 trl_table(asked.hidden, asked.pairs)
             else:
-                engine_table()
+                engine_table(asked.engine_hidden)
             print(f"load of the machine after: {_load()}")
 
 
