@@ -217,7 +217,7 @@ class Task:
 
     @property
     def tokens(self) -> float:
-        """Tokens that its windows have together, but for the last one's end."""
+        """Tokens that its windows have together; the last window may bring a few more."""
         return self.passes * sum(int(_lengths(kept)[_short(kept, self.longest)].sum()) for kept in self.newest)
 
     def drawn(self) -> Iterator[Drawn]:
