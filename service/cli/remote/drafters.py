@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -167,7 +168,8 @@ def fetch_to(destination: Path, service: str, run: str, version: str | None = No
                 (found / name).rename(destination / name)
     except BaseException as error:
         if made:
-            destination.rmdir()
+            with contextlib.suppress(OSError):  # not empty, where the disk failed half way
+                destination.rmdir()
         if isinstance(error, AgentError):
             raise ConfigurationError(str(error)) from error
         raise

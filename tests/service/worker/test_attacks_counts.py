@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,13 +96,6 @@ class Runs:
 
 
 @pytest.fixture
-def service(bench: Bench) -> Iterator[RunningService]:
-    started = RunningService(state_dir=bench.layout.root, redis_url=bench.redis_url)
-    yield started
-    started.stop()
-
-
-@pytest.fixture
 def runs(bench: Bench, service: RunningService, tmp_path: Path) -> Iterator[Runs]:
     with nest(tmp_path / "log") as workers:
         pid = workers.start(bench)
@@ -130,6 +124,37 @@ def test_hostile_counts_by_prompt_of_one_run_change_nothing_of_the_other(runs: R
     runs.train("after")
     assert runs.report("honest", runs.honest_counts()).json()["engine"] == "healthy"
     assert 'draftalign_publishing_held{run="honest"} 0.0' in runs.told("honest")["gauges"]
+
+
+def test_hostile_ways_to_draft_of_one_run_change_nothing_of_the_other(runs: Runs) -> None:
+    """The most that an engine can say has its own run replayed at 16 drafts, once; what it says after that, nothing."""
+    verdict = runs.report("honest", runs.honest_counts()).json()
+    before = runs.told("honest")
+    counts = {"rounds": 100, "accepted_tokens": 100, "drafted_tokens": 400}
+    for number in range(30):
+        for depth, drafting in ((16, "greedy"), (1, "probabilistic"), (10**18, "x" * 500), (-1, "\x00"), (0, "")):
+            reply = runs.report("evil", counts | {"depth": depth, "drafting": drafting}, f"engine {number % 3}")
+            assert reply.status_code == 200, reply.text
+    for odd in (True, "2", 2.5, [4], {"depth": 4}):
+        assert runs.report("evil", counts | {"depth": odd}).status_code == 422
+    assert runs.report("honest", runs.honest_counts()).json() == verdict
+    assert runs.told("honest") == before
+
+    def positions(run: str) -> int:
+        newest = list(Store(runs.bench.redis, run).scores().values())[-1]
+        return len((newest.replayed or ())[0].accepted)
+
+    for number in range(20):  # the worker looks each second for how engines draft
+        runs.train(f"after {number}")
+        if positions("evil") == 16:
+            break
+        time.sleep(0.5)
+    assert positions("evil") == 16
+    assert positions("honest") == 4
+    found = {run: runs.service.client.get(f"/runs/{run}").json() for run in ("honest", "evil")}
+    assert [(one["depth"], one["drafting"]) for one in found.values()] == [(4, "probabilistic"), (16, "greedy")]
+    assert [one["worker_error"] for one in found.values()] == [None, None]
+    assert runs.report("honest", runs.honest_counts()).json()["engine"] == "healthy"
 
 
 @dataclass

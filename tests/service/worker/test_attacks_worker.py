@@ -20,7 +20,7 @@ from service_fixtures import HEADERS, RunningService
 from service_fixtures import run_file as plain_run_file
 from storage_fixtures import RolloutQueue, Store
 from torch import Tensor
-from worker_fixtures import Bench, Nest, alive, joined, nest
+from worker_fixtures import Bench, Nest, alive, joined
 
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
@@ -30,19 +30,6 @@ from rl_hooks.sending.features import as_wire
 @pytest.fixture
 def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
     with Bench(tmp_path / "state", redis_url) as made:
-        yield made
-
-
-@pytest.fixture
-def service(bench: Bench) -> Iterator[RunningService]:
-    started = RunningService(state_dir=bench.layout.root, redis_url=bench.redis_url)
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Nest]:
-    with nest(tmp_path / "workers.log") as made:
         yield made
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from service_fixtures import HEADERS, RunningService
-from worker_fixtures import Bench, Nest, nest
+from worker_fixtures import Bench, Nest
 
 from rl_hooks.sending.sender import RolloutSender
 from service.errors import LatestHeld
@@ -25,19 +25,6 @@ from service.worker.process.worker import Worker
 EAGER: dict[str, Any] = {"gate_min_gain": 0.005, "recent_tokens": 100_000, "learning_rate": 5e-3}
 #: Most batches until a gain is shown.
 _BATCHES = 16
-
-
-@pytest.fixture
-def service(bench: Bench) -> Iterator[RunningService]:
-    started = RunningService(state_dir=bench.layout.root, redis_url=bench.redis_url)
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Nest]:
-    with nest(tmp_path / "workers.log") as made:
-        yield made
 
 
 def post(bench: Bench, service: RunningService, name: str, **options: Any) -> httpx.Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from service_fixtures import HEADERS, RunningService, publish
 from torch import Tensor
 from typer.testing import CliRunner
-from worker_fixtures import DRAFT, Bench, Nest, joined, nest
+from worker_fixtures import DRAFT, Bench, Nest, joined
 
 from benchmarks.gate_error import WORLDS, World
 from benchmarks.sent import NOISY
@@ -32,19 +32,6 @@ from service.worker.promotion import gate as promotion
 
 #: The candidate learns nothing, so that what was sent is what changes.
 SETTINGS: dict[str, Any] = {"gate_min_gain": 0.005, "learning_rate": 1e-12, "keep_versions": 3}
-
-
-@pytest.fixture
-def service(bench: Bench) -> Iterator[RunningService]:
-    started = RunningService(state_dir=bench.layout.root, redis_url=bench.redis_url)
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Nest]:
-    with nest(tmp_path / "workers.log") as made:
-        yield made
 
 
 @pytest.fixture

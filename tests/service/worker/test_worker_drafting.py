@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from service_fixtures import RunningService
-from worker_fixtures import Bench, Nest, nest
+from worker_fixtures import Bench, Nest
 
 from service.monitor.controller import Controller
 from service.storage.reports.drafting import Drafting, learn_drafting, settings_of
@@ -17,19 +15,6 @@ from service.storage.runs import change_state
 from service.worker.loop import RunWorker
 
 OPEN: dict[str, Any] = {"recent_tokens": 100_000}
-
-
-@pytest.fixture
-def service(bench: Bench) -> Iterator[RunningService]:
-    started = RunningService(state_dir=bench.layout.root, redis_url=bench.redis_url)
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Nest]:
-    with nest(tmp_path / "workers.log") as made:
-        yield made
 
 
 def positions(bench: Bench, batch: str) -> int:
