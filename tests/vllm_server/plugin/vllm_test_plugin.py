@@ -110,15 +110,21 @@ def keep_collected(self: Any) -> None:
 
 
 def take_collected(self: Any, path: str) -> list[dict[str, Any]]:
-    """Write the tensors of every rollout as `3.aux`, ...; return what else is known of them."""
+    """Write the tensors of every rollout as `3.aux`, ...; return what else is known of them.
+
+    Every rank is asked, with the same path. Only the first one of a tensor-parallel group collects: another writes
+    nothing, or its empty file could take the place of the first one's.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    for i, one in enumerate(self.tests_collected):
+    collected = list(self.tests_collected)
+    for i, one in enumerate(collected):
         tensors |= {f"{i}.{name}": getattr(one, name).contiguous() for name in ("aux", "last", "logsumexp")}
         tensors |= {
             f"{i}.{name}": torch.from_numpy(getattr(one, name)) for name in ("input_ids", "generated", "logprobs")
         }
-    save_file(tensors, path)
-    return [{"id": c.request.request_id, "first": c.first_position} for c in self.tests_collected]
+    if collected:
+        save_file(tensors, path)
+    return [{"id": c.request.request_id, "first": c.first_position} for c in collected]
 
 
 def set_tap(self: Any, fraction: float | None) -> None:
