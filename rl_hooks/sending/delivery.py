@@ -45,6 +45,8 @@ class ServiceClient:
     tally: Tally
     #: The service has answered that it accepts nothing from this trainer: the run is another policy's, or closed.
     refused: bool = False
+    #: The service has answered the registration: the run existed.
+    joined: bool = False
     #: Rows that the run wants of the last state, as the service said last; all until it has said so.
     last_rows: wire.LastRows = "all"
     #: Whether the service reads files that hold what a prompt's rollouts share once; not until it has said so.
@@ -97,6 +99,7 @@ class ServiceClient:
             fields = reply.fields
             if registers:
                 self._not_registered = ""  # an earlier try was refused
+                self.joined = reply.status == 200
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
                 self.tally.note(f"warning {kind_of(warning)}", f"the drafter service says: {warning}")

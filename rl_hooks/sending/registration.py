@@ -337,9 +337,11 @@ def head_job(run: str, weight: Tensor, policy_version: int) -> Job:
 
 
 class HeadWatch:
-    """Tells when the head has moved by more than `tolerance` since it was last sent.
+    """Tells when the head is to be sent again: it has moved by more than `tolerance`, or must hide other heads.
 
-    Moved: |W' - W| / |W|, Frobenius, over at most 256 rows spread evenly over the vocabulary.
+    Moved: |W' - W| / |W|, Frobenius, over at most 256 rows spread evenly over the vocabulary. A run that existed may
+    hold heads of an earlier attempt, which only one that is received later hides. So there the first head of a version
+    that was not registered is sent, moved or not.
     """
 
     ROWS: Final = 256
@@ -349,20 +351,25 @@ class HeadWatch:
         V = weight.shape[0]
         self._rows = torch.linspace(0, V - 1, min(self.ROWS, V), dtype=torch.float64).long()
         self._sent = self._sample(weight)
-        # Until the first batch has come; then None.
+        #: Until a head was sent after it; then None.
         self._registered_version: int | None = policy_version
+        self._begun = False
 
     def _sample(self, weight: Tensor) -> Tensor:
         return weight.detach()[self._rows.to(weight.device)].float().cpu()
 
-    def is_due(self, weight: Tensor, policy_version: int) -> bool:
-        """Whether the head is to be sent before a batch of this policy version."""
-        # A first batch of another version: the run was resumed, and the service may hold a head of an earlier attempt.
-        resumed = self._registered_version not in (None, policy_version)
-        self._registered_version = None
+    def is_due(self, weight: Tensor, policy_version: int, *, joined: bool = False) -> bool:
+        """Whether the head is to be sent before a batch of this policy version.
+
+        `joined`: the service has answered the registration, and the run existed. A first batch of another version than
+        was registered says as much: the trainer goes on from a checkpoint.
+        """
+        existed, self._begun = joined or not self._begun, True
+        hides = existed and self._registered_version not in (None, policy_version)
         change = (self._sample(weight) - self._sent).norm() / self._sent.norm().clamp_min(1e-30)
-        return resumed or float(change) > self.tolerance
+        return hides or float(change) > self.tolerance
 
     def mark(self, weight: Tensor) -> None:
         """The service has been sent this head."""
         self._sent = self._sample(weight)
+        self._registered_version = None

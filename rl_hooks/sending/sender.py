@@ -91,6 +91,11 @@ class RolloutSender:
         return self._changed
 
     @property
+    def joined(self) -> bool:
+        """Whether the run existed when it was registered, as the service has answered."""
+        return self._delivery.joined
+
+    @property
     def refused(self) -> bool:
         """Whether the run is another policy's, closed or not there, as the service said; then nothing more is sent."""
         return self._delivery.refused

@@ -71,7 +71,7 @@ class Registrar:
                 self.close()
             return
         self._asked_version = policy_version
-        if self._watch is None or not self._watch.is_due(head_VH, policy_version):
+        if self._watch is None or not self._watch.is_due(head_VH, policy_version, joined=self._sender.joined):
             return
         if self._sender.submit_job(head_job(self._sender.run, head_VH, policy_version)):
             self._watch.mark(head_VH)

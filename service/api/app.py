@@ -46,7 +46,7 @@ from service.errors import ConfigurationError, RunNotFound
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.monitor import metrics
 from service.settings import Settings
-from service.storage.ready import connect_async
+from service.storage.ready import connect_async, is_of_one_key
 
 log = logging.getLogger("draftalign.api")
 
@@ -177,9 +177,10 @@ async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
             snapshots[run] = await read_now(context, run)
         except RunNotFound:
             continue  # deleted meanwhile
-        except RedisError:
-            raise
-        except Exception as error:  # noqa: BLE001 - one damaged run must not blind the alerts of the others
+        except Exception as error:
+            if isinstance(error, RedisError) and not is_of_one_key(error):
+                raise
+            # One damaged run must not blind the alerts of the others.
             unreadable.append(run)
             log.error("the metrics lack run %s: %s", run, error)
     return await asyncio.to_thread(

@@ -38,7 +38,7 @@ from service.errors import (
     TooManyReporters,
     VersionNotFound,
 )
-from service.storage.ready import why_unusable
+from service.storage.ready import is_of_one_key, why_unusable
 
 log = logging.getLogger("draftalign.api")
 #: Of a 429 or 503 that names no time: a trainer that waits for room, or for Redis, asks again this soon.
@@ -200,6 +200,9 @@ def as_problem(error: Exception) -> Problem:
             return Problem(503, "redis-full", "Redis is out of memory; nothing was queued")
         case redis_errors.RedisError() if (reason := why_unusable(error)) is not None:
             return Problem(503, "redis-unusable", f"nothing was queued: Redis {reason}")
+        case redis_errors.ResponseError() if is_of_one_key(error):
+            what = "a key of the run in Redis holds what the service did not write"
+            return Problem(503, "run-damaged", f"{what}; its log has the command. Delete that key, or the run")
         case redis_errors.ConnectionError() | redis_errors.TimeoutError():  # loading its data counts as away
             return Problem(503, "redis-away", "Redis does not answer; nothing was queued")
         case RequestValidationError():

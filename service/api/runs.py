@@ -29,6 +29,7 @@ from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import FileId, file_id, is_there
+from service.storage.ready import is_of_one_key
 from service.storage.reports.drafting import Drafting
 from service.storage.runs import (
     RunRecord,
@@ -235,9 +236,10 @@ async def get_runs(context: Context, caller: Caller) -> list[dict[str, Any]]:
             found.append(facts | {"headline": to_jsonable_python(await read_headline(context, run))})
         except RunNotFound:
             continue  # deleted meanwhile
-        except RedisError:
-            raise
-        except Exception as error:  # noqa: BLE001 - one damaged run must not hide the others
+        except Exception as error:
+            if isinstance(error, RedisError) and not is_of_one_key(error):
+                raise
+            # One damaged run must not hide the others.
             log.error("run %s cannot be read: %s", run, error)
             said = Headline("bad", "unreadable", "Unreadable", f"Unreadable: {error}")
             found.append({"run": run, "created": None, "drafter": None, "state": None, "headline": asdict(said)})

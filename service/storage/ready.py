@@ -206,6 +206,11 @@ def write_test(redis: Redis) -> None:
     redis.eval(_TEST_WRITE, len(keys), *keys)
 
 
+def is_of_one_key(error: BaseException) -> bool:
+    """Whether Redis is well, and a key of one run holds what the service did not write: that run's trouble alone."""
+    return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
+
+
 def why_unusable(error: Exception) -> str | None:
     """What is wrong with a Redis that answers and does not take writes, and what to do; None for any other error."""
     what: tuple[str, str] | None = None

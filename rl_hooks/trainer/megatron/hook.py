@@ -249,7 +249,8 @@ class MegatronHook:
                 check_packing(part.packing, plan.layout)
             head = part.weights()[1]
             if self._watch is not None and reading.policy_version != self._asked_version:  # it waits for the device
-                self._due = self._watch.is_due(head, reading.policy_version) or self._due
+                due = self._watch.is_due(head, reading.policy_version, joined=self.sender.joined)
+                self._due = due or self._due
                 self._asked_version = reading.policy_version
         except Exception as wrong:  # noqa: BLE001 - told to the other ranks; `agree` raises it on all
             error = f"{type(wrong).__name__}: {wrong}"

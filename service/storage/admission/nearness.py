@@ -57,7 +57,8 @@ def join_run(layout: Layout, run: str, registered: MappedFile, path: Path) -> Jo
     The trainer may be older than the run: the head received last is of a higher version. If its version is above 0, the
     trainer has gone back to an earlier checkpoint. Its head is kept as received now, so it hides the heads of the
     abandoned attempt (`Target.at`). Version 0 hides no head, because an engine's tap always says 0: a tap of an engine
-    that loaded its weights from disk looks like a trainer that starts again. That trainer's next head hides the others.
+    that loaded its weights from disk looks like a trainer that starts again. The hook of such a trainer sends its head
+    with the next version, and that one hides the others.
     """
     offered = MappedFile(path)
     head = _Head.of(offered, int(offered.header.metadata["policy_version"]))

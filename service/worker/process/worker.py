@@ -5,8 +5,8 @@ that took less than others waits for the claim in hand, and for nothing else, ho
 
 An exception ends at the run in which it was raised: the run is closed, its error is told (`worker_error`), and it is
 opened again from its last checkpoint later. Where the disk failed it stays open, with what it holds in memory, and is
-left alone for a while. Only Redis being away holds all runs up, and only a fault of the device ends the process,
-because CUDA works for no run after it.
+left alone for a while. Only Redis being away holds all runs up; a key of one run that holds what the service did not
+write is that run's trouble. Only a fault of the device ends the process, because CUDA works for no run after it.
 
 A run that a person has paused or archived is closed after a checkpoint, so it holds no memory. What an archived one had
 in its queue ends as skipped.
@@ -25,12 +25,13 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from redis import Redis
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from drafter.device import is_device_fault, is_out_of_memory
@@ -42,7 +43,7 @@ from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id, is_there
 from service.storage.lease import Leases
 from service.storage.queue.deliveries import RolloutQueue
-from service.storage.ready import why_unusable
+from service.storage.ready import is_of_one_key, why_unusable
 from service.storage.reports.drafting import Drafting, settings_of
 from service.storage.reports.store import Store
 from service.storage.runs import read_state
@@ -170,7 +171,7 @@ class Worker:
         Raises it again where it is of no single run: where Redis is away, or the device has failed.
         """
         match error:
-            case RedisError():
+            case RedisError() if not is_of_one_key(error):
                 raise error
             case LeaseLost() | CheckpointSuperseded():
                 self._drop(run, str(error))
@@ -236,10 +237,10 @@ class Worker:
     def _tell(self, run: str, seconds: float, error: str) -> None:
         state = self._runs[run]
         state.proven, state.retry_at = False, time.monotonic() + seconds
-        if self._leases.is_anothers(run):
-            return  # that one says how it is, and would not take this back
         error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
-        Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
+        with _as_far_as_its_keys_go(run):
+            if not self._leases.is_anothers(run):  # that one says how it is, and would not take this back
+                Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
 
     def _note_work(self, run: str) -> None:
         """Take back what was said of a run's trouble: it was opened and has worked, or has nothing to do any more."""
@@ -295,9 +296,9 @@ class Worker:
             if wanted.state == "archived" and state.empty_until <= now:
                 try:
                     self._clear(run, state)
-                except RedisError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+                except Exception as error:
+                    if isinstance(error, RedisError) and not is_of_one_key(error):
+                        raise
                     log.error("the queue of archived run %s is not cleared: %s", run, error)
                     state.empty_until = now + _LOOK_AT_ARCHIVED_SECONDS
             return
@@ -351,7 +352,8 @@ class Worker:
     def _give_back(self, run: str) -> None:
         """Serve the run no more, and let other workers have it."""
         self._runs[run].suspicion.recent = False  # the next worker finds that out by itself
-        self._heartbeat.give_back(run)
+        with _as_far_as_its_keys_go(run):
+            self._heartbeat.give_back(run)
 
     def _clear(self, run: str, state: Run) -> None:
         """End what the queue of an archived run holds, at most a claim of it at a time, and delete its files."""
@@ -425,6 +427,17 @@ class Worker:
             log.warning("%s: not closed in order (%s); its entries will be delivered again", run, error, exc_info=trace)
             return False
         return True
+
+
+@contextlib.contextmanager
+def _as_far_as_its_keys_go(run: str) -> Iterator[None]:
+    """What is said of a run's trouble must not end at the key that is the trouble."""
+    try:
+        yield
+    except ResponseError as error:
+        if not is_of_one_key(error):
+            raise
+        log.error("run %s: %s", run, error)
 
 
 def _is_the_files(error: Exception) -> bool:

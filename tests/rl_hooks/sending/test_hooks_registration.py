@@ -154,7 +154,23 @@ def test_head_movement_is_the_relative_frobenius_change_of_sampled_rows() -> Non
 def test_the_head_is_due_where_the_first_batch_is_of_another_version_than_was_registered() -> None:
     head = torch.randn(10, 16)
     watch = HeadWatch(head, 0.01, policy_version=3)
-    assert [watch.is_due(head, version) for version in (4, 5)] == [True, False]
+    assert watch.is_due(head, 4)
+    watch.mark(head)
+    assert not watch.is_due(head, 5)
+
+
+def test_in_a_run_that_existed_the_head_is_sent_once_however_little_it_has_moved() -> None:
+    """What an earlier attempt has sent of later versions is hidden by it; the registered version needs none."""
+    head = torch.randn(10, 16)
+    watch = HeadWatch(head, 0.01, policy_version=0)
+    assert not watch.is_due(head, 0, joined=True)
+    assert watch.is_due(head, 1, joined=True)
+    assert watch.is_due(head, 2, joined=True)  # it could not be queued
+    watch.mark(head)
+    assert not watch.is_due(head, 3, joined=True)
+
+    answered_late = HeadWatch(head, 0.01, policy_version=0)
+    assert [answered_late.is_due(head, v, joined=v > 1) for v in (0, 1, 2)] == [False, False, True]
 
 
 def test_a_missing_initial_drafter_is_named() -> None:

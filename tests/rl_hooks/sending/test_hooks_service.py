@@ -151,6 +151,35 @@ def test_a_resumed_trainer_never_falls_back_onto_heads_of_the_attempt_that_it_ab
     assert largest_gap(bench) < 0.05, "of its own head"
 
 
+@pytest.mark.parametrize("moved", [0.0, 0.3, 0.48])
+def test_a_trainer_that_begins_again_at_step_0_meets_no_head_of_the_attempt_that_it_abandoned(
+    attach: Attach, bench: Bench, moved: float
+) -> None:
+    """Its head never moves: nothing but the registration's answer tells the hook to send it."""
+    model = tiny()
+    hook = attach(model)
+    worker = bench.worker()
+    step(hook, model, 0)
+    bench.drain(worker)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        head = model.lm_head.weight
+        shift = torch.randn(head.shape, generator=torch.Generator().manual_seed(1))
+        head.add_(shift * (moved * head.norm() / shift.norm()))
+    for version in range(1, 6):
+        step(hook, model, version)
+        bench.drain(worker)
+    hook.close(5.0)
+    model.load_state_dict(start)
+    again = attach(model)
+    for version in range(6):
+        step(again, model, version)
+        bench.drain(worker)
+    assert (bench.queue.counters()["dead_total"], bench.queue.counters()["acked_total"]) == (0, 12)
+    assert largest_gap(bench) < 0.05, "of its own head"
+    assert again.stats()["head_updates"] == 1
+
+
 def test_another_policy_under_a_runs_name_is_turned_away_and_costs_the_run_nothing(
     attach: Attach, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
