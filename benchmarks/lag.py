@@ -6,7 +6,9 @@
 The clock counts RL steps and is not the machine's: each optimizer step, replay and publish takes what it took beside RL
 in the demo on two busy cores (`Costs`), times `--pace`, so the table does not depend on what else runs. With each RL
 step the next policy version's rollouts arrive, whatever the worker does. The engine takes what is published when its
-next RL step begins. `--events` prints what was done when.
+next RL step begins. A recording with more prompts a step (`--prompts 32`) is played with as many times the rollouts of
+a look, tokens of an optimizer step and recent tokens. `--events` prints what was done when, and α of each policy
+version's rollouts with the served drafter and with the candidate.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -28,10 +31,13 @@ from benchmarks.recording import Recording, open_recording
 from benchmarks.tracking import initial_drafter
 from benchmarks.worker_run import WorkerRun
 from drafter.training.trainer import DrafterTrainer
-from examples.demo import SERVICE_SETTINGS
+from examples.demo import PROMPTS_PER_STEP, SERVICE_SETTINGS
 from examples.policy import AUX_LAYERS, load
 from service.settings import Settings
 from service.worker.recent import KeptBatch
+
+#: Settings that are sized for the rollouts of one RL step.
+_PER_STEP: Final = ("gate_rollouts", "train_step_tokens", "recent_tokens")
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
     drafter = copy.deepcopy(initial_drafter(recording.directory))
     played = Played()
     chosen: dict[str, Any] = {name.removeprefix("DRAFTALIGN_").lower(): v for name, v in SERVICE_SETTINGS.items()}
+    for name in _PER_STEP:
+        chosen[name] = int(chosen[name]) * recording.prompts // PROMPTS_PER_STEP
     with WorkerRun(
         directory,
         policy.config.to_dict(),
@@ -141,6 +149,9 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
         def scored(*args: Any) -> Any:
             found = score(*args)
             clock.spend(costs.batch + costs.replay * (0 if found is None else len(found.versions)))
+            if events and found is not None:
+                told = ", ".join(f"{name} {found.alpha(name) or math.nan:.3f}" for name in ("served", "candidate"))
+                print(f"step {clock.now:6.1f}: α of policy {found.record.policy_version}: {told}")
             return found
 
         def promoted(*args: Any) -> Any:

@@ -3,7 +3,7 @@
 TRL's GRPOTrainer, a demo task's prompts and reward, the demo's inference server; no drafter anywhere, so that what is
 replayed later does not depend on one. A recording is a directory:
 
-    recording.json           {format, task, seed, steps, learning_rate, rewards}, rewards by policy version
+    recording.json           {format, task, seed, steps, learning_rate, prompts, rewards}, rewards by policy version
     base.safetensors         rollouts of the base policy, for drafters that are trained before RL begins
     last.safetensors         as many of the policy that RL ended with, on prompts of the run's last step
     stale.safetensors        the same rollouts with the base policy's features
@@ -52,6 +52,7 @@ class Recording:
     task: Task
     seed: int
     learning_rate: float
+    prompts: int  # of a step
     rewards: dict[int, float]  # policy version -> mean reward of its rollouts
     directory: Path
     base: RolloutBatch  # rollouts of the base policy
@@ -80,6 +81,7 @@ def open_recording(directory: Path, *, every: int = 1, until: int = 1 << 30) -> 
         task=TASKS[facts.get("task", "elicit")],
         seed=int(facts["seed"]),
         learning_rate=float(facts["learning_rate"]),
+        prompts=int(facts.get("prompts", demo.PROMPTS_PER_STEP)),
         rewards={int(v): float(r) for v, r in facts["rewards"].items()},
         directory=directory,
         base=load_batch(directory / BASE_FILE),
@@ -92,8 +94,16 @@ def open_recording(directory: Path, *, every: int = 1, until: int = 1 << 30) -> 
     )
 
 
-def record(directory: Path, task: Task, *, seed: int, steps: int, learning_rate: float) -> None:
-    """Run RL for `steps` steps and write the recording."""
+def record(
+    directory: Path,
+    task: Task,
+    *,
+    seed: int,
+    steps: int,
+    learning_rate: float,
+    prompts: int = demo.PROMPTS_PER_STEP,
+) -> None:
+    """Run RL for `steps` steps of so many prompts and write the recording."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"})
     directory.mkdir(parents=True, exist_ok=True)
     port = demo.free_port()
@@ -102,7 +112,7 @@ def record(directory: Path, task: Task, *, seed: int, steps: int, learning_rate:
         engine = EngineClient(f"http://127.0.0.1:{port}")
         engine.wait(process)
         policy, tokenizer = load(task.base_policy)
-        config = demo.DemoConfig(steps=steps, seed=seed, out=directory, task_name=task.name)
+        config = demo.DemoConfig(steps=steps, seed=seed, out=directory, task_name=task.name, prompts=prompts)
         recorder = _Recorder(config, Path(scratch), engine, policy, tokenizer)
         recorder.record_base()
         recorder.trainer.args.learning_rate = learning_rate  # the optimizer is built when training begins
@@ -115,6 +125,7 @@ def record(directory: Path, task: Task, *, seed: int, steps: int, learning_rate:
         "seed": seed,
         "steps": steps,
         "learning_rate": learning_rate,
+        "prompts": prompts,
         "rewards": {v: logs["reward"] for v, logs in sorted(recorder.logged.items())},
     }
     (directory / "recording.json").write_text(json.dumps(facts, indent=1))  # last: it says that all is there

@@ -42,6 +42,7 @@ from drafter.policy import Policy, TargetHead
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from examples import TASKS
+from examples.demo import PROMPTS_PER_STEP
 from examples.initial_drafter import SEQUENCES_PER_STEP, save_drafter, train_initial_drafter
 from examples.policy import load
 from rl_hooks.sending.features import to_e4m3
@@ -336,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", choices=TASKS, default="elicit")
     parser.add_argument("--steps", type=int, default=40, help="RL steps to record")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the RL run that is recorded")
+    parser.add_argument("--prompts", type=int, default=PROMPTS_PER_STEP, help="of an RL step; 8 rollouts of each")
     parser.add_argument("--every", type=int, default=2, help="replay every n-th policy version")
     parser.add_argument("--until", type=int, default=30, help="first policy version that is left out")
     parser.add_argument("--only", nargs="*", default=[], help="names of recipes")
@@ -345,9 +347,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     if options.action == "record":
         for seed in options.seeds:
-            rate = options.learning_rate
             record(
-                options.out / f"seed-{seed}", TASKS[options.task], seed=seed, steps=options.steps, learning_rate=rate
+                options.out / f"seed-{seed}",
+                TASKS[options.task],
+                seed=seed,
+                steps=options.steps,
+                learning_rate=options.learning_rate,
+                prompts=options.prompts,
             )
     elif options.action == "replay":
         _replay_all(options)

@@ -73,6 +73,7 @@ class DemoConfig:
     engine: str = "example"
     keep: bool = False
     task_name: str = "elicit"
+    prompts: int = PROMPTS_PER_STEP
 
     @property
     def task(self) -> Task:
@@ -276,10 +277,10 @@ class Session:
             from trl import GRPOConfig, GRPOTrainer
 
         task = self.config.task
-        rows = task.curriculum(self.config.steps, PROMPTS_PER_STEP, self.config.seed)
+        rows = task.curriculum(self.config.steps, self.config.prompts, self.config.seed)
         arguments = GRPOConfig(
             output_dir=str(self.state_dir / "trl"),
-            per_device_train_batch_size=PROMPTS_PER_STEP * GENERATIONS,
+            per_device_train_batch_size=self.config.prompts * GENERATIONS,
             num_generations=GENERATIONS,
             max_completion_length=task.max_answer_tokens,
             max_steps=self.config.steps,

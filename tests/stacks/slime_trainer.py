@@ -50,6 +50,7 @@ from megatron_trainer import (  # type: ignore[import-not-found] # beside this f
 from slime.backends.megatron_utils import actor as slime_actor
 from slime.backends.megatron_utils import model as slime_model
 from slime.backends.megatron_utils.update_weight.common import named_params_and_buffers
+from slime.observability import logging_utils
 from slime.observability.profile_utils import TrainProfiler
 from slime.observability.timer import Timer
 from slime.utils import accelerator, reloadable_process_group
@@ -226,7 +227,12 @@ def train(
     actor = made(words, args)
     inner = slime_model.unwrap_model(actor.model)[0]
     first = 5 if "resumed" in words else 0
-    found["steps"], found["passes"] = [], []
+    found["steps"], found["passes"], found["logged"] = [], [], []
+    log = logging_utils.log
+    logging_utils.log = lambda args, metrics, step_key: (  # as its modules call it
+        found["logged"].append([metrics[step_key], step_key, sorted(name for name in metrics if "draftalign" in name)]),
+        log(args, metrics, step_key),
+    )
     for step in range(first, first + STEPS):
         whole = unsharded(inner, tied=False)
         data = rollout_data(step, words)
@@ -250,6 +256,7 @@ def train(
         found |= {name: stats[name] for name in ("captured_rollouts", "failures", "last_failure", "skipped_empty")}
     if service is not None and hooked is not None:
         hooked.hook.close()
+    logging_utils.log = log
     return [parameter.detach().clone() for parameter in inner.parameters()]
 
 

@@ -89,6 +89,12 @@ SITES: dict[str, tuple[Site, ...]] = {
             ),
             ("ref_", "teacher_"),
         ),
+        Site("slime/observability/logging_utils.py", "log", ("args", "metrics", "step_key")),
+        Site("slime/observability/metric_utils.py", "compute_rollout_step", ("args", "rollout_id")),
+        Site(
+            "slime/backends/megatron_utils/model.py",
+            does=("from slime.observability import logging_utils, train_metric_utils",),
+        ),
         Site("slime/utils/data.py", "process_rollout_data", says=("local_raw_reward",)),
         Site("slime/ray/rollout.py", says=("rollout_log_probs",)),
     ),
@@ -133,6 +139,9 @@ SITES: dict[str, tuple[Site, ...]] = {
             ),
             ("ref_", "teacher_"),
         ),
+        Site("miles/utils/tracking_utils/tracking.py", "log", ("args", "metrics", "step_key")),
+        Site("miles/utils/metric_utils.py", "compute_rollout_step", ("args", "rollout_id")),
+        Site("miles/backends/training_utils/log_utils.py", does=("from ...utils.tracking_utils import tracking",)),
         Site("miles/ray/rollout/train_data_conversion.py", says=("rollout_log_probs",)),
     ),
     "NEMO_RL_SOURCE": (  # 7ea279abfbeb698b092856d0dab61e7cf39bc909

@@ -115,6 +115,15 @@ def test_steps_after_the_first_have_other_weights_and_are_left_out(ranks: list[d
     assert any("rollouts of later steps are left out" in line for line in found["said"])
 
 
+@pytest.mark.parametrize("case", ["one", "two ref"])
+def test_slimes_own_log_has_the_hooks_numbers_of_each_rollout(ranks: list[dict[str, Any]], case: str) -> None:
+    """Once for each, by the rank that slime logs on, numbered as slime numbers rollouts."""
+    ours = [[one for one in found[case]["logged"] if one[2]] for found in ranks]
+    assert [(step, key) for step, key, _ in ours[0]] == [(0, "rollout/step"), (1, "rollout/step"), (2, "rollout/step")]
+    assert all("draftalign/dropped" in names for _, _, names in ours[0])
+    assert ours[1] == []
+
+
 def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
         first = found["one"]["said"][0]

@@ -96,10 +96,11 @@ class MegatronHook:
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         self.guard = TrainerGuard(self.tally, strict=strict)
         self.ranks = TensorRanks(group, wait_seconds)
-        leads = self.ranks.rank == 0 and data_rank == 0
+        #: Whether this rank's hook asks the service how the run stands.
+        self.leads = self.ranks.rank == 0 and data_rank == 0
         retried = frozenset[int]() if data_rank == 0 else frozenset({404})
         self.sender = RolloutSender(
-            url, run=run, token=token, queue_bytes=queue_bytes, retry_statuses=retried, asks=leads
+            url, run=run, token=token, queue_bytes=queue_bytes, retry_statuses=retried, asks=self.leads
         )
         self._ids, self._choice = RolloutIds(data_rank), RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
         self._part: ModelPart | None = None

@@ -3,7 +3,8 @@
 --custom-megatron-before-log-prob-hook-path rl_hooks.trainer.stacks.slime.before_log_prob
 --custom-megatron-before-train-step-hook-path rl_hooks.trainer.stacks.slime.before_train_step
 
-Both are needed: where one optimizer step follows a rollout, slime has no pass for old log-probabilities by default. Of
+Both are needed: where one optimizer step follows a rollout, slime has no pass for old log-probabilities by default. The
+second also puts the hook's numbers (`draftalign/...`) into their own log, by the functions that they log with. Of
 their modules one name is wrapped (`get_batch`, which both forwards call), and the forward of the model that they give
 us. Written against slime 624b824a and miles 31f1ca96. Four questions are answered here:
 
@@ -31,6 +32,11 @@ from rl_hooks.trainer.stacks.environment import attached
 
 #: Where each of them makes a forward of a micro-batch. A process has one of the two.
 MODULES: Final = ("slime.backends.megatron_utils.model", "miles.backends.megatron_utils.model")
+#: Where each of them logs, and where it numbers what it logs of a rollout.
+LOGS: Final = {
+    "slime.observability.logging_utils": "slime.observability.metric_utils",
+    "miles.utils.tracking_utils.tracking": "miles.utils.metric_utils",
+}
 #: Asked for beside what they ask `get_batch` for; None where the rollouts have none.
 WANTED: Final = ("rollout_log_probs", "local_raw_reward")
 _UNKNOWN: Final = "before the first training after a resume, or without --custom-megatron-before-train-step-hook-path"
@@ -100,6 +106,13 @@ class _Actor:
         sampling = {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k}
         return {**micro_batch_rollouts(batch), **sampling, "policy_version": self.version}
 
+    def log(self, rollout_id: int) -> None:
+        """Put the hook's numbers into the trainer's own log, on the one rank that logs."""
+        for log, numbers in LOGS.items():
+            if self.hook.leads and log in sys.modules:
+                step = {"rollout/step": sys.modules[numbers].compute_rollout_step(self._args, rollout_id)}
+                sys.modules[log].log(self._args, self.hook.metrics() | step, step_key="rollout/step")
+
 
 _actors: WeakKeyDictionary[nn.Module, _Actor | None] = WeakKeyDictionary()
 
@@ -150,3 +163,4 @@ def before_train_step(args: Any, rollout_id: int, step_id: int, model: Sequence[
     actor.gradients = True if step_id == 0 and not actor.passed else None
     if step_id == 0:
         actor.version, actor.coming, actor.passed = rollout_id, rollout_id + 1, False
+        actor.hook.guard(actor.log, rollout_id)
