@@ -15,6 +15,7 @@ import typer.main
 import yaml
 
 from service.cli.main import app
+from service.cli.valkey import MAX_MEMORY
 from service.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,10 +46,10 @@ def check_environment(names: set[str]) -> None:
 
 
 def check_redis_server(command: Sequence[str]) -> None:
-    """It may not lose what was acknowledged."""
+    """It may not lose what was acknowledged, and has room for what is remembered of all runs together."""
     options = dict(itertools.pairwise(command))
     assert (options["--appendonly"], options["--appendfsync"]) == ("yes", "always")
-    assert options["--maxmemory-policy"] == "noeviction"
+    assert (options["--maxmemory"], options["--maxmemory-policy"]) == (MAX_MEMORY, "noeviction")
     assert options["--protected-mode"] == "no", "Redis would answer its own container alone"
 
 

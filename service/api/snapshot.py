@@ -45,6 +45,7 @@ from service.monitor.records import (
 from service.reading.deltas import Delta
 from service.reading.series import ScoredBatch, Series
 from service.settings import Settings
+from service.storage.ready import memory_of
 from service.storage.reports.store import NEWEST_REPORTS
 from service.storage.runs import read_state
 
@@ -124,6 +125,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     limit_bytes = await asyncio.to_thread(
         context.disk.queue_limit_bytes, counters["bytes"], run, counters["dead_file_bytes"]
     )
+    memory = await memory_of(context.redis)
     return RunSnapshot(
         scores=(await context.evidence.recent(run)).newest,
         watch=engines.watch,
@@ -132,6 +134,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         published=moves.published,
         counters=counters,
         queue_limit_bytes=limit_bytes & -1 << max(0, limit_bytes.bit_length() - 6),  # the same for a while
+        redis_fill=None if memory is None else round(memory.fill, 2),  # this too
         worker=await context.store(run).worker(),
         latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
         now=now,
@@ -300,6 +303,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         queued=queued,
         queue_fill=max(queued / settings.queue_max_items, 0.0 if by_disk else of_bytes),
         disk_fill=of_bytes if by_disk else 0.0,
+        redis_fill=snapshot.redis_fill or 0.0,
         drops_oldest=settings.overflow == "drop_oldest",
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,

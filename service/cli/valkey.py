@@ -40,6 +40,8 @@ from service.storage.layout import Layout
 #: A unix socket's path must fit `sockaddr_un`: 108 bytes on Linux, 104 on macOS, the final zero included.
 _MAX_SOCKET_PATH: Final = 100
 _START_SECONDS: Final = 15.0
+#: Its memory, as it reads it. compose, Kubernetes and Slurm give theirs as much.
+MAX_MEMORY: Final = "512mb"
 _STOP_SECONDS: Final = 10.0
 
 
@@ -90,7 +92,7 @@ class EmbeddedValkey:
             "appendonly": "yes",
             "appendfsync": "always",
             "save": "",
-            "maxmemory": "512mb",
+            "maxmemory": MAX_MEMORY,
             "maxmemory-policy": "noeviction",
             "dir": str(self.directory),
             "logfile": str(self.directory / "valkey.log"),

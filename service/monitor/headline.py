@@ -34,6 +34,9 @@ _DEAD_IN_A_ROW: Final = 3
 #: A worker that beats is called stuck where a batch has waited, and nothing was scored, for so long.
 _STUCK_SECONDS: Final = 600.0
 _QUEUE_NEARLY_FULL: Final = 0.8
+#: Share of its memory from which Redis is said to be nearly full, and full: it may refuse a write just below its limit.
+REDIS_NEARLY_FULL: Final = 0.9
+_REDIS_FULL: Final = 0.99
 _BEHIND_SHARE: Final = 0.1  # of the served drafter's α: a publication lag above it is worth a word
 _LARGE_TILT: Final = 0.3  # a smaller one may come of answers that are chosen by their reward
 _MOST_TILT: Final = 5.0  # beyond it a tilt's exponential says no more than "very much"
@@ -60,8 +63,9 @@ class RunFacts:
     many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
     seconds. `queue_fill`: of its bounds; `disk_fill`: of the run's share of the disk, where that bounds its queue,
-    infinite where there is no room; `drops_oldest`: what a full queue does, instead of refusing. `failed_pushes`: that
-    did not revive the drafter of the engine that is dead. `api_began`: when this API process did.
+    infinite where there is no room; `redis_fill`: of its memory; `drops_oldest`: what a full queue does, instead of
+    refusing. `failed_pushes`: that did not revive the drafter of the engine that is dead. `api_began`: when this API
+    process did.
     """
 
     now: float
@@ -74,6 +78,7 @@ class RunFacts:
     queued: int = 0
     queue_fill: float = 0.0
     disk_fill: float = 0.0
+    redis_fill: float = 0.0
     drops_oldest: bool = False
     oldest_queued: float | None = None
     last_arrival: float | None = None
@@ -231,6 +236,11 @@ def _of_dead_batches(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _of_queue(facts: RunFacts) -> Iterator[Headline]:
+    if facts.redis_fill >= REDIS_NEARLY_FULL:
+        level: Severity = "bad" if facts.redis_fill >= _REDIS_FULL else "warn"
+        share = f"{facts.redis_fill:.0%}".replace("%", " %")
+        text = f", {share} of its memory: where it has no more, rollouts of all runs are refused."
+        yield _found(level, "redis_full", "Redis full" if level == "bad" else "Redis nearly full", text)
     full = "the oldest are dropped" if facts.drops_oldest and facts.queued else "rollouts are refused"
     if facts.disk_fill == math.inf:
         yield _found("warn", "queue_full", "Disk full", f": it has no room for rollouts of this run; {full}.")

@@ -50,7 +50,7 @@ class RunSnapshot:
 
     `scores`: all, or the newest ones; then `replayed` has of all policy versions what a cause needs. `counters`:
     the queue's (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total, dropped_total`).
-    `queue_limit_bytes`: at which it is full.
+    `queue_limit_bytes`: at which it is full. `redis_fill`: share of Redis' memory in use; None: it has no limit.
     `latest`: None before the first publish. `published`: how many versions, whatever the history has
     forgotten. `returns`: Unix seconds at which trainers registered again to go back. `last_report` (Unix seconds): for
     a headline, which is read without the records of engines that fell silent; None where those are here. `watch`: live
@@ -69,6 +69,7 @@ class RunSnapshot:
     returns: Sequence[tuple[float, int]] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
     queue_limit_bytes: int | None = None
+    redis_fill: float | None = None
     worker: WorkerGauges = field(default_factory=WorkerGauges)
     latest: ServedDrafter | None = None
     dead_letters: Sequence[Mapping[str, str]] = ()
@@ -130,6 +131,9 @@ class _Snapshots(Collector):
         for run in self._unreadable:
             text = "1 for a run whose state could not be read; the API's log says why."
             families.gauge("draftalign_run_unreadable", text, 1, run=run)
+        fills = [one.redis_fill for one in self._stores.values() if one.redis_fill is not None]
+        text = "Share of Redis' memory (maxmemory) that is in use; at 1 it refuses rollouts. Absent without a limit."
+        families.gauge("draftalign_redis_memory_ratio", text, max(fills, default=None))
         text = "Runs that are registered, as far as the token may read them. Always there."
         families.gauge("draftalign_runs", text, len(self._stores) + len(self._unreadable))
         families.gauge(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import redis.asyncio
@@ -204,6 +204,29 @@ def write_test(redis: Redis) -> None:
     """Make one real write, as the service will; raises the RedisError with which Redis refuses it."""
     keys = _ready_keys(redis)
     redis.eval(_TEST_WRITE, len(keys), *keys)
+
+
+class Memory(NamedTuple):
+    """Of a Redis, or of a cluster's fullest node: bytes in use, and how many it may use before it refuses writes."""
+
+    used_bytes: int
+    limit_bytes: int
+
+    @property
+    def fill(self) -> float:
+        """Share of the limit that is in use."""
+        return self.used_bytes / self.limit_bytes
+
+
+async def memory_of(client: Any) -> Memory | None:
+    """Ask Redis, by an asyncio client, for its memory. None: it has no limit, or its user may not ask."""
+    try:
+        found = await client.info("memory")
+    except redis_errors.NoPermissionError:
+        return None
+    nodes = found.values() if all(isinstance(one, dict) for one in found.values()) else [found]
+    limited = [Memory(node["used_memory"], node["maxmemory"]) for node in nodes if node.get("maxmemory")]
+    return max(limited, key=lambda memory: memory.fill, default=None)
 
 
 def is_of_one_key(error: BaseException) -> bool:

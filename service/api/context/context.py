@@ -18,6 +18,7 @@ from service.access.signing import signing_key
 from service.access.tokens import Tokens
 from service.api.context.disk import Disk
 from service.api.context.evidence import Evidence
+from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
 from service.reading.pointer import Pointer
 from service.reading.series import Series
@@ -26,7 +27,7 @@ from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
-from service.storage.ready import PROBE_SECONDS, WriteTest
+from service.storage.ready import PROBE_SECONDS, WriteTest, memory_of
 from service.storage.registry import Registry
 from service.storage.reports.drafting import settings_of
 from service.storage.reports.store import AsyncStore
@@ -37,6 +38,10 @@ log = logging.getLogger("draftalign.api")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+#: Share of Redis' memory to which what it remembers is cut, where more than `REDIS_NEARLY_FULL` of it is in use.
+_LEFT_FULL: Final = 0.8
+#: All runs together keep at least this part of what one may take: an upload that is sent again soon is recognised.
+_LEAST_SHARE: Final = 16
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
 
@@ -183,10 +188,15 @@ class ServiceContext:
     async def _shorten_memory(self, runs: Sequence[str]) -> None:
         """Keep what Redis remembers of all runs together below twice what one may take: those that have most give way.
 
-        Runs that ended keep theirs for 7 days, and would fill Redis for those that go on.
+        Runs that ended keep theirs for 7 days, and would fill Redis for those that go on. Where it is nearly full all
+        the same (another limit, queues, scores), they take no more than leaves a fifth of it free, or hardly anything.
         """
         held = {run: await self.queue(run).remembered() for run in runs}
-        most = fair_bound(list(held.values()), 2 * self.settings.remembered_bytes)
+        together, memory = 2 * self.settings.remembered_bytes, await self.soon(memory_of(self.redis))
+        if memory is not None and memory.fill > REDIS_NEARLY_FULL:
+            excess = memory.used_bytes - int(_LEFT_FULL * memory.limit_bytes)
+            together = min(together, max(sum(held.values()) - excess, self.settings.remembered_bytes // _LEAST_SHARE))
+        most = fair_bound(list(held.values()), together)
         for run in (run for run, size in held.items() if size > most):
             size = await self.queue(run).shorten(most)
             if size < held[run]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -225,6 +226,33 @@ def reap(bench: Bench, **changes: Any) -> None:
             await ServiceContext(bench.settings.model_copy(update=changes), client).reap()
 
     asyncio.run(once())
+
+
+def test_a_redis_that_is_nearly_full_says_so_and_remembers_less(bench: Bench, serve: Serve) -> None:
+    service = serve()
+    bench.register(run="old")
+    queue = RolloutQueue(bench.redis, "old")
+    queue.ensure_group()
+    for number in range(150):
+        assert service.post(bench.world.rollout_file(str(number), run="old")).status_code == 202
+        for entry in queue.claim("w", 10**9, 1000.0):
+            queue.ack(entry)
+
+    def remembered() -> int:
+        return int(bench.redis.hget(Keys("old").counters, "remembered_bytes") or 0)
+
+    taken, used = remembered(), int(bench.redis.info("memory")["used_memory"])
+    reap(bench)
+    assert remembered() == taken, "without a limit there is room"
+    bench.redis.config_set("maxmemory", int(used / 0.95))
+    try:
+        assert re.search(r"^draftalign_redis_memory_ratio 0\.9\d$", service.client.get("/metrics").text, re.MULTILINE)
+        assert service.client.get("/runs/old").json()["headline"]["state"] == "redis_full"
+        reap(bench, remembered_bytes=16 * (taken // 20))
+        assert remembered() == pytest.approx(max(taken // 20, taken - 0.15 * used), rel=0.2)
+        assert int(bench.redis.info("memory")["used_memory"]) < 0.97 * used
+    finally:
+        bench.redis.config_set("maxmemory", 0)
 
 
 def test_a_full_redis_keeps_no_file_of_refused_uploads_and_its_memory_is_cut_all_the_same(

@@ -231,6 +231,22 @@ STATES = [
         ("warn", "queue_full", "Disk full: it has no room for rollouts of this run; rollouts are refused."),
     ),
     (
+        facts(redis_fill=0.93, queue_fill=0.83),
+        (
+            "warn",
+            "redis_full",
+            "Redis nearly full, 93 % of its memory: where it has no more, rollouts of all runs are refused.",
+        ),
+    ),
+    (
+        facts(redis_fill=1.0),
+        (
+            "bad",
+            "redis_full",
+            "Redis full, 100 % of its memory: where it has no more, rollouts of all runs are refused.",
+        ),
+    ),
+    (
         facts(queue_fill=0.83, queued=8300),
         ("warn", "queue_full", "Queue 83 % full: 8,300 batches wait; at 100 % rollouts are refused."),
     ),

@@ -53,6 +53,7 @@ NAMES = {
     "draftalign_queue_bytes": {"run"},
     "draftalign_queue_limit_bytes": {"run"},
     "draftalign_token_file_broken": set(),
+    "draftalign_redis_memory_ratio": set(),
     "draftalign_runs": set(),
     "draftalign_rollouts_accepted_total": {"run"},
     "draftalign_rollouts_duplicate_total": {"run"},
@@ -88,6 +89,7 @@ def full_snapshot() -> RunSnapshot:
     newest = {"policy_version": 8, "favour": favour, **{name: sums(alpha) for name, alpha in drafters.items()}}
     return stored(
         queue_limit_bytes=1 << 30,
+        redis_fill=0.25,
         scores=[
             {"policy_version": 7, "frozen": sums(9.0), "logprob_sum": -50.0, "logprob_tokens": 100},
             newest,
