@@ -21,9 +21,9 @@ No clock, no randomness; the state is plain JSON.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from statistics import NormalDist
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ _STEP_RATE: Final = 0.25
 #: Standard deviation of the gain of one pair of drafters from claim to claim, which more prompts do not take away: what
 #: promises are made with, and the least that the error is.
 CLAIM_SD: Final = 0.01
-#: For the error it is learnt (`Trial.claim_sd`). Of one that is trained it is taken for this at first: an inverse gamma
+#: For the error it is learnt (`ClaimSpread`). Of one that is trained it is taken for this at first: an inverse gamma
 #: law of its variance with this mean, and so many observations' weight. The last ones count, of so many, and one counts
 #: for no more than this standard deviation.
 _CLAIM_SD_BEFORE: Final = 0.018
@@ -127,70 +127,23 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Trial:
-    """All that one challenger has shown against one served drafter. A challenger may change (be trained) in between.
+class Promise:
+    """What is expected of a challenger: the posterior of log(1 + gain), and how far a training moves it."""
 
-    `share`: its part of the error that the served drafter's challengers have together; they must not add up to above 1.
-    """
-
-    share: float = 1.0
-    looks: int = 0
-    # The promise.
-    mean: float = 0.0  # posterior of log(1 + gain) as it is now
+    mean: float = 0.0
     variance: float = _UNKNOWN_SD**2  # 0 where the challenger is the served drafter itself, before its first training
     moved: float = 0.0  # trainings since the last look; one that was cut short counts for the share that was done
     rise: float = 0.0  # by which one whole training moves it on average
     step: float = _STEP_SD**2  # and the variance of that
-    # The error of a look.
-    spread: float = 0.0  # of looks, summed: error² times prompts
-    spread_looks: int = 0
-    # The chance of an error that was spent.
-    single: float = 1.0  # of single looks: smallest p-value, divided by the weight of its look
-    starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
-    # What the gain varies by from claim to claim.
-    claims: float = _VARIANCES_BEFORE  # variance, summed over observations
-    claims_seen: float = _CLAIMS_BEFORE  # and how many they are
-    last: list[tuple[float, float]] = field(default_factory=list)  # the last two looks: log gain, error²
 
-    def trained(self, share: float = 1.0) -> None:
+    def trained(self, share: float) -> None:
         """The challenger had that share of a whole training: what it showed before says less about it now."""
         self.mean += share * self.rise
         self.variance += share * self.step
         self.moved += share
 
-    def take(self, look: Look) -> None:
-        """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on."""
-        if look.fault:
-            return
-        error2 = self._error2(look)
-        self._spend(look, error2)
-        self._learn_claims(look.log_gain, error2)  # only now: a look must not choose what it is judged by
-        self._promise(look.log_gain, error2 + CLAIM_SD**2)
-
-    def _error2(self, look: Look) -> float:
-        """Its error², or that of all looks so far where that is more.
-
-        A look without one of the few prompts on which the challenger is much worse shows a small gain and a small
-        error, one with such a prompt a large loss and a large error: what all looks showed is the least for each.
-        """
-        self.spread += look.error**2 * look.prompts
-        self.spread_looks += 1
-        return max(look.error**2, self.spread / self.spread_looks / look.prompts)
-
-    def _spend(self, look: Look, error2: float) -> None:
-        """Spend this look's part of the chance of an error: on itself, and on a process that begins with it."""
-        z, weight = look.log_gain / math.sqrt(error2 + self.claim_sd**2), math.sqrt(look.prompts)
-        share = 6.0 / (math.pi * (self.looks + 1.0)) ** 2  # over all looks it adds up to 1
-        self.single = min(self.single, _NORMAL.cdf(-z) / share)
-        self.starts.append((math.log(share), 0.0, 0.0))
-        self.starts = [(w, s + weight * z, n + look.prompts) for w, s, n in self.starts]
-        if len(self.starts) > _STARTS + 1:  # what is left out only makes the process smaller, so the bound holds
-            first, second, *rest = self.starts
-            self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
-        self.looks += 1
-
-    def _promise(self, log_gain: float, noise: float) -> None:
-        """Learn the gain from a look, and where it was trained since the last one, how far a training moves it."""
+    def learn(self, log_gain: float, noise: float) -> None:
+        """Learn from a look, and where it was trained since the last one, how far that moves it. `noise`: variance."""
         if not self.moved:  # let go of what no longer holds; the chance of an error does not rest on it
             self.variance = max(self.variance, noise / _MEMORY_LOOKS)
             if log_gain - self.mean > _BREAK * math.sqrt(self.variance + noise):
@@ -207,16 +160,43 @@ class Trial:
         self.mean += kept * surprise
         self.variance *= 1.0 - kept
 
+
+@dataclass(slots=True)
+class LookError:
+    """The standard error of looks: of each its own, or that of all so far where that is more.
+
+    A look without one of the few prompts on which the challenger is much worse shows a small gain and a small error,
+    one with such a prompt a large loss and a large error: what all looks showed is the least for each.
+    """
+
+    total: float = 0.0  # error² times prompts, summed
+    looks: int = 0
+
+    def take(self, look: Look) -> float:
+        """Count a look; returns its error²."""
+        self.total += look.error**2 * look.prompts
+        self.looks += 1
+        return max(look.error**2, self.total / self.looks / look.prompts)
+
+
+@dataclass(slots=True)
+class ClaimSpread:
+    """What the gain of one pair of drafters varies by from claim to claim, which more prompts do not take away."""
+
+    variances: float = _VARIANCES_BEFORE  # summed over observations
+    observations: float = _CLAIMS_BEFORE
+    last: list[tuple[float, float]] = field(default_factory=list)  # the last two looks: log gain, error²
+
     @property
-    def claim_sd(self) -> float:
-        """Standard deviation of the gain from claim to claim that the error allows for, whatever the number of prompts.
+    def sd(self) -> float:
+        """The standard deviation that the error of a look allows for, whatever the number of prompts.
 
         Its square is about the posterior mean of the variance under an inverse gamma law. An observation counts for no
         more than `_LARGEST_CLAIM_SD`, so a spread near that is learnt too small: 2 and 3 % as 1.8 and 2.2 %.
         """
-        return math.sqrt(max(self.claims / (self.claims_seen - 2.0), CLAIM_SD**2))
+        return math.sqrt(max(self.variances / (self.observations - 2.0), CLAIM_SD**2))
 
-    def _learn_claims(self, log_gain: float, error2: float) -> None:
+    def learn(self, log_gain: float, error2: float) -> None:
         """Learn from three looks in a row how much the gain varies by beside their errors.
 
         g₁ - 2g₂ + g₃ has no mean where each training brings as much as the one before. Its variance is six times that
@@ -228,28 +208,82 @@ class Trial:
             errors2, usual2 = first2 + 4.0 * second2 + error2, 6.0 * _CLAIM_SD_BEFORE**2
             weight = (usual2 / (usual2 + errors2)) ** 2
             beyond = (first - 2.0 * second + log_gain) ** 2 - errors2
-            kept = min(1.0, (_CLAIMS_MEMORY - 1.0) / self.claims_seen)
-            self.claims = kept * self.claims + weight * min(beyond / 6.0, _LARGEST_CLAIM_SD**2)
-            self.claims_seen = kept * self.claims_seen + weight
+            kept = min(1.0, (_CLAIMS_MEMORY - 1.0) / self.observations)
+            self.variances = kept * self.variances + weight * min(beyond / 6.0, _LARGEST_CLAIM_SD**2)
+            self.observations = kept * self.observations + weight
         self.last = [*self.last[-1:], (log_gain, error2)]
 
-    def next(self) -> Self:
-        """The trial of the same challenger against another served drafter: how much it moves stays known.
+    def kept(self) -> ClaimSpread:
+        """What the next trial knows of it: all but the looks, where that is more than is assumed at first.
 
-        So does how much it varies, where that is more than is assumed at first: the new trial has its whole error to
-        spend, and a quiet past does not say that it stays quiet.
+        The new trial has its whole error to spend, and a quiet past does not say that it stays quiet.
         """
-        known = ("share", "rise", "step", *(("claims", "claims_seen") if self.claim_sd > _CLAIM_SD_BEFORE else ()))
-        return type(self)(**{name: getattr(self, name) for name in known})
+        return ClaimSpread(self.variances, self.observations) if self.sd > _CLAIM_SD_BEFORE else ClaimSpread()
 
-    @property
-    def error(self) -> float:
-        """Chance, at most, that an equal challenger ever comes so far."""
+
+@dataclass(slots=True)
+class SpentError:
+    """The chance of an error that looks have spent: half on each alone, half on an e-process that pools them."""
+
+    looks: int = 0
+    single: float = 1.0  # smallest p-value of a look, divided by the weight of that look
+    starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
+
+    def spend(self, z: float, prompts: int) -> None:
+        """Spend a look's part: on itself, and on a process that begins with it. `z`: its gain in standard errors."""
+        share, weight = 6.0 / (math.pi * (self.looks + 1.0)) ** 2, math.sqrt(prompts)  # shares add up to 1
+        self.single = min(self.single, _NORMAL.cdf(-z) / share)
+        self.starts.append((math.log(share), 0.0, 0.0))
+        self.starts = [(w, s + weight * z, n + prompts) for w, s, n in self.starts]
+        if len(self.starts) > _STARTS + 1:  # what is left out only makes the process smaller, so the bound holds
+            first, second, *rest = self.starts
+            self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
+        self.looks += 1
+
+    def chance(self, share: float) -> float:
+        """Chance, at most, that an equal challenger ever comes so far, where it has that share of the error."""
         logs = [weight + _log_e(s, n) for weight, s, n in self.starts]
         top = max(logs, default=0.0)
         log_e = top + math.log(math.fsum(math.exp(log - top) for log in logs) or 1.0)
         pooled = math.exp(-log_e) if abs(log_e) < 700.0 else float(log_e < 0.0)
-        return min(1.0, 2.0 * min(pooled, self.single) / self.share)
+        return min(1.0, 2.0 * min(pooled, self.single) / share)
+
+
+@dataclass(slots=True)
+class Trial:
+    """All that one challenger has shown against one served drafter. A challenger may change (be trained) in between.
+
+    `share`: its part of the error that the served drafter's challengers have together; they must not add up to above 1.
+    """
+
+    share: float = 1.0
+    promise: Promise = field(default_factory=Promise)
+    look_error: LookError = field(default_factory=LookError)
+    claims: ClaimSpread = field(default_factory=ClaimSpread)
+    spent: SpentError = field(default_factory=SpentError)
+
+    def trained(self, share: float = 1.0) -> None:
+        """The challenger had that share of a whole training."""
+        self.promise.trained(share)
+
+    def take(self, look: Look) -> None:
+        """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on."""
+        if look.fault:
+            return
+        error2 = self.look_error.take(look)
+        self.spent.spend(look.log_gain / math.sqrt(error2 + self.claims.sd**2), look.prompts)
+        self.claims.learn(look.log_gain, error2)  # only now: a look must not choose what it is judged by
+        self.promise.learn(look.log_gain, error2 + CLAIM_SD**2)
+
+    def next(self) -> Trial:
+        """The trial of the same challenger against another served drafter: how much it moves and varies stays known."""
+        promise = Promise(rise=self.promise.rise, step=self.promise.step)
+        return Trial(self.share, promise, claims=self.claims.kept())
+
+    @property
+    def error(self) -> float:
+        """Chance, at most, that an equal challenger ever comes so far."""
+        return self.spent.chance(self.share)
 
     def verdict(self, *, min_gain: float = 0.005, confidence: float = 0.95) -> Verdict:
         """Promote where an equal challenger would hardly ever come so far, and the promised gain is worth a swap.
@@ -261,30 +295,44 @@ class Trial:
             raise ValueError(f"expected a confidence from 0.5 to below 1, got {confidence}")
         if not math.isfinite(min_gain):
             raise ValueError(f"expected a finite min_gain, got {min_gain}")
-        if not self.looks:
+        taken = self.spent.looks
+        if not taken:
             nothing = math.nan
             return Verdict(False, nothing, nothing, nothing, 0, 1.0, "too little evidence: nothing could be compared")
-        reach = _NORMAL.inv_cdf(confidence) * math.sqrt(self.variance)
-        gain, low, high = (math.expm1(self.mean + part) for part in (0.0, -reach, reach))
+        reach = _NORMAL.inv_cdf(confidence) * math.sqrt(self.promise.variance)
+        gain, low, high = (math.expm1(self.promise.mean + part) for part in (0.0, -reach, reach))
         error = self.error
         sure, worth = error <= (1.0 - confidence) * (1.0 + 1e-9), gain >= min_gain
-        looks = "1 look" if self.looks == 1 else f"{self.looks} looks"
+        looks = "1 look" if taken == 1 else f"{taken} looks"
         reason = "not enough evidence yet: " if worth and not sure else ""
         reason += f"expected gain {gain:+.2%} ({low:+.2%} to {high:+.2%}) after {looks}; chance that an equal one "
         reason += f"ever comes so far: {100 * error:.3g} % ({100 * (1.0 - confidence):.3g} % allowed)"
         if not worth:
             reason += f"; a swap is worth {min_gain:+.2%}"
-        return Verdict(sure and worth, gain, low, high, self.looks, error, reason)
+        return Verdict(sure and worth, gain, low, high, taken, error, reason)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for the worker's checkpoint."""
-        return asdict(self)
+        """Plain values for the worker's checkpoint, all in one table."""
+        of_looks, claims = self.look_error, self.claims
+        return {
+            "share": self.share,
+            **asdict(self.promise),
+            **{"spread": of_looks.total, "spread_looks": of_looks.looks},
+            **{"claims": claims.variances, "claims_seen": claims.observations, "last": claims.last},
+            **asdict(self.spent),
+        }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
+    def from_json(cls, values: dict[str, Any]) -> Trial:
         """Back from `to_json`."""
-        tuples = {name: [tuple(one) for one in values[name]] for name in ("starts", "last")}
-        return cls(**values | tuples)
+        last, starts = ([tuple(one) for one in values[name]] for name in ("last", "starts"))
+        return cls(
+            values["share"],
+            Promise(**{one.name: values[one.name] for one in fields(Promise)}),
+            LookError(values["spread"], values["spread_looks"]),
+            ClaimSpread(values["claims"], values["claims_seen"], last),
+            SpentError(values["looks"], values["single"], starts),
+        )
 
 
 def _log_e(s: float, n: float) -> float:

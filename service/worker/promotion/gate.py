@@ -25,7 +25,7 @@ import numpy as np
 from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.replay.acceptance import Replay
-from drafter.replay.gate import Look, Trial, Verdict, compare
+from drafter.replay.gate import ClaimSpread, Look, Trial, Verdict, compare
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.archive import Archive
@@ -243,7 +243,7 @@ class Gate:
         if before is not None:
             self.outcomes.begin(version, before, chosen)
         if chosen.train_on:
-            self._trials[CANDIDATE].variance = 0.0
+            self._trials[CANDIDATE].promise.variance = 0.0
         return event
 
 
@@ -253,7 +253,7 @@ def archive_trial(place: int) -> Trial:
     Each has little of the error, and one claim must be enough for a version that fits again: its gain is taken to vary
     from claim to claim by no more than it must, until three looks show more.
     """
-    return Trial(_ARCHIVE_SHARE / (place * (place + 1)), claims=0.0)
+    return Trial(_ARCHIVE_SHARE / (place * (place + 1)), claims=ClaimSpread(0.0))
 
 
 def given_up(verdict: Verdict, others: int, min_gain: float) -> str:

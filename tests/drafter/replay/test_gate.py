@@ -12,7 +12,7 @@ from scipy import integrate, special, stats
 from benchmarks.gate_error import WORLDS, World, batch, publishes, run
 from drafter.replay import gate
 from drafter.replay.acceptance import Replay
-from drafter.replay.gate import Look, Trial, compare
+from drafter.replay.gate import Look, Promise, Trial, compare
 
 DEPTH = 4
 
@@ -92,7 +92,7 @@ def test_how_far_a_training_moves_the_gain_is_learnt() -> None:
         trial.trained()
         trial.take(Look(0.07, 0.025, 30, 240, 2.14, 2.0))
         promised.append(trial.verdict().gain)
-        trial = Trial(rise=trial.rise, step=trial.step, variance=0.0)  # published
+        trial = Trial(promise=Promise(rise=trial.promise.rise, step=trial.promise.step, variance=0.0))  # published
     assert min(promised) > 0.055
     assert promised[-1] == pytest.approx(0.07, abs=0.008)
     for _ in range(40):  # and then nothing any more
@@ -226,7 +226,7 @@ def test_the_error_is_that_of_the_best_single_look_or_of_all_pooled_and_each_has
     shares = [6 / (math.pi * k) ** 2 for k in range(1, len(deviates) + 1)]
     assert sum(6 / (math.pi * k) ** 2 for k in range(1, 100_000)) == pytest.approx(1.0, abs=1e-5)
     for z, n in zip(deviates, prompts, strict=True):
-        trial.take(Look(math.expm1(z * math.hypot(0.03, trial.claim_sd)), 0.03, n, n, 2.0, 2.0))
+        trial.take(Look(math.expm1(z * math.hypot(0.03, trial.claims.sd)), 0.03, n, n, 2.0, 2.0))
     single = min(float(stats.norm.sf(z)) / share for z, share in zip(deviates, shares, strict=True))
     evidence = 0.0
     for begin, share in enumerate(shares):
@@ -240,14 +240,14 @@ def test_the_processes_that_are_kept_are_those_of_the_last_looks_and_the_best_be
     trial = Trial()
     for _ in range(30):
         trial.take(Look(0.0, 0.03, 32, 32, 2.0, 2.0))
-    begun = [round(math.sqrt(6 / math.exp(weight)) / math.pi) for weight, _, _ in trial.starts]
+    begun = [round(math.sqrt(6 / math.exp(weight)) / math.pi) for weight, _, _ in trial.spent.starts]
     assert begun == [1, *range(23, 31)]
-    assert [n / 32 for _, _, n in trial.starts] == [30, *range(8, 0, -1)]
+    assert [n / 32 for _, _, n in trial.spent.starts] == [30, *range(8, 0, -1)]
 
 
 def test_parts_of_a_training_move_the_promise_as_far_as_the_whole() -> None:
-    whole, parts = (Trial(rise=0.03, mean=0.01, variance=0.02**2) for _ in range(2))
-    whole.trained()
+    whole, parts = (Promise(rise=0.03, mean=0.01, variance=0.02**2) for _ in range(2))
+    whole.trained(1.0)
     for share in (0.5, 0.25, 0.25):
         parts.trained(share)
     assert (parts.mean, parts.variance, parts.moved) == pytest.approx((whole.mean, whole.variance, whole.moved))
@@ -257,17 +257,17 @@ def test_parts_of_a_training_move_the_promise_as_far_as_the_whole() -> None:
 def test_a_look_after_a_training_shows_how_far_it_moved_the_gain() -> None:
     """A surprise has the variance of what was not known before, of the training (half a one), and of the noise."""
     before, noise, step, moved = 0.02**2, 0.03**2 + 0.01**2, 0.05**2, 0.5
-    trial = Trial(variance=before)
+    trial = Trial(promise=Promise(variance=before))
     trial.trained(moved)
     surprise = math.sqrt(before + moved * step + noise)
     trial.take(Look(math.expm1(surprise), 0.03, 32, 32, 2.0, 2.0))
     known = before + moved * 0.08**2
     rate = 0.25 * moved * 0.08**2 / known
     kept = known / (known + noise)
-    assert trial.step == pytest.approx(0.08**2 + rate * (step - 0.08**2))
-    assert trial.rise == pytest.approx(rate * kept * surprise / moved)
-    assert (trial.mean, trial.variance) == pytest.approx((kept * surprise, known * (1 - kept)))
-    assert trial.moved == 0.0
+    assert trial.promise.step == pytest.approx(0.08**2 + rate * (step - 0.08**2))
+    assert trial.promise.rise == pytest.approx(rate * kept * surprise / moved)
+    assert (trial.promise.mean, trial.promise.variance) == pytest.approx((kept * surprise, known * (1 - kept)))
+    assert trial.promise.moved == 0.0
 
 
 @pytest.mark.parametrize(("gain", "sd"), [(0.0, 0.003), (20.0, 0.2)])
@@ -276,8 +276,8 @@ def test_how_far_a_training_moves_the_gain_is_taken_for_no_less_and_no_more(gain
     for number in range(300):
         trial.trained()
         trial.take(Look((1 + gain) ** (-1) ** number - 1, 0.001, 32, 32, 2.0, 2.0))
-    assert trial.step == sd**2
-    assert abs(trial.rise) <= 0.2
+    assert trial.promise.step == sd**2
+    assert abs(trial.promise.rise) <= 0.2
 
 
 def test_an_archived_version_that_comes_back_is_known_by_that_look_alone() -> None:
@@ -286,18 +286,18 @@ def test_an_archived_version_that_comes_back_is_known_by_that_look_alone() -> No
         trial.take(Look(-0.4, 0.04, 32, 32, 1.2, 2.0))
     for one in (trial, alone):
         one.take(look)
-    assert (trial.mean, trial.variance) == (alone.mean, alone.variance)
+    assert trial.promise == alone.promise
     noise = 0.04**2 + 0.01**2
-    assert alone.mean == pytest.approx(math.log(1.5) * 0.25 / (0.25 + noise))
+    assert alone.promise.mean == pytest.approx(math.log(1.5) * 0.25 / (0.25 + noise))
 
 
 def test_a_verdict_states_the_promise_its_bounds_and_the_error_that_it_is_allowed() -> None:
-    trial = Trial(variance=0.05**2)
+    trial = Trial(promise=Promise(variance=0.05**2))
     trial.take(Look(0.04, 0.02, 32, 32, 2.08, 2.0))
     verdict = trial.verdict(confidence=0.9)
-    reach = float(stats.norm.ppf(0.9)) * math.sqrt(trial.variance)
+    reach = float(stats.norm.ppf(0.9)) * math.sqrt(trial.promise.variance)
     assert (verdict.gain, verdict.low, verdict.high) == pytest.approx(
-        tuple(math.expm1(trial.mean + part) for part in (0, -reach, reach))
+        tuple(math.expm1(trial.promise.mean + part) for part in (0, -reach, reach))
     )
     said = f"not enough evidence yet: expected gain {verdict.gain:+.2%} ({verdict.low:+.2%} to {verdict.high:+.2%}) "
     said += f"after 1 look; chance that an equal one ever comes so far: {100 * trial.error:.3g} % (10 % allowed)"
@@ -480,7 +480,7 @@ def test_the_spread_from_claim_to_claim_is_learnt_from_three_looks_in_a_row() ->
     seen = [(4.0, 0.018**2)]  # weight, variance: an inverse gamma law of 6 observations, of which the mean takes 2 off
     for place, (gain, error) in enumerate(zip(gains, errors, strict=True)):
         known = sum(weight * variance for weight, variance in seen) / sum(weight for weight, _ in seen)
-        assert trial.claim_sd == pytest.approx(max(known, 0.01**2) ** 0.5), "before it is looked at"
+        assert trial.claims.sd == pytest.approx(max(known, 0.01**2) ** 0.5), "before it is looked at"
         trial.take(Look(math.expm1(gain), error, 10**place, 64, 2.0, 2.0))
         if place >= 2:  # the more prompts, the less the look's own error is raised to what the others had
             mean = [np.mean([e**2 * 10**i for i, e in enumerate(errors[: k + 1])]) / 10**k for k in range(5)]
@@ -492,15 +492,15 @@ def test_the_spread_from_claim_to_claim_is_learnt_from_three_looks_in_a_row() ->
     assert again == trial
     for gain in (0.02,) * 400:
         trial.take(Look(gain, 0.003, 64, 64, 2.0, 2.0))
-    assert trial.claim_sd == 0.01
-    assert trial.claims_seen < 32.1, "the last 32 count"
-    assert trial.next().claims_seen == 6.0
-    assert trial.next().claim_sd == pytest.approx(0.018), "a quiet past does not say that it stays quiet"
+    assert trial.claims.sd == 0.01
+    assert trial.claims.observations < 32.1, "the last 32 count"
+    assert trial.next().claims.observations == 6.0
+    assert trial.next().claims.sd == pytest.approx(0.018), "a quiet past does not say that it stays quiet"
     for gain in (0.03, -0.03) * 15:
         trial.take(Look(gain, 0.003, 64, 64, 2.0, 2.0))
     after = trial.next()
-    assert after.claim_sd > 0.02
-    assert (after.claim_sd, after.looks, after.last) == (trial.claim_sd, 0, [])
+    assert after.claims.sd > 0.02
+    assert (after.claims.sd, after.spent.looks, after.claims.last) == (trial.claims.sd, 0, [])
 
 
 def test_looks_of_few_prompts_do_not_unlearn_what_looks_of_many_show() -> None:
@@ -523,11 +523,11 @@ def test_looks_of_few_prompts_do_not_unlearn_what_looks_of_many_show() -> None:
 def test_what_trainings_bring_is_not_taken_for_what_the_gain_varies_by(sd: float, rise: float) -> None:
     rng, found = np.random.default_rng(8), []
     for _ in range(20):
-        trial = Trial(variance=0.0)
+        trial = Trial(promise=Promise(variance=0.0))
         for number in range(60):
             trial.trained()
             trial.take(Look(math.expm1(rise * number + rng.normal(0.0, math.hypot(sd, 0.01))), 0.01, 32, 32, 2.0, 2.0))
-        found.append(trial.claim_sd)
+        found.append(trial.claims.sd)
     assert np.mean(found) == pytest.approx(max(sd, 0.01), abs=0.003)
 
 

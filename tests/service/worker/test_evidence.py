@@ -19,7 +19,7 @@ from worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, jo
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
 from drafter.replay.acceptance import Replay
-from drafter.replay.gate import Trial, compare
+from drafter.replay.gate import Promise, Trial, compare
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.storage.queue.deliveries import Entry
@@ -237,7 +237,7 @@ def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published(a
     """
     rng, published = np.random.default_rng(0), 0
     for _ in range(60):
-        trial, few = Trial(variance=0.0), rng.integers(1 << 60, size=7).astype(str)
+        trial, few = Trial(promise=Promise(variance=0.0)), rng.integers(1 << 60, size=7).astype(str)
         for version in range(100):
             prompts = few if again else rng.integers(1 << 60, size=7).astype(str)
             looked = [

@@ -94,7 +94,7 @@ def test_an_archived_version_begins_at_the_least_spread() -> None:
     """One claim must be enough for a version that fits again. The candidate begins at what is assumed at first."""
     played = Run(PLAIN, np.random.default_rng(0))
     played.claim(0, 0.0)
-    after = {version: Trial.from_json(trial).claim_sd for version, trial in played.gate.state["trials"].items()}
+    after = {version: Trial.from_json(trial).claims.sd for version, trial in played.gate.state["trials"].items()}
     assert len(after) > 1
     assert after == {version: pytest.approx(0.018 if version == CANDIDATE else 0.01) for version in after}
-    assert archive_trial(1).claim_sd == 0.01
+    assert archive_trial(1).claims.sd == 0.01
