@@ -40,6 +40,7 @@ from drafter.replay.gate import Look, Promise, Trial, compare
 from drafter.replay.replay import prompt_groups, replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
+from examples.demo import PROMPTS_PER_STEP
 from service.monitor.headroom import LearningCurve
 from service.worker.recent import RecentRollouts, Task, taken
 
@@ -208,8 +209,10 @@ def recorded(directory: Path, every: int) -> Iterator[dict[str, Any]]:
         for number, at in enumerate(places)
     )
     drafter = copy.deepcopy(initial_drafter(directory))
-    for row in walk(days, drafter, Sizes(learning_rate=1e-2, step_tokens=900, recent_tokens=8000)):
-        yield row | {"run": f"{directory.name}-every-{every}"}
+    more = found.prompts / PROMPTS_PER_STEP
+    sizes = Sizes(learning_rate=1e-2, step_tokens=round(900 * more), recent_tokens=round(8000 * more))
+    for row in walk(days, drafter, sizes):
+        yield row | {"run": f"{directory.name}-every-{every}-prompts-{found.prompts}"}
 
 
 # --- the report

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from drafter.batch import RolloutBatch, prompt_hashes
-from drafter.device import is_device_fault
+from drafter.device import is_device_fault, is_out_of_memory
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
@@ -63,14 +63,32 @@ def replay_each(
     depth: int,
     drafting: Drafting,
 ) -> dict[str, Replay]:
-    """Replay batches with each drafter, drafting for `policy`. Features are copied to its device once for all."""
+    """Replay batches with each drafter, drafting for `policy`. Features are copied to its device once for all.
+
+    Where memory runs out, the rollouts of that group are replayed fewer at a time, and in the end one by one.
+    """
     found: dict[str, list[Replay]] = {name: [] for name in drafters}
-    for batch in batches:
-        for group in batch.groups(TOKENS_AT_ONCE):
-            moved = group.to(policy.embed_tokens.device)
-            for name, drafter in drafters.items():
-                found[name].append(replay(drafter, moved, policy, depth=depth, drafting=drafting))
+    waiting = [group for batch in batches for group in batch.groups(TOKENS_AT_ONCE)][::-1]
+    while waiting:
+        group = waiting.pop()
+        try:
+            parts = _replay_group(drafters, policy, group, depth, drafting)
+        except Exception as error:
+            if group.rollouts == 1 or is_device_fault(error) or not is_out_of_memory(error):
+                raise
+            log.warning("memory ran out in a replay of %d tokens: fewer at a time", group.tokens)
+            waiting += [*group.groups(group.tokens // 4)][::-1]
+            continue
+        for name, part in parts.items():
+            found[name].append(part)
     return {name: Replay.concat(parts) for name, parts in found.items()}
+
+
+def _replay_group(
+    drafters: Mapping[str, DraftModel], policy: Policy, group: RolloutBatch, depth: int, drafting: Drafting
+) -> dict[str, Replay]:
+    moved = group.to(policy.embed_tokens.device)
+    return {name: replay(one, moved, policy, depth=depth, drafting=drafting) for name, one in drafters.items()}
 
 
 def replay_shared(
@@ -195,8 +213,6 @@ def _favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour 
     """Whether its tokens lean towards the drafter; None where that cannot be said. It never costs the batch."""
     try:
         found = drafters_favour(drafter, batch, policy)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
         if is_device_fault(error):
             raise

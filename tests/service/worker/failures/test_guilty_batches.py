@@ -14,8 +14,11 @@ from worker_fixtures import Bench
 import service.worker.claim
 import service.worker.inbox
 import service.worker.process.worker
+import service.worker.scoring
+from drafter.batch import RolloutBatch, load_batch
 from drafter.errors import BatchRejected, DrafterError
 from drafter.policy import Policy
+from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, Prepared, StepReport
 from service.errors import WorkerError
 from service.storage.queue.deliveries import MAX_DELIVERIES
@@ -314,6 +317,31 @@ def test_a_rollout_for_which_a_training_has_no_memory_does_not_stop_the_run(
     assert [n for n in tried if n > most] == [900], "one failure is enough: all others have less than a step's tokens"
     assert caplog.text.count("in the next 64, those of more than 899 are scored and not trained on") == 1
     assert error_of(bench, "default") is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory")])
+def test_a_batch_for_whose_replay_at_once_there_is_no_memory_is_scored_in_parts(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    most, tried, whole = 70, list[int](), replay
+
+    def within_memory(drafter: Any, batch: RolloutBatch, *args: Any, **named: Any) -> Any:
+        tried.append(batch.tokens)
+        if batch.tokens > most:
+            raise error
+        return whole(drafter, batch, *args, **named)
+
+    monkeypatch.setattr(service.worker.scoring, "replay", within_memory)
+    body = bench.world.rollout_file("a", lengths=[40, 11, 12, 13, 50, 14, 15, 60])
+    batch = bench.post_file(body)
+    turns(worker, bench, [batch])
+    assert max(tried) == 215, "at first all at once"
+    (record,) = bench.store.scores().values()
+    (path,) = (bench.layout.worker("default") / "recent").iterdir()
+    drafter = worker.served["default"].learner.lineage.version(record.drafter_version or "")
+    alone = whole(drafter, load_batch(path), bench.world.policy(), depth=bench.settings.depth)
+    assert record.served is not None
+    assert record.served.alpha == pytest.approx(alone.alpha, rel=1e-6)
 
 
 def test_memory_that_runs_out_with_short_rollouts_is_not_laid_to_them(
