@@ -134,10 +134,17 @@ class Layout:
 
     def run_names(self) -> list[str]:
         """Runs that were registered, sorted."""
+        return self._runs_with("run.json")
+
+    def withdrawn_names(self) -> list[str]:
+        """Runs that are being deleted, sorted."""
+        return self._runs_with("run.json.deleted")
+
+    def _runs_with(self, file: str) -> list[str]:
         if not is_there(self.runs):
             return []
         named = [path for path in self.runs.iterdir() if RUN_NAME.fullmatch(path.name)]
-        return sorted(path.name for path in named if _may_be_there(path / "run.json"))
+        return sorted(path.name for path in named if _may_be_there(path / file))
 
     def make_run(self, run: str) -> None:
         """Create the run's directories; idempotent."""
