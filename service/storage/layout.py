@@ -53,6 +53,11 @@ class Layout:
         """Directory of who did what, of all runs: kept when a run is deleted."""
         return self.root / "audit"
 
+    @property
+    def spare(self) -> Path:
+        """What is given up on a full disk (`service.api.context.spare`)."""
+        return self.root / "spare"
+
     # --- of one run
     def run(self, run: str) -> Path:
         """`runs/<run>/`."""

@@ -18,6 +18,7 @@ from service.access.signing import signing_key
 from service.access.tokens import Tokens
 from service.api.context.disk import Disk
 from service.api.context.evidence import Evidence
+from service.api.context.spare import SpareFile
 from service.errors import RegistryBusy
 from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
@@ -82,6 +83,7 @@ class ServiceContext:
         self.layout = Layout(settings.state_dir)
         self.registry = Registry(self.layout, settings.drafters_url)
         self.spool = Spool(self.layout)
+        self.spare = SpareFile(self.layout.spare)
         self.signer = signing_key(settings.signing_key_file)
         if self.signer is not None:
             log.info("manifests are signed; the public key is %s", self.signer.public)
@@ -201,7 +203,15 @@ class ServiceContext:
         self._locking.shutdown(wait=False, cancel_futures=True)
 
     async def reap(self) -> int:
-        """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files."""
+        """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files.
+
+        And keep some room on the disk for calls that make more.
+        """
+        try:
+            free = self.spool.free_bytes() - self.settings.spool_min_free_bytes
+            await asyncio.to_thread(self.spare.fill, free)
+        except OSError as error:
+            log.warning("no room is kept for what makes more: %s", error)
         await asyncio.to_thread(sweep_deleted, self.layout)
         for run in self.layout.withdrawn_names():
             try:
