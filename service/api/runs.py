@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal
 
@@ -220,8 +221,13 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
 async def get_runs(context: Context, caller: Caller) -> list[dict[str, Any]]:
     """List the runs that the token is for: name, Unix time of the registration, served drafter and headline."""
     await context.check_redis()
+    runs = tuple(filter(caller.covers, await asyncio.to_thread(context.layout.run_names)))
+    return await context.answers.get(("runs", runs), lambda: _listed(context, runs))
+
+
+async def _listed(context: ServiceContext, runs: Sequence[str]) -> list[dict[str, Any]]:
     found = []
-    for run in filter(caller.covers, await asyncio.to_thread(context.layout.run_names)):
+    for run in runs:
         try:
             record, latest = context.run(run), context.registry.latest(run)
             facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
