@@ -26,6 +26,10 @@ class RunConflict(ServiceError):  # noqa: N818
     """The run exists with another target."""
 
 
+class RunWithdrawn(ServiceError):  # noqa: N818
+    """The run is being deleted; its name is free once that has ended."""
+
+
 class RunClosed(ServiceError):  # noqa: N818
     """A person has closed the run for what was sent; nothing of it was kept."""
 

@@ -104,7 +104,7 @@ def create_app(settings: Settings) -> FastAPI:
         responses=problems.RESPONSES,
     )
     context = app.state.context = ServiceContext(settings, client)
-    app.add_middleware(Guard, tokens=context.tokens, audit_log=AuditLog(context.layout))
+    app.add_middleware(Guard, tokens=context.tokens, audit_log=AuditLog(context.layout), spare=context.spare)
     problems.install(app)
     parts = [part.router for part in (runs_api, rollouts_api, dead_api, drafters_api, acceptance_api)]
     for part in (*parts, router):

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access.audit import AuditLog
 from service.access.tokens import LOOPBACK, Token, Tokens
+from service.api.context.spare import SpareFile, is_full
 from service.api.problems import Problem, ProblemResponse
 from service.errors import ConfigurationError
 from service.settings import SCOPES, Settings
@@ -160,10 +161,11 @@ class Throttle:
 class Guard:
     """ASGI middleware that lets through only what the caller's token permits, and writes down what changes anything."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, audit_log: AuditLog) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens, audit_log: AuditLog, spare: SpareFile) -> None:
         self._app = app
         self._tokens = tokens
         self._audit_log = audit_log
+        self._spare = spare
         self._throttle = Throttle()
         self._writing = ThreadPoolExecutor(1, "audit")  # a slow disk keeps neither the event loop nor uploads waiting
 
@@ -258,14 +260,16 @@ class Guard:
             "run": runs[0] if runs else None,
             "call": f"{method} {path}"[:400],
         }
+        makes_room = method in ("DELETE", "PATCH") and path.startswith("/runs/")
         try:
             async with asyncio.timeout(_AUDIT_SECONDS):
-                await loop.run_in_executor(self._writing, self._audit_log.append, said)
+                await loop.run_in_executor(self._writing, self._append_begin, said, makes_room)
         except (OSError, TimeoutError) as error:
-            log.error("the audit log cannot be written, so nothing is changed: %r", error)
-            raise Problem(
-                503, "audit", "the audit log cannot be written, so nothing was done; the service's log has the cause"
-            ) from error
+            if not (makes_room and is_full(error)):
+                log.error("the audit log cannot be written, so nothing is changed: %r", error)
+                why = "the audit log cannot be written, so nothing was done; the service's log has the cause"
+                raise Problem(503, "audit", why) from error
+            log.error("the audit log has no room for %s, which may make some and is done all the same", said)
         scope[AUDITED] = {}
         ended = False
 
@@ -286,6 +290,11 @@ class Guard:
         finally:
             if not ended:
                 end(None)
+
+    def _append_begin(self, document: dict[str, Any], makes_room: bool) -> None:
+        if makes_room:
+            self._spare.give_up()
+        self._audit_log.append(document)
 
     def _append_end(self, document: dict[str, Any]) -> None:
         try:

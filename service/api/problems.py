@@ -35,6 +35,7 @@ from service.errors import (
     RunConflict,
     RunDamaged,
     RunNotFound,
+    RunWithdrawn,
     TooManyReporters,
     VersionNotFound,
 )
@@ -182,6 +183,8 @@ def as_problem(error: Exception) -> Problem:
             return Problem(404, "no-such-drafter", str(error))
         case RunConflict():
             return Problem(409, "run-conflict", str(error))
+        case RunWithdrawn():
+            return Problem(503, "run-being-deleted", str(error))
         case RunClosed():
             return Problem(409, "run-closed", str(error))
         case RunDamaged():
@@ -251,6 +254,7 @@ def install(app: FastAPI) -> None:
         RunNotFound,
         VersionNotFound,
         RunConflict,
+        RunWithdrawn,
         RunClosed,
         RunDamaged,
         TooManyReporters,

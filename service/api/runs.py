@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal
 
@@ -39,7 +39,6 @@ from service.storage.runs import (
     check_same,
     commit_run,
     crc32_of,
-    delete_run,
     forget_unneeded_heads,
     heads_bytes,
     heads_since,
@@ -69,6 +68,7 @@ _POLL_SECONDS: Final = 0.1
     responses={
         200: {"description": "The same target is registered already. `warning` says what was ignored."},
         409: {"description": "The run is another target's or policy's, or takes no more rollouts."},
+        503: {"description": "`run-being-deleted`: an earlier run of this name is; send it again."},
         429: {"description": "`too-many-runs`, in all or of the token's share; `too-many-heads`; `spool-low`."},
     },
 )
@@ -104,7 +104,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         if created:
             await asyncio.to_thread(check_initial_drafter, upload.path)
             await context.check_redis()  # it may have stopped while the file came, and to forget may rightly take long
-            forget = _forgetting(context, run)  # the keys of an earlier run of this name
+            forget = context.forgetting(run)  # the keys of an earlier run of this name
             created = await context.locking(commit_run, context.layout, record, upload, forget, refused=refused)
             if created and refused is not None:
                 await context.soon(context.store(run).forget_refusal())  # the refusal was of the file that was replaced
@@ -133,12 +133,6 @@ def _check_number(context: ServiceContext, caller: Token) -> None:
         "too-many-runs",
         f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS",
     )
-
-
-def _forgetting(context: ServiceContext, run: str) -> Callable[[], object]:
-    """For a thread: delete a run's keys, in the event loop, which owns the Redis client."""
-    loop = asyncio.get_running_loop()
-    return lambda: asyncio.run_coroutine_threadsafe(context.store(run).forget(), loop).result()
 
 
 async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> str | None:
@@ -227,8 +221,13 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
 async def get_runs(context: Context, caller: Caller) -> list[dict[str, Any]]:
     """List the runs that the token is for: name, Unix time of the registration, served drafter and headline."""
     await context.check_redis()
+    runs = tuple(filter(caller.covers, await asyncio.to_thread(context.layout.run_names)))
+    return await context.answers.get(("runs", runs), lambda: _listed(context, runs))
+
+
+async def _listed(context: ServiceContext, runs: Sequence[str]) -> list[dict[str, Any]]:
     found = []
-    for run in filter(caller.covers, await asyncio.to_thread(context.layout.run_names)):
+    for run in runs:
         try:
             record, latest = context.run(run), context.registry.latest(run)
             facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
@@ -255,37 +254,22 @@ async def delete(run: str, request: Request, context: Context) -> None:
     """Delete a run: its rollouts, drafters, checkpoints, history and counts. This cannot be undone.
 
     The run is unregistered at once. What was received is deleted when its worker has let go of it, which takes as long
-    as the training in hand. A request that is cut short is finished by the next one.
+    as the training in hand. What a request leaves is deleted by the next one, or by the sweep every five minutes.
     """
     audit(request, "delete")
     await context.check_redis()
     await context.locking(withdraw_run, context.layout, run)
-    store = context.store(run)
     deadline = time.monotonic() + _LET_GO_SECONDS
-    while not await store.take_from_workers():
-        if not is_there(context.layout.withdrawn(run)):
-            return  # another request was faster
+    while not await context.finish_deletion(run):
         if time.monotonic() > deadline:
             raise Problem(
                 409,
                 "run-at-work",
-                f"run {run!r} is unregistered, and a worker is still at work on it; ask again to delete its files",
+                f"run {run!r} is unregistered, and a worker is still at work on it; its files are deleted some minutes "
+                "after that, or when you ask again",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
         await asyncio.sleep(_POLL_SECONDS)
-    if not is_there(context.layout.withdrawn(run)):
-        await store.give_back()  # the lease is of another run of that name
-        return
-    forget, objects = _forgetting(context, run), context.registry.objects
-
-    def forget_all() -> None:  # the objects first: where the store is away, the next request finds the rest
-        if objects is not None:
-            objects.forget(run)
-        forget()
-
-    await context.locking(delete_run, context.layout, run, forget_all)
-    context.drop(run)
-    log.warning("run %s was deleted", run)
 
 
 class StateRequest(BaseModel):

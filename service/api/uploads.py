@@ -7,7 +7,6 @@ checks the body, and passes the safetensors header to its caller as soon as it i
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 import json
 import time
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from rl_hooks.wire import CONTENT_TYPE, Header, WireError, header_size, parse_header
+from service.api.context.spare import is_full
 from service.api.port.body import TAKE_BODY, BodyTooSlowError
 from service.api.problems import BODY_STATE, Problem
 from service.settings import Settings
@@ -150,7 +150,7 @@ def _write(upload: Upload, chunk: bytes | memoryview) -> None:
     try:
         upload.write(chunk)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             raise Problem(
                 HTTPStatus.SERVICE_UNAVAILABLE, "spool-full", "the spool's disk is full", headers={"Retry-After": "10"}
             ) from error

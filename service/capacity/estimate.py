@@ -1,4 +1,4 @@
-"""The facts of a deployment: worker GPUs, queue, lag, downloads, API cores, Redis, money.
+"""The facts of a deployment: worker GPUs, queue, disk, lag, downloads, API cores, Redis, money.
 
 Limits come from the settings. Each fact says whether it is arithmetic, was measured on two shared cores or on one
 H200, or is assumed.
@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
 
-from service.capacity.sizes import GIB, HOOK_BYTES, Deployment, batches, drafter_bytes, file_bytes, tokens_a_file
+from service.capacity.sizes import (
+    GIB,
+    HOOK_BYTES,
+    Deployment,
+    batches,
+    checkpoint_bytes,
+    drafter_bytes,
+    file_bytes,
+    tokens_a_file,
+)
 from service.capacity.work import GPU_TFLOPS, Work
 from service.monitor.worth import step_speedup
 from service.settings import Settings
@@ -26,14 +35,15 @@ REPORT_CPU: Final = 0.003
 PUSH_CPU: Final = 0.00013
 #: An engine reports so often.
 REPORT_SECONDS: Final = 5.0
-#: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days within the default
+#: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days within
 #: `remembered_bytes`; of a batch's scores, of which 4,608 batches are kept.
 FATE_BYTES: Final = 106
 BATCH_BYTES: Final = 94 * 8
 SCORE_BYTES: Final = 162 * 8
 _SCORES_KEPT: Final = 4608
 _KEPT_DAYS: Final = 7
-_REMEMBERED_BYTES: Final = 128 * 2**20  # of a run
+#: `maxmemory` of the Redis that `draftalign up`, compose and Kubernetes start.
+REDIS_BYTES: Final = 512 << 20
 _DAY_SECONDS: Final = 86_400
 
 
@@ -127,10 +137,12 @@ def estimate(
     traffic, worker = Traffic(plan), WorkerLoad(plan, settings, tflops, worker_gpus)
     # Share of a step that a claim takes.
     claim = min(1.0, max(settings.claim_tokens, traffic.file_tokens) / plan.sent_tokens)
+    queued, redis = _queued_bytes(traffic, worker, claim, settings.checkpoint_seconds), _redis_bytes(traffic, settings)
     return {
         **_of_worker(worker, tflops),
         "wire": _of_wire(traffic),
-        "queue": _of_queue(_queued_bytes(traffic, worker, claim, settings.checkpoint_seconds), plan.runs, settings),
+        "queue": _of_queue(queued, settings),
+        "disk": _of_disk(traffic, queued, settings),
         "hook": _of_hook(traffic),
         "lag": Fact(
             _lag_seconds(traffic, worker, claim) / plan.step_seconds,
@@ -143,10 +155,11 @@ def estimate(
             traffic.cores, "cores", "measured on two cores", "of the API, of which one process takes one", traffic.cores
         ),
         "redis": Fact(
-            _redis_bytes(traffic),
+            redis,
             "bytes",
             "measured on two cores",
-            "of Redis after 7 days, without streams and page",
+            f"of Redis after 7 days, without streams and page; the one that comes along has {REDIS_BYTES / GIB:g} GiB",
+            redis / REDIS_BYTES,
         ),
     }
 
@@ -182,13 +195,32 @@ def _of_wire(traffic: Traffic) -> Fact:
     return Fact(gbit, "Gbit/s", "arithmetic", text, traffic.load)
 
 
-def _of_queue(queued: float, runs: int, settings: Settings) -> Fact:
-    most = settings.queue_max_bytes
+def _of_queue(queued: float, settings: Settings) -> Fact:
+    text, most = "largest queue and spool of a run", settings.queue_max_bytes
     if most is None:
-        disk = f"takes {runs * queued * 4 / 3 / GIB:,.0f} GiB of disk for all, of which it has three quarters"
-        return Fact(queued, "bytes", "assumed", f"largest queue and spool of a run; {disk}")
+        return Fact(queued, "bytes", "assumed", f"{text}; `disk` is so large that it finds room")
     limit = f"DRAFTALIGN_QUEUE_MAX_BYTES is {most / GIB:g} GiB"
-    return Fact(queued, "bytes", "assumed", f"largest queue and spool of a run; {limit}", queued / most)
+    return Fact(queued, "bytes", "assumed", f"{text}; {limit}", queued / most)
+
+
+def _of_disk(traffic: Traffic, queued: float, settings: Settings) -> Fact:
+    """The disk on which no run's queue is refused: all that workers keep, all queues, and what must be left for others.
+
+    That is a third of a run's own files, or three times its queue (`Disk.queue_share_bytes`).
+    """
+    plan, drafter = traffic.plan, traffic.plan.drafter
+    versions = settings.keep_versions + 2  # the first and the served one
+    kept = {
+        f"{versions} versions": versions * drafter_bytes(drafter),
+        "recent rollouts": settings.recent_tokens * traffic.file_bytes / traffic.file_tokens,
+        "a checkpoint, twice while it is written": 2 * checkpoint_bytes(drafter, settings.optimizer),
+        "target and a head": 3 * drafter.vocab_size * drafter.target_hidden_size * 2,
+    }
+    queue = queued if settings.queue_max_bytes is None else min(queued, settings.queue_max_bytes)
+    own = sum(kept.values()) + queue
+    parts = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in kept.items())
+    text = f"for all runs; the worker keeps {sum(kept.values()) / GIB:,.1f} GiB of each ({parts})"
+    return Fact(plan.runs * own + min(own / 3, 3 * queue) + settings.spool_min_free_bytes, "bytes", "assumed", text)
 
 
 def _of_hook(traffic: Traffic) -> Fact:
@@ -255,11 +287,12 @@ def _lag_seconds(traffic: Traffic, worker: WorkerLoad, claim: float) -> float:
     return here + before + first + following + score + sent_out
 
 
-def _redis_bytes(traffic: Traffic) -> float:
+def _redis_bytes(traffic: Traffic, settings: Settings) -> float:
     """Fates of a week's rollouts and batches, as far as they are remembered, and the scores that are kept."""
     plan, week = traffic.plan, _KEPT_DAYS * _DAY_SECONDS / traffic.plan.step_seconds  # steps of a run
     fates = plan.sent_tokens / plan.tokens * FATE_BYTES + traffic.files * BATCH_BYTES
-    return plan.runs * (min(week * fates, _REMEMBERED_BYTES) + min(_SCORES_KEPT, traffic.files * week) * SCORE_BYTES)
+    remembered = min(plan.runs * min(week * fates, settings.remembered_bytes), 2 * settings.remembered_bytes)
+    return remembered + plan.runs * min(_SCORES_KEPT, traffic.files * week) * SCORE_BYTES
 
 
 def _waiting(runs: int, load: float) -> float:

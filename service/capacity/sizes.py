@@ -26,6 +26,8 @@ POLICIES: Final[Mapping[str, Mapping[str, int]]] = {
     | {"num_key_value_heads": 8, "head_dim": 128},
 }
 GIB: Final = 1 << 30
+#: Bytes of an element of a drafter's two vocabulary maps.
+_MAPS: Final[Mapping[str, int]] = {"d2t": 8, "t2d": 1}
 #: Three layers, whichever: only their number matters here.
 LAYERS: Final = (2, 18, 33)
 #: Tokens that one rank's hook sends of a policy version, and bytes that it holds back, by its defaults.
@@ -130,8 +132,14 @@ def _metadata(drafter: DrafterConfig, rollouts: int) -> dict[str, str]:
 
 def drafter_bytes(drafter: DrafterConfig) -> int:
     """Bytes of a published drafter: bfloat16, and its two vocabulary maps."""
-    width = {"d2t": 8, "t2d": 1}
-    return sum(math.prod(shape) * width.get(name, 2) for name, shape in tensor_shapes(drafter).items())
+    return sum(math.prod(shape) * _MAPS.get(name, 2) for name, shape in tensor_shapes(drafter).items())
+
+
+def checkpoint_bytes(drafter: DrafterConfig, optimizer: str) -> int:
+    """Bytes of a worker's checkpoint: float32 weights with one moment of each that Muon moves, two of AdamW's."""
+    shapes = {name: shape for name, shape in tensor_shapes(drafter).items() if name not in _MAPS}
+    by_muon = {n for n, shape in shapes.items() if optimizer == "muon" and len(shape) == 2 and n != "lm_head.weight"}
+    return sum(4 * math.prod(shape) * (2 if name in by_muon else 3) for name, shape in shapes.items())
 
 
 def batches(plan: Deployment) -> float:

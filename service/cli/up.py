@@ -64,7 +64,8 @@ def run_up(settings: Settings) -> None:
     else:
         check_redis(settings.redis_url.get_secret_value())
         environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
-    children.append(Child("api", ["service.cli", "serve"], environment))
+    # Longer than it waits for uploads that are on their way (`make_server`).
+    children.append(Child("api", ["service.cli", "serve"], environment, patience_seconds=20.0))
     # On SIGTERM it finishes the optimizer step and writes a checkpoint.
     alone = environment | {"WORLD_SIZE": "1"}  # also where a rank of a trainer has started this
     children.append(Child("worker", ["service.cli", "worker"], alone, patience_seconds=45.0))

@@ -67,7 +67,7 @@ def warmup(
 
     if out is not None:
         require_free(out)
-    call("GET", service, "/healthz", timeout=60.0)  # before a large policy is loaded
+    call("GET", service, "/healthz")  # before a large policy is loaded
     model, texts = _load(policy, device, prompts)
     typer.echo(f"{len(texts):,} prompts, {rollouts:,} answers at most; the page: {service}")
     hook = _attach(model, service, run, drafter, _layers(aux_layers))

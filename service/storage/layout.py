@@ -53,6 +53,11 @@ class Layout:
         """Directory of who did what, of all runs: kept when a run is deleted."""
         return self.root / "audit"
 
+    @property
+    def spare(self) -> Path:
+        """What is given up on a full disk (`service.api.context.spare`)."""
+        return self.root / "spare"
+
     # --- of one run
     def run(self, run: str) -> Path:
         """`runs/<run>/`."""
@@ -134,10 +139,17 @@ class Layout:
 
     def run_names(self) -> list[str]:
         """Runs that were registered, sorted."""
+        return self._runs_with("run.json")
+
+    def withdrawn_names(self) -> list[str]:
+        """Runs that are being deleted, sorted."""
+        return self._runs_with("run.json.deleted")
+
+    def _runs_with(self, file: str) -> list[str]:
         if not is_there(self.runs):
             return []
         named = [path for path in self.runs.iterdir() if RUN_NAME.fullmatch(path.name)]
-        return sorted(path.name for path in named if _may_be_there(path / "run.json"))
+        return sorted(path.name for path in named if _may_be_there(path / file))
 
     def make_run(self, run: str) -> None:
         """Create the run's directories; idempotent."""

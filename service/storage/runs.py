@@ -36,7 +36,7 @@ from rl_hooks.wire import (
     layers_field,
     target_fingerprint,
 )
-from service.errors import RunClosed, RunConflict, RunDamaged, RunNotFound
+from service.errors import RunClosed, RunConflict, RunDamaged, RunNotFound, RunWithdrawn
 from service.monitor.records import RunState, State
 from service.storage.admission.nearness import differences
 from service.storage.layout import FileId, Layout, file_id, is_there, revalidate
@@ -410,9 +410,12 @@ def check_open(layout: Layout, run: str, *, for_rollouts: bool = False) -> None:
 
 
 def check_not_withdrawn(layout: Layout, run: str) -> None:
-    """Raise RunConflict while a run of this name is being deleted: a new one would go on from its files."""
+    """Raise RunWithdrawn while a run of this name is being deleted: a new one would go on from its files."""
     if is_there(layout.withdrawn(run)):
-        raise RunConflict(f"run {run!r} is being deleted; ask DELETE /runs/{run} again to end that")
+        raise RunWithdrawn(
+            f"run {run!r} is being deleted, which ends some minutes after its worker has let go of it, or with another "
+            f"DELETE /runs/{run}. Send this again until the name is free"
+        )
 
 
 def withdraw_run(layout: Layout, run: str) -> None:
@@ -423,8 +426,8 @@ def withdraw_run(layout: Layout, run: str) -> None:
         layout.run_json(run).rename(layout.withdrawn(run))
 
 
-def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: None) -> None:
-    """Delete the files of a withdrawn run. Nothing may work on it. Blocks.
+def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: None) -> bool:
+    """Delete the files of a withdrawn run. Nothing may work on it. False: another request was faster. Blocks.
 
     `forget` deletes its keys in Redis, under the lock and before the name is free: a new run's keys would go too. Two
     renames come first among the files: half a run is never found, and another one of its name is never touched. What is
@@ -434,13 +437,14 @@ def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: 
     spool, files = layout.spool(run).with_name(name), layout.run(run).with_name(name)
     with locked(layout, run):
         if not is_there(layout.withdrawn(run)):
-            return  # another request was faster; the name may be another run's by now
+            return False  # the name may be another run's by now
         forget()
         with contextlib.suppress(FileNotFoundError):
             layout.spool(run).rename(spool)
         layout.run(run).rename(files)
     for path in (spool, files):
         shutil.rmtree(path, ignore_errors=True)
+    return True
 
 
 def sweep_deleted(layout: Layout) -> None:

@@ -18,20 +18,22 @@ from service.access.signing import signing_key
 from service.access.tokens import Tokens
 from service.api.context.disk import Disk
 from service.api.context.evidence import Evidence
+from service.api.context.spare import SpareFile
+from service.errors import RegistryBusy
 from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
 from service.reading.pointer import Pointer
 from service.reading.series import Series
 from service.reading.shared import Shared
 from service.settings import Settings
-from service.storage.layout import FileId, Layout, file_id
+from service.storage.layout import FileId, Layout, file_id, is_there
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
 from service.storage.ready import PROBE_SECONDS, WriteTest, memory_of
 from service.storage.registry import Registry
 from service.storage.reports.drafting import settings_of
 from service.storage.reports.store import AsyncStore
-from service.storage.runs import RunRecord, load_run, sweep_deleted
+from service.storage.runs import RunRecord, delete_run, load_run, sweep_deleted
 from service.storage.spool import Spool
 
 log = logging.getLogger("draftalign.api")
@@ -81,6 +83,7 @@ class ServiceContext:
         self.layout = Layout(settings.state_dir)
         self.registry = Registry(self.layout, settings.drafters_url)
         self.spool = Spool(self.layout)
+        self.spare = SpareFile(self.layout.spare)
         self.signer = signing_key(settings.signing_key_file)
         if self.signer is not None:
             log.info("manifests are signed; the public key is %s", self.signer.public)
@@ -171,13 +174,50 @@ class ServiceContext:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._locking, functools.partial(work, *args, **named))
 
+    def forgetting(self, run: str) -> Callable[[], object]:
+        """For a thread: delete a run's keys, in the event loop, which owns the Redis client."""
+        loop = asyncio.get_running_loop()
+        return lambda: asyncio.run_coroutine_threadsafe(self.store(run).forget(), loop).result()
+
+    async def finish_deletion(self, run: str) -> bool:
+        """Delete all of a withdrawn run; false while a worker has not let go of it. One that is gone is finished."""
+        store, objects = self.store(run), self.registry.objects
+        if not await store.take_from_workers():
+            return not is_there(self.layout.withdrawn(run))
+        forget = self.forgetting(run)
+
+        def forget_all() -> None:  # the objects first: where the store is away, the next attempt finds the rest
+            if objects is not None:
+                objects.forget(run)
+            forget()
+
+        if is_there(self.layout.withdrawn(run)) and await self.locking(delete_run, self.layout, run, forget_all):
+            self.drop(run)
+            log.warning("run %s was deleted", run)
+        else:
+            await store.give_back()  # another was faster; the lease is of another run of that name
+        return True
+
     def close(self) -> None:
         """Shut the pool of lock-waiting threads down."""
         self._locking.shutdown(wait=False, cancel_futures=True)
 
     async def reap(self) -> int:
-        """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files."""
+        """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files.
+
+        And keep some room on the disk for calls that make more.
+        """
+        try:
+            free = self.spool.free_bytes() - self.settings.spool_min_free_bytes
+            await asyncio.to_thread(self.spare.fill, free)
+        except OSError as error:
+            log.warning("no room is kept for what makes more: %s", error)
         await asyncio.to_thread(sweep_deleted, self.layout)
+        for run in self.layout.withdrawn_names():
+            try:
+                await self.finish_deletion(run)
+            except (redis.exceptions.RedisError, OSError, RegistryBusy) as error:
+                log.warning("run %s is not deleted yet: %s", run, error)
         registered = self.layout.run_names()
         for run in {*self._kept, *self.evidence.runs, *self.disk.runs}.difference(registered):
             self.drop(run)  # another process deleted it

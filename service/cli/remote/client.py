@@ -21,6 +21,7 @@ Run = Annotated[
 Reason = Annotated[str, typer.Option(help="Why, for the page and the history.")]
 LOCAL = "http://127.0.0.1:8400"
 _PAUSE_SECONDS: Final = 0.5
+_CONNECT_SECONDS: Final = 5.0
 
 #: What helps where a connection failed with such words.
 _HINTS = {
@@ -34,7 +35,7 @@ def name_of(service: str, run: str | None) -> str:
     """The run that is meant where none is named: `default`, or the only one that there is."""
     if run is not None:
         return run
-    names = [one["run"] for one in call("GET", service, "/runs", timeout=60.0).json()]
+    names = [one["run"] for one in call("GET", service, "/runs").json()]
     if not names:
         raise ConfigurationError(f"{service} has no run, or none that the token is for; a trainer's hook registers one")
     if "default" not in names and len(names) > 1:
@@ -68,23 +69,26 @@ def client_of(service: str, **more: Any) -> httpx.Client:
 
 
 def call(
-    method: str, service: str, path: str, timeout: float = 5.0, patience: float = 0.0, **more: Any
+    method: str, service: str, path: str, timeout: float = 120.0, patience: float = 0.0, **more: Any
 ) -> httpx.Response:
-    """Ask the service; what it refuses is a ConfigurationError. `timeout` in seconds.
+    """Ask the service; what it refuses is a ConfigurationError. `timeout` in seconds, of an answer; 5 to be reached.
 
-    A service that restarts or has no room is asked again for `patience` seconds.
+    By default longer than the service waits for locks and reads a drafter: who gives up earlier takes what is done for
+    failed. A service that restarts or has no room is asked again for `patience` seconds.
     """
     import httpx
 
     deadline = time.monotonic() + patience
     while True:
         try:
-            with client_of(service, timeout=timeout) as client:
+            with client_of(service, timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS)) as client:
                 answer = client.request(method, path, **more)
         except httpx.UnsupportedProtocol as error:
             raise ConfigurationError(f"--service {service!r} is no URL; expected one like {LOCAL}") from error
         except httpx.HTTPError as error:
             hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in str(error)), "")
+            if isinstance(error, httpx.ReadTimeout) and method != "GET":
+                hint = "; it may do what was asked all the same: look before you ask again"
             trouble, passing = f"does not answer: {error}{hint}", True
         else:
             if answer.is_success:

@@ -225,6 +225,6 @@ def _whole(service: str, run: str, version: str) -> str:
 def _served(service: str, run: str) -> str | None:
     """The version that a run serves; None where it has none, or does not say: a rollback must not depend on it."""
     try:
-        return str(call("GET", service, "/drafter/latest", params={"run": run}).json()["version"])
+        return str(call("GET", service, "/drafter/latest", 5.0, params={"run": run}).json()["version"])
     except ConfigurationError:
         return None

@@ -46,7 +46,7 @@ def runs(
     if delete is not None:
         if not yes:
             typer.confirm(f"Delete run {delete}: its rollouts, drafters, checkpoints and history?", abort=True)
-        call("DELETE", service, f"/runs/{quote(delete, safe='')}", timeout=60.0)
+        call("DELETE", service, f"/runs/{quote(delete, safe='')}")
         typer.echo(f"run {delete} is deleted")
         return
     found = call("GET", service, "/runs").json()
@@ -112,7 +112,7 @@ def dead(
         batch_id, destination = save
         if destination.exists():
             raise ConfigurationError(f"{destination} exists; name a new file")
-        destination.write_bytes(call("GET", service, f"{path}/{batch_id}/file", timeout=60.0).content)
+        destination.write_bytes(call("GET", service, f"{path}/{batch_id}/file").content)
         typer.echo(f"{destination}  {destination.stat().st_size} bytes")
     else:
         _list_dead(service, path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 import time
 import uuid
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rl_hooks.durable import AtomicDirectory, write_synced
+from rl_hooks.durable import AtomicDirectory, sync, write_synced
 from service.errors import ObjectStoreError, RegistryError, RunDamaged, VersionNotFound
 from service.storage.drafters.objects import Objects
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
@@ -190,18 +189,18 @@ def _staged_files(staged: Path) -> list[Path]:
 
 
 def digests_of(staged: Path) -> tuple[tuple[VersionFile, ...], str]:
-    """The files of a staged directory, and the digest of all of them."""
-    files = tuple(_digest(path) for path in _staged_files(staged))
+    """The files of a staged directory, forced to the disk, and the digest of all of them."""
+    for path in (paths := _staged_files(staged)):
+        sync(path)
+    files = tuple(map(_digest, paths))
     return files, hashlib.sha256("".join(f"{f.sha256} {f.name}\n" for f in files).encode()).hexdigest()
 
 
 def _digest(path: Path) -> VersionFile:
-    """Digest a file, and force it to the disk."""
     sha = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):
             sha.update(chunk)
             size += len(chunk)
-        os.fsync(file.fileno())
     return VersionFile(name=path.name, bytes=size, sha256=sha.hexdigest())

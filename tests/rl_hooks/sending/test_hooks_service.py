@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from failover_fixtures import until
 from hooks_fixtures import AUX, padded_batch, step
 from hooks_fixtures import tiny_qwen3 as tiny
+from redis import Redis
 from service_fixtures import RunningService
 from transformers import Qwen3ForCausalLM
 from worker_fixtures import Bench
 
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
+from service.storage.lease import Leases
 
 Attach = Callable[..., DrafterHook]
 
@@ -199,6 +203,24 @@ def test_another_policy_under_a_runs_name_is_turned_away_and_costs_the_run_nothi
     bench.drain(worker)
     counters = bench.queue.counters()
     assert (counters["accepted_total"], counters["acked_total"], counters["dead_total"]) == (2, 2, 0)
+
+
+def test_a_trainer_that_begins_while_a_run_of_its_name_is_deleted_waits_for_the_name(
+    serve: Callable[..., RunningService], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person deletes a run to begin again, and its worker is at a training."""
+    monkeypatch.setattr("service.api.runs._LET_GO_SECONDS", 0.0)
+    service, leases, model = serve(), Leases(redis_client), tiny(tied=False)
+    service.register()
+    assert leases.hold("default")
+    assert service.client.delete("/runs/default").status_code == 409
+    with contextlib.closing(DrafterHook(model, service.url, aux_layers=AUX)) as hook:
+        until(lambda: hook.stats()["retries"] > 1, "the service refused the registration twice")
+        leases.give_back("default")
+        assert service.client.delete("/runs/default").status_code == 204
+        step(hook, model, 0, padded_batch([(3, 9)]))
+        stats = hook.stats()
+    assert (stats["sent"], stats["dropped_error"]) == (2, 0), "its registration and a batch"
 
 
 def test_an_initial_drafter_that_comes_too_late_is_named_in_the_trainers_log(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
@@ -114,11 +115,11 @@ def test_without_tokens_the_caller_is_loopback(service: RunningService) -> None:
 def test_nothing_is_done_that_cannot_be_written_down(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(lines(service))
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")  # a full one: test_disk_shares.py
 
     with monkeypatch.context() as patch:
-        patch.setattr(AuditLog, "append", full)
+        patch.setattr(AuditLog, "append", broken)
         reply = service.client.delete("/runs/default")
         assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:audit")
         assert service.register("second").status_code == 503

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis.asyncio
 from attacks.runs import SIZES, drafter_tensors
 from redis import Redis
 from service_fixtures import (
@@ -30,6 +31,7 @@ from service_fixtures import (
 
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
+from service.api.context.context import ServiceContext
 from service.storage.lease import Leases
 from service.storage.queue.keys import Keys
 from service.storage.reports.store import AsyncStore
@@ -234,8 +236,10 @@ def test_a_run_at_work_is_unregistered_at_once_and_deleted_when_its_worker_has_l
     reply = service.client.delete("/runs/default")
     assert (reply.status_code, reply.json()["type"]) == (409, "urn:draftalign:run-at-work")
     assert service.client.get("/runs/default").status_code == 404
-    assert service.register().status_code == 409, "its checkpoints are still there: another run would go on from them"
-    assert files_of(service, "default") != []
+    again = service.register()
+    assert (again.status_code, again.json()["type"]) == (503, "urn:draftalign:run-being-deleted")
+    assert again.headers["Retry-After"] == "2"
+    assert files_of(service, "default") != [], "its checkpoints are still there: another run would go on from them"
     leases.give_back("default")
     assert service.client.delete("/runs/default").status_code == 204
     assert files_of(service, "default") == []
@@ -258,9 +262,36 @@ def test_a_deletion_that_was_cut_short_is_finished_by_the_next(
         patch.setattr(Path, "rename", broken)
         assert httpx.delete(f"{service.url}/runs/default").status_code >= 500  # and its connection is closed
     assert service.client.get("/runs").json() == []
-    assert service.register().status_code == 409
+    assert service.register().status_code == 503
     assert service.client.delete("/runs/default").status_code == 204
     assert files_of(service, "default") == []
+
+
+def test_a_deletion_that_nobody_asks_for_again_is_finished_by_the_sweep(
+    service: RunningService, redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.runs._LET_GO_SECONDS", 0.0)
+    leases = Leases(redis_client)
+    for run in ("at_work", "left"):
+        service.register(run)
+        service.publish(run)
+        assert leases.hold(run)
+        assert service.client.delete(f"/runs/{run}").status_code == 409
+    leases.give_back("left")
+
+    async def sweep() -> None:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await ServiceContext(service.settings, client).reap()
+
+    asyncio.run(sweep())
+    assert files_of(service, "left") == []
+    assert [key for key in redis_client.keys() if b"{left}" in key] == []  # noqa: SIM118 - the command of that name
+    assert service.register("left").status_code == 201
+    assert service.layout.target("at_work").exists(), "its worker has not let go of it"
+    leases.give_back("at_work")
+    asyncio.run(sweep())
+    assert files_of(service, "at_work") == []
+    assert service.client.get("/runs/left").status_code == 200, "the new run of that name is another"
 
 
 def test_a_second_deletion_leaves_a_new_run_of_that_name_alone(service: RunningService, redis_client: Redis) -> None:
@@ -269,7 +300,7 @@ def test_a_second_deletion_leaves_a_new_run_of_that_name_alone(service: RunningS
     delete_run(service.layout, "default")
     assert service.register().status_code == 201
     assert service.post(rollout_file()).status_code == 202
-    delete_run(service.layout, "default", lambda: pytest.fail("the new run's keys would go"))
+    assert not delete_run(service.layout, "default", lambda: pytest.fail("the new run's keys would go"))
     assert service.client.get("/runs/default").status_code == 200
     assert len(service.spooled()) == 1
     assert list(service.layout.runs.glob(".deleted-*")) == []

@@ -23,6 +23,7 @@ from service_fixtures import HEADERS, VOCAB, RunningService, head_file, rollout_
 from storage_fixtures import RolloutQueue
 
 from rl_hooks.wire import CONTENT_TYPE, Tensor
+from service.access.audit import AuditLog
 from service.api.context.context import ServiceContext
 from service.api.problems import in_units
 from service.storage.spool import Spool
@@ -41,7 +42,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
         for path in (tmp_path / "state").rglob("*"):
             with contextlib.suppress(FileNotFoundError):
                 # Not the audit log: on a disk that small its lines on refused uploads are many files' worth.
-                total += path.stat().st_size if path.is_file() and path.parent.name != "audit" else 0
+                counts = path.is_file() and path.parent.name != "audit" and path.name != "spare"
+                total += path.stat().st_size if counts else 0
         return total
 
     def resize(free: int) -> None:
@@ -441,3 +443,48 @@ def test_a_run_that_only_a_head_brings_on_gets_it_received(
         assert state == "active" or not received(), "the worker leaves a paused run's heads where they are"
     eventually(received)
     assert dead_files(service, "other") < 20 or room > 2
+
+
+def fill_up(place: Path) -> None:
+    """Let another program take the rest of a disk."""
+    with contextlib.suppress(OSError), (place / "another's").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_on_a_full_disk_runs_are_archived_and_deleted_and_dead_batches_discarded_and_it_is_written_down(
+    small_disk: Path, serve: Serve, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.context.spare.SPARE_BYTES", 1 << 17)
+    service = serve(state_dir=small_disk, spool_min_free_bytes=0)
+    eventually(lambda: service.layout.spare.exists() and service.layout.spare.stat().st_size == 1 << 17)
+    for run in ("old", "live"):
+        service.register(run)
+    assert service.post(rollout_file(("bad",), run="live"), "live").status_code == 202
+    kill_all(redis_client, "live")
+    (dead,) = service.client.get("/runs/live/dead").json()["dead"]
+    fill_up(small_disk)
+    archive = {"state": "archived", "reason": "room"}
+    answers = [
+        service.client.patch("/runs/old", json=archive),
+        service.client.delete(f"/runs/live/dead/{dead['batch_id']}"),
+        service.client.delete("/runs/old"),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 204, 204], [answer.text for answer in answers]
+    calls = [(call["call"].partition(" ")[0], call["status"]) for call in AuditLog(service.layout).read()]
+    assert calls[2:] == [("PATCH", 200), ("DELETE", 204), ("DELETE", 204)]
+
+
+def test_a_full_disk_that_nothing_is_kept_of_still_lets_a_run_be_deleted_which_is_written_down_afterwards(
+    small_disk: Path, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = serve(state_dir=small_disk, spool_min_free_bytes=0)
+    service.register("old")
+    service.publish("old", bytes(1 << 20))
+    fill_up(small_disk)
+    refused = service.client.put("/drafter/v000001-00000000/hold", params={"run": "old"}, json={"reason": "x"})
+    assert (refused.status_code, refused.json()["type"]) == (503, "urn:draftalign:audit"), "it makes no room"
+    assert service.client.delete("/runs/old").status_code == 204
+    assert "the audit log has no room for" in caplog.text
+    (call,) = [call for call in AuditLog(service.layout).read() if call["call"].startswith("DELETE")]
+    assert (call["call"], call["status"], call["action"]) == ("DELETE /runs/old", 204, "delete")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -20,8 +21,10 @@ from worker_fixtures import World, alive
 
 import service.ranks
 import service.worker.process.worker
+from service.api.app import make_server
 from service.cli import main
-from service.cli.up import _check_device
+from service.cli.supervisor import Child
+from service.cli.up import _check_device, run_up
 from service.errors import ConfigurationError
 from service.ranks import run_on_ranks
 from service.settings import Settings, redis_place
@@ -131,6 +134,22 @@ def test_a_setting_that_is_wrong_is_told_before_the_part_is_loaded(
     monkeypatch.setitem(sys.modules, loaded, None)  # to import it raises ImportError
     with pytest.raises(ConfigurationError, match=r"redis_url .* cannot be used"):
         start(state_dir=tmp_path, redis_url="redis://127.0.0.1:1/0?db=x")
+
+
+def test_up_lets_the_api_end_the_uploads_that_it_waits_for(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[Child]()
+    monkeypatch.setattr("service.cli.up.Supervisor", lambda children: Mock(run=lambda: found.extend(children)))
+    monkeypatch.setattr("service.cli.up._check_device", Mock())
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    settings = Settings(state_dir=tmp_path, redis_url=SecretStr(redis_url), port=port)
+    run_up(settings)
+    patience = {child.name: child.patience_seconds for child in found}
+    waited = make_server(settings).config.timeout_graceful_shutdown
+    assert waited is not None
+    assert patience["api"] > waited + 2
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,25 +21,32 @@ from benchmarks.capacity import compare, error
 from benchmarks.deployment import PATIENCE, World
 from benchmarks.step_peers import SIZES, floating_point_operations
 from drafter.model.eagle3 import Eagle3Drafter
+from drafter.training.optimizer import Method, Optimizer
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
 from rl_hooks.format.eagle3 import DrafterConfig
 from rl_hooks.sending.features import Captured, PackedIndex, StagedRollouts
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.trainer.hook import DrafterHook
-from service.capacity.estimate import estimate, money, worst_first
+from service.api.context.disk import Disk
+from service.capacity.estimate import REDIS_BYTES, estimate, money, worst_first
 from service.capacity.sizes import (
+    GIB,
     HOOK_BYTES,
     HOOK_TOKENS,
     POLICIES,
     Deployment,
     FeatureDtype,
+    checkpoint_bytes,
     drafter_bytes,
     file_bytes,
 )
 from service.capacity.work import GPU_TFLOPS, muon_flops, pass_flops
 from service.cli.main import app
+from service.cli.valkey import MAX_MEMORY
 from service.settings import Settings
+from service.storage.layout import Layout
+from service.storage.spool import Spool
 
 EIGHT = DrafterConfig.from_target(POLICIES["8b"], (2, 18, 33), 32_000)
 SMALL = DrafterConfig(64, 64, 128, 4, 2, 16, 100, 50, (1, 2, 3))
@@ -82,6 +92,52 @@ def test_a_drafters_bytes_are_those_of_its_weights() -> None:
     model = Eagle3Drafter(SMALL, DraftVocabulary(torch.arange(50), 100))
     held = sum(p.numel() * 2 for p in model.parameters()) + model.d2t.nbytes + model.t2d.nbytes
     assert drafter_bytes(SMALL) == held
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_a_checkpoints_bytes_are_those_of_weights_and_moments(method: Method) -> None:
+    named = dict(Eagle3Drafter(SMALL, DraftVocabulary(torch.arange(50), 100)).named_parameters())
+    optimizer = Optimizer(named, method, weight_decay=0.0, betas=(0.9, 0.95), epsilon=1e-8)
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1e-3)
+    moments = {name: moment for name, moment in optimizer.moments().items() if not name.startswith("step.")}
+    held = sum(tensor.nbytes for tensor in (*named.values(), *moments.values()))
+    assert checkpoint_bytes(SMALL, method) == held
+
+
+@pytest.mark.parametrize("more", [{}, {"keep_versions": 2, "recent_tokens": 1}, {"queue_max_bytes": 1 << 30}])
+@pytest.mark.parametrize("runs", [1, 8])
+def test_on_the_disk_of_the_plan_no_queue_is_refused_and_on_a_smaller_one_some_are(
+    runs: int, more: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, settings = replace(GIVEN, runs=runs), Settings(**more)  # type: ignore[arg-type]
+    facts = estimate(given, settings)
+    queued = int(min(facts["queue"].value, settings.queue_max_bytes or math.inf))
+    found = re.search(r"keeps ([\d.]+) GiB of each", facts["disk"].text)
+    assert found is not None
+    kept = int(float(found[1]) * GIB)
+    spool = Spool(Layout(tmp_path))
+    disk = Disk(settings, Layout(tmp_path), spool, Mock(), Mock())
+    disk._kept_bytes["a"] = kept
+    for size, has_room in ((facts["disk"].value * 1.01, True), (facts["disk"].value * 0.97, False)):
+        free = int(size) - runs * (kept + queued)
+        monkeypatch.setattr(spool, "free_bytes", lambda free=free: free)
+        assert (disk.queue_limit_bytes(queued, "a") >= queued) == has_room
+
+
+def test_what_redis_remembers_of_all_runs_is_bounded_and_compared_with_the_embedded_ones_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = replace(GIVEN, runs=10)
+    bounded = estimate(given, Settings())["redis"]
+    assert 256 << 20 < bounded.value < 320 << 20
+    assert bounded.load == bounded.value / REDIS_BYTES
+    monkeypatch.setenv("DRAFTALIGN_REMEMBERED_BYTES", str(1 << 30))
+    more = estimate(given, Settings())["redis"]
+    assert more.load is not None
+    assert more.load > 1
+    assert f"{REDIS_BYTES >> 20}mb" == MAX_MEMORY
 
 
 @pytest.mark.parametrize(("depth", "responses", "documents"), [(1, 4096, 1), (3, 4096, 1), (4, 1000, 4), (7, 2048, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -14,6 +15,7 @@ from service.cli.main import app
 from service.cli.remote import client
 from service.cli.remote.client import call, whoami
 from service.errors import ConfigurationError
+from service.storage.registry import Registry
 
 
 def typed(service: RunningService, *words: str) -> str:
@@ -54,6 +56,36 @@ def test_versions_are_listed_and_an_earlier_one_is_served_again(service: Running
     assert again == f"run default serves {first.version}, as before: its engines load it again\n"
     events = service.client.get("/drafters").json()["history"]
     assert [event["by"] for event in events if event["event"] == "rolled_back"] == [whoami()] * 2
+
+
+def test_a_rollback_that_takes_long_to_verify_is_waited_for(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large drafter on a network disk."""
+    first, _ = service.publish(), service.publish(content=b"second")
+    verify = Registry.verify
+
+    def slow(self: Registry, run: str, version: str) -> None:
+        time.sleep(5.5)
+        verify(self, run, version)
+
+    monkeypatch.setattr(Registry, "verify", slow)
+    assert typed(service, "rollback", first.version) == f"run default serves {first.version}\n"
+
+
+def test_who_gives_up_on_a_change_is_told_that_it_may_be_done_all_the_same(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, done = service.publish().version, threading.Event()
+    monkeypatch.setattr(Registry, "verify", lambda *_: done.wait(20))
+    try:
+        with pytest.raises(ConfigurationError, match="timed out; it may do what was asked all the same"):
+            call("POST", service.url, f"/drafter/{version}/rollback", 0.2, json={"reason": "r"})
+        known = {"If-None-Match": service.client.get("/drafter/latest").headers["ETag"]}
+        with pytest.raises(ConfigurationError, match=r"timed out$"):
+            call("GET", service.url, "/drafter/latest", 0.2, params={"wait": "20"}, headers=known)
+    finally:
+        done.set()
 
 
 def test_a_version_is_named_as_the_page_names_it(service: RunningService) -> None:

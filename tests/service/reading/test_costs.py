@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
+from agent_fixtures import eventually
 from record_fixtures import acceptance, score
 from redis import Redis
 from service_fixtures import RunningService, publish
@@ -23,6 +25,8 @@ from storage_fixtures import Store
 
 from service.api.auth import _BEGIN_AT_ONCE, Throttle
 from service.api.context.context import ServiceContext
+from service.api.snapshot import read_headline
+from service.monitor.headline import Headline
 from service.reading.pointer import Pointer
 from service.reading.series import Series
 from service.reading.shared import Shared
@@ -177,6 +181,28 @@ def test_those_who_ask_meanwhile_share_one_answer_that_was_begun_after_they_aske
         assert not shared._asked, "nothing is kept"
 
     asyncio.run(main())
+
+
+def test_many_who_list_the_runs_at_once_share_two_answers(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each open page asks every few seconds, and a run takes milliseconds."""
+    asked, wake = list[str](), threading.Event()
+    plain = read_headline
+
+    async def slow(context: ServiceContext, run: str) -> Headline:
+        asked.append(run)
+        await asyncio.to_thread(wake.wait, 20)
+        return await plain(context, run)
+
+    monkeypatch.setattr("service.api.runs.read_headline", slow)
+    answers = service.server._context.answers
+    with ThreadPoolExecutor(10) as pool:
+        found = pool.map(lambda _: httpx.get(f"{service.url}/runs", timeout=30).json(), range(10))
+        eventually(lambda: sum(one.waiting for one in answers._asked.values()) == 10, 20)
+        wake.set()
+        assert [one["run"] for listed in found for one in listed] == ["default"] * 10
+    assert asked == ["default"] * 2
 
 
 def test_those_who_share_a_failure_do_not_wait_for_one_another() -> None:

@@ -50,6 +50,23 @@ def test_a_published_version_is_latest_and_verifies(registry: Registry) -> None:
     assert (event["event"], event["version"], event["sequence"]) == ("published", manifest.version, 1)
 
 
+def test_only_a_new_version_is_forced_to_the_disk(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback verifies first, and reads a drafter of gigabytes then: it has nothing to write."""
+    forced = list[str]()
+    real = os.fsync
+
+    def noted(descriptor: int) -> None:
+        forced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    version = publish(registry).version
+    assert {"config.json", "model.safetensors"} < set(forced)
+    forced.clear()
+    registry.verify("default", version)
+    assert forced == []
+
+
 def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Registry) -> None:
     first, second = publish(registry), publish(registry, content=b"other")
     assert second.sequence == 2
