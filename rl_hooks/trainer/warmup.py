@@ -24,8 +24,6 @@ from torch import Tensor
 from rl_hooks.errors import HookError
 from rl_hooks.trainer.hook import DrafterHook
 
-POLICY_VERSION = 0
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -43,6 +41,7 @@ class Sent:
     rollout_id: str  # its first
     rollouts: int
     response_tokens: int
+    ends_pass: bool = False  # over the prompts
 
 
 def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
@@ -79,13 +78,18 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
 def send_rollouts(
     model: Any, hook: DrafterHook, prompts: Sequence[Sequence[int]], rollouts: int, sampling: Sampling, *, seed: int
 ) -> Iterator[Sent]:
-    """Draw `rollouts` answers, the prompts in random order, and yield each batch once it was handed to the hook."""
+    """Draw `rollouts` answers, the prompts in random order, and yield each batch once it was handed to the hook.
+
+    Each pass over the prompts counts as a policy version: drafters are judged on prompts that come again only where
+    their earlier answers are of another version.
+    """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     orders = (torch.randperm(len(prompts), generator=generator).tolist() for _ in itertools.count())
     chosen = itertools.islice(itertools.chain.from_iterable(orders), rollouts)
     attempt = uuid.uuid4().hex[:8]  # a second warm-up of the run brings other rollouts
     for number in itertools.count():
+        version, following = (n * sampling.batch // len(prompts) for n in (number, number + 1))
         part = [prompts[n] for n in itertools.islice(chosen, sampling.batch)]
         if not part:
             return
@@ -98,13 +102,13 @@ def send_rollouts(
                 input_ids=ids_BS,
                 attention_mask=real_BS,
                 loss_mask=answer_BS,
-                policy_version=POLICY_VERSION,
+                policy_version=version,
                 temperature=sampling.temperature,
                 rollout_ids=names,
             ),
         ):
             model(input_ids=ids_BS, attention_mask=real_BS, use_cache=False, **narrow)
-        yield Sent(names[0], len(part), int(answer_BS.sum()))
+        yield Sent(names[0], len(part), int(answer_BS.sum()), following > version)
 
 
 @torch.no_grad()

@@ -82,6 +82,7 @@ def test_what_is_sent_is_what_a_plain_forward_has_of_the_answers(tmp_path: Path)
         assert hook.close(30.0)
         files = [mapped(request, tmp_path) for request in service.rollouts()]
     assert [one.rollouts for one in sent] == [3, 3, 1]
+    assert [file.header.metadata["policy_version"] for file in files] == ["0", "1", "2"], "the pass over the prompts"
     asked: Counter[tuple[int, ...]] = Counter()
     answered = 0
     for file in files:
@@ -168,12 +169,13 @@ def test_what_cannot_work_ends_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_begins_with_a_drafter_that_knows_the_policy(tmp_path: Path) -> None:
+    """It asks for three times as many answers as there are prompts: what comes again judges drafters too."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in recall.sample_prompts(480, 5)))
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in recall.sample_prompts(160, 5)))
     port, out = free_port(), tmp_path / "out"
     settings = {**SERVICE_SETTINGS, "DRAFTALIGN_VOCAB_MIN_TOKENS": "2000", "DRAFTALIGN_DRAFT_VOCAB_SIZE": "64"}
     up = ["service.cli", "up", "--port", str(port), "--state-dir", str(tmp_path / "state")]
-    options = ("--rollouts", "480", "--batch", "32", "--max-new-tokens", "40", "--aux-layers", "0,2,3")
+    options = ("--rollouts", "480", "--batch", "16", "--max-new-tokens", "40", "--aux-layers", "0,2,3")
     with child("up", up, settings):
         wait_for(lambda: httpx.get(f"http://127.0.0.1:{port}/readyz").is_success)
         done = warm_up(
