@@ -6,8 +6,8 @@ Rules:
 * Newest is what *arrived* last, never the highest policy version: a trainer that goes on from an earlier checkpoint
   counts on from there, and one absurd version must not stay the newest.
 * Batches are in the order of their queue entries, whose ids only grow, whatever a clock does.
-* What is pooled is what arrived since the policy version last changed. After a trainer went back to version 3, what its
-  first attempt wrote as version 3 is not among it.
+* What is pooled is what arrived since the policy version last changed, or a drafter served for the first time under
+  it. After a trainer went back to version 3, what its first attempt wrote as version 3 is not among it.
 * A figure that the newest batches lack is of the newest ones that have it, among the last 256.
 """
 
@@ -17,7 +17,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Final
 
 from service.monitor.alpha import Compared, Point, pool_point
@@ -128,10 +127,27 @@ def current(
 
 @dataclass(frozen=True, slots=True)
 class _Spell:
-    """Batches of one policy version that arrived in a row."""
+    """Batches of one policy version that arrived in a row, up to the first one of a further drafter."""
 
     policy_version: int
     scores: list[ScoreRecord]
+
+
+def _spells(scores: Iterable[ScoreRecord]) -> list[_Spell]:
+    """Those of the batches whose policy version is known, in order of arrival."""
+    found: list[_Spell] = []
+    drafters: set[str | None] = set()  # that served under this policy version; engines may swap one after another
+    for score in scores:
+        if score.policy_version is None:
+            continue
+        if not found or found[-1].policy_version != score.policy_version:
+            drafters = {score.drafter_version}
+            found.append(_Spell(score.policy_version, []))
+        elif score.drafter_version not in drafters:
+            drafters.add(score.drafter_version)
+            found.append(_Spell(score.policy_version, []))
+        found[-1].scores.append(score)
+    return found
 
 
 class Newest(list[ScoreRecord]):
@@ -142,8 +158,7 @@ class Newest(list[ScoreRecord]):
 
     def __init__(self, scores: Iterable[ScoreRecord], before: Newest | None = None) -> None:
         super().__init__(sorted(scores, key=lambda score: score.arrival)[-LOOK_BACK:])
-        known = [(score.policy_version, score) for score in self if score.policy_version is not None]
-        self.spells = [_Spell(policy, [s for _, s in found]) for policy, found in groupby(known, key=lambda p: p[0])]
+        self.spells = _spells(self)
         self._pooled: dict[tuple[int, ...], Point] = {}
         #: Each figure of the newest batches that have it.
         self.figures = self._reckon({} if before is None else before._pooled)

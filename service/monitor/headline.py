@@ -377,7 +377,8 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
     yield from _of_headroom(facts.headroom)
     if troubles:
         return
-    if gain is None:
+    measured = now.drafter_version is None or now.drafter_version == facts.served_version
+    if gain is None or (gain <= _BETTER and not measured):  # what serves now is not known to be level
         yield _found("good", "serving", "Serving", f": {says}.")
     elif gain > _BETTER:
         yield _found("good", "aligned", "Aligned", f": {says}{_beside(now, alpha)}.")

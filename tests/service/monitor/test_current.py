@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -188,3 +189,19 @@ def test_lossless_engines_are_called_biased_in_fewer_than_one_run_of_a_hundred()
         verdicts = [Tilt.of([ScoreRecord(policy_version=0, favour=one)]) for one in pooled]
         alarms += any(one is not None and one.biased for one in verdicts)
     assert alarms < runs / 100
+
+
+def test_after_a_publish_the_figures_are_of_the_drafter_that_serves_since_though_the_policy_is_the_same() -> None:
+    """A warm-up has one policy version for long. Two engines that swap one after another make one change of it."""
+    versions = ["v1", "v1", "v2", "v1", "v2", "v2", "v3"]
+    alphas = [1.0, 1.0, 2.0, 1.0, 2.0, 2.0, 3.0]
+    scores = [
+        replace(scored(f"{1000 * (n + 1)}-0", 0, served=alpha), drafter_version=v)
+        for n, (v, alpha) in enumerate(zip(versions, alphas, strict=True))
+    ]
+    found = current(scores, [])
+    assert found is not None
+    assert (found.drafter_version, found.alpha_served) == ("v3", pytest.approx(3.0))
+    before = current(scores[:-1], [])
+    assert before is not None
+    assert (before.drafter_version, before.alpha_served) == ("v2", pytest.approx(7 / 4)), "since v2 came first"

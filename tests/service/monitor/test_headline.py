@@ -318,6 +318,14 @@ STATES = [
             "Serving: v000007 gave 4.77 tokens per round on the last rollouts (v000008 is served since).",
         ),
     ),
+    (  # a look has just found the newer one better
+        facts(served_version="v000008-1b2c3d4e", current=point(compared=Compared(5, 4.77, 4.77))),
+        (
+            "good",
+            "serving",
+            "Serving: v000007 gave 4.77 tokens per round on the last rollouts (v000008 is served since).",
+        ),
+    ),
     (
         facts(published=1, current=point(compared=Compared(5, 4.77, 4.77))),
         (
