@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,11 @@ from deploy_fixtures import (
     read_yaml,
     run,
 )
+from service_fixtures import RunningService
 from worker_fixtures import Bench, states
 
 from service.api.auth import PUBLIC
+from service.cli.valkey import EmbeddedValkey
 from service.settings import Settings
 
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
@@ -335,6 +338,38 @@ def test_replicas_of_the_api_share_the_workers_volume_and_grow_with_their_load(o
         assert specs(overlay, "PersistentVolumeClaim")[claim]["accessModes"] == ["ReadWriteMany"]
         (container,) = pod["containers"]
         assert "cpu" in container["resources"]["requests"], "the scaler counts in shares of what is requested"
+
+
+def test_the_api_gets_its_calls_while_no_rollouts_can_be_taken(tmp_path: Path) -> None:
+    """A pod that is not ready gets none, drafters and metrics among them."""
+    apis = [c for overlay in SERVICE for c in containers(overlay) if command_of(c)[0] == "serve"]
+    (probe,) = {c["readinessProbe"]["httpGet"]["path"] for c in apis}
+    valkey = EmbeddedValkey(tmp_path / "valkey")
+    valkey.start()
+    before = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url)
+    assert before.register().is_success
+    before.publish()
+    before.stop()
+    service = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url, spool_min_free_bytes=1 << 60)
+    try:
+        for trouble in ("spool-low", "redis-away"):
+            assert service.client.get("/readyz").json()["type"] == f"urn:draftalign:{trouble}"
+            assert service.client.get("/drafter/latest", params={"run": "default"}).status_code == 200
+            assert service.client.get(probe).status_code == 200
+            valkey.stop()
+            time.sleep(1.0)  # what Redis last said stands for a second
+    finally:
+        service.stop()
+        valkey.stop()
+
+
+@pytest.mark.parametrize("overlay", SERVICE)
+def test_an_api_is_reached_while_the_worker_in_its_pod_is_started_again(overlay: str) -> None:
+    """A pod is ready when all its containers are. An API alone in its pod gets calls once it answers."""
+    service = specs(overlay, "Service")["draftalign"]
+    (pod,) = [s["template"] for s in workloads(overlay).values() if s["selector"]["matchLabels"] == service["selector"]]
+    shared = len(pod["spec"]["containers"]) > 1
+    assert service.get("publishNotReadyAddresses", False) == shared == (overlay == "one-pod")
 
 
 def test_ranks_find_each_other() -> None:
