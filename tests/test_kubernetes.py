@@ -372,6 +372,35 @@ def test_an_api_is_reached_while_the_worker_in_its_pod_is_started_again(overlay:
     assert service.get("publishNotReadyAddresses", False) == shared == (overlay == "one-pod")
 
 
+@pytest.mark.parametrize("overlay", SERVICE)
+def test_an_update_ends_the_pods_of_old_code_before_it_begins_new_ones(overlay: str) -> None:
+    """What remains is between API and worker, for which the readme has steps."""
+    for kind in ("Deployment", "StatefulSet"):
+        for name, spec in specs(overlay, kind).items():
+            if spec["template"]["metadata"]["labels"]["app"] != "draftalign":
+                continue
+            if kind == "Deployment":
+                assert spec["strategy"] == {"type": "Recreate"}, name
+            else:  # one after the other; more than one are together of old code, or new
+                together = spec.get("updateStrategy") == {"type": "OnDelete"}
+                assert together or spec.get("replicas", 1) == 1, name
+
+
+def test_the_steps_to_another_image_name_what_there_is() -> None:
+    """All pods but those of Redis are ended; the scaler's number is set again, as it leaves 0 alone."""
+    _, _, section = (DEPLOY / "README.md").read_text().partition("### Another image")
+    steps = section.split("```")[1]
+    found = {f"{d['kind'].lower()}/{d['metadata']['name']}" for d in manifests("keda")}
+    assert set(re.findall(r"\b(?:scaledobject|deployment|statefulset)/[\w-]+", steps)) <= found
+    (label,), (scaled,) = re.findall(r"-l app=(\S+)", steps), re.findall(r"scale (.*) --replicas=0", steps)
+    names = {one.partition("/")[2] for one in scaled.split()}
+    for overlay in ("replicas", "ranks", "keda"):
+        ended = {n for n, s in workloads(overlay).items() if s["template"]["metadata"]["labels"]["app"] == label}
+        assert names == ended == workloads(overlay).keys() - {"draftalign-valkey"}
+    least = specs("replicas", "HorizontalPodAutoscaler")["draftalign-api"]["minReplicas"]
+    assert f"deployment/draftalign-api --replicas={least} " in steps
+
+
 def test_ranks_find_each_other() -> None:
     """As many pods as torchrun waits for, at the name of one of them, and as many processes as GPUs."""
     spec = workloads("ranks")["draftalign-worker"]
