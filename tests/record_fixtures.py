@@ -13,7 +13,7 @@ from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import Watch, watch
 from service.monitor.metrics import RunSnapshot
-from service.monitor.records import AcceptanceRecord, RunEvent, ScoreRecord, ServedDrafter, WorkerGauges, read
+from service.monitor.records import AcceptanceRecord, Moves, RunEvent, ScoreRecord, ServedDrafter, WorkerGauges, read
 
 Fields = Mapping[str, Any]
 
@@ -59,11 +59,15 @@ def stored(
 ) -> RunSnapshot:
     """What is stored about a run, from plain fields. Engines are judged by these scores and counts."""
     scored, counts = [score(one) for one in scores], [acceptance(one) for one in acceptances]
+    moves = Moves()
+    for event in history:
+        moves.add(event)
     return RunSnapshot(
         **{"now": time.time(), "watch": watched(scored, counts), **more},
         scores=scored,
         acceptances=counts,
         history=[RunEvent.of(one) for one in history],
+        moves=moves,
         counters=counters or {},
         worker=gauges(worker or {}),
         latest=None if latest is None else ServedDrafter(**latest),

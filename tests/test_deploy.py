@@ -56,6 +56,70 @@ def test_alerts_fire_when_they_should_and_not_before() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def _check_rule_tests(folder: Path, tests: list[dict[str, Any]]) -> None:
+    document = {"rule_files": [str(PROMETHEUS / "rules.yml")], "evaluation_interval": "15s", "tests": tests}
+    (folder / "test.yml").write_text(yaml.safe_dump(document))
+    result = run("promtool", "test", "rules", "test.yml", cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def _of_each_api(series: str) -> list[str]:
+    """The names under which three APIs report it, which report alike; its own where one process does."""
+    name, _, labels = series.removesuffix("}").partition("{")
+    if not name.startswith("draftalign_") or name.startswith(("draftalign_agent_", "draftalign_token_file_")):
+        return [series]
+    own = [label for label in labels.split(",") if label and not label.startswith("instance=")]
+    apis = [",".join([*own, f'instance="api-{api}"']) for api in range(3)]
+    return [f"{name}{{{labels}}}" for labels in apis]
+
+
+@promtool
+def test_three_apis_give_the_alerts_and_the_figures_of_one(tmp_path: Path) -> None:
+    tests = read_yaml(PROMETHEUS / "rules_test.yml")["tests"]
+    for test in tests:
+        given = {name: one["values"] for one in test["input_series"] for name in _of_each_api(one["series"])}
+        test["input_series"] = [{"series": name, "values": values} for name, values in given.items()]
+    _check_rule_tests(tmp_path, tests)
+
+
+@promtool
+def test_an_api_that_is_added_reports_old_dead_letters_without_an_alert(tmp_path: Path) -> None:
+    series = [
+        {"series": f'draftalign_rollouts_dead_total{{run="a",instance="{name}"}}', "values": values}
+        for name, values in (("old", "5x200"), ("new", "_x80 5x120"))
+    ]
+    quiet = [{"eval_time": at, "alertname": "DraftalignDeadLetters"} for at in ("20m15s", "21m", "30m")]
+    _check_rule_tests(tmp_path, [{"interval": "15s", "input_series": series, "alert_rule_test": quiet}])
+
+
+@promtool
+def test_the_dashboard_draws_once_what_several_apis_report(tmp_path: Path) -> None:
+    """Run `one` is reported by one API, `three` by three: as many lines, and as high."""
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [entry["expr"] for entry in dashboard["annotations"]["list"]]
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    series = []
+    for name, labels in re.findall(r"^\| `(draftalign_\w+)\{run,? ?([\w, ]*)\}`", text, re.MULTILINE):
+        for value in ("best", "served", "served_compared"):
+            own = [f'{label.strip()}="{value}"' for label in labels.split(",") if label]
+            for run_name, instance in (("one", 0), ("three", 0), ("three", 1), ("three", 2)):
+                named = ",".join([f'run="{run_name}"', f'instance="api-{instance}"', *own])
+                series.append({"series": f"{name}{{{named}}}", "values": "1+3x120"})
+            if not own:
+                break
+    same = [{"labels": "{}", "value": 0}]
+    cases = [
+        {"expr": f"{fold}({one}) - {fold}({three})", "eval_time": "25m", "exp_samples": same}
+        for expression in expressions
+        if "$run" in expression  # else it is the agents' own
+        for one, three in [(expression.replace("$run", "one"), expression.replace("$run", "three"))]
+        for fold in ("count", "sum")
+    ]
+    assert len(cases) > 30
+    _check_rule_tests(tmp_path, [{"interval": "15s", "input_series": series, "promql_expr_test": cases}])
+
+
 @promtool
 def test_the_rule_tests_would_notice_a_wrong_rule(tmp_path: Path) -> None:
     """A mutation per alert: with a condition that never holds, the tests of that alert fail."""

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,11 @@ from deploy_fixtures import (
     read_yaml,
     run,
 )
+from service_fixtures import RunningService
 from worker_fixtures import Bench, states
 
 from service.api.auth import PUBLIC
+from service.cli.valkey import EmbeddedValkey
 from service.settings import Settings
 
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
@@ -335,6 +338,67 @@ def test_replicas_of_the_api_share_the_workers_volume_and_grow_with_their_load(o
         assert specs(overlay, "PersistentVolumeClaim")[claim]["accessModes"] == ["ReadWriteMany"]
         (container,) = pod["containers"]
         assert "cpu" in container["resources"]["requests"], "the scaler counts in shares of what is requested"
+
+
+def test_the_api_gets_its_calls_while_no_rollouts_can_be_taken(tmp_path: Path) -> None:
+    """A pod that is not ready gets none, drafters and metrics among them."""
+    apis = [c for overlay in SERVICE for c in containers(overlay) if command_of(c)[0] == "serve"]
+    (probe,) = {c["readinessProbe"]["httpGet"]["path"] for c in apis}
+    valkey = EmbeddedValkey(tmp_path / "valkey")
+    valkey.start()
+    before = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url)
+    assert before.register().is_success
+    before.publish()
+    before.stop()
+    service = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url, spool_min_free_bytes=1 << 60)
+    try:
+        for trouble in ("spool-low", "redis-away"):
+            assert service.client.get("/readyz").json()["type"] == f"urn:draftalign:{trouble}"
+            assert service.client.get("/drafter/latest", params={"run": "default"}).status_code == 200
+            assert service.client.get(probe).status_code == 200
+            valkey.stop()
+            time.sleep(1.0)  # what Redis last said stands for a second
+    finally:
+        service.stop()
+        valkey.stop()
+
+
+@pytest.mark.parametrize("overlay", SERVICE)
+def test_an_api_is_reached_while_the_worker_in_its_pod_is_started_again(overlay: str) -> None:
+    """A pod is ready when all its containers are. An API alone in its pod gets calls once it answers."""
+    service = specs(overlay, "Service")["draftalign"]
+    (pod,) = [s["template"] for s in workloads(overlay).values() if s["selector"]["matchLabels"] == service["selector"]]
+    shared = len(pod["spec"]["containers"]) > 1
+    assert service.get("publishNotReadyAddresses", False) == shared == (overlay == "one-pod")
+
+
+@pytest.mark.parametrize("overlay", SERVICE)
+def test_an_update_ends_the_pods_of_old_code_before_it_begins_new_ones(overlay: str) -> None:
+    """What remains is between API and worker, for which the readme has steps."""
+    for kind in ("Deployment", "StatefulSet"):
+        for name, spec in specs(overlay, kind).items():
+            if spec["template"]["metadata"]["labels"]["app"] != "draftalign":
+                continue
+            if kind == "Deployment":
+                assert spec["strategy"] == {"type": "Recreate"}, name
+            else:  # one after the other; more than one are together of old code, or new
+                together = spec.get("updateStrategy") == {"type": "OnDelete"}
+                assert together or spec.get("replicas", 1) == 1, name
+
+
+def test_the_steps_to_another_image_name_what_there_is() -> None:
+    """All pods but those of Redis are ended; the scaler's number is set again, as it leaves 0 alone."""
+    _, _, section = (DEPLOY / "README.md").read_text().partition("### Another image")
+    steps = section.split("```")[1]
+    found = {f"{d['kind'].lower()}/{d['metadata']['name']}" for d in manifests("keda")}
+    assert set(re.findall(r"\b(?:scaledobject|deployment|statefulset)/[\w-]+", steps)) <= found
+    (label,), (scaled,) = re.findall(r"-l app=(\S+)", steps), re.findall(r"scale (.*) --replicas=0", steps)
+    names = {one.partition("/")[2] for one in scaled.split()}
+    for overlay in ("replicas", "ranks", "keda"):
+        ended = {n for n, s in workloads(overlay).items() if s["template"]["metadata"]["labels"]["app"] == label}
+        assert names == ended == workloads(overlay).keys() - {"draftalign-valkey"}
+    least = specs("replicas", "HorizontalPodAutoscaler")["draftalign-api"]["minReplicas"]
+    assert f"deployment/draftalign-api --replicas={least} " in steps
 
 
 def test_ranks_find_each_other() -> None:

@@ -71,13 +71,19 @@ class RunView:
 
 async def read_now(context: ServiceContext, run: str) -> RunSnapshot:
     """Read what is true now of a run: what has changed since the last call."""
-    async with _followed(context, run) as (snapshot, _):
+    bounded = await _read_bounded(context, run)
+    told = await context.quiet(run).read(bounded)
+    if told is not None:
+        return replace(bounded, acceptances=told.acceptances, replayed=(), engine=told.engine)
+    async with _followed(context, run, bounded) as (snapshot, _):
         return snapshot
 
 
 async def read_followed(context: ServiceContext, run: str, since: str | None = None) -> RunView:
     """Read the last attempt of a run too. `since`: a reader's cursor."""
-    async with _followed(context, run) as (snapshot, series):
+    bounded = await _read_bounded(context, run)
+    history = await asyncio.to_thread(context.registry.history.events, run)
+    async with _followed(context, run, replace(bounded, history=history)) as (snapshot, series):
 
         def compare() -> RunView:
             chosen = series.attempts[-1]
@@ -91,13 +97,13 @@ async def read_followed(context: ServiceContext, run: str, since: str | None = N
 
 
 @asynccontextmanager
-async def _followed(context: ServiceContext, run: str) -> AsyncIterator[tuple[RunSnapshot, Series]]:
-    bounded = await _read_bounded(context, run)
-    history = await asyncio.to_thread(context.registry.history.events, run)
+async def _followed(
+    context: ServiceContext, run: str, bounded: RunSnapshot
+) -> AsyncIterator[tuple[RunSnapshot, Series]]:
     series = context.series(run)
     async with series.lock:
         await series.refresh(bounded.watch.sick)
-        yield replace(bounded, acceptances=series.acceptances, replayed=series.served, history=history), series
+        yield replace(bounded, acceptances=series.acceptances, replayed=series.served), series
 
 
 async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
@@ -120,7 +126,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     arrivals = await queue.arrivals()
     now = time.time()
     engines = await context.evidence.engines(run)
-    moves = await asyncio.to_thread(context.registry.history.digest, run)
+    digest = await asyncio.to_thread(context.registry.history.digest, run)
     counters = await queue.counters()
     limit_bytes = await asyncio.to_thread(
         context.disk.queue_limit_bytes, counters["bytes"], run, counters["dead_file_bytes"]
@@ -130,8 +136,9 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         scores=(await context.evidence.recent(run)).newest,
         watch=engines.watch,
         worth=engines.worth,
-        pushes=list(moves.pushed),
-        published=moves.published,
+        pushes=list(digest.pushed),
+        published=digest.published,
+        moves=digest.moves,
         counters=counters,
         queue_limit_bytes=limit_bytes & -1 << max(0, limit_bytes.bit_length() - 6),  # the same for a while
         redis_fill=None if memory is None else round(memory.fill, 2),  # this too

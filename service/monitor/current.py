@@ -210,6 +210,34 @@ def _reports(
     return sorted(groups.items(), key=lambda item: (reported(item[1][-1]), item[0]))
 
 
+def condensed(
+    acceptances: Sequence[AcceptanceRecord], scores: Iterable[ScoreRecord], now: float
+) -> list[AcceptanceRecord]:
+    """Few records instead of many: `current` says the same of them, and the sums of each reporter are the same.
+
+    The newest policy versions are kept that `live` rests on; of the rest, one sum for each reporter. `now`: Unix
+    seconds.
+    """
+    if any(record.reported > now for record in acceptances):  # their order will be another
+        return list(acceptances)
+    newest = scores if isinstance(scores, Newest) else Newest(scores)
+    chosen, rounds = set[int](), 0.0
+    for _, group in reversed(_reports(acceptances, newest.spells, now)):
+        chosen.update(map(id, group))
+        rounds += (live_sums(group) or (0.0, 0.0))[1]
+        if rounds >= ENOUGH_ROUNDS:
+            break
+    rest: dict[str, AcceptanceRecord] = {}
+    for record in acceptances:
+        if record.reporter is not None and id(record) not in chosen:
+            sums = rest.get(record.reporter, AcceptanceRecord())
+            accepted = (sums.accepted_tokens or 0) + (record.accepted_tokens or 0)
+            rest[record.reporter] = AcceptanceRecord(
+                reporter=record.reporter, rounds=sums.rounds + record.rounds, accepted_tokens=accepted
+            )
+    return [*(record for record in acceptances if id(record) in chosen), *rest.values()]
+
+
 def _went_back(spells: Sequence[_Spell]) -> float | None:
     """When the last batch of a higher policy version than the current one arrived, in Unix seconds."""
     higher = [spell.scores[-1] for spell in spells if spell.policy_version > spells[-1].policy_version]

@@ -10,7 +10,7 @@ The gauges `draftalign_alpha` and `draftalign_publication_lag` are of what arriv
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,7 +28,9 @@ from service.monitor.live.watch import Watch, failed_pushes
 from service.monitor.records import (
     DRAFTERS,
     AcceptanceRecord,
+    Estimate,
     HeldVersion,
+    Moves,
     RunEvent,
     RunState,
     ScoreRecord,
@@ -50,6 +52,7 @@ class RunSnapshot:
 
     `scores`: all, or the newest ones; then `replayed` has of all policy versions what a cause needs. `counters`:
     the queue's (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total, dropped_total`).
+    `engine`: what engines have of a cause, where `acceptances` are few records that stand for all (`condensed`).
     `queue_limit_bytes`: at which it is full. `redis_fill`: share of Redis' memory in use; None: it has no limit.
     `latest`: None before the first publish. `published`: how many versions, whatever the history has
     forgotten. `returns`: Unix seconds at which trainers registered again to go back. `last_report` (Unix seconds): for
@@ -65,6 +68,7 @@ class RunSnapshot:
     scores: Sequence[ScoreRecord] = ()
     replayed: Sequence[HasSums] | None = None
     acceptances: Sequence[AcceptanceRecord] = ()
+    engine: Estimate | None = None
     history: Sequence[RunEvent] = ()
     returns: Sequence[tuple[float, int]] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -77,6 +81,7 @@ class RunSnapshot:
     last_arrival: float | None = None
     registered: float | None = None
     published: int = 0
+    moves: Moves = field(default_factory=Moves)
     last_report: float | None = None
     watch: Watch = field(default_factory=Watch)
     pushes: Sequence[float] = ()
@@ -291,7 +296,8 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         families.gauge("draftalign_drift_statistic", text, reading.statistic, run=run, lane=lane)
         text = "Limit of the drift statistic, from the wanted false-alarm rate."
         families.gauge("draftalign_drift_limit", text, reading.limit, run=run, lane=lane)
-    why = explain(worker.drift_change, snapshot.by_policy, sound(snapshot.acceptances, snapshot.watch.sick))
+    counts = sound(snapshot.acceptances, snapshot.watch.sick)
+    why = explain(worker.drift_change, snapshot.by_policy, counts, snapshot.engine)
     for part, term in () if why is None else why.terms.items():
         text = "Change of alpha since the drift baseline by part, as a fraction; factors 1 + x multiply to the whole."
         families.gauge("draftalign_drift_part", text, as_fraction(term.value), run=run, part=part)
@@ -335,31 +341,29 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
 
 def _add_drafter(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     """The registry: how many verdicts, and what is served."""
-    events = Counter(event.event for event in snapshot.history)
+    moves = snapshot.moves
     for kind, known, text in (
         ("published", snapshot.worker.published_total, "Drafter versions published."),
         ("refused", snapshot.worker.refused_total, "Candidates that the gate refused."),
     ):
-        if known is None and not snapshot.history:
+        if known is None and not moves.counts:
             continue
         # Either source may have been cut short (the history by its reader, the worker by an older checkpoint).
-        families.counter(f"draftalign_drafters_{kind}_total", text, max(known or 0, events[kind]), run=run)
-    settled = next((event.written for event in reversed(snapshot.history) if event.event == "realised"), {})
+        families.counter(f"draftalign_drafters_{kind}_total", text, max(known or 0, moves.counts[kind]), run=run)
     for kind, text in (
         ("promised", "Relative gain in α that the gate promised of the version that was measured last."),
         ("realised", "What that version gained over the one before it, on the same later rollouts."),
     ):
-        gain = settled.get(kind)
+        gain = moves.realised.get(kind)
         if isinstance(gain, int | float):
-            families.gauge(f"draftalign_gain_{kind}", text, gain, run=run, version=str(settled.get("version")))
+            families.gauge(f"draftalign_gain_{kind}", text, gain, run=run, version=str(moves.realised.get("version")))
     latest = snapshot.latest
     if latest is None:
         return
     text = "Sequence number of the served drafter; grows with every publish, rollback and push."
     families.gauge("draftalign_drafter_sequence", text, latest.sequence, run=run)
-    moved = (event.time for event in snapshot.history if event.sequence == latest.sequence)
     text = "Unix time at which the served drafter began to be served."
-    moment = next((time for time in moved if time is not None), latest.created)
+    moment = moves.began.get(latest.sequence, latest.created)
     families.gauge("draftalign_publish_timestamp_seconds", text, moment, run=run)
     text = "1 while a person holds the served drafter: nothing is published. Absent otherwise."
     families.gauge("draftalign_drafter_held", text, None if snapshot.held is None else 1, run=run)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
@@ -371,6 +372,44 @@ class RunEvent:
         """All of it, as it stands in the history."""
         found: Mapping[str, object] = json.loads(self.text)
         return found
+
+
+#: Sequence numbers of which it is kept when they began: only the newest is asked for.
+_SEQUENCES: Final = 16
+
+
+@dataclass(slots=True)
+class Moves:
+    """What `/metrics` tells of a run's history. `counts`: its events by kind, as far as they are kept.
+
+    `realised`: the newest that says what a version gained. `began`: Unix seconds of the first event of each of the
+    newest sequence numbers.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    realised: Mapping[str, object] = field(default_factory=dict)
+    began: dict[int, float] = field(default_factory=dict)
+
+    def add(self, written: Mapping[str, object]) -> None:
+        """Take the next event."""
+        kind, time, sequence = (written.get(name) for name in ("event", "time", "sequence"))
+        name = kind if isinstance(kind, str) else ""
+        self.counts[name] += 1
+        if name == "realised":
+            self.realised = {field: written.get(field) for field in ("version", "promised", "realised")}
+        if isinstance(sequence, int) and isinstance(time, (int, float)) and math.isfinite(time):
+            self._begin(sequence, float(time))
+
+    def __add__(self, later: Moves) -> Moves:
+        both = Moves(self.counts + later.counts, later.realised or self.realised, dict(self.began))
+        for sequence, time in later.began.items():
+            both._begin(sequence, time)
+        return both
+
+    def _begin(self, sequence: int, time: float) -> None:
+        self.began.setdefault(sequence, time)
+        if len(self.began) > _SEQUENCES:
+            del self.began[next(iter(self.began))]
 
 
 @dataclass(frozen=True, slots=True)

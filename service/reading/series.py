@@ -73,7 +73,7 @@ class _Counts:
             changed.append(before.policy_version)
         if value is None:
             return changed
-        record = _count(name, value)
+        record = read_count(name, value)
         self._records[name] = record
         if record is not None:
             self._names[record.policy_version][name] = None
@@ -233,7 +233,8 @@ class Series:
             self._points[policy] = text, sum(sums, DrafterSums(0.0, 0.0)) if sums else None
 
 
-def _count(name: str, value: bytes) -> AcceptanceRecord | None:
+def read_count(name: str, value: bytes) -> AcceptanceRecord | None:
+    """A record of `Change` "a" or "l", with the kind before its name; None: it cannot be read."""
     if name[0] == "l":
         with contextlib.suppress(ValueError, TypeError):
             rounds, tokens, created = value.split()

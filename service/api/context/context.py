@@ -23,6 +23,7 @@ from service.errors import RegistryBusy
 from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
 from service.reading.pointer import Pointer
+from service.reading.quiet import Quiet
 from service.reading.series import Series
 from service.reading.shared import Shared
 from service.settings import Settings
@@ -46,6 +47,8 @@ _LEFT_FULL: Final = 0.8
 _LEAST_SHARE: Final = 16
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
+#: A chart and a history are dropped when nobody has asked for them in this time: they take up to 12 MiB a run.
+_UNASKED_SECONDS: Final = 3600.0
 
 
 class _Kept:
@@ -54,6 +57,7 @@ class _Kept:
     def __init__(self, context: ServiceContext, run: str) -> None:
         self.record: tuple[FileId, RunRecord] | None = None  # with the file that it was read from
         self.accepted = False  # a batch of it, by this process
+        self.asked = 0.0  # when somebody asked for the series, by the monotonic clock
         self._context, self._run = context, run
 
     @functools.cached_property
@@ -70,6 +74,10 @@ class _Kept:
     @functools.cached_property
     def series(self) -> Series:
         return Series(self._context.store(self._run), self._context.settings.max_policy_lag)
+
+    @functools.cached_property
+    def quiet(self) -> Quiet:
+        return Quiet(self._context.store(self._run))
 
 
 class ServiceContext:
@@ -138,7 +146,13 @@ class ServiceContext:
 
     def series(self, run: str) -> Series:
         """The α series of a run."""
-        return self._of(run).series
+        kept = self._of(run)
+        kept.asked = time.monotonic()
+        return kept.series
+
+    def quiet(self, run: str) -> Quiet:
+        """What is told of a run in which nothing happens."""
+        return self._of(run).quiet
 
     def _of(self, run: str) -> _Kept:
         if run not in self._kept:
@@ -221,9 +235,16 @@ class ServiceContext:
         registered = self.layout.run_names()
         for run in {*self._kept, *self.evidence.runs, *self.disk.runs}.difference(registered):
             self.drop(run)  # another process deleted it
+        self._drop_unasked()
         gone = await self.disk.sweep(registered)
         await self._shorten_memory(registered)  # while Redis is full, this is what helps
         return gone
+
+    def _drop_unasked(self) -> None:
+        self.registry.history.drop_events(_UNASKED_SECONDS)
+        for kept in self._kept.values():
+            if time.monotonic() - kept.asked > _UNASKED_SECONDS:
+                vars(kept).pop("series", None)  # whoever is at it still has it
 
     async def _shorten_memory(self, runs: Sequence[str]) -> None:
         """Keep what Redis remembers of all runs together below twice what one may take: those that have most give way.

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from service.monitor.records import Moves
 from service.storage.history.lines import entries
 from service.storage.layout import file_id
 
@@ -35,6 +36,9 @@ class HistoryDigest:
         self._inode: int | None = None  # of the piece that was read last
         #: Versions that a person sent and that are not judged yet, oldest first.
         self.sent: dict[str, SentDrafter] = {}
+        #: What is told of the pieces that are there; replaced, not changed, so that any thread may read it.
+        self.moves = Moves()
+        self._moves: dict[int, Moves] = {}  # by inode
         self.bytes_read = 0
 
     def follow(self, pieces: Sequence[Path]) -> bool:
@@ -48,12 +52,16 @@ class HistoryDigest:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:
                     self._inode, self.bytes_read = inode, 0
-                if file.seek(0, os.SEEK_END) < self.bytes_read:
-                    return False
-                self._read(file)
+                    self._moves.pop(inode, None)  # of a piece that is gone
+                    self._moves[inode] = Moves()
+                if inode not in inodes or file.seek(0, os.SEEK_END) < self.bytes_read:
+                    return False  # it was renamed just now, or is another file
+                self._read(file, self._moves[inode])
+        self._moves = {inode: moves for inode, moves in self._moves.items() if inode in inodes}
+        self.moves = sum(self._moves.values(), Moves())
         return True
 
-    def _read(self, file: BinaryIO) -> None:
+    def _read(self, file: BinaryIO, moves: Moves) -> None:
         file.seek(self.bytes_read)
         text, begins = file.read(), self.bytes_read == 0
         complete = text[: text.rfind(b"\n") + 1]
@@ -65,7 +73,9 @@ class HistoryDigest:
             if event.get("event") == CARRIED:
                 if begins and number == 0:
                     self._carry_on(event)
-            elif event.get("event") == "published":
+                continue
+            moves.add(event)
+            if event.get("event") == "published":
                 self.published += 1
             elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
                 self.pushed.append(when)

@@ -19,7 +19,7 @@ from service.storage.history.digest import CARRIED, HistoryDigest, SentDrafter, 
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
 
-#: Size of a piece of the history; the newest full one is kept. Some 6,000 events, all read by each scrape.
+#: Size of a piece of the history; the newest full one is kept. Some 6,000 events.
 _HISTORY_BYTES = 2 << 20
 #: The same of the canaries' verdicts: some 3,000.
 _VERDICT_BYTES = 1 << 20
@@ -32,6 +32,7 @@ class History:
         self._layout = layout
         self._digests: dict[Path, HistoryDigest] = {}
         self._events: dict[str, tuple[Followed[RunEvent], ...]] = {}
+        self._asked: dict[str, float] = {}  # when these were asked for last
         self._reading = threading.Lock()
 
     def read(self, run: str) -> list[dict[str, Any]]:
@@ -42,14 +43,24 @@ class History:
 
     def events(self, run: str) -> list[RunEvent]:
         """The history, for whoever looks into it often: each line is read once."""
-        if run not in self._events:
+        self._asked[run] = time.monotonic()
+        followed = self._events.get(run)
+        if followed is None:
             files = self._moves(run), self._verdicts(run)
-            self._events[run] = tuple(Followed(file, RunEvent.of) for file in files)
-        found = heapq.merge(*(followed.read() for followed in self._events[run]), key=lambda event: event.time or 0.0)
+            followed = self._events[run] = tuple(Followed(file, RunEvent.of) for file in files)
+        found = heapq.merge(*(file.read() for file in followed), key=lambda event: event.time or 0.0)
         return [event for event in found if event.event != CARRIED]
+
+    def drop_events(self, older_than_seconds: float) -> None:
+        """Keep no `events` that nobody has asked for since: they take up to 6 MiB a run."""
+        for run, asked in list(self._asked.items()):  # other threads add to it meanwhile
+            if time.monotonic() - asked > older_than_seconds:
+                self._asked.pop(run, None)
+                self._events.pop(run, None)
 
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""
+        self._asked.pop(run, None)
         self._events.pop(run, None)
         with self._reading:
             for file in (self._moves(run), self._verdicts(run)):

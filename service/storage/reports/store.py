@@ -243,14 +243,18 @@ class AsyncStore:
         newest = await self._redis.xrevrange(self._keys.changes, count=1)
         return _text(newest[0][0]) if newest else "0-0"
 
-    async def all_records(self) -> AsyncIterator[list[Change]]:
-        """All that `changes` tells of, in pieces. What changes meanwhile may be missing: ask `changes` afterwards."""
+    async def all_records(self, kinds: str = "sal") -> AsyncIterator[list[Change]]:
+        """All that `changes` tells of these kinds, in pieces. What changes meanwhile may be missing: ask it then."""
         for kind, key in (("s", self._keys.scores), ("a", self._keys.acceptance)):
+            if kind not in kinds:
+                continue
             cursor, first = 0, True
             while first or cursor:
                 cursor, found = await self._redis.hscan(key, cursor, count=_AT_ONCE)
                 first = False
                 yield [(kind, _text(name), value) for name, value in found.items()]
+        if "l" not in kinds:
+            return
         live = {_text(name): value for name, value in (await self._redis.hgetall(self._keys.live)).items()}
         sums = [name.removesuffix(":rounds") for name in live if name.endswith(":rounds")]
         parts = ("rounds", "tokens", "created")

@@ -20,6 +20,7 @@ from service.monitor.records import (
     AcceptanceRecord,
     DrafterSums,
     LaneGauges,
+    Moves,
     ScoreRecord,
     ServedDrafter,
     WorkerGauges,
@@ -55,6 +56,7 @@ def test_what_is_stored_reads_as_it_did(redis_url: str, redis_client: Redis, tmp
             "scores": list((await store.scores()).values()),
             "acceptances": await store.acceptances(),
             "history": Registry(layout).history.events("default"),
+            "moves": Registry(layout).history.digest("default").moves,
             "counters": {"items": 2, "bytes": 4096, "accepted_total": 47, "duplicates_total": 0},
             "worker": await store.worker(),
             "latest": ServedDrafter("v000003-0a1b2c3d", 6, 99.5),
@@ -71,7 +73,7 @@ def test_what_is_stored_reads_as_it_did(redis_url: str, redis_client: Redis, tmp
 
     runs = {
         "default": asyncio.run(snapshot("worker")),
-        "odd": asyncio.run(snapshot("worker_odd", history=[], scores=[])),
+        "odd": asyncio.run(snapshot("worker_odd", history=[], moves=Moves(), scores=[])),
         "no-engines": asyncio.run(snapshot(None, acceptances=[])),
         "new": RunSnapshot(now=5.0),
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import socket
 import threading
 import time
 import tracemalloc
+import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,16 +27,21 @@ from storage_fixtures import Store
 
 from service.api.auth import _BEGIN_AT_ONCE, Throttle
 from service.api.context.context import ServiceContext
-from service.api.snapshot import read_headline
+from service.api.snapshot import read_followed, read_headline
 from service.monitor.headline import Headline
+from service.monitor.metrics import RunSnapshot
+from service.monitor.records import RunState, written
 from service.reading.pointer import Pointer
+from service.reading.quiet import Quiet
 from service.reading.series import Series
 from service.reading.shared import Shared
 from service.storage.drafters.versions import Manifest
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
 from service.storage.registry import Registry
+from service.storage.reports.keys import StoreKeys
 from service.storage.reports.store import AsyncStore
+from service.storage.runs import change_state
 
 
 def scored(number: int) -> dict[str, Any]:
@@ -140,6 +147,112 @@ def test_a_policy_version_whose_counts_were_added_up_leaves_nothing(
         assert len(series._counts.policies()) <= 17, "those, and the sums of older ones"
 
     on_series(redis_url, work)
+
+
+def figures(service: RunningService) -> list[str]:
+    """All that /metrics says, but for what a person did to a run meanwhile, and what others use of disk and Redis."""
+    lines = service.client.get("/metrics").raise_for_status().text.splitlines()
+    return [line for line in lines if not any(word in line for word in ("run_state", "queue_limit", "redis_memory"))]
+
+
+def test_of_an_archived_run_a_scrape_keeps_neither_chart_nor_history(
+    serve: Callable[..., RunningService], redis_client: Redis
+) -> None:
+    """Of each of thousands of batches and events they are 2 MiB here; what is told is the same."""
+    service, keys, worker = serve(), StoreKeys("default"), Store(redis_client, "default")
+    service.register()
+    served = service.publish()
+    redis_client.hset(keys.scores, mapping={f"{n:032x}": written(score(scored(n))) for n in range(1000)})
+    newest = {f"{n:032x}": float(n) for n in range(1000 - 256, 1000)}
+    redis_client.zadd(keys.recent_scores, newest)
+    worker.put_score(f"{1000:032x}", score(scored(1000)))
+    for policy in range(100, 125):
+        counts = {"rounds": 90 + policy, "accepted_tokens": 130, "drafted_tokens": 400, "policy_version": policy}
+        report = counts | {"reporter": f"engine {policy % 3}", "drafter_version": served.version}
+        service.client.post("/acceptance", json=report).raise_for_status()
+    half = {"value": -0.2, "variance": 0.001}
+    change = {"rollouts": 64, "alarm": True, "held": half, "drafter": {"value": 0.0, "variance": 0.001}}
+    worker.set_worker({"drift_change": change})
+    lines = [json.dumps({"event": "refused", "time": 9.0 + n, "reason": "no gain" * 30}) for n in range(3000)]
+    with service.layout.history("default").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    followed = figures(service)
+    assert any('drift_part{part="engine"' in line for line in followed)
+    assert any("refused_total" in line and line.endswith(" 3000.0") for line in followed)
+
+    change_state(service.layout, "default", "archived", "over")
+    assert figures(service) == [line for line in followed if "heartbeat" not in line]
+    restarted, told = serve(), figures(service)
+    tracemalloc.start()
+    try:
+        assert figures(restarted) == told
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1 << 20
+    one, other = (api.client.get("/alpha").json() for api in (service, restarted))
+    assert len(one["points"]) == 126
+    passing = {"cursor", "headline"}  # the headline says since when
+    assert {k: v for k, v in one.items() if k not in passing} == {k: v for k, v in other.items() if k not in passing}
+
+
+def test_a_quiet_run_is_read_again_when_a_record_of_it_changes(redis_url: str, redis_client: Redis) -> None:
+    worker, keys = Store(redis_client, "default"), StoreKeys("default")
+    for number in range(24):
+        worker.put_score(f"{number:032x}", score(scored(number)))
+
+    async def main() -> None:
+        client = redis.asyncio.Redis.from_url(redis_url)
+        try:
+            quiet, now = Quiet(AsyncStore(client, "default")), time.time()
+            assert await quiet.read(RunSnapshot(now=now)) is None, "something has just happened"
+            archived = RunSnapshot(now=now, state=RunState("archived"))
+            in_two_hours = RunSnapshot(now=now + 7200)
+            told = await quiet.read(in_two_hours)
+            assert told is not None
+            assert await quiet.read(in_two_hours) is told
+            assert await quiet.read(archived) is told
+            redis_client.hdel(keys.scores, f"{3:032x}")  # as a worker shortens them
+            later = await quiet.read(in_two_hours)
+            assert later is not None
+            assert later is not told
+            worker.put_score(f"{24:032x}", score(scored(24)))
+            assert await quiet.read(RunSnapshot(now=now)) is None
+        finally:
+            await client.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_chart_and_a_history_that_nobody_has_asked_for_are_dropped(
+    service: RunningService, redis_url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the sweep, after an hour. Who asks then gets all of it."""
+    Store(redis_client, "default").put_score("a" * 32, score(scored(1)))
+    service.publish()
+
+    async def main() -> None:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            context = ServiceContext(service.settings, client)
+            first = await read_followed(context, "default")
+            kept: list[weakref.ref[Any]] = [
+                weakref.ref(context.series("default")),
+                weakref.ref(context.registry.history._events["default"][0]),
+            ]
+            await context.reap()
+            gc.collect()
+            assert all(one() is not None for one in kept)
+            clock = time.monotonic
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 3601)
+            await context.reap()
+            gc.collect()
+            assert [one() for one in kept] == [None, None]
+            later = await read_followed(context, "default", first.cursor)
+            assert (later.points, later.events, later.delta) == (first.points, first.events, None)
+            context.close()
+
+    asyncio.run(main())
 
 
 def test_an_answer_is_304_until_something_changes(service: RunningService, redis_client: Redis) -> None:

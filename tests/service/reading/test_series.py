@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from service_fixtures import publish
 from storage_fixtures import Store
 
 from service.api.context.context import ServiceContext
-from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
+from service.api.snapshot import read_followed, read_now, read_snapshot, run_document, run_text
+from service.monitor.current import current
 from service.monitor.metrics import render
+from service.monitor.records import Moves
+from service.reading import quiet
 from service.settings import Settings
 from service.storage.registry import Registry
 from service.storage.reports.keys import StoreKeys
@@ -114,9 +119,12 @@ class World:
 
     def event(self) -> None:
         kind = self.rng.choice(["refused", "rolled_back", "pushed_again", "realised"])
-        self.registry.history.record(
-            "default", {"event": kind, "time": self.now, "gain": self.rng.choice([0.1, float("nan")])}
-        )
+        event = {"event": kind, "time": self.now, "gain": self.rng.choice([0.1, float("nan")])}
+        if kind == "realised":
+            event |= {"version": self.rng.choice(VERSIONS), "promised": 0.1, "realised": self.rng.random()}
+        if kind in ("rolled_back", "pushed_again"):
+            event["sequence"] = self.rng.choice([1, 2])
+        self.registry.history.record("default", event)
 
     def gauges(self) -> None:
         half = {"value": -0.2, "variance": 0.001}
@@ -162,6 +170,8 @@ def test_the_answers_equal_those_computed_from_all_records(
         for context in (one, other):
             monkeypatch.setattr(context, "run", lambda _: type("R", (), {"created": START})())
         monkeypatch.setattr(time, "time", lambda: world.now)
+        monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 300)
+        monkeypatch.setattr("service.api.context.context._UNASKED_SECONDS", -1.0)
         publish(world.registry)
 
         open_pages: dict[ServiceContext, dict[str, Any]] = {}  # what a page shows that merges what changed
@@ -183,8 +193,22 @@ def test_the_answers_equal_those_computed_from_all_records(
             assert found.keys() == wanted.keys()
             for name in wanted:
                 assert found[name] == wanted[name], name
-            text, old = (sorted(render({"r": s}).splitlines()) for s in (followed.snapshot, whole))
-            assert text == old
+            moves = Moves()
+            for event in whole.history:
+                moves.add(event.written)
+            assert whole.moves == moves
+            monkeypatch.setattr(quiet, "QUIET_SECONDS", -math.inf)
+            of_quiet = await read_now(context, "default")
+            monkeypatch.setattr(quiet, "QUIET_SECONDS", math.inf)
+            scraped = await read_now(context, "default")
+            assert of_quiet.replayed == ()
+            assert len(of_quiet.acceptances) <= len(scraped.acceptances)
+            assert current(of_quiet.scores, of_quiet.acceptances) == current(whole.scores, whole.acceptances)
+            for snapshot in (followed.snapshot, scraped, of_quiet):
+                shared = replace(snapshot, redis_fill=whole.redis_fill)  # others write to Redis meanwhile
+                assert sorted(render({"r": shared}).splitlines()) == sorted(render({"r": whole}).splitlines())
+            if world.rng.random() < 0.3:  # nobody asks for an hour
+                context._drop_unasked()
             return len(found["attempts"])
 
         try:

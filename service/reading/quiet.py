@@ -1,0 +1,104 @@
+"""What `/metrics` tells of all scores and counts of a run in which nothing happens, in a few records.
+
+`Series` keeps something of each batch and policy version, so that what comes next costs little. Nothing comes to a run
+that is archived, or that ended long ago: its records are read once, and what is told of them is kept until one changes.
+It is the same to the bit (`tests/service/reading/test_series.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from service.monitor.counts import sound
+from service.monitor.current import condensed
+from service.monitor.drift.cause import engine_change
+from service.monitor.metrics import RunSnapshot
+from service.monitor.records import AcceptanceRecord, Arrival, Estimate, ScoreRecord, read
+from service.reading.series import ServedSums, read_count
+from service.storage.reports.store import AsyncStore, Change
+
+#: Without a score and without a count for this time, a run is quiet.
+QUIET_SECONDS: Final = 3600.0
+
+
+class Told(NamedTuple):
+    """`acceptances`: as `condensed` has them. `engine`: what live over replay α did; None where nothing says so."""
+
+    acceptances: list[AcceptanceRecord]
+    engine: Estimate | None
+
+
+class _Kept(NamedTuple):
+    """What was told, of which records (`Changes`), and beside what of a snapshot."""
+
+    cursor: str
+    sizes: tuple[int, int]
+    sick: frozenset[tuple[str, str | None]]
+    moved: bool
+    scores: Sequence[ScoreRecord]
+    told: Told
+
+
+class Quiet:
+    """One run's."""
+
+    def __init__(self, store: AsyncStore) -> None:
+        self._store = store
+        self._kept: _Kept | None = None
+
+    async def read(self, snapshot: RunSnapshot) -> Told | None:
+        """Tell it, beside the rest of a snapshot; None where something happens: then `Series` is to be read."""
+        sick, moved = frozenset(snapshot.watch.sick), snapshot.worker.drift_change is not None
+        kept, self._kept = self._kept, None
+        if kept is not None and (kept.sick, kept.moved) == (sick, moved) and kept.scores is snapshot.scores:
+            found = await self._store.changes(kept.cursor)
+            if found is not None and not found.changed and found.sizes == kept.sizes:
+                self._kept = kept
+                return kept.told
+        cursor = await self._store.newest_change()
+        last = int(cursor.partition("-")[0]) / 1000.0
+        if snapshot.state.state != "archived" and snapshot.now - last < QUIET_SECONDS:
+            return None
+        told = await self._tell(snapshot, sick, moved)
+        found = await self._store.changes(cursor)
+        if found is None or found.changed:
+            return None
+        self._kept = _Kept(cursor, found.sizes, sick, moved, snapshot.scores, told)
+        return told
+
+    async def _tell(self, snapshot: RunSnapshot, sick: Collection[tuple[str, str | None]], moved: bool) -> Told:
+        """`moved`: whether the worker has told a change of α, of which the engines' part is wanted."""
+        records: dict[str, AcceptanceRecord | None] = {}
+        async for piece in self._store.all_records("al"):
+            await asyncio.to_thread(_put_counts, records, piece)
+        counts = [record for record in records.values() if record is not None]
+        policies = {record.policy_version for record in counts if record.ours} if moved else set()
+        replayed: dict[str, tuple[Arrival, ServedSums]] = {}
+        if policies - {None}:
+            async for piece in self._store.all_records("s"):
+                await asyncio.to_thread(_put_replays, replayed, piece, policies)
+
+        def tell() -> Told:
+            in_order = [sums for _, sums in sorted(replayed.values(), key=lambda one: one[0])]
+            engine = engine_change(in_order, sound(counts, sick))
+            return Told(condensed(counts, snapshot.scores, snapshot.now), engine)
+
+        return await asyncio.to_thread(tell)
+
+
+def _put_counts(records: dict[str, AcceptanceRecord | None], piece: Iterable[Change]) -> None:
+    for kind, name, value in piece:
+        records[kind + name] = None if value is None else read_count(kind + name, value)
+
+
+def _put_replays(
+    replayed: dict[str, tuple[Arrival, ServedSums]], piece: Iterable[Change], policies: Collection[int | None]
+) -> None:
+    for _, batch_id, value in piece:
+        record = None if value is None else read(ScoreRecord, value)
+        if record is None or record.policy_version is None or record.policy_version not in policies:
+            continue
+        if (sums := record.sums("served")) is not None:
+            replayed[batch_id] = record.arrival, ServedSums(record.policy_version, sums)
