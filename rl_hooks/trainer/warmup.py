@@ -13,7 +13,7 @@ import inspect
 import itertools
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,35 +44,56 @@ class Sent:
     ends_pass: bool = False  # over the prompts
 
 
-def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
+def read_prompts(path: Path, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[list[int]]:
     """Token ids of each line's prompt.
 
     A `.jsonl` line is an object whose `prompt` (or `messages`) is a text, taken as it stands, or a list of chat
-    messages, to which the tokenizer's chat template is applied. A line of any other file is a text. Raises HookError.
+    messages, to which the tokenizer's chat template is applied, with `chat_template_kwargs` and the line's own `tools`
+    and `chat_template_kwargs`. An answer that `messages` ends with, as in files for SFT, is left out. A line of any
+    other file is a text. Raises HookError.
     """
     found = []
     for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         prompt: Any = line
+        options: dict[str, Any] = {}
         if path.suffix == ".jsonl":
             try:
-                row = json.loads(line)
-                prompt = row["prompt"] if "prompt" in row else row["messages"]
+                prompt, options = _asked(json.loads(line))
             except (ValueError, KeyError, TypeError):
                 raise HookError(
                     f"{path}, line {number}: expected an object with a prompt or messages, got {line[:60]!r}"
                 ) from None
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
+        elif not prompt or prompt[-1]["role"] == "assistant":
+            raise HookError(
+                f"{path}, line {number}: expected a chat that ends with a message to the policy, got {line[:60]!r}. "
+                "Leave the answer out of the prompt"
+            )
         else:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+            options = {**(chat_template_kwargs or {}), **options}
+            ids = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **options
+            )
         if not ids:
             raise HookError(f"{path}, line {number}: the prompt has no tokens")
         found.append([int(token) for token in ids])
     if not found:
         raise HookError(f"{path} holds no prompts; expected one in each line")
     return found
+
+
+def _asked(row: Any) -> tuple[Any, dict[str, Any]]:
+    """A line's prompt and what it gives the chat template. Raises KeyError or TypeError where it is no such line."""
+    prompt = row["prompt"] if "prompt" in row else row["messages"]
+    if not isinstance(prompt, str):
+        roles = [message["role"] for message in prompt]
+        answers = 0 if "prompt" in row else sum(1 for _ in itertools.takewhile("assistant".__eq__, reversed(roles)))
+        prompt = prompt[: len(roles) - answers]
+    tools = {"tools": row["tools"]} if row.get("tools") else {}  # some templates write of tools where the list is empty
+    return prompt, {**tools, **(row.get("chat_template_kwargs") or {})}
 
 
 def send_rollouts(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -40,6 +41,9 @@ def warmup(
             help="The RL run's prompts: .jsonl lines with `prompt` or `messages`, or a text file, one in each line."
         ),
     ],
+    chat_template_kwargs: Annotated[
+        str, typer.Option(help="""JSON for the chat template, as in the RL run, e.g. '{"enable_thinking": false}'.""")
+    ] = "{}",
     rollouts: Annotated[
         int, typer.Option(min=2, help="Answers to draw at most; it ends sooner once converged.")
     ] = 4096,
@@ -67,8 +71,9 @@ def warmup(
 
     if out is not None:
         require_free(out)
+    template = _template_kwargs(chat_template_kwargs)
     call("GET", service, "/healthz")  # before a large policy is loaded
-    model, texts = _load(policy, device, prompts)
+    model, texts = _load(policy, device, prompts, template)
     typer.echo(f"{len(texts):,} prompts, {rollouts:,} answers at most; the page: {service}")
     hook = _attach(model, service, run, drafter, _layers(aux_layers))
     watch = _Watch(service, run, rollouts, typer.echo)
@@ -196,7 +201,17 @@ def _layers(named: str | None) -> Sequence[int] | Literal["eagle3"]:
         raise ConfigurationError(f"--aux-layers must be layer numbers like 2,18,33, got {named!r}") from None
 
 
-def _load(policy: str, device: str, prompts: Path) -> tuple[Any, list[list[int]]]:
+def _template_kwargs(given: str) -> dict[str, Any]:
+    try:
+        found = json.loads(given)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigurationError(f'--chat-template-kwargs must be a JSON object like {{"a": false}}, got {given!r}')
+    return found
+
+
+def _load(policy: str, device: str, prompts: Path, template: Mapping[str, Any]) -> tuple[Any, list[list[int]]]:
     """The policy and the prompts' tokens. The prompts are read first: they are what is mistyped."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -211,7 +226,7 @@ def _load(policy: str, device: str, prompts: Path) -> tuple[Any, list[list[int]]
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"the policy {policy} cannot be loaded: {error}") from error
     try:
-        texts = read_prompts(prompts, tokenizer)
+        texts = read_prompts(prompts, tokenizer, template)
     except Exception as error:  # a HookError, or whatever a chat template raises
         raise ConfigurationError(f"{prompts}: {error}") from error
     try:

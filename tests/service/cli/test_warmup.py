@@ -54,6 +54,40 @@ def test_prompts_are_texts_objects_or_chats(tokenizer: Any, tmp_path: Path) -> N
     assert read_prompts(rows, tokenizer) == [ids, ids, ids]
 
 
+def test_a_chat_is_put_to_the_policy_as_the_rl_run_puts_it(tokenizer: Any, tmp_path: Path) -> None:
+    """The answers of a file for SFT are not asked; tools and options for the template are passed on."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+        "{{ thinks }}{{ tools[0].name if tools }}"
+    )
+    file = tmp_path / "a.jsonl"
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    none = {"tools": None, "chat_template_kwargs": None}  # a table's empty cells
+    rows = (
+        {"messages": [user, answer, user, answer, answer], **none},
+        {"prompt": [user], "chat_template_kwargs": {"thinks": "no"}, "tools": [{"name": "look"}]},
+    )
+    file.write_text("\n".join(map(json.dumps, rows)))
+
+    class Spelled:
+        """The real template; a letter is a token, as the small vocabulary has no such words."""
+
+        @staticmethod
+        def apply_chat_template(chat: Any, **options: Any) -> list[int]:
+            return list(tokenizer.apply_chat_template(chat, **options | {"tokenize": False}).encode())
+
+    def asked(**options: Any) -> list[str]:
+        return [bytes(ids).decode() for ids in read_prompts(file, Spelled(), options)]
+
+    first = "<user>q<assistant>a<user>q<assistant>"
+    assert asked() == [first, "<user>q<assistant>nolook"]
+    assert asked(thinks="yes") == [f"{first}yes", "<user>q<assistant>nolook"]
+    assert asked(tools=[{"name": "find"}]) == [f"{first}find", "<user>q<assistant>nolook"]
+    text = recall.sample_prompts(1, 0)[0]
+    given = warmup._template_kwargs(json.dumps({"chat_template": "{{ said }}", "said": text}))
+    assert warmup._load(str(POLICY), "cpu", file, given)[1] == [tokenizer.encode(text)] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -61,6 +95,10 @@ def test_prompts_are_texts_objects_or_chats(tokenizer: Any, tmp_path: Path) -> N
         ('{"text": "a"}', "line 2: expected an object with a prompt"),
         ("{", "line 2: expected an object with a prompt"),
         ('{"prompt": ""}', "line 2: the prompt has no tokens"),
+        ('{"prompt": [{"from": "human"}]}', "line 2: expected an object with a prompt"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}]}', "line 2: expected a chat that ends with a message to"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 2: expected a chat that ends with a message"),
+        ('{"prompt": [{"role": "user", "content": "a"}], "chat_template_kwargs": "a"}', "line 2: expected an object"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(line: str, says: str, tokenizer: Any, tmp_path: Path) -> None:
@@ -155,6 +193,7 @@ def test_what_cannot_work_ends_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "full" / "x").touch()
     for policy, options, says in (
         ("nowhere", ("--out", "full"), "full holds something already"),
+        ("nowhere", ("--chat-template-kwargs", "[1]"), "must be a JSON object"),
         ("nowhere", (), "does not answer"),
     ):
         done = warm_up(
