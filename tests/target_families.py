@@ -124,6 +124,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "deepseek-v3": _text("DeepseekV3Config", "DeepseekV3ForCausalLM", **_DEEPSEEK),
     "cohere": _text("CohereConfig", "CohereForCausalLM", logit_scale=0.25),
     "granite": _text("GraniteConfig", "GraniteForCausalLM", logits_scaling=4.0, embedding_multiplier=6.0),
+    "nanochat": _text("NanoChatConfig", "NanoChatForCausalLM", head_dim=8, final_logit_softcapping=5.0),
     "hyperclova": _text("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", logits_scaling=0.5),
 }
 

@@ -6,8 +6,8 @@ multiplies. Module hooks take both, so the model need not return them, and no ot
 
 Invariants
 - Nothing is captured unless armed: generation, evaluation and reference forwards run through the same modules.
-- The first firing of a hook in an armed forward counts. Activation checkpointing of some frameworks runs a module
-  again in the backward pass; such a second firing is ignored.
+- The first firing of a hook in an armed forward counts; of the norm, the first after the chosen layers. Activation
+  checkpointing of some frameworks runs a module again in the backward pass; such a second firing is ignored.
 - Hooks never raise into the forward. `pop` raises the first error of a hook.
 - Register before `torch.compile`: a hook added to a model that was already compiled never fires (and `pop` says so).
 
@@ -195,7 +195,8 @@ class FeatureCapture:
             self._take(name, args[0] if args else kwargs.get("hidden_states"), kwargs)
 
     def _normed(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if self._armed and "norm" not in self._forward.states:
+        # NanoChat's goes over the embedding, too, before any layer: only what comes after the layers is the last state.
+        if self._armed and "norm" not in self._forward.states and len(self._forward.states) == len(self.aux_layers):
             self._take("norm", output)
 
     def _take(self, name: str, state: Any, kwargs: Mapping[str, Any] | None = None) -> None:

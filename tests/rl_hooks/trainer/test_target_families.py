@@ -157,7 +157,7 @@ def test_a_drafter_learns_from_it(family: str, observed: Any, tmp_path: Path) ->
     assert all(b < a for a, b in pairwise(losses[2:]))
 
 
-@pytest.mark.parametrize("family", ["gemma 4", "granite"])
+@pytest.mark.parametrize("family", ["gemma 4", "granite", "nanochat"])
 def test_the_hook_sends_normalisers_and_the_map_that_belong_to_the_models_own_logits(
     family: str, observed: Any, tmp_path: Path
 ) -> None:
