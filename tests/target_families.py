@@ -73,6 +73,20 @@ _DEEPSEEK: dict[str, Any] = {
 }
 
 
+_MINICPM3: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+_GRANITE: dict[str, Any] = {"embedding_multiplier": 6.0, "logits_scaling": 4.0}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2}
+_GRANITE_HYBRID: dict[str, Any] = _GRANITE | _MAMBA | {"layers_block_type": ["mamba", "attention"] * (LAYERS // 2)}
+_FALCON_H1: dict[str, Any] = _MAMBA | {"head_dim": 8, "mamba_d_ssm": 64}
+
+
 def _text(config: str, model: str, **own: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         made = getattr(tf, config)(**(_COMMON | {"attn_implementation": "eager"} | own))
@@ -123,16 +137,28 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "qwen3 next": _text("Qwen3NextConfig", "Qwen3NextForCausalLM", **_QWEN3_NEXT),
     "deepseek-v3": _text("DeepseekV3Config", "DeepseekV3ForCausalLM", **_DEEPSEEK),
     "cohere": _text("CohereConfig", "CohereForCausalLM", logit_scale=0.25),
-    "granite": _text("GraniteConfig", "GraniteForCausalLM", logits_scaling=4.0, embedding_multiplier=6.0),
+    "granite": _text("GraniteConfig", "GraniteForCausalLM", **_GRANITE),
+    "minicpm 3": _text("MiniCPM3Config", "MiniCPM3ForCausalLM", **_MINICPM3, dim_model_base=8),
     "nanochat": _text("NanoChatConfig", "NanoChatForCausalLM", head_dim=8, final_logit_softcapping=5.0),
     "hyperclova": _text("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", logits_scaling=0.5),
+}
+
+#: Their cousins, which differ from them in nothing but layers: only their logits are looked at.
+COUSINS: dict[str, Callable[[], nn.Module]] = {
+    "vault gemma": _text("VaultGemmaConfig", "VaultGemmaForCausalLM", **_GEMMA, final_logit_softcapping=5.0),
+    "cohere 2": _text("Cohere2Config", "Cohere2ForCausalLM", logit_scale=0.25, sliding_window=4),
+    "cohere 2 moe": _text("Cohere2MoeConfig", "Cohere2MoeForCausalLM", logit_scale=0.25, num_experts=4, **_EXPERTS),
+    "granite moe": _text("GraniteMoeConfig", "GraniteMoeForCausalLM", **_GRANITE, num_local_experts=4),
+    "granite moe shared": _text("GraniteMoeSharedConfig", "GraniteMoeSharedForCausalLM", **_GRANITE),
+    "granite moe hybrid": _text("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", **_GRANITE_HYBRID),
+    "falcon h1": _text("FalconH1Config", "FalconH1ForCausalLM", **_FALCON_H1, lm_head_multiplier=0.25),
 }
 
 
 def tiny(family: str) -> Any:
     """A model whose distributions are far from uniform: under the usual initialisation mistakes would drown."""
     torch.manual_seed(0)
-    model = FAMILIES[family]().eval().float()
+    model = (FAMILIES | COUSINS)[family]().eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "vision" not in name:

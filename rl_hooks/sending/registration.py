@@ -49,7 +49,7 @@ class _LogitRule(NamedTuple):
 
     field: str
     neutral: float  # the value that leaves logits alone
-    operation: Literal["softcap", "multiply", "divide"] | None = None
+    operation: Literal["softcap", "multiply", "divide", "per hidden size"] | None = None
     classes: tuple[str, ...] = ()
 
 
@@ -78,11 +78,12 @@ _LOGIT_RULES: Final = (
             "GraniteMoeForCausalLM",
             "GraniteMoeSharedForCausalLM",
             "GraniteMoeHybridForCausalLM",
-            "MiniCPM3ForCausalLM",
         ),
     ),
     _LogitRule("logits_scaling", 1.0, "multiply", ("HyperCLOVAXForCausalLM",)),
     _LogitRule("lm_head_multiplier", 1.0, "multiply", ("FalconH1ForCausalLM",)),
+    # MiniCPMForCausalLM, of MiniCPM 1 to 4, comes with the checkpoint.
+    _LogitRule("dim_model_base", 0.0, "per hidden size", ("MiniCPMForCausalLM", "MiniCPM3ForCausalLM")),
     _LogitRule("output_multiplier", 1.0),
     _LogitRule("logits_mup_width_multiplier", 1.0),
 )
@@ -109,6 +110,8 @@ def known_logit_map(model: nn.Module, config: Mapping[str, Any]) -> wire.LogitMa
             )
         if operation == "softcap":
             softcap = float(value)
+        elif operation == "per hidden size":
+            scale *= float(value) / float(config["hidden_size"])
         else:
             scale *= float(value) if operation == "multiply" else 1.0 / float(value)
     return wire.LogitMap(scale, softcap)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from rl_hooks.engines.vllm.ranks import Ranks, slice_of
 from rl_hooks.engines.vllm.steps import TapUnsupportedError
+from rl_hooks.sending.registration import known_logit_map, target_config
+from rl_hooks.wire import LogitMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,13 @@ class ServedPolicy(nn.Module):
         # The architecture's name, by which the registration finds the map of its logits.
         architectures = getattr(config, "architectures", None) or [type(model).__name__]
         return type(str(architectures[0]), (cls,), {})
+
+    @property
+    def logit_map(self) -> LogitMap:
+        """What is done after the head with the states that vLLM hands out. Raises `UnsupportedModelError`."""
+        config = target_config(self)
+        config.pop("dim_model_base", None)  # MiniCPM's states come divided (vLLM's minicpm.py, `scale_width`)
+        return known_logit_map(self, config)
 
     def get_input_embeddings(self) -> Matrix:
         """What holds the weight [V, H]."""

@@ -46,8 +46,6 @@ from rl_hooks.sending.registration import (
     RunRegistration,
     head_job,
     head_weight,
-    known_logit_map,
-    target_config,
 )
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.sender import RolloutSender
@@ -172,7 +170,7 @@ class VllmTap:
         with ranks.together():
             self._check(worker)
             drafter_call(worker.model_runner)
-            self._logit_map = known_logit_map(self._policy(), target_config(self._policy()))
+            self._logit_map = self._policy().logit_map
             self._heads = HeadWatch(head_weight(self._policy()), HEAD_TOLERANCE, -1 if joined else version)
         whole = self._policy().whole(ranks)
         self._run = settings.run
@@ -180,7 +178,11 @@ class VllmTap:
         with ranks.together():
             if whole is not None:
                 registration = RunRegistration(
-                    whole, aux_layers=aux_layers, policy_version=version, initial_drafter=started_with(worker)
+                    whole,
+                    aux_layers=aux_layers,
+                    policy_version=version,
+                    initial_drafter=started_with(worker),
+                    logit_map=self._logit_map,
                 )
                 self._file = functools.partial(
                     rollout_file,

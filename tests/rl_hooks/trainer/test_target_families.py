@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from hooks_fixtures import mapped, receiver
 from service_fixtures import CONFIG, run_file
-from target_families import FAMILIES, LAYERS, VOCAB, tiny
+from target_families import COUSINS, FAMILIES, LAYERS, VOCAB, tiny
 from torch import Tensor, nn
 
 from drafter.batch import RolloutBatch
@@ -23,10 +22,18 @@ from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
+from rl_hooks.engines.vllm.policy import ServedPolicy
+from rl_hooks.engines.vllm.ranks import Ranks
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import Captured, score_rows
-from rl_hooks.sending.registration import _LOGIT_RULES, RunRegistration, head_weight
+from rl_hooks.sending.registration import (
+    _LOGIT_RULES,
+    RunRegistration,
+    head_weight,
+    known_logit_map,
+    target_config,
+)
 from rl_hooks.trainer.capture import FeatureCapture, find_decoder
 from rl_hooks.wire import LogitMap, WireError, parse_header
 from service.storage.layout import Layout
@@ -157,7 +164,7 @@ def test_a_drafter_learns_from_it(family: str, observed: Any, tmp_path: Path) ->
     assert all(b < a for a, b in pairwise(losses[2:]))
 
 
-@pytest.mark.parametrize("family", ["gemma 4", "granite", "nanochat"])
+@pytest.mark.parametrize("family", ["gemma 4", "granite", "minicpm 3", "nanochat"])
 def test_the_hook_sends_normalisers_and_the_map_that_belong_to_the_models_own_logits(
     family: str, observed: Any, tmp_path: Path
 ) -> None:
@@ -219,6 +226,7 @@ def test_several_residual_streams_are_refused_by_shape() -> None:
         ("cohere", LogitMap(scale=0.25)),
         ("granite", LogitMap(scale=0.25)),
         ("hyperclova", LogitMap(scale=0.5)),
+        ("minicpm 3", LogitMap(scale=0.25)),
     ],
 )
 def test_the_same_field_means_what_the_model_makes_of_it(family: str, expected: LogitMap, observed: Any) -> None:
@@ -312,8 +320,33 @@ def test_a_class_that_reads_the_field_otherwise_is_not_guessed_at() -> None:
     assert said.logit_map == LogitMap()
 
 
-def test_every_class_that_is_said_to_be_known_exists_and_reads_its_field() -> None:
-    for rule in _LOGIT_RULES:
-        for name in rule.classes:
-            source = Path(inspect.getfile(getattr(tf, name))).read_text(encoding="utf-8")
-            assert rule.field in source, name
+@pytest.mark.parametrize("family", COUSINS)
+def test_the_logits_of_a_familys_cousins_are_the_map_of_the_last_state_times_the_head(family: str) -> None:
+    paths = {"layers_path": "model.layers", "norm_path": "model.final_layernorm"} if family == "falcon h1" else {}
+    seen = observe(tiny(family), **paths)
+    rebuilt = seen.registration.logit_map.apply(seen.captured.last @ head_weight(seen.model).T)
+    assert torch.allclose(rebuilt, seen.logits.reshape(-1, VOCAB), rtol=1e-5, atol=1e-5)
+    assert seen.logits.std() > 0.3
+
+
+def test_every_class_that_is_said_to_be_known_is_tried_with_a_field_that_changes_its_logits() -> None:
+    tried = set()
+    for family in FAMILIES | COUSINS:
+        model = tiny(family)
+        if known_logit_map(model, target_config(model)) != LogitMap():
+            tried.add(type(model).__name__)
+    known = {name for rule in _LOGIT_RULES for name in rule.classes}
+    assert known - tried == {"MiniCPMForCausalLM"}, "it comes with the checkpoint, not with transformers"
+    assert tried <= known
+
+
+def test_minicpms_checkpoints_own_class_divides_as_transformers_minicpm_3_does() -> None:
+    kind = type("MiniCPMForCausalLM", (nn.Module,), {})
+    assert known_logit_map(kind(), {"hidden_size": 4096, "dim_model_base": 256}) == LogitMap(scale=0.0625)
+
+
+def test_a_vllm_hands_out_minicpms_states_divided_and_granites_not() -> None:
+    ranks = Ranks(SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))))
+    for family, expected in (("minicpm 3", LogitMap()), ("granite", LogitMap(scale=0.25))):
+        model = tiny(family)
+        assert ServedPolicy.on(ranks, model.config, model).logit_map == expected
