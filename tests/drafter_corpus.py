@@ -267,6 +267,7 @@ _MTP_CASES: Final[dict[str, Case]] = {
     "DeepSeek's, sparse attention": _odd("deepseek_v3", index_topk=2048),
     "DeepSeek's, three modules": _odd("deepseek_v3", num_nextn_predict_layers=3),
     "DeepSeek's, YaRN without a factor": _odd("deepseek_v3", rope_parameters={"rope_type": "yarn"}),
+    "DeepSeek's, one of YaRN's two figures": _odd("deepseek_v3", rope_parameters=_YARN | {"mscale": 0.707}),
     "DeepSeek's, scaled positions": _odd("deepseek_v3", rope_parameters=_YARN | {"rope_type": "linear"}),
     "DeepSeek's, odd rotary width": _odd("deepseek_v3", qk_rope_head_dim=3),
     "DeepSeek's, no kv_lora_rank": _odd("deepseek_v3", kv_lora_rank=ABSENT),

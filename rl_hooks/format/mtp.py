@@ -268,7 +268,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     if kind != "yarn" or rope.get("factor") is None or rope.get("attention_factor") is not None:
         raise DrafterError(f"rotary positions must be default or YaRN with a factor, got {dict(rope)}")
     whole = count(config, "max_position_embeddings", 4096)
-    return theta, Yarn(
+    yarn = Yarn(
         factor=number(rope, "factor"),
         original_max_position_embeddings=count(rope, "original_max_position_embeddings", whole),
         beta_fast=number(rope, "beta_fast", 32.0),
@@ -276,6 +276,14 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         mscale=number(rope, "mscale", 0.0),
         mscale_all_dim=number(rope, "mscale_all_dim", 0.0),
     )
+    # Where a figure is absent, vLLM takes mscale for 1 and mscale_all_dim for 0; transformers reads neither.
+    served = yarn.magnitude(1.0 if rope.get("mscale") is None else yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim)
+    if not math.isclose(served, yarn.rotary_scale):
+        raise DrafterError(
+            f"YaRN with mscale {rope.get('mscale')!r} and mscale_all_dim {rope.get('mscale_all_dim')!r} scales cos and "
+            f"sin by {served:.4g} in vLLM and by {yarn.rotary_scale:.4g} in transformers; give both figures or neither"
+        )
+    return theta, yarn
 
 
 def _experts(config: Mapping[str, Any]) -> ExpertSizes | None:

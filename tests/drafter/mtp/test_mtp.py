@@ -15,7 +15,7 @@ from drafter_reference import rms as reference_rms
 from drafter_reference import score as reference_score
 from drafter_worlds import SHAPES, mask_of, rollouts
 from mtp_reference import reference_pres
-from mtp_worlds import CONFIGS, VARIANTS, VOCAB, drafter_for, glm_config, target_config
+from mtp_worlds import CONFIGS, VARIANTS, VOCAB, YARN, drafter_for, glm_config, target_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
@@ -146,6 +146,28 @@ def test_every_row_and_step_equals_transformers(variant: str) -> None:
 def test_configs_of_another_layout_are_refused_by_what_differs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DrafterError, match=message):
         MtpConfig.from_target(target_config().to_dict() | changes)
+
+
+@pytest.mark.parametrize("figures", [{}, {"mscale": 1.0}, {"mscale": 0.7, "mscale_all_dim": 0.7}, {"mscale": None}])
+def test_yarn_scales_as_vllm_does(figures: dict[str, Any]) -> None:
+    """The law of vLLM's DeepseekScalingRotaryEmbedding, with its defaults."""
+    given = {name: value for name, value in figures.items() if value is not None}
+    rope = {name: value for name, value in YARN.items() if "mscale" not in name}
+    attention = MtpConfig.from_target(target_config().to_dict() | {"rope_parameters": rope | figures}).attention
+    assert isinstance(attention, LatentSizes)
+    assert attention.yarn is not None
+    over, under = (0.1 * given.get(n, d) * math.log(4.0) + 1 for n, d in (("mscale", 1.0), ("mscale_all_dim", 0.0)))
+    assert attention.yarn.rotary_scale == pytest.approx(over / under)
+    assert attention.yarn.softmax_scale == pytest.approx(under**2)
+
+
+@pytest.mark.parametrize(
+    "figures", [{"mscale": 0.7}, {"mscale_all_dim": 1.0}, {"mscale": 0, "mscale_all_dim": 1.0}, {"mscale": 0}]
+)
+def test_yarn_that_vllm_and_transformers_scale_differently_is_refused(figures: dict[str, Any]) -> None:
+    rope = {name: value for name, value in YARN.items() if "mscale" not in name}
+    with pytest.raises(DrafterError, match=r"cos and sin by .* in vLLM and by 1\.139 in transformers; give both"):
+        MtpConfig.from_target(target_config().to_dict() | {"rope_parameters": rope | figures})
 
 
 @pytest.mark.parametrize("family", [target_config, glm_config])
