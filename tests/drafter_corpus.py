@@ -183,6 +183,7 @@ _EAGLE3: Final[dict[str, Case]] = {
     "layer_types of full attention": _good(layer_types=["full_attention"]),
     "entering layers alone": _good(eagle_config=ABSENT),
     "another limit of positions": _good(max_position_embeddings=64),
+    "what changes nothing, said": _good(logit_scale=1, final_logit_softcapping=None, is_causal=True),
     "another family of target": _good(target_model_type="llama"),
     # --- another function of weights of the same shapes
     "hidden_act gelu": _odd(hidden_act="gelu"),
@@ -205,6 +206,13 @@ _EAGLE3: Final[dict[str, Case]] = {
     "norm_output": _odd(norm_output=True),
     "fc_norm": _odd(fc_norm=True),
     "norm_before_fc": _odd(norm_before_fc=True),
+    "norm_before_fc in eagle_config": _odd(eagle_config={_IDS: [1, 3, 4], "norm_before_fc": True}),
+    "use_aux_norm": _odd(use_aux_norm=True),
+    "qkv_bias": _odd(qkv_bias=True),
+    "attention to later tokens": _odd(is_causal=False),
+    "interleaved rotary pairs": _odd(rope_is_neox_style=False),
+    "scaled logits": _odd(logit_scale=0.0625),
+    "capped logits": _odd(final_logit_softcapping=30.0),
     "a foreign architecture": _odd(architectures=["Qwen3ForCausalLM"]),
     "norm_before_residual that is a text": _odd(norm_before_residual="yes"),
     # --- layers

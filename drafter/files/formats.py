@@ -56,8 +56,6 @@ _TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifi
 _LLAMA_ROPE_THETA: Final = 10_000.0
 #: What a speculators config proposes where nobody said otherwise.
 _SPECULATIVE_TOKENS: Final = 3
-#: Switches that none of our layers has, in any layout; absent means off.
-_OFF: Final = ("use_aux_norm", "embed_requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +254,8 @@ def _settle_norms(flat: dict[str, Any], layout: Layout, given: bool | None, note
             "norm_output is true, which to engines feeds normed states back (EAGLE 3.1; not supported) and to "
             "SpecForge 0.2 only means the usual norm before lm_head. If SpecForge wrote this, say so (--from specforge)"
         )
-    for name in _OFF:
-        if flat.get(name):
-            raise CheckpointError(f"config.json: {name} must be false, got {flat[name]!r}")
+    if flat.get("embed_requires_grad"):
+        raise CheckpointError(f"config.json: embed_requires_grad must be false, got {flat['embed_requires_grad']!r}")
     # HF writes null for what is off.
     for name in [name for name, value in flat.items() if value is None]:
         del flat[name]

@@ -27,6 +27,13 @@ FIXED: Final[Mapping[str, Any]] = {
     "attention_bias": False,
     "bias": False,
     "tie_word_embeddings": False,
+    # Those of engines' own classes: vLLM's (0.32), SGLang's (0.5.23) or both.
+    "use_aux_norm": False,
+    "qkv_bias": False,
+    "is_causal": True,
+    "rope_is_neox_style": True,
+    "logit_scale": 1.0,
+    "final_logit_softcapping": None,
 }
 MAPS: Final = ("d2t", "t2d")
 #: How weights are stored, by safetensors' names. Each by itself: whoever reads them makes them one dtype.
@@ -227,6 +234,11 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     for name, value in FIXED.items():
         if document.get(name, value) != value:
             raise CheckpointError(f"config.json: {name} must be {json.dumps(value)}, got {document[name]!r}")
+    nested = document.get("eagle_config")
+    if isinstance(nested, Mapping) and nested.get("norm_before_fc"):  # engines look here first
+        raise CheckpointError(
+            f"config.json: norm_before_fc in eagle_config must be false, got {nested['norm_before_fc']!r}"
+        )
     _check_meaning(document)
     before = document.get("norm_before_residual", False)
     if not isinstance(before, bool):
