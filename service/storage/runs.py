@@ -66,7 +66,7 @@ class RunRecord(BaseModel):
     policy_version: int
     draft_vocab_size: int | None
     has_drafter: bool
-    last_rows: LastRows  # that its drafters read
+    last_rows: LastRows = "all"  # that its drafters read; records of before it said nothing, and files had all
     bytes: int
     created: float
     crc32: int | None = None  # of target.safetensors, once that is kept
