@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,6 +34,8 @@ log = logging.getLogger("draftalign.api")
 LOOPBACK: Final = "loopback"
 ALL_RUNS: Final = ("*",)
 _MAX_FILE_BYTES: Final = 1 << 20
+#: An editor, or `>`, empties a file before it writes it: without entries it is believed only once it stays so.
+_REWRITE_SECONDS: Final = 5.0
 #: Its inode, size, and times of change in nanoseconds.
 _Seen = tuple[int, int, int, int] | None
 
@@ -117,7 +121,8 @@ def append_entry(path: Path, entry: TokenEntry) -> None:
 class Tokens:
     """All tokens that are valid now. The file is looked at before each answer, and read again when it changed.
 
-    A file that is broken or gone changes nothing: the last good one stays valid, and `trouble` says why.
+    A file that is broken or gone changes nothing: the last good one stays valid, and `trouble` says why. So is one that
+    has just been emptied.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -126,6 +131,7 @@ class Tokens:
         self._fixed = dict(_of_settings(settings))
         self._of_file: dict[str, Token] = {}
         self._seen: _Seen = None
+        self._believed_at = math.inf  # an emptied file, in monotonic time
         #: Why the file as it is now is not used; None: it is used.
         self.trouble: str | None = None
         #: Whether callers need a token. With a file they do, also when it is empty.
@@ -159,23 +165,31 @@ class Tokens:
         return max(1, most // (len(limits) + 1))
 
     def _refresh(self, path: Path) -> None:
-        seen = _look(path)
-        if seen == self._seen and (seen is not None or self.trouble is not None):
+        seen, now = _look(path), time.monotonic()
+        changed = seen != self._seen
+        if not changed and now < self._believed_at and (seen is not None or self.trouble is not None):
             return
-        self._seen = seen
+        self._seen, self._believed_at = seen, math.inf
         try:
             found = {entry.sha256: entry.token for entry in read_entries(path)}
         except (ConfigurationError, OSError) as error:
-            self.trouble = str(error) if isinstance(error, ConfigurationError) else f"token file {path}: {error}"
-            if self._of_file:
-                log.error("%s; the tokens that were valid before it changed stay valid", self.trouble)
-            else:
-                make = f"draftalign token NAME --scope admin --file {path}"
-                log.error("%s; no token of it is valid. `%s` makes one", self.trouble, make)
+            self._keep(path, str(error) if isinstance(error, ConfigurationError) else f"token file {path}: {error}")
+            return
+        if changed and self._of_file and not found:
+            self._believed_at = now + _REWRITE_SECONDS
+            self._keep(path, f"token file {path} is empty, which counts after {_REWRITE_SECONDS:.0f} s")
             return
         if self.trouble is not None or self._of_file:
             log.info("token file %s was read again: %d tokens", path, len(found))
         self.trouble, self._of_file = None, found
+
+    def _keep(self, path: Path, trouble: str) -> None:
+        self.trouble = trouble
+        if self._of_file:
+            log.error("%s; the tokens that were valid before it changed stay valid", trouble)
+        else:
+            make = f"draftalign token NAME --scope admin --file {path}"
+            log.error("%s; no token of it is valid. `%s` makes one", trouble, make)
 
 
 def _look(path: Path) -> _Seen:

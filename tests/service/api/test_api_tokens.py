@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import httpx
@@ -15,6 +16,7 @@ from access_fixtures import OTHER, OWN, RULES, UNSATISFIED, TokenFile, ask, requ
 from service_fixtures import HEADERS, RunningService, rollout_file, run_file
 from typer.testing import CliRunner
 
+from service.access import tokens as access
 from service.access.tokens import Token, Tokens, new_secret, read_entries
 from service.api.app import create_app
 from service.api.auth import PUBLIC, named_runs
@@ -202,6 +204,29 @@ def test_a_broken_file_keeps_the_tokens_before_it_and_says_so(
         assert str(tokens.path) in said[0]
         tokens.path.write_bytes(good)
         assert not broken()
+
+
+def test_a_file_that_is_rewritten_in_place_refuses_nobody_and_one_that_stays_empty_everybody(
+    guarded: RunningService, tokens: TokenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def status() -> int:
+        return guarded.client.get("/runs", headers=tokens.headers("math-read")).status_code
+
+    now = 0.0
+    monkeypatch.setattr(access, "time", SimpleNamespace(monotonic=lambda: now))
+    text = tokens.path.read_text()
+    with tokens.path.open("w") as file:  # as `>` and editors do
+        assert [status(), status()] == [200, 200]
+        file.write(text)
+    assert status() == 200
+    tokens.path.write_text("\n")
+    assert [status(), status()] == [200, 200]
+    now = 4.9
+    assert status() == 200
+    now = 5.0
+    assert [status(), status()] == [401, 401]
+    tokens.path.write_text(text)
+    assert status() == 200
 
 
 def test_a_long_poll_whose_token_is_taken_back_learns_nothing(guarded: RunningService, tokens: TokenFile) -> None:
