@@ -24,7 +24,7 @@ _LOCK_SECONDS: Final = 1.0
 
 
 class LineFile:
-    """The pieces of one such file: `path`, which is appended to, and `<stem>-<Unix time in ns>.jsonl`.
+    """The pieces of one such file: `path`, which is appended to, and `<stem>-<Unix time in ns>.jsonl`, ascending.
 
     Several processes may append. A line is one write to the end of the file, which on a local disk needs no lock. Hosts
     of an NFS would overwrite each other's, so a lock is waited for, but not for long: a paused process could keep it.
@@ -48,7 +48,7 @@ class LineFile:
                 pass
             else:
                 if self._is_full():
-                    self.path.rename(self.path.with_stem(f"{self.path.stem}-{time.time_ns()}"))
+                    self.path.rename(self.path.with_stem(f"{self.path.stem}-{self._next()}"))
             self._append(entry, head)
 
     def _append(self, entry: Mapping[str, Any], head: Callable[[], Mapping[str, Any] | None]) -> None:
@@ -68,6 +68,11 @@ class LineFile:
     def read(self) -> list[dict[str, Any]]:
         """Every entry, oldest first. A line torn by loss of power is skipped."""
         return Followed(self, lambda entry: entry).read()
+
+    def _next(self) -> int:
+        """What a full piece is named by: above the newest one, also where the clock was set back."""
+        names = (path.stem.rpartition("-")[2] for path in self._full())
+        return max([time.time_ns(), *(int(name) + 1 for name in names if name.isdecimal())])
 
     def _full(self) -> list[Path]:
         return sorted(self.path.parent.glob(f"{self.path.stem}-*.jsonl"), key=lambda path: (len(path.name), path.name))

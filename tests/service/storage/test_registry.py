@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,6 +20,7 @@ from service_fixtures import publish
 
 from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
 from service.storage.drafters.versions import MANIFEST
+from service.storage.history import lines
 from service.storage.history.digest import SentDrafter, canary_key
 from service.storage.layout import Layout
 from service.storage.registry import Registry, locked
@@ -217,6 +219,20 @@ def test_a_drafter_that_is_sent_while_the_history_is_full_is_not_lost(
     with older.open("a") as file:
         file.write(json.dumps(late) + "\n")
     assert Registry(Layout(tmp_path)).history.sent("default") == {first.version: SentDrafter("better", "ada", 1)}
+
+
+def test_of_a_history_the_oldest_piece_goes_though_the_clock_was_set_back(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 1000)
+    real, ahead = time.time_ns, 86_400 * 10**9
+    monkeypatch.setattr(lines, "time", SimpleNamespace(time_ns=lambda: real() + ahead))
+    for number in range(40):
+        ahead = 0 if number >= 20 else ahead  # a day, until it is put right
+        registry.history.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 60})
+    kept = [event["policy_version"] for event in registry.history.read("default")]
+    assert kept == list(range(kept[0], 40))
+    assert 5 < len(kept) < 20
 
 
 def test_a_verdict_is_read_among_the_moves_and_a_repeat_is_none(registry: Registry) -> None:
