@@ -338,7 +338,7 @@ class Engine(Peer):
         self.version: str | None = None
         self.digest: str | None = None
         self.swaps = 0
-        self.counters = {"drafts": 0, "accepted": 0, "generated": 0, "finished": 0}
+        self.counters = {"drafts": 0, "undrafted": 0, "accepted": 0, "generated": 0, "finished": 0}
         self.positions = [0] * self.depth
 
     def restart(self, version: str | None = None) -> None:
@@ -347,10 +347,11 @@ class Engine(Peer):
         self.version = version
         self.up()
 
-    def play(self, rounds: int, accepted: int, *, requests: int = 0) -> None:
-        """Run `rounds` rounds with `accepted` accepted drafts each, and finish `requests` requests."""
+    def play(self, rounds: int, accepted: int, *, requests: int = 0, depth: int | None = None) -> None:
+        """Run `rounds` rounds with `accepted` accepted drafts each, of `depth`, and finish `requests` requests."""
         with self.lock:
             self.counters["drafts"] += rounds
+            self.counters["undrafted"] += 0 if depth is None else rounds * (self.depth - depth)
             self.counters["accepted"] += rounds * accepted
             self.counters["generated"] += rounds * (1 + accepted) + requests
             self.counters["finished"] += requests
@@ -425,7 +426,7 @@ class Engine(Peer):
         label = '{engine="0",model_name="tiny"}'
         lines = [
             f"vllm:spec_decode_num_drafts_total{label} {count['drafts']}",
-            f"vllm:spec_decode_num_draft_tokens_total{label} {count['drafts'] * self.depth}",
+            f"vllm:spec_decode_num_draft_tokens_total{label} {count['drafts'] * self.depth - count['undrafted']}",
             f"vllm:spec_decode_num_accepted_tokens_total{label} {float(count['accepted'])}",
             f"vllm:generation_tokens_total{label} {count['generated']}",
             f'vllm:request_success_total{{finished_reason="stop"}} {count["finished"]}',

@@ -9,6 +9,10 @@ eighth of the trial's rounds). The standard error of log α is computed for a ra
 swapped back when its α is below `ratio` of the old one's *and* is significantly below it. A trial that is not
 significant goes on, up to `patience` times its rounds, and then passes.
 
+An engine may draft fewer tokens the more requests it serves (vLLM's `num_speculative_tokens_per_batch_size`), and α
+falls with them. Where the two sides were drafted at different depths, both are therefore taken at a depth of 1: by the
+first draft of each round, whose acceptance depends on no depth.
+
 Pure: times are passed in.
 """
 
@@ -26,6 +30,8 @@ from rl_hooks.engines.counters import Counts
 _BLOCKS: Final = 8
 #: Variance of clustered rounds over that of independent ones, where there are too few blocks to measure it.
 _DESIGN_EFFECT: Final = 4.0
+#: By how much the depths of two sides may differ: ends of requests and of the context cut some drafts short.
+_SAME_DEPTH: Final = 0.05
 #: One-sided 99 % quantile of the normal distribution.
 _CERTAIN: Final = 2.326
 
@@ -47,7 +53,7 @@ class CanaryRule:
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """What the canary found, as it is reported to the service."""
+    """What the canary found, as it is reported to the service; both α are at a depth of 1 where the depths differed."""
 
     version: str
     previous: str
@@ -119,14 +125,16 @@ class Canary:
                 return None
         if counts.rounds:
             self._trial.append(counts)
-        trial, baseline, good = sum(self._trial, Counts()), self._baseline(), self.good
-        if trial.rounds < self.rule.rounds:
+        rounds, good = sum(self._trial, Counts()).rounds, self.good
+        if rounds < self.rule.rounds:
             return None
-        passed = self._holds(trial, baseline)
+        sides = self._at_common_depth()
+        passed = None if sides is None else self._holds(*sides)
         if passed is None:
-            if trial.rounds < self.rule.patience * self.rule.rounds:
+            if rounds < self.rule.patience * self.rule.rounds:
                 return None
             passed = True
+        trial, baseline = (sum(side, Counts()) for side in sides or (self._trial, self._recent))
         verdict = CanaryResult(version, good, trial.alpha, self._asked(baseline), trial.rounds, baseline.rounds, passed)
         if passed:
             kept = self._trial
@@ -159,13 +167,24 @@ class Canary:
     def _asked(self, baseline: Counts) -> float:
         return baseline.alpha if self._replayed is None else min(baseline.alpha, self._replayed)
 
-    def _holds(self, trial: Counts, baseline: Counts) -> bool | None:
+    def _at_common_depth(self) -> tuple[Sequence[Counts], Sequence[Counts]] | None:
+        """Parts of the trial and of the baseline; None where the depths differ and positions were not counted."""
+        sides = tuple(self._trial), tuple(self._recent)
+        depths = [total.drafted_tokens / max(total.rounds, 1) for total in (sum(side, Counts()) for side in sides)]
+        if max(depths) <= (1 + _SAME_DEPTH) * min(depths):
+            return sides
+        if not all(part.accepted_per_position for side in sides for part in side):
+            return None
+        trial, baseline = (tuple(map(_first_drafts, side)) for side in sides)
+        return trial, baseline
+
+    def _holds(self, trials: Sequence[Counts], baselines: Sequence[Counts]) -> bool | None:
         """Whether the trial passes; None if it looks worse, but not significantly."""
-        asked = self._asked(baseline)
+        trial, asked = sum(trials, Counts()), self._asked(sum(baselines, Counts()))
         if trial.alpha >= self.rule.ratio * asked:
             return True
         size = max(self.rule.rounds // _BLOCKS, 1)
-        variance = log_alpha_variance(blocks(self._trial, size)) + log_alpha_variance(blocks(self._recent, size))
+        variance = log_alpha_variance(blocks(trials, size)) + log_alpha_variance(blocks(baselines, size))
         certain = math.log(trial.alpha / asked) + _CERTAIN * math.sqrt(variance) < 0
         return False if certain else None
 
@@ -186,7 +205,13 @@ class Canary:
             self._recent.popleft()
 
 
-def blocks(parts: Sequence[Counts] | deque[Counts], rounds: int) -> list[Counts]:
+def _first_drafts(counts: Counts) -> Counts:
+    """The same rounds as if each had drafted one token."""
+    accepted = counts.accepted_per_position[0]
+    return Counts(counts.rounds, counts.rounds, accepted, (accepted,), None, counts.window_seconds)
+
+
+def blocks(parts: Sequence[Counts], rounds: int) -> list[Counts]:
     """Join neighbouring differences until each has `rounds` rounds; the rest joins the last."""
     joined: list[Counts] = []
     open_block = Counts()

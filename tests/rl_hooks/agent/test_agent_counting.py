@@ -372,6 +372,20 @@ def test_a_version_that_holds_its_own_stays(service: Service, engine: Engine, tm
     assert verdict["outcome"] == "passed"
 
 
+@pytest.mark.parametrize(("accepted", "outcome"), [(1, "passed"), (0, "rolled_back")])
+def test_a_version_that_is_drafted_at_another_depth_is_judged_by_its_first_drafts(
+    service: Service, engine: Engine, tmp_path: Path, accepted: int, outcome: str
+) -> None:
+    """An engine that drafts fewer tokens in larger batches: first a step's last requests, then the next one's all."""
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        first, second = _on_trial(service, engine)
+        engine.play(200, accepted, depth=1)
+        (verdict,) = eventually(service.verdicts)
+        settle(engine, 6)
+        assert engine.swapped == [first, second, *([first] if outcome == "rolled_back" else [])]
+    assert (verdict["outcome"], verdict["alpha"], verdict["previous_alpha"]) == (outcome, 1.0 + accepted, 2.0)
+
+
 def test_canary_can_be_switched_off(service: Service, engine: Engine, tmp_path: Path) -> None:
     with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=0)):
         first, second = _trial(service, engine, 0)
@@ -381,8 +395,8 @@ def test_canary_can_be_switched_off(service: Service, engine: Engine, tmp_path: 
     assert service.verdicts() == []
 
 
-def _counts(rounds: int, accepted: int) -> Counts:
-    return Counts(rounds, 3 * rounds, rounds * accepted, (), None, 1.0)
+def _counts(rounds: int, accepted: int, depth: int = 3) -> Counts:
+    return Counts(rounds, depth * rounds, rounds * accepted, (), None, 1.0)
 
 
 def test_canary_compares_with_the_last_rounds_of_the_old_version_only() -> None:
@@ -483,6 +497,37 @@ def test_a_canary_that_never_becomes_certain_passes_when_its_patience_ends() -> 
     assert verdict is not None
     assert verdict.passed
     assert verdict.rounds == 800
+
+
+def test_a_canary_whose_rounds_have_other_depths_and_no_positions_passes_when_its_patience_ends() -> None:
+    canary = Canary(CanaryRule(rounds=100, patience=2.0))
+    canary.loaded("a", exempt=False)
+    canary.count("a", _counts(100, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.count("b", _counts(100, 1, depth=1), now=1.0) is None
+    verdict = canary.count("b", _counts(100, 1, depth=1), now=1.0)
+    assert verdict is not None
+    assert verdict.passed
+
+
+def test_the_canary_of_an_unchanged_drafter_passes_where_the_depth_falls_with_the_batch() -> None:
+    """Each draft is accepted at 0.7; the baseline is of depth 4, the trial's rounds are of depth 1, then 2, then 4."""
+    draw = random.Random(0)
+
+    def part(depth: int) -> Counts:
+        accepted = [next((i for i in range(depth) if draw.random() > 0.7), depth) for _ in range(50)]
+        positions = tuple(sum(a > i for a in accepted) for i in range(4))
+        return Counts(50, 50 * depth, sum(accepted), positions, None, 1.0)
+
+    for _ in range(20):
+        canary = Canary(CanaryRule())
+        canary.loaded("a", exempt=False)
+        for _ in range(44):
+            canary.count("a", part(4), now=0.0)
+        verdict = _verdict(canary, [part(depth) for depth in (1, 2, 4) for _ in range(20)])
+        assert verdict is not None
+        assert verdict.passed
+        assert verdict.previous_alpha == pytest.approx(1.7, abs=0.1)
 
 
 def test_a_canary_is_certain_of_the_same_drop_when_every_block_shows_it() -> None:
