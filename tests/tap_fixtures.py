@@ -77,26 +77,37 @@ def step(parts: list[tuple[Script, int, list[int], int, int]]) -> Step:
     )
 
 
+class Params:
+    """Sampling parameters as vLLM's own: by default nothing is said."""
+
+    __struct_fields__ = (
+        *("temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "max_tokens", "min_p", "min_tokens"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "extra_args"),
+        *("thinking_token_budget", "watermarking", "trace_decode_token_ids", "of_the_next_vllm", "_eos_token_id"),
+    )
+
+    def __init__(self, **said: Any) -> None:
+        nothing: dict[str, Any] = dict.fromkeys(self.__struct_fields__)
+        nothing |= dict.fromkeys(("min_p", "min_tokens", "presence_penalty", "frequency_penalty"), 0.0)
+        vars(self).update(nothing | {"repetition_penalty": 1.0, "bad_words": [], "of_the_next_vllm": "plain"} | said)
+
+
 def scheduled(**changes: Any) -> Any:
     """A request as vLLM's scheduler hands it to the model runner, and as the engine core gets it."""
-    params = SimpleNamespace(
+    params = Params(
         temperature=0.7,
         top_p=1.0,
         top_k=-1,
         stop_token_ids=[7],
         all_stop_token_ids={7, 9},
         eos_token_id=9,
+        _eos_token_id=9,
         ignore_eos=False,
         max_tokens=20,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        min_p=0.0,
-        min_tokens=0,
     )
     new = SimpleNamespace(
         req_id="r", request_id="r", prompt_token_ids=[1, 2], sampling_params=params, mm_features=[], lora_request=None
     )
     for name, value in changes.items():
-        setattr(params if hasattr(params, name) or name in ("logit_bias", "bad_words") else new, name, value)
+        setattr(params if hasattr(params, name) else new, name, value)
     return new

@@ -124,7 +124,7 @@ NAMES: Final = (
         (
             *("temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens", "ignore_eos", "stop_token_ids"),
             *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
-            *("structured_outputs", "bad_words", "all_stop_token_ids", "eos_token_id"),
+            *("structured_outputs", "bad_words", "all_stop_token_ids", "eos_token_id", "extra_args"),
         ),
     ),
     (_RELOAD + "types.py", "LayerReloadingInfo", ("restore_metadata", "load_numel")),

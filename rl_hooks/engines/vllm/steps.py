@@ -16,15 +16,19 @@ from torch import Tensor
 from rl_hooks.engines.collected import Request, Sampling
 from rl_hooks.engines.tap import Step
 
-#: Sampling parameters that change the distribution, and the neutral value of each.
-_PLAIN: Final[Mapping[str, Any]] = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_p": 0.0,
-    "min_tokens": 0,
-}
-_ABSENT: Final = ("logit_bias", "allowed_token_ids", "structured_outputs", "bad_words", "logits_processors")
+#: Sampling parameters that leave the distribution of a token as it is: they say when a request ends, and what is
+#: answered. temperature, top_p and top_k are sent along.
+_HARMLESS: Final = frozenset(
+    (
+        *("temperature", "top_p", "top_k", "n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
+        *("repetition_detection", "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
+        *("logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length"),
+        *("skip_reading_prefix_cache", "truncate_prompt_tokens", "routed_experts_prompt_start"),
+    )
+)
+#: Keys of `extra_args` that vLLM itself reads, and not for a token's distribution.
+_TRANSFERS: Final = frozenset(("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"))
 #: The parameters that the tap reads, by name, so that vLLM may add and reorder others.
 V1_ARGUMENTS: Final = ("scheduler_output", "sampled_token_ids", "hidden_states", "aux_hidden_states")
 V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states", "num_rejected", "last_sampled")
@@ -50,13 +54,25 @@ def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Call
 
 
 def is_plain(request: Any) -> bool:
-    """Whether a request, vLLM's own or the scheduler's, is drawn from the policy's plain distribution."""
+    """Whether a request, vLLM's own or the scheduler's, is drawn from the policy's plain distribution.
+
+    Any sampling parameter that is not known to be harmless must be as where nobody sets it: the next vLLM has others.
+    """
     params = request.sampling_params
     if params is None or not request.prompt_token_ids or request.mm_features or request.lora_request is not None:
         return False
-    if getattr(request, "prompt_embeds", None) is not None or any(getattr(params, name, None) for name in _ABSENT):
+    if getattr(request, "prompt_embeds", None) is not None:
         return False
-    return all(getattr(params, name, value) == value for name, value in _PLAIN.items())
+    unset = type(params)()
+    names = [name for name in params.__struct_fields__ if name not in _HARMLESS and not name.startswith("_")]
+    said = ((name, getattr(params, name)) for name in names)
+    return all(value == getattr(unset, name) or _means_nothing(name, value) for name, value in said)
+
+
+def _means_nothing(name: str, value: Any) -> bool:
+    if name == "extra_args":
+        return set(value or ()) <= _TRANSFERS
+    return name == "watermarking" and value is False  # vLLM resolves None to what this engine does
 
 
 def request_of(new: Any) -> Request | None:

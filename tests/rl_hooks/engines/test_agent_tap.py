@@ -317,10 +317,20 @@ def test_a_request_of_vllm_is_described_by_what_ends_it_and_how_it_is_drawn() ->
         {"mm_features": [object()]},
         {"prompt_token_ids": None},
         {"min_tokens": 4},
+        {"thinking_token_budget": 0},
+        {"watermarking": True},
+        {"trace_decode_token_ids": [5, 6]},
+        {"extra_args": {"a_logits_processor": 1}},
+        {"of_the_next_vllm": "biased"},
     ],
 )
 def test_requests_that_are_not_drawn_from_the_plain_policy_are_left_out(changes: dict[str, Any]) -> None:
     assert request_of(scheduled(**changes)) is None
+
+
+@pytest.mark.parametrize("changes", [{"watermarking": False}, {"extra_args": {"kv_transfer_params": {"a": 1}}}])
+def test_requests_whose_parameters_change_no_distribution_are_collected(changes: dict[str, Any]) -> None:
+    assert request_of(scheduled(**changes)) is not None
 
 
 @pytest.mark.parametrize("as_lists", [False, True])
