@@ -26,6 +26,16 @@ def states(tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
     return table[torch.tensor(tokens)] + 0.01 * torch.tensor(positions)[:, None]
 
 
+def truncated(law: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
+    """What top-k, then top-p, leave of log-probabilities [n, V], normalised again; -inf is cut off."""
+    p, order = law.exp().sort(dim=-1, descending=True)
+    p[:, top_k or len(p[0]) :] = 0.0
+    p /= p.sum(-1, keepdim=True)
+    p *= p.cumsum(-1) - p < top_p
+    p /= p.sum(-1, keepdim=True)
+    return torch.zeros_like(p).scatter(-1, order, p).log()
+
+
 class Script:
     """One request as an engine would decode it: the text is fixed, drafts are right or wrong by chance."""
 

@@ -45,6 +45,11 @@ class Sampling:
         """The temperature of log p: greedy (0) is scored at 1, as the rollout file says."""
         return self.temperature or 1.0
 
+    @property
+    def truncated(self) -> bool:
+        """Whether top_p or top_k cut tokens off."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -120,10 +125,13 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
     if T - prompt < 1:
         return None
     order = torch.from_numpy(held[:T].copy())
-    if not bool(rows["logsumexp"][order].isfinite().all()):
-        raise UnscoredError("a request is dropped, some of its rows were not scored: a rank failed, or they disagreed")
     logprobs = np.zeros(T, dtype=np.float32)
     logprobs[1:] = rows["logprob"][order].numpy()[: T - 1]
+    if not bool(rows["logsumexp"][order].isfinite().all()) or np.isnan(logprobs[generated]).any():
+        raise UnscoredError(
+            "a request is dropped, some of its rows were not scored: a rank failed, or they disagreed, or it was drawn "
+            "with top_p or top_k and preempted"
+        )
     return Collected(
         request=request,
         input_ids=tokens.astype(np.int32),

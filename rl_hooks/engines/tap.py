@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from rl_hooks import wire
-from rl_hooks.engines.collected import REJECTED, Collected, Request, UnscoredError, assemble
+from rl_hooks.engines.collected import REJECTED, Collected, Request, Sampling, UnscoredError, assemble
 from rl_hooks.engines.policy_watch import WeightSample
 from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.features import score_rows
@@ -44,6 +44,10 @@ log = logging.getLogger("draftalign.tap")
 
 #: Longest prompt that is collected.
 MAX_TOKENS: Final = 8192
+#: Rows of a request in a step that may predict generated tokens: the last token, and as many drafts as engines make.
+_VERIFIED: Final = 65
+#: top_p and top_k where nothing is cut off.
+_WHOLE: Final = (1.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +87,45 @@ class Head:
     weight: Tensor  # [V, H]
     logit_map: wire.LogitMap = field(default_factory=wire.LogitMap)
 
-    def score(self, last_NH: Tensor, labels_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(logsumexp [N], log p of the labels [N]) of softmax(logits / temperature), float32. A label of -1: any."""
-        labels = labels_N.clamp(min=0)
-        return score_rows(last_NH, self.weight, labels, temperature=temperature_N, logit_map=self.logit_map)
+    def score(
+        self, last_NH: Tensor, labels_N: Tensor, temperature_N: Tensor, top_p: float = 1.0, top_k: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """(logsumexp [N], log p of the labels [N]) as `score_rows` computes them, float32. A label of -1: any."""
+        return score_rows(
+            last_NH,
+            self.weight,
+            labels_N.clamp(min=0),
+            temperature=temperature_N,
+            top_p=top_p,
+            top_k=top_k,
+            logit_map=self.logit_map,
+        )
+
+    def score_step(
+        self, last_NH: Tensor, labels_N: Tensor, samplings: Sequence[Sampling], counts: npt.NDArray[np.int64]
+    ) -> Tensor:
+        """`score` of a step's rows, [2, N]: `counts` rows of each request, one after another, and how each is drawn.
+
+        What top_p and top_k leave is computed for rows that may predict a generated token: of a prompt, which may be
+        thousands, it would cost the engine time. So log p is NaN in all but the last rows of such a request. Those of
+        a preempted one, whose tokens are computed again at once, are thereby unknown.
+        """
+        device = last_NH.device
+        temperature_N = _to(device, np.repeat(np.array([one.scored_at for one in samplings], np.float32), counts))
+        kinds = sorted({_WHOLE, *((one.top_p, one.top_k) for one in samplings)})
+        kind_N = np.repeat([kinds.index((one.top_p, one.top_k)) for one in samplings], counts)
+        early_N = np.concatenate([np.arange(n - 1, -1, -1) >= _VERIFIED for n in counts])
+        early_N &= kind_N != kinds.index(_WHOLE)
+        kind_N[early_N] = kinds.index(_WHOLE)
+        scores = torch.empty(2, len(kind_N), device=device)
+        for number, (top_p, top_k) in enumerate(kinds):
+            found = np.flatnonzero(kind_N == number)
+            rows = _to(device, found) if len(found) < len(kind_N) else slice(None)
+            if len(found):
+                scored = self.score(last_NH[rows], labels_N[rows], temperature_N[rows], top_p, top_k)
+                scores[:, rows] = torch.stack(scored)
+        scores[1, _to(device, np.flatnonzero(early_N))] = torch.nan
+        return scores
 
 
 class _Scored:
@@ -325,11 +364,9 @@ class FeatureTap:
         if step.scores is not None:
             copies = _Scored(HostCopies(taken | {"rows": rows_N}), step.scores)
         else:
-            temperature = np.repeat(
-                [self._tracked[step.request_ids[i]].request.sampling.scored_at for i in chosen], counts
-            )
-            scores = self.head.score(last, labels, _to(last.device, temperature.astype(np.float32)))
-            copies = HostCopies(taken | dict(zip(("logsumexp", "logprob"), scores, strict=True)))
+            samplings = [self._tracked[step.request_ids[i]].request.sampling for i in chosen]
+            logsumexp, logprob = self.head.score_step(last, labels, samplings, counts)
+            copies = HostCopies(taken | {"logsumexp": logsumexp, "logprob": logprob})
         ends = np.cumsum(counts).tolist()
         chunks = [_Chunk(copies, slice(end - n, end)) for n, end in zip(counts.tolist(), ends, strict=True)]
         for i, chunk, count in zip(chosen, chunks, counts.tolist(), strict=True):

@@ -31,6 +31,8 @@ FeatureDtype = Literal["bfloat16", "float8_e4m3", "float8_e4m3_all"]
 _E4M3_MAX: Final = 448.0
 #: Logits held at once while normalisers are computed: 2^25 floats are 128 MiB.
 LOGITS_AT_ONCE: Final = 1 << 25
+#: Most probable tokens that are looked at for top-p: what is left is then known to 0.4 %.
+_LOOKED_AT: Final = 256
 _PLAIN: Final = wire.LogitMap()
 #: Rows of two prompts that are compared, and how far their states may be apart (of their norm) to be the same.
 _COMPARED_EVERY: Final = 8
@@ -60,12 +62,15 @@ def score_rows(
     next_ids_N: Tensor,
     *,
     temperature: float | Tensor,
+    top_p: float = 1.0,
+    top_k: int = 0,
     logit_map: wire.LogitMap = _PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Return (logsumexp [N], log p of `next_ids` [N]), float32, of softmax(logit_map(last @ head^T) / temperature).
 
-    Temperature 0 (greedy) is scored at 1, as the rollout file says; a tensor [N] holds one above 0 for each row. At
-    most 128 MiB of logits exist at a time.
+    Temperature 0 (greedy) is scored at 1, as the rollout file says; a tensor [N] holds one above 0 for each row. With
+    `top_p` below 1 or `top_k` above 0, log p is of what top-k, then top-p, leave of that, and logsumexp of all. At most
+    128 MiB of logits exist at a time.
     """
 
     def product(rows: slice) -> Tensor:
@@ -73,7 +78,9 @@ def score_rows(
 
     # An active autocast of the trainer would round the logits once more than the worker does.
     with torch.autocast(last_NH.device.type, enabled=False):
-        return score_logits(product, len(head_VH), next_ids_N, temperature=temperature, logit_map=logit_map)
+        return score_logits(
+            product, len(head_VH), next_ids_N, temperature=temperature, top_p=top_p, top_k=top_k, logit_map=logit_map
+        )
 
 
 @torch.no_grad()
@@ -83,6 +90,8 @@ def score_logits(
     next_ids_N: Tensor,
     *,
     temperature: float | Tensor,
+    top_p: float = 1.0,
+    top_k: int = 0,
     logit_map: wire.LogitMap = _PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """What `score_rows` returns, of lm_head's output: `logits_of` returns a copy of that of some rows, [n, V]."""
@@ -97,7 +106,23 @@ def score_logits(
         )
         logsumexp_N[rows] = torch.logsumexp(logits, dim=-1)
         logprob_N[rows] = logits.gather(1, next_ids_N[rows, None])[:, 0] - logsumexp_N[rows]
+        if top_p < 1 or top_k:
+            logprob_N[rows] -= _log_kept(logits, logsumexp_N[rows], top_p, top_k)
     return logsumexp_N, logprob_N
+
+
+def _log_kept(logits_nV: Tensor, logsumexp_n: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Log of the probability [n] that top-k, then top-p, leave of softmax(logits).
+
+    A vocabulary is not sorted for top-p alone. Where the `_LOOKED_AT` most probable tokens do not reach it, what is
+    left lies between top_p and top_p + 1 / _LOOKED_AT: top_p is taken.
+    """
+    most = min(top_k or _LOOKED_AT, logits_nV.shape[1])
+    total_nk = (logits_nV.topk(most).values - logsumexp_n[:, None]).exp().cumsum(-1)
+    whole = total_nk[:, -1:] if top_k else torch.ones_like(total_nk[:, -1:])
+    last = (total_nk < top_p * whole).sum(-1, keepdim=True)
+    left = torch.where(last < most, total_nk.gather(1, last.clamp(max=most - 1)), top_p)
+    return left[:, 0].log()
 
 
 @torch.no_grad()

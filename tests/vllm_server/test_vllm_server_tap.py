@@ -19,6 +19,7 @@ from redis import Redis
 from safetensors.torch import load_file
 from service_fixtures import RunningService
 from storage_fixtures import RolloutQueue, Store
+from tap_fixtures import truncated
 from vllm_server.vllm_process import DEPTH, FORKED, V2_RUNNER, VllmServer
 
 from drafter.batch import load_batch
@@ -66,17 +67,27 @@ def expected(token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def test_live_traffic_comes_out_exactly_and_the_worker_learns_from_it_by_policy_version(
-    fleet: tuple[RunningService, VllmServer], redis_url: str, drafters: Path, tmp_path: Path
+    fleet: tuple[RunningService, VllmServer],
+    redis_url: str,
+    drafters: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     service, server = fleet
     server.generate([5], max_tokens=1)  # the tap begins with the first request
     server.rpc("keep_collected")
     prompts = elicit_prompts(72, seed=31) + odd_prompts(24, seed=31)
     temperatures = [(0.0, 0.7, 1.0, 1.0)[i % 4] for i in range(len(prompts))]
+    # V2's kernel for top-k and top-p does not run in Triton's interpreter.
+    some: dict[str, Any] = {} if "V2" in request.node.name else {"top_p": 0.9, "top_k": 8}
+    cut = [some if i % 4 == 3 else {} for i in range(len(prompts))]
     before = server.counters()
     with ThreadPoolExecutor(6) as pool:
         texts = list(
-            pool.map(lambda i: server.generate(prompts[i], temperature=temperatures[i], seed=i), range(len(prompts)))
+            pool.map(
+                lambda i: server.generate(prompts[i], temperature=temperatures[i], seed=i, **cut[i]),
+                range(len(prompts)),
+            )
         )
     after = server.counters()
     server.generate([5], max_tokens=1)  # a step, in which the last ends are told
@@ -100,7 +111,7 @@ def test_live_traffic_comes_out_exactly_and_the_worker_learns_from_it_by_policy_
         aux, last, logits = expected(list(whole))
         worst["aux"] = max(worst["aux"], float((tensors[f"{n}.aux"][: T - 1] - aux[first:-1]).abs().max()))
         worst["last"] = max(worst["last"], float((tensors[f"{n}.last"][: T - 1] - last[first:-1]).abs().max()))
-        law = (logits / (temperatures[number] or 1.0)).log_softmax(-1)
+        law = truncated((logits / (temperatures[number] or 1.0)).log_softmax(-1), **cut[number])
         own = law[prompt - 1 : -1].gather(-1, torch.tensor(whole[prompt:])[:, None])[:, 0]
         logged = tensors[f"{n}.logprobs"][prompt - first :]
         worst["logprobs"] = max(worst["logprobs"], float((logged - own).abs().max()))

@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rl_hooks.engines.collected import Batcher, Collected, rollout_file
+from rl_hooks.engines.collected import Batcher, Collected, Request, rollout_file
 from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.tap import FeatureTap, Head, Step, labelled_rows
 from rl_hooks.engines.vllm.draft import started_with
@@ -101,12 +101,22 @@ class ServiceSettings:
 
 
 class _Shares:
-    """What this rank scores of each step for all ranks, where the head is split: the rows of the sampled requests."""
+    """What this rank scores of each step for all ranks, where the head is split: the rows of the sampled requests.
 
-    def __init__(self, joiner: Joiner, fraction: float, policy_version: Callable[[], int | None]) -> None:
-        self.joiner, self._fraction, self._version = joiner, fraction, policy_version
+    No rank sees what top_p and top_k leave of a whole distribution. Replay asks for it where drafts are `sampled`: then
+    such requests are left out.
+    """
+
+    def __init__(
+        self, joiner: Joiner, fraction: float, policy_version: Callable[[], int | None], *, sampled: bool
+    ) -> None:
+        self.joiner, self._fraction, self._version, self._sampled = joiner, fraction, policy_version, sampled
         self._temperatures: dict[str, float] = {}  # of the sampled requests under way
         self._steps = self._rows = 0
+
+    def leaves_out(self, request: Request) -> bool:
+        """Whether this request's log p would be of another distribution than it was drawn from."""
+        return self._sampled and request.sampling.truncated
 
     def schedule(self, scheduler_output: Any) -> None:
         """A step's schedule, which all ranks read alike."""
@@ -114,7 +124,9 @@ class _Shares:
         for name in scheduler_output.finished_req_ids:
             self._temperatures.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
-            if sampling_position(new.req_id, "tap") < self._fraction and (request := request_of(new)) is not None:
+            if sampling_position(new.req_id, "tap") >= self._fraction or (request := request_of(new)) is None:
+                continue
+            if not self.leaves_out(request):
                 self._temperatures[new.req_id] = request.sampling.scored_at
         counts = scheduler_output.num_scheduled_tokens
         self._rows = sum(n for name, n in counts.items() if name in self._temperatures)
@@ -215,7 +227,10 @@ class VllmTap:
         self._shares: _Shares | None = None
         if ranks.size > 1:
             joiner = Joiner.of(ranks, self.tap.tally)
-            self._shares = _Shares(joiner, settings.sample_fraction, lambda: watch.version)
+            drafting = getattr(worker.vllm_config.speculative_config, "draft_sample_method", None) or "greedy"
+            self._shares = _Shares(
+                joiner, settings.sample_fraction, lambda: watch.version, sampled=drafting != "greedy"
+            )
         self._wrap(worker.model_runner)
         watch.changing = self.tap.cut
         if (job := self._head_job(version)) is not None and self.sender is not None:
@@ -307,8 +322,12 @@ class VllmTap:
             # These ended in the step before. A new request of this step may have the same name: end them first.
             self.tap.end(scheduler_output.finished_req_ids)
             for new in scheduler_output.scheduled_new_reqs:
-                if (request := request_of(new)) is not None:
-                    self.tap.begin(request)
+                if (request := request_of(new)) is None:
+                    continue
+                if self._shares is not None and self._shares.leaves_out(request):
+                    self.tap.tally.add("skipped_truncated")
+                    continue
+                self.tap.begin(request)
             if scheduler_output.num_scheduled_tokens:  # an empty step may come while the engine sleeps
                 self.tap.release()
         except Exception as error:  # noqa: BLE001 - the engine must not feel this

@@ -17,7 +17,7 @@ import torch
 from agent_fixtures import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, scheduled, states, step
+from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, scheduled, states, step, truncated
 
 from rl_hooks import wire
 from rl_hooks.engines.collected import Batcher, Collected, Request, Sampling, assemble, rollout_file
@@ -297,6 +297,54 @@ def test_a_file_that_cannot_be_made_does_not_end_the_sending_of_others() -> None
     for number, done in enumerate(decode([Script(f"r{i}", [2, 3, 4], [5, 6, STOP]) for i in range(2)], 1), 1):
         batcher.add(done)
         eventually(lambda number=number: len(tried) == number)  # type: ignore[misc]
+
+
+def test_each_request_is_scored_by_the_distribution_that_it_is_drawn_from() -> None:
+    kinds = [PLAIN, Sampling(0.7, 0.6, 0), Sampling(1.0, 1.0, 4), Sampling(1.3, 0.8, 9)]
+    scripts = [Script(f"r{i}", [2, 3, 4, 5 + i], [6, 7, 8 + i, 9, 10, STOP]) for i in range(8)]
+    draw, collected = random.Random(0), list[Collected]()
+    tapped = tap(collected.append)
+    for i, script in enumerate(scripts):
+        tapped.begin(script.request(sampling=kinds[i % 4]))
+    while running := [script for script in scripts if not script.done]:
+        tapped.step(step([(script, script.computed, *script.rows(draw, 3, 2)) for script in running]))
+        tapped.end([script.name for script in running if script.done])
+    eventually(lambda: len(collected) == len(scripts))
+    for one in collected:
+        sampling, ids = one.request.sampling, torch.from_numpy(one.input_ids).long()
+        law = (one.last @ HEAD.weight.T / sampling.temperature).log_softmax(-1)
+        whole = law.gather(1, ids.roll(-1)[:, None])[:-1, 0]
+        kept = law.exp() * truncated(law, sampling.top_p, sampling.top_k).isfinite()
+        wanted = whole - kept.sum(-1).log()[:-1]  # also of a token that would have been cut off
+        generated = torch.from_numpy(one.generated)[1:]
+        logged = torch.from_numpy(one.logprobs)[1:]
+        assert logged[generated].tolist() == pytest.approx(wanted[generated].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("sampling", "sent"), [(PLAIN, 1), (Sampling(1.0, 0.9, 0), 0)])
+def test_a_truncated_request_is_dropped_and_counted_where_many_of_its_rows_come_at_once(
+    sampling: Sampling, sent: int
+) -> None:
+    """As after a preemption: what top-p leaves is not computed for thousands of rows, most of which are a prompt's."""
+    script, collected = Script("r", [2, 3], [4, *[5] * 80, STOP]), list[Collected]()
+    tapped = tap(collected.append)
+    tapped.begin(script.request(sampling=sampling))
+    tapped.step(step([(script, 0, [2, 3], 0, 4)]))
+    tapped.step(step([(script, 0, script.tokens[:-1], 0, STOP)]))
+    tapped.end(["r"])
+    eventually(lambda: tapped.tally["delivered"] + tapped.tally["skipped_unscored"] == 1)
+    assert (len(collected), tapped.tally["failures"]) == (sent, 0)
+
+
+def test_a_truncated_request_with_a_long_prompt_is_scored() -> None:
+    script, collected = Script("r", [2] * 200, [4, 5, STOP]), list[Collected]()
+    tapped = tap(collected.append)
+    tapped.begin(script.request(sampling=Sampling(1.0, 0.9, 0)))
+    for first, rows, sampled in ((0, [2] * 150, 7), (150, [2] * 50, 4), (200, [4, 5], STOP)):
+        tapped.step(step([(script, first, rows, 0, sampled)]))
+    tapped.end(["r"])
+    eventually(lambda: len(collected) == 1)
+    assert collected[0].input_ids.tolist() == script.tokens
 
 
 # --- what vLLM hands over

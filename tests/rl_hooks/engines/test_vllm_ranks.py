@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from tap_fixtures import HEAD, Script, step
+from tap_fixtures import HEAD, Script, scheduled, step
 from torch import Tensor
 
 from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.tap import FeatureTap, Step, labelled_rows
 from rl_hooks.engines.vllm.ranks import Ranks, Shard, joined_scores
+from rl_hooks.engines.vllm.tap import VllmTap, _Shares
 from rl_hooks.sending.features import score_rows
 from rl_hooks.wire import LogitMap
 
@@ -99,6 +100,23 @@ def test_a_rollout_takes_the_joined_scores_and_is_dropped_and_counted_where_ther
     assert torch.equal(delivered[0].logsumexp, delivered[1].logsumexp)
     assert (tap.tally["skipped_unscored"], tap.tally["failures"], tap.tally["rows"]) == (1, 0, 0)
     assert "not scored" in tap.tally.last_error
+
+
+@pytest.mark.parametrize(("sampled", "begun"), [(False, ["cut", "plain"]), (True, ["plain"])])
+def test_where_drafts_are_sampled_no_rank_scores_a_request_with_top_p(sampled: bool, begun: list[str]) -> None:
+    """What top-p leaves of a whole distribution no rank sees; only replay of sampled drafts asks for it."""
+    tapped = VllmTap.__new__(VllmTap)
+    tapped.tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=10**6)
+    joiner: Any = SimpleNamespace(gone=False)
+    tapped._shares = _Shares(joiner, 1.0, lambda: 0, sampled=sampled)
+    new = [scheduled(req_id="plain"), scheduled(req_id="cut", top_p=0.9)]
+    output = SimpleNamespace(
+        finished_req_ids=set(), scheduled_new_reqs=new, num_scheduled_tokens={"plain": 2, "cut": 2}
+    )
+    tapped._watch(lambda one: {"scheduler_output": one}, (output,), {})
+    assert sorted(tapped._shares._temperatures) == sorted(tapped.tap._tracked) == begun
+    assert tapped.tap.tally["skipped_truncated"] == 2 - len(begun)
+    tapped.tap.close(20)
 
 
 class Recorded(Ranks):

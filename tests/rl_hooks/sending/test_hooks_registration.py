@@ -10,6 +10,7 @@ import torch
 from hooks_fixtures import HIDDEN, VOCAB, tiny_qwen3
 from torch import nn
 
+from drafter.policy import _kept_mass
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending import features, registration
@@ -38,6 +39,23 @@ def test_normalisers_do_not_depend_on_the_chunking(monkeypatch: pytest.MonkeyPat
         lse, logp = score_rows(last, head, ids, temperature=temperature)
         assert torch.allclose(lse, expected.logsumexp(-1), atol=1e-5)
         assert torch.allclose(logp, expected.log_softmax(-1).gather(1, ids[:, None])[:, 0], atol=1e-4)
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (0.5, 0), (1.0, 3), (0.9, 3), (0.6, 300), (1.0, 10**6)])
+@pytest.mark.parametrize("sharpness", [0.0, 0.2, 4.0])
+def test_log_p_of_truncated_sampling_is_of_what_is_left(top_p: float, top_k: int, sharpness: float) -> None:
+    """As the worker's own check computes what is left; for top-p of a flat distribution to one token's probability."""
+    torch.manual_seed(0)
+    last, head, ids = torch.randn(37, HIDDEN), torch.randn(2000, HIDDEN), torch.randint(2000, (37,))
+    last *= sharpness
+    lse, logp = score_rows(last, head, ids, temperature=0.7, top_p=top_p, top_k=top_k)
+    whole, all_p = score_rows(last, head, ids, temperature=0.7)
+    batch: Any = types.SimpleNamespace(top_p=top_p, top_k=top_k)
+    left = _kept_mass(last @ head.T / 0.7, batch)
+    assert torch.equal(lse, whole)
+    assert torch.allclose((all_p - logp).exp(), left, atol=1e-5 if top_k else 1 / 256)
+    sharp = (last @ head.T / 0.7).softmax(-1).topk(256).values.sum(-1) > top_p
+    assert torch.allclose((all_p - logp).exp()[sharp], left[sharp], atol=1e-5)
 
 
 def test_8_bit_rows_survive_outliers_zeros_and_tiny_values() -> None:
