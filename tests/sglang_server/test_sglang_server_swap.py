@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 from decode_fixtures import policy_of
-from engine_fixtures import base_policy, elicit_prompts, odd_prompts, random_drafter
+from engine_fixtures import base_policy, elicit_prompts, odd_prompts, random_drafter, write
 from server_load import Load, alpha, edited, logged
 from sglang_server.sglang_process import DEPTH, SGLangProcess
 from torch import Tensor
@@ -80,6 +80,22 @@ def test_its_rounds_are_those_of_replay_one_by_one(
         server, drafter, odd_prompts(40, seed=7) + elicit_prompts(40, seed=21)
     )
     print(f"{name}: alpha {tokens / rounds:.4f}, {rounds} rounds, replay {expected_rounds}")
+    assert (tokens, rounds) == (expected_tokens, expected_rounds)
+
+
+def test_a_drafter_over_the_whole_vocabulary_is_swapped_and_drafts_as_in_replay(tmp_path: Path) -> None:
+    """SGLang then has no draft vocabulary, and the files name none."""
+    older, newer = (random_drafter(base_policy()[0], seed=seed) for seed in (5, 6))
+    assert newer.config.draft_vocab_size == newer.config.vocab_size
+    for number, drafter in enumerate((older, newer)):
+        write(drafter, tmp_path / "drafters" / str(number))
+    server = SGLangProcess(tmp_path, tmp_path / "drafters" / "0", tmp_path / "drafters")
+    try:
+        server.wait_until_ready()
+        swap(server, tmp_path / "drafters", tmp_path / "drafters" / "1", "newer")
+        tokens, rounds, expected_tokens, expected_rounds = replayed(server, newer, elicit_prompts(20, seed=21))
+    finally:
+        server.stop()
     assert (tokens, rounds) == (expected_tokens, expected_rounds)
 
 

@@ -96,7 +96,8 @@ def _inside(home: Path, path: str) -> Path:
 
 
 def _load(model: nn.Module, directory: Path, expected: Mapping[str, str]) -> dict[str, Any]:
-    running, d2t = running_drafter(model), running_d2t(model)
+    running = running_drafter(model)
+    d2t = running_d2t(model, running)
     check_config(directory, running, "sglang", expected.get(CONFIG_FILE))
     body, sha256 = read_file(directory / MODEL_FILE, max_model_bytes(running), expected.get(MODEL_FILE))
     weights = read_candidate(body, running, d2t, _dtype(model))
@@ -137,9 +138,14 @@ def entered_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(layer + 1 for layer in layers)
 
 
-def running_d2t(model: nn.Module) -> Tensor:
-    """Offsets int64[D] that SGLang has cached at its start; it never reads them again, whatever is loaded later."""
+def running_d2t(model: nn.Module, running: DrafterConfig) -> Tensor:
+    """Offsets int64[D] that SGLang has cached at its start; it never reads them again, whatever is loaded later.
+
+    It has none of a drafter over the whole vocabulary, whose ids are the policy's own: zeros.
+    """
     hot: Any = getattr(model, "hot_token_id", None)
+    if hot is None and running.draft_vocab_size == running.vocab_size:
+        return torch.zeros(running.vocab_size, dtype=torch.int64)
     if hot is None:
         raise DrafterRefusedError("this server's drafter has no d2t; start the server with one that has")
     ids = hot.detach().to("cpu", torch.int64)

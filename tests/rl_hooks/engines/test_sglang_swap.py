@@ -28,7 +28,13 @@ from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.sglang.adapter import SGLangEngine, _totals, process_identity, request_payload
-from rl_hooks.engines.sglang.loader import entered_layers, load_drafter, parse_request
+from rl_hooks.engines.sglang.loader import (
+    entered_layers,
+    load_drafter,
+    parse_request,
+    running_d2t,
+    running_drafter,
+)
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
 
@@ -58,11 +64,19 @@ SEQUENCE = [
 
 
 def drafter_files(
-    directory: Path, seed: int, change: Callable[[dict[str, Tensor]], None] | None = None, **config: Any
+    directory: Path,
+    seed: int,
+    change: Callable[[dict[str, Tensor]], None] | None = None,
+    *,
+    whole: bool = False,
+    **config: Any,
 ) -> dict[str, bytes]:
-    """The files of a small drafter, with tensors or fields changed."""
+    """The files of a small drafter, over the `whole` vocabulary or half of it, with tensors or fields changed."""
     torch.manual_seed(seed)
-    drafter = Eagle3Drafter(CONFIG, DraftVocabulary(torch.arange(0, 16, 2), 16))
+    if whole:
+        drafter = Eagle3Drafter(replace(CONFIG, draft_vocab_size=16), DraftVocabulary.full(16))
+    else:
+        drafter = Eagle3Drafter(CONFIG, DraftVocabulary(torch.arange(0, 16, 2), 16))
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter)
     directory.mkdir(parents=True, exist_ok=True)
@@ -172,6 +186,33 @@ def test_a_trainers_session_is_waited_for(service: Service, server: SGLangServer
         with server.lock:
             server.session = None
         eventually(lambda: serves(server, files) and not server.paused)
+
+
+def test_a_drafter_over_the_whole_vocabulary_is_swapped(service: Service, home: Path, tmp_path: Path) -> None:
+    """SGLang reads no d2t of one, and neither is there any in what is published."""
+    drafter_files(tmp_path / "initial", seed=0, whole=True)
+    files = drafter_files(tmp_path / "1", seed=1, whole=True)
+    assert "d2t" not in load(files["model.safetensors"])
+    server = SGLangServer(tmp_path / "initial")
+    try:
+        with agent(service, server, home) as running:
+            version, followers = service.publish(1, files=files), running.followers
+            eventually(lambda: server.url in followers and followers[server.url].loaded_version == version)
+        assert serves(server, files)
+    finally:
+        server.down()
+
+
+def test_a_drafter_without_a_vocabulary_of_the_size_that_runs_is_refused(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors["d2t"], tensors["t2d"]
+
+    drafter_files(tmp_path / "initial", 0, change)
+    server = SGLangServer(tmp_path / "initial")
+    server.down()
+    (model,) = server.models
+    with pytest.raises(DrafterRefusedError, match="has no d2t"):
+        running_d2t(model, running_drafter(model))
 
 
 def change_vocabulary(tensors: dict[str, Tensor]) -> None:
