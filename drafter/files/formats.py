@@ -54,6 +54,8 @@ _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Of the target: engines share them with the policy or build them again, and a trainer reads them from the target.
 _TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 _LLAMA_ROPE_THETA: Final = 10_000.0
+#: Positions below which policies are often served longer than a drafter's config says.
+_LONG: Final = 32_768
 #: What a speculators config proposes where nobody said otherwise.
 _SPECULATIVE_TOKENS: Final = 3
 
@@ -285,7 +287,15 @@ def _settle_aux_layers(flat: dict[str, Any], given: Sequence[int] | None) -> Non
 
 def _settle_defaults(flat: dict[str, Any], notes: list[str]) -> None:
     """What transformers' LlamaConfig assumes where a config is silent."""
+    silent = "max_position_embeddings" not in flat
     flat.update(with_defaults(flat))
+    limit = flat["max_position_embeddings"]
+    if type(limit) is int and limit < _LONG:
+        said = "config.json gives no max_position_embeddings, so transformers assumes" if silent else "it says"
+        notes.append(
+            f"{said} max_position_embeddings {limit}: vLLM's V1 model runner drafts for no request while one of the "
+            "batch is longer; raise it in config.json to the length that the policy is served with (it is a limit only)"
+        )
     rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
     if "rope_theta" not in flat and not (isinstance(rope, Mapping) and "rope_theta" in rope):
         flat["rope_theta"] = _LLAMA_ROPE_THETA

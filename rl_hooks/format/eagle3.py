@@ -312,6 +312,17 @@ def with_layers(document: Mapping[str, Any], aux_layers: Sequence[int]) -> dict[
     return {**document, "eagle_aux_hidden_state_layer_ids": list(aux_layers), "eagle_config": nested}
 
 
+def reaching(document: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
+    """A drafter's config.json whose max_position_embeddings is not below that of the policy's config.
+
+    No weight depends on it: the layout's positions are unscaled. Beyond it, an engine may stop drafting.
+    """
+    own, whole = (config.get("max_position_embeddings") for config in (document, policy))
+    if type(own) is not int or type(whole) is not int or not own < whole <= MAX_SIZE:
+        return dict(document)
+    return {**document, "max_position_embeddings": whole}
+
+
 def with_defaults(document: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the sizes that transformers' LlamaConfig assumes where it is silent; null is silence."""
     given = {name: value for name, value in document.items() if value is not None}

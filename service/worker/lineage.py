@@ -24,7 +24,7 @@ from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import AtomicDirectory
 from rl_hooks.format.drafter import kind_of
-from rl_hooks.format.eagle3 import with_layers
+from rl_hooks.format.eagle3 import reaching, with_layers
 from service.errors import RegistryError, RunDamaged, WorkerError
 from service.settings import Settings
 from service.storage.drafters.versions import Manifest
@@ -90,7 +90,7 @@ class Lineage:
             with full_disk_as_os_error():
                 save_file(tensors or {}, staged / "model.safetensors")
             if kind_of(config) == "eagle3":
-                config = with_layers(config, self._target.aux_layers)
+                config = reaching(with_layers(config, self._target.aux_layers), self._target.config)
             (staged / "config.json").write_text(json.dumps(config, indent=1))
             drafter = read_kind(staged, self._target.registered)  # refuses the unservable
             return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)

@@ -68,3 +68,19 @@ def test_another_form_is_refused_and_nothing_touched(served: tuple[VllmServer, P
     assert refused.status_code == 409
     assert told in refused.json()["detail"]
     assert server.client.get("/drafter/state").json() == before
+
+
+def test_a_drafter_whose_config_ends_before_the_policy_is_told_and_swapped(tmp_path: Path) -> None:
+    """Else one request that is longer than 64 tokens ends drafting for its whole batch, and nobody says why."""
+    write(drafter_of(1, max_position_embeddings=64), tmp_path / "drafters/first")
+    write(drafter_of(2), tmp_path / "drafters/second")
+    server = VllmServer(tmp_path, tmp_path / "drafters/first", tmp_path / "drafters", **FORKED)
+    try:
+        server.wait_until_healthy()
+        state = server.state()
+        answer = server.swap("second", "second")
+    finally:
+        server.stop()
+    assert "longer than 64 tokens, and it serves up to 256: write max_position_embeddings 256" in state["problem"]
+    assert state["problem"] in server.log.read_text()
+    assert (state["takes"], answer.status_code) == ("eagle3", 200)

@@ -71,6 +71,22 @@ class RunningDraft:
             raise TypeError(f"the draft model's dtype is {dtype!r}; this vLLM is unknown to the plugin")
         return dtype
 
+    def ends_early(self) -> str | None:
+        """What to say where long requests end drafting for all; None where they do not.
+
+        vLLM's V1 model runner drafts nothing in a step in which a request is longer than the drafter's config allows.
+        V2 has no such limit.
+        """
+        runner = self._worker.model_runner
+        limit, served = (getattr(runner, name, None) for name in ("effective_drafter_max_model_len", "max_model_len"))
+        if limit is None or served is None or limit >= served:
+            return None
+        return (
+            f"this vLLM drafts for no request while one of the batch is longer than {limit} tokens, and it serves up "
+            f"to {served}: write max_position_embeddings {served} into the config.json of the drafter that it starts "
+            "with (it is a limit only, no weight depends on it), and restart it"
+        )
+
     def check(self) -> Sizes:
         """The sizes. Refuses a drafter that shares a head with the policy, or has other modules than its sizes say."""
         sizes = self.sizes()

@@ -69,6 +69,8 @@ class DrafterSwap:
         self.watch: PolicyWatch | None = None
         has_draft = worker.model_runner.get_draft_model() is not None
         self.draft = RunningDraft(worker) if has_draft else None
+        if self.draft is not None and (early := self.draft.ends_early()) is not None:
+            log.warning("draftalign: %s", early)
         self.weights = DrafterWeights(self.draft, self._ranks)
 
     # --- called by RPC
@@ -154,6 +156,7 @@ class DrafterSwap:
                 document["d2t_sha256"] = vocabulary_digest(d2t, sizes.vocab_size)
                 document["config_fingerprint"] = fingerprint(sizes, document["d2t_sha256"])
                 document["aux_layers"] = [] if isinstance(sizes, MtpConfig) else list(sizes.aux_layers)
+                document["problem"] = document["problem"] or self.draft.ends_early()
         return document
 
     # --- where the engine itself follows the service

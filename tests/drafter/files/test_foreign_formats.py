@@ -60,9 +60,19 @@ def test_a_safeailab_checkpoint_is_read_once_its_layers_are_named(tmp_path: Path
     assert imported.stored.config == replace(CONFIG, rope_theta=1e4, max_position_embeddings=2048, model_type="llama")
     assert any("embed_tokens.weight is left out" in note for note in imported.notes)
     assert any("rope_theta: 10000 is assumed" in note for note in imported.notes)
+    assert any(note.startswith("it says max_position_embeddings 2048: vLLM's V1") for note in imported.notes)
     for name, weight in stored(torch.float16).weights.items():
         assert torch.equal(imported.stored.weights[name], weight), name
     assert imported.stored.vocabulary == SOME
+
+
+def test_a_limit_that_nobody_gave_is_told(tmp_path: Path) -> None:
+    write_stored(tmp_path, stored())
+    rewrite(tmp_path, lambda d: d.update(max_position_embeddings=32_768))
+    assert import_drafter(tmp_path).notes == ()
+    rewrite(tmp_path, lambda d: d.pop("max_position_embeddings"))
+    (note,) = import_drafter(tmp_path).notes
+    assert "gives no max_position_embeddings, so transformers assumes max_position_embeddings 2048" in note
 
 
 def test_output_ids_alone_are_read_as_output_ids(tmp_path: Path) -> None:

@@ -158,6 +158,27 @@ def test_an_initial_drafter_is_the_first_version_bit_for_bit(bench: Bench) -> No
     assert Registry(bench.layout).versions("default") == [manifest.version], "a restart publishes nothing"
 
 
+@pytest.mark.parametrize(("said", "published"), [(2048, 65_536), (131_072, 131_072)])
+def test_an_initial_drafter_is_published_with_a_limit_that_is_not_below_the_policys(
+    bench: Bench, said: int, published: int
+) -> None:
+    """An engine may stop drafting beyond it; no weight depends on it."""
+    drafter = bench.world.drafter(seed=3)
+    config = export_config(drafter.config) | {"max_position_embeddings": said}
+    policy = {"config": json.dumps(CONFIG | {"max_position_embeddings": 65_536})}
+    bench.register(bench.world.run_file(drafter=drafter, drafter_config=config, metadata=policy))
+    bench.post("a")
+    worker = bench.worker()
+    manifest = Registry(bench.layout).latest("default")
+    assert manifest is not None
+    document = json.loads((bench.layout.drafter("default", manifest.version) / "config.json").read_text())
+    assert document["max_position_embeddings"] == published
+    bench.drain(worker)
+    again = bench.worker().learner.lineage  # its checkpoint is of the drafter that was published
+    assert again.candidate.config.max_position_embeddings == published
+    assert again.needed_trainer.windows == worker.learner.lineage.needed_trainer.windows > 0
+
+
 def test_an_initial_drafter_of_two_layers_is_taken_up_trained_and_scored(bench: Bench) -> None:
     one = bench.world.drafter(seed=3)
     torch.manual_seed(0)
