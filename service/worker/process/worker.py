@@ -14,6 +14,8 @@ in its queue ends as skipped.
 Where memory runs out for a run that has work, those that have been idle longest are closed (`room`), and it is tried
 again; each of them is opened again for its next batch (`Room` has the rule). A run is refused for want of
 memory only where none is idle, or that did not help.
+Runs without work are opened one a turn: to open one may take as long as a claim, and those with work do not wait for
+all of them.
 After the death of a process at work, runs without work are not open beside the run that it was at.
 """
 
@@ -139,6 +141,7 @@ class Worker:
         if self._room.make():
             self._looked = -math.inf
         self._find_runs()
+        self._open_idle()
         worked = False
         began = time.monotonic()
         for run in self._turns.order(self.served):
@@ -270,17 +273,26 @@ class Worker:
         for run in names:
             self._runs.setdefault(run, Run())
         for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for
-            state = self._runs[run]
-            try:
-                self._look_after(run, state, now)
-            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-                if is_out_of_memory(error) and not is_device_fault(error):  # for a look at its files, not for the run
-                    self._leave_alone(run, error)
-                else:
-                    self._end_at(run, error)
+            if self._stopping:  # to open what is left may take minutes
+                return
+            self._attend_to(run, now)
 
-    def _look_after(self, run: str, state: Run, now: float) -> None:
-        """Open, close or rest a run, as its files say."""
+    def _open_idle(self) -> None:
+        """Open one of the runs that have nothing to do."""
+        if not self._stopping and (run := self._room.next_idle()) is not None:
+            self._attend_to(run, time.monotonic(), due=True)
+
+    def _attend_to(self, run: str, now: float, *, due: bool = False) -> None:
+        try:
+            self._look_after(run, self._runs[run], now, due=due)
+        except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+            if is_out_of_memory(error) and not is_device_fault(error):  # for a look at its files, not for the run
+                self._leave_alone(run, error)
+            else:
+                self._end_at(run, error)
+
+    def _look_after(self, run: str, state: Run, now: float, *, due: bool) -> None:
+        """Open, close or rest a run, as its files say. `due`: it was put off for having no work, and is opened now."""
         file = file_id(self._layout.target(run))
         wanted = read_state(self._layout, run)
         if not wanted.worked_on:
@@ -313,13 +325,16 @@ class Worker:
         refused = state.retry_at > now and state.file == file
         if state.worker is not None or refused or self._room.stays_closed(run, state, file):
             return
-        if not self._share.may_take(run, len(self.served), now) or not self._leases.hold(run):
+        taken = due or self._share.may_take(run, len(self.served) + self._room.put_off, now)
+        if not taken or not self._leases.hold(run):
             state.suspicion.recent = False
-        elif is_there(self._layout.run_json(run)):
+        elif not is_there(self._layout.run_json(run)):  # it was deleted meanwhile
+            self._let_go(run)
+        elif not due and self._room.puts_off(run, state, file):
+            self._leases.give_back(run)  # another worker may take it first
+        else:
             with self._heartbeat.opening(run):
                 self._open(run, state, file)
-        else:  # it was deleted meanwhile
-            self._let_go(run)
 
     def _is_wanted(self, run: str, now: float) -> bool:
         """Whether a run is to be worked on, and can be as far as this worker knows."""
