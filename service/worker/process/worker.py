@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -66,8 +65,11 @@ _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 #: After an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
+#: Between two looks for runs. A look asks the file system for each run's files again, which takes long on a network's:
+#: the pause is ten times as long as that, 10 s at most. Measured is its first part, two fifths: the rest may open runs.
 _LOOK_FOR_RUNS_SECONDS = 1.0
-#: A worker that has not looked for this time is at a long turn, and is handed no run before its end.
+_TIMES_LONGER, _MOST_TIMES_LONGER = 25.0, 10.0
+#: A worker whose look is overdue for this time is at a long turn, and is handed no run before its end.
 _BUSY_SECONDS = 10.0
 #: The queue of an archived run is looked at again after this: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
@@ -86,7 +88,7 @@ class Worker:
         self._layout = Layout(settings.state_dir)
         self._leases = Leases(redis)
         self._runs: dict[str, Run] = {}
-        self._looked = 0.0
+        self._look_at = 0.0  # when the next look for runs is due (monotonic)
         self._share = Share(redis, self._leases)
         self._deaths = Deaths(redis)
         self._turns = Turns()
@@ -104,7 +106,7 @@ class Worker:
 
     def _has(self) -> int:
         """How many runs it says that it has: in a long turn it is handed none before its end."""
-        busy = time.monotonic() - self._looked > _BUSY_SECONDS
+        busy = time.monotonic() - self._look_at > _BUSY_SECONDS
         return len(self.served) + (BUSY if busy else 0)
 
     def stop(self) -> None:
@@ -139,7 +141,7 @@ class Worker:
 
     def _turn(self) -> bool:
         if self._room.make():
-            self._looked = -math.inf
+            self._look_at = 0.0
         self._find_runs()
         self._open_idle()
         worked = False
@@ -254,13 +256,14 @@ class Worker:
 
     def _find_runs(self) -> None:
         now = time.monotonic()
-        if now - self._looked < _LOOK_FOR_RUNS_SECONDS:
+        if now < self._look_at:
             return
-        self._looked = now
+        self._look_at = now + _LOOK_FOR_RUNS_SECONDS
         names = self._layout.run_names()
         for run in self._runs.keys() - names:
             self._let_go(run)
         wanted = sum(self._is_wanted(run, now) for run in names)
+        times_longer = min(max(1.0, _TIMES_LONGER * (time.monotonic() - now)), _MOST_TIMES_LONGER)
         if self._share.look(len(self.served), wanted, now):
             idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
             # All but the first at work: so those that work most come to be parted.
@@ -276,6 +279,7 @@ class Worker:
             if self._stopping:  # to open what is left may take minutes
                 return
             self._attend_to(run, now)
+        self._look_at = time.monotonic() + _LOOK_FOR_RUNS_SECONDS * times_longer
 
     def _open_idle(self) -> None:
         """Open one of the runs that have nothing to do."""

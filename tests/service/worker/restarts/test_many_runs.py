@@ -34,7 +34,7 @@ def lived(bench: Bench) -> None:
     worker = a_worker(bench)
     for run in RUNS:
         register(bench, run)
-        worker._looked = 0.0
+        worker._look_at = 0.0
         train(bench, worker, run, "first")
     worker._close()
 
@@ -73,7 +73,7 @@ def test_after_a_start_a_batch_waits_for_its_own_run_to_be_opened_and_for_no_idl
     assert min(beats.values()) > time.time() - 20, "somebody looks after those that are still to be opened"
     assert bench.redis.get(Leases.key("d")) is None, "another worker may have it"
     called = post(bench, "d", "is called")
-    worker._looked = 0.0  # a second later
+    worker._look_at = 0.0  # a second later
     worker._turn()
     assert is_trained(bench, "d", called)
     assert opened == ["e", "a", "d", "b"]
@@ -92,7 +92,7 @@ def test_what_another_worker_took_or_lost_meanwhile_is_opened_once_by_who_may(be
         worker._turn()
     assert opened == ["a", "c", "d", "e"]
     other.give_back("b")
-    worker._looked = 0.0
+    worker._look_at = 0.0
     worker._turn()
     assert opened == ["a", "c", "d", "e", "b"]
     worker._close()
