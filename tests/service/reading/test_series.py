@@ -23,6 +23,7 @@ from service.api.snapshot import read_followed, read_snapshot, run_document, run
 from service.monitor.metrics import render
 from service.settings import Settings
 from service.storage.registry import Registry
+from service.storage.reports import store
 from service.storage.reports.keys import StoreKeys
 from service.storage.reports.store import AsyncStore
 
@@ -162,6 +163,8 @@ def test_the_answers_equal_those_computed_from_all_records(
         for context in (one, other):
             monkeypatch.setattr(context, "run", lambda _: type("R", (), {"created": START})())
         monkeypatch.setattr(time, "time", lambda: world.now)
+        read = store._of_worker
+        monkeypatch.setattr(store, "_of_worker", lambda found: (world.now, read(found)[1]))  # and the clock of Redis
         publish(world.registry)
 
         open_pages: dict[ServiceContext, dict[str, Any]] = {}  # what a page shows that merges what changed
