@@ -515,6 +515,7 @@ def _become_worker(
     largest_file: int = 0,
     largest_file_while: str = "",
     address_space: int = 0,
+    clock_ahead: float = 0.0,
 ) -> None:
     """Run a worker with short leases.
 
@@ -522,7 +523,7 @@ def _become_worker(
     it when it is opened, as the kernel does for memory. `dies_training`: one of which every batch does that, once it is
     trained on. `largest_file`: bytes beyond which
     a write fails, while the path `largest_file_while` exists (a disk that is full, and then is not). `address_space`:
-    bytes that it may map beyond what it has when it starts.
+    bytes that it may map beyond what it has when it starts. `clock_ahead`: seconds by which its host's clock is wrong.
     """
     import logging
     import resource
@@ -547,6 +548,9 @@ def _become_worker(
     service.worker.process.worker._LOOK_FOR_RUNS_SECONDS = 0.05
     service.worker.process.worker._RETRY_SECONDS = 0.05
     service.worker.process.worker._DISK_SECONDS = 0.5
+    if clock_ahead:
+        right = time.time
+        vars(time)["time"] = lambda: right() + clock_ahead
     if dies_of:
         admitted = drafter.batch.screen
 

@@ -92,9 +92,12 @@ class RunWorker:
         queue.ensure_group()
         if self._checkpoint.newest() is None:
             self.learner.begin()
+            self._unsaved = True  # something is not in the newest checkpoint
             applied: Sequence[str] = ()
         else:
-            applied = self.learner.resume(self._checkpoint)["applied"]
+            state = self.learner.resume(self._checkpoint)
+            self._unsaved = state.get("drafting") != self.drafting.model_dump()  # it measures from scratch then
+            applied = state["applied"]
         self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
         self.learner.report_vocabulary(0)
 
@@ -108,6 +111,7 @@ class RunWorker:
         self.inbox.renew()
         try:
             if self.learner.journal.heed_people():
+                self._unsaved = True
                 self.save()  # not to be done again after a restart
             entries = self._claim()
             with self._noted(entries):
@@ -162,7 +166,7 @@ class RunWorker:
         self._check_still_ours()
         log.warning("%s: the recent rollouts are dropped: training failed with them, and works without them", self.run)
         self.learner.forget_recent()
-        self._suspicion.recent = False
+        self._suspicion.recent, self._unsaved = False, True
 
     def _work_on(self, entries: Sequence[Entry]) -> None:
         fresh = self.inbox.load(entries)
@@ -216,6 +220,8 @@ class RunWorker:
             elif is_batch_fault(error):
                 self._suspicion.recent = True
             raise
+        finally:
+            self._unsaved = True  # also where a checkpoint was written before something was published
 
     # --- checkpoint, then acknowledge
     def save(self) -> None:
@@ -224,7 +230,7 @@ class RunWorker:
         if not self.learner.begun:
             return
         self.inbox.commit(self._write_checkpoint)
-        self._checkpointed_at = time.monotonic()
+        self._checkpointed_at, self._unsaved = time.monotonic(), False
         self.learner.forget_heads(self.inbox.versions.newest)
 
     def _write_checkpoint(self, applied: Sequence[str]) -> None:
@@ -240,9 +246,17 @@ class RunWorker:
             raise RegisteredAgain(f"run {self.run} was registered again")
 
     def close(self) -> None:
-        """Checkpoint before an orderly stop, and do not let what is still in hand count."""
+        """Checkpoint before an orderly stop, and do not let what is still in hand count.
+
+        Nothing is written where the newest checkpoint holds all: a large one takes seconds, and a stop of many runs
+        would outlast the time that it is given.
+        """
         try:
-            self.save()
+            if self._unsaved or self.inbox.done:  # what ended before it was learnt from is acknowledged by a checkpoint
+                self.save()
+            else:
+                self._check_still_ours()
+                self.learner.journal.send()  # what a full Redis has not taken
             self.inbox.uncount(Phase.WAITING)
         except (LeaseLost, CheckpointSuperseded):
             raise  # as in `cycle`: another worker counts them now

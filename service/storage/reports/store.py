@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import redis.asyncio
 from redis import Redis
@@ -54,6 +54,14 @@ _IN_A_MILLISECOND: Final = 4096
 #: Records that are read at once.
 _AT_ONCE: Final = 256
 _FOLLOW: Final = lua("follow")
+#: The worker's gauges, with the time of Redis: hosts' clocks differ. HDEL before HSET: a server that is full refuses
+#: what needs room as a script's first write, and not afterwards.
+_SET_WORKER: Final = """
+local time = redis.call('TIME')
+redis.call('HDEL', KEYS[1], 'heartbeat')
+redis.call('HSET', KEYS[1], 'heartbeat', string.format('%d.%06d', time[1], time[2]), unpack(ARGV))
+"""
+_WORKER: Final = "return {redis.call('TIME'), redis.call('HGETALL', KEYS[1])}"
 #: Holder of the lease on a run that is being deleted, and how long at most.
 _DELETING: Final = b"deleting"
 _DELETING_SECONDS: Final = 600
@@ -117,21 +125,23 @@ class Store:
         blocks = {reporter: account.blocks for reporter, account in accounts.items()}
         return watch(blocks, Replays(_known(ScoreRecord, found)), rule)
 
-    def last_served(self) -> float | None:
-        """When a worker last worked on the run (Unix seconds); None: never, or the last one could not."""
-        beat, error = cast("list[bytes | None]", self._redis.hmget(self._keys.worker, "heartbeat", "error"))
-        if beat is None or error not in (None, b"null"):
+    def served_ago(self) -> float | None:
+        """Seconds since a worker last worked on the run; None: none ever has, or the last one could not.
+
+        Below 0 where the clock of Redis was set back.
+        """
+        now, gauges = _of_worker(self._redis.eval(_WORKER, 1, self._keys.worker))
+        if "heartbeat" not in gauges or gauges.get("error", "null") != "null":
             return None
-        return float(beat)
+        return now - float(gauges["heartbeat"])
 
     def set_worker(self, gauges: Mapping[str, object]) -> None:
-        """Update some fields of `WorkerGauges`, and its `heartbeat` (Unix seconds).
+        """Update some fields of `WorkerGauges`, and its `heartbeat` (Unix seconds by the clock of Redis).
 
-        Nothing is done while Redis is full: the next ones replace these.
+        Also while Redis is full: a worker that lives is not to be called silent.
         """
-        fields = {"heartbeat": time.time(), **gauges}
-        with contextlib.suppress(OutOfMemoryError):
-            self._redis.hset(self._keys.worker, mapping={k: json.dumps(v) for k, v in fields.items()})
+        fields = (part for name, value in gauges.items() for part in (name, json.dumps(value)))
+        self._redis.eval(_SET_WORKER, 1, self._keys.worker, *fields)
 
     def drift_requests(self) -> dict[str, str]:
         """What people asked of the drift alarm: the id of the newest request by what is to be done."""
@@ -148,7 +158,7 @@ class Store:
         return (times, since) if (inode, changed_ns) == file else (0, 0.0)
 
     def begin(self, what: Deadly, file: tuple[int, int], times: int) -> None:
-        """Note before the run is opened or worked on that this is begun; not known while Redis is full."""
+        """Note before the run is opened or worked on that this is begun."""
         self.set_worker({what: [*file, times, time.time()]})
 
     def end(self, *what: Deadly) -> None:
@@ -284,8 +294,13 @@ class AsyncStore:
         return float(newest[0][1]) if newest else None
 
     async def worker(self) -> WorkerGauges:
-        """The worker's gauges; unknown before its first sign of life."""
-        return _gauges(await self._redis.hgetall(self._keys.worker))
+        """The worker's gauges, its `heartbeat` by this host's clock; unknown before its first sign of life."""
+        now, found = _of_worker(await self._redis.eval(_WORKER, 1, self._keys.worker))
+        gauges = _gauges(found)
+        if gauges.heartbeat is None:
+            return gauges
+        ahead = round(time.time() - now)  # whole seconds: one sign of life has one time, whenever it is read
+        return replace(gauges, heartbeat=gauges.heartbeat + ahead)
 
     async def ask_of_drift(self, action: str) -> str:
         """Ask the worker to do something with the drift alarm; returns the request's id.
@@ -383,6 +398,13 @@ def _acceptances(table: Mapping[Any, Any], live: Mapping[Any, Any]) -> list[Acce
 def _scores(table: Mapping[Any, Any]) -> dict[str, ScoreRecord]:
     records = {_text(i): record for i, text in table.items() if (record := read(ScoreRecord, text)) is not None}
     return dict(sorted(records.items(), key=lambda item: item[1].arrival))
+
+
+def _of_worker(found: Sequence[Any]) -> tuple[float, dict[str, str]]:
+    """The time of Redis (Unix seconds), and the fields of the worker's gauges."""
+    (seconds, microseconds), fields = found
+    texts = [_text(field) for field in fields]
+    return int(seconds) + int(microseconds) / 1e6, dict(zip(texts[::2], texts[1::2], strict=True))
 
 
 def _gauges(table: Mapping[Any, Any]) -> WorkerGauges:

@@ -49,6 +49,7 @@ class Room:
         self._layout, self._runs, self._lock, self._rest = layout, runs, lock, rest
         self._orders = Orders(current())
         self._to_close = 0  # idle runs, before the next turn
+        self._put_off: list[str] = []  # idle runs that are opened one a turn, in this order
         self.sparing = False
 
     def tell_ranks(self) -> None:
@@ -80,6 +81,30 @@ class Room:
         """Whether something came for a run since it was closed."""
         asked = Store(self._redis, run).drift_requests()
         return self._has_work(run, closed.entries) or any(closed.heeded.get(what) != asked[what] for what in asked)
+
+    # --- runs without work, one a turn
+    @property
+    def put_off(self) -> int:
+        """How many idle runs are to be opened in the next turns."""
+        return len(self._put_off)
+
+    def puts_off(self, run: str, state: Run, file: FileId) -> bool:
+        """Whether a run that is to be opened has no work: then it waits for its turn, or for a batch."""
+        if self.needs(run):
+            return False
+        state.closed, state.file = self.closed(run), file
+        self._put_off.append(run)
+        return True
+
+    def next_idle(self) -> str | None:
+        """The run without work whose turn it is to be opened. None: no such run is left."""
+        while self._put_off:
+            run = self._put_off.pop(0)
+            state = self._runs.get(run)
+            if state is not None and state.closed is not None:  # else it was opened for a batch, or deleted
+                self._open_again(state)
+                return run
+        return None
 
     # --- who gives memory up, and for whom
     def want(self, run: str) -> bool:
@@ -134,8 +159,9 @@ class Room:
     def close_idle(self, most: int | None = None) -> None:
         """Close so many idle runs after a checkpoint, and return their memory; each is opened again when it is called.
 
-        None: all of them.
+        None: all of them. None that is put off is opened without a batch any more: it would take the memory again.
         """
+        self._put_off.clear()
         for run in self.idle()[:most]:
             log.info("run %s is idle, and closed until a batch comes: another one needs the memory", run)
             self._close(run)
@@ -160,6 +186,9 @@ class Room:
             return False
         if state.file == file and not self._is_called(run, state.closed):
             return True
+        self._open_again(state)
+        return False
+
+    def _open_again(self, state: Run) -> None:
         with self._lock:  # or a heartbeat would give back the lease that is taken next
             state.closed = None
-        return False

@@ -31,7 +31,7 @@ class Run:
     worked_at: float = 0.0  # it was opened, or had work, last (monotonic)
     short: int = 0  # times that others were closed for it since it last worked (`Room` has the rule)
     short_at: float = 0.0  # the last of them (monotonic)
-    closed: Closed | None = None  # it has nothing to do, and others need the memory: not open until it is called
+    closed: Closed | None = None  # it has nothing to do: not open until it is called, or until its turn (`Room`)
     proven: bool = True  # it has worked since it was opened
     lost: bool = False  # another worker took the lease while this one was stopped
     suspicion: Suspicion = field(default_factory=Suspicion)

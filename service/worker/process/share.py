@@ -11,7 +11,6 @@ back to who handed it over stays there.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 
 from redis import Redis
@@ -111,8 +110,8 @@ class Share:
         A lease alone says nothing: its holder may be unable to open the run.
         """
         since = self._left_since.get(run, now)
-        beat = Store(self._redis, run).last_served()
-        if beat is not None and (ago := time.time() - beat) >= 0.0:  # not from a clock that is ahead
+        ago = Store(self._redis, run).served_ago()
+        if ago is not None and ago >= 0.0:  # else from before the clock of Redis was set back
             since = max(since, now - ago)
         self._left_since[run] = since
         return since

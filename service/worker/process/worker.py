@@ -14,6 +14,8 @@ in its queue ends as skipped.
 Where memory runs out for a run that has work, those that have been idle longest are closed (`room`), and it is tried
 again; each of them is opened again for its next batch (`Room` has the rule). A run is refused for want of
 memory only where none is idle, or that did not help.
+Runs without work are opened one a turn: to open one may take as long as a claim, and those with work do not wait for
+all of them.
 After the death of a process at work, runs without work are not open beside the run that it was at.
 """
 
@@ -22,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -64,8 +65,11 @@ _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 #: After an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
+#: Between two looks for runs. A look asks the file system for each run's files again, which takes long on a network's:
+#: the pause is ten times as long as that, 10 s at most. Measured is its first part, two fifths: the rest may open runs.
 _LOOK_FOR_RUNS_SECONDS = 1.0
-#: A worker that has not looked for this time is at a long turn, and is handed no run before its end.
+_TIMES_LONGER, _MOST_TIMES_LONGER = 25.0, 10.0
+#: A worker whose look is overdue for this time is at a long turn, and is handed no run before its end.
 _BUSY_SECONDS = 10.0
 #: The queue of an archived run is looked at again after this: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
@@ -84,7 +88,7 @@ class Worker:
         self._layout = Layout(settings.state_dir)
         self._leases = Leases(redis)
         self._runs: dict[str, Run] = {}
-        self._looked = 0.0
+        self._look_at = 0.0  # when the next look for runs is due (monotonic)
         self._share = Share(redis, self._leases)
         self._deaths = Deaths(redis)
         self._turns = Turns()
@@ -102,7 +106,7 @@ class Worker:
 
     def _has(self) -> int:
         """How many runs it says that it has: in a long turn it is handed none before its end."""
-        busy = time.monotonic() - self._looked > _BUSY_SECONDS
+        busy = time.monotonic() - self._look_at > _BUSY_SECONDS
         return len(self.served) + (BUSY if busy else 0)
 
     def stop(self) -> None:
@@ -137,8 +141,9 @@ class Worker:
 
     def _turn(self) -> bool:
         if self._room.make():
-            self._looked = -math.inf
+            self._look_at = 0.0
         self._find_runs()
+        self._open_idle()
         worked = False
         began = time.monotonic()
         for run in self._turns.order(self.served):
@@ -251,13 +256,14 @@ class Worker:
 
     def _find_runs(self) -> None:
         now = time.monotonic()
-        if now - self._looked < _LOOK_FOR_RUNS_SECONDS:
+        if now < self._look_at:
             return
-        self._looked = now
+        self._look_at = now + _LOOK_FOR_RUNS_SECONDS
         names = self._layout.run_names()
         for run in self._runs.keys() - names:
             self._let_go(run)
         wanted = sum(self._is_wanted(run, now) for run in names)
+        times_longer = min(max(1.0, _TIMES_LONGER * (time.monotonic() - now)), _MOST_TIMES_LONGER)
         if self._share.look(len(self.served), wanted, now):
             idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
             # All but the first at work: so those that work most come to be parted.
@@ -270,17 +276,27 @@ class Worker:
         for run in names:
             self._runs.setdefault(run, Run())
         for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for
-            state = self._runs[run]
-            try:
-                self._look_after(run, state, now)
-            except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-                if is_out_of_memory(error) and not is_device_fault(error):  # for a look at its files, not for the run
-                    self._leave_alone(run, error)
-                else:
-                    self._end_at(run, error)
+            if self._stopping:  # to open what is left may take minutes
+                return
+            self._attend_to(run, now)
+        self._look_at = time.monotonic() + _LOOK_FOR_RUNS_SECONDS * times_longer
 
-    def _look_after(self, run: str, state: Run, now: float) -> None:
-        """Open, close or rest a run, as its files say."""
+    def _open_idle(self) -> None:
+        """Open one of the runs that have nothing to do."""
+        if not self._stopping and (run := self._room.next_idle()) is not None:
+            self._attend_to(run, time.monotonic(), due=True)
+
+    def _attend_to(self, run: str, now: float, *, due: bool = False) -> None:
+        try:
+            self._look_after(run, self._runs[run], now, due=due)
+        except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
+            if is_out_of_memory(error) and not is_device_fault(error):  # for a look at its files, not for the run
+                self._leave_alone(run, error)
+            else:
+                self._end_at(run, error)
+
+    def _look_after(self, run: str, state: Run, now: float, *, due: bool) -> None:
+        """Open, close or rest a run, as its files say. `due`: it was put off for having no work, and is opened now."""
         file = file_id(self._layout.target(run))
         wanted = read_state(self._layout, run)
         if not wanted.worked_on:
@@ -313,13 +329,16 @@ class Worker:
         refused = state.retry_at > now and state.file == file
         if state.worker is not None or refused or self._room.stays_closed(run, state, file):
             return
-        if not self._share.may_take(run, len(self.served), now) or not self._leases.hold(run):
+        taken = due or self._share.may_take(run, len(self.served) + self._room.put_off, now)
+        if not taken or not self._leases.hold(run):
             state.suspicion.recent = False
-        elif is_there(self._layout.run_json(run)):
+        elif not is_there(self._layout.run_json(run)):  # it was deleted meanwhile
+            self._let_go(run)
+        elif not due and self._room.puts_off(run, state, file):
+            self._leases.give_back(run)  # another worker may take it first
+        else:
             with self._heartbeat.opening(run):
                 self._open(run, state, file)
-        else:  # it was deleted meanwhile
-            self._let_go(run)
 
     def _is_wanted(self, run: str, now: float) -> bool:
         """Whether a run is to be worked on, and can be as far as this worker knows."""

@@ -28,6 +28,7 @@ from service.monitor.records import Moves
 from service.reading import quiet
 from service.settings import Settings
 from service.storage.registry import Registry
+from service.storage.reports import store
 from service.storage.reports.keys import StoreKeys
 from service.storage.reports.store import AsyncStore
 
@@ -172,6 +173,8 @@ def test_the_answers_equal_those_computed_from_all_records(
         monkeypatch.setattr(time, "time", lambda: world.now)
         monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 300)
         monkeypatch.setattr("service.api.context.context._UNASKED_SECONDS", -1.0)
+        read = store._of_worker
+        monkeypatch.setattr(store, "_of_worker", lambda found: (world.now, read(found)[1]))  # and the clock of Redis
         publish(world.registry)
 
         open_pages: dict[ServiceContext, dict[str, Any]] = {}  # what a page shows that merges what changed

@@ -180,7 +180,7 @@ async def reports_live(worker: Any, api: Any) -> None:
     assert worker.watch({name: account for name, (_, account) in worker.accounts(0.0).items()}, LiveRule()) is not None
 
     worker.set_worker({"action": "training", "refused": [1, 2]})
-    assert worker.last_served() is not None
+    assert worker.served_ago() is not None
     worker.begin("opening", (1, 2), 1)
     assert worker.begun("opening", (1, 2))[0] == 1
     worker.end("opening")

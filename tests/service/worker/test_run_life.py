@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,9 +17,11 @@ from worker_fixtures import Bench, Nest
 
 from rl_hooks.sending.sender import RolloutSender
 from service.errors import LatestHeld
+from service.storage.layout import revalidate
 from service.storage.registry import Registry
 from service.storage.runs import change_state, read_state
 from service.worker.learner import Learner
+from service.worker.process import worker as process
 from service.worker.process.worker import Worker
 
 #: Gains that show at once.
@@ -196,11 +199,52 @@ def test_a_pause_ends_the_training_in_hand_and_loses_nothing(bench: Bench, monke
     batch = bench.post("a", rollouts=32)
     worker._turn()
     assert steps == [1]
-    worker._looked = 0.0
+    worker._look_at = 0.0
     worker._turn()
     assert worker.served == {}, "its memory is free"
     assert bench.state(batch) == "trained"
     assert bench.redis.exists("da:{default}:lease") == 0
+
+
+def test_on_a_slow_file_system_the_look_for_runs_takes_a_tenth_of_the_time_and_finds_a_new_run_soon(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each directory is opened again in each look, so that a network's client asks its server."""
+    for number in range(20):
+        bench.register(run=f"run{number}")
+        if number >= 12:
+            change_state(bench.layout, f"run{number}", "archived", "it has ended")
+    worker = Worker(bench.settings, bench.redis)
+    clock, look = 100.0, revalidate
+
+    def slow(directory: Path) -> None:
+        nonlocal clock
+        clock += 0.005
+        look(directory)
+
+    for module in ("layout", "runs", "reports.drafting"):
+        monkeypatch.setattr(f"service.storage.{module}.revalidate", slow)
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock))
+    looking = 0.0
+
+    def turns_until(end: float) -> None:
+        nonlocal clock, looking
+        while clock < end:
+            before = clock
+            worker._turn()
+            looking += clock - before
+            clock += 0.25
+
+    turns_until(110.0)
+    assert len(worker.served) == 12
+    looking = 0.0
+    turns_until(210.0)
+    assert 1.0 < looking < 12.0, "of 100 s"
+    bench.register(run="new")
+    turns_until(clock + 6.0)
+    assert "new" in worker.served
+    monkeypatch.undo()
+    worker._close()
 
 
 def test_a_draining_run_works_its_queue_off_and_a_trainer_stops_sending(

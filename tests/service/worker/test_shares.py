@@ -277,6 +277,7 @@ def test_a_run_that_nobody_takes_comes_back_and_none_is_handed_over_for_long(
 def test_a_run_that_cannot_be_opened_is_given_back_for_others_and_is_in_nobodys_share(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     begin(bench)
     bench.layout.target(RUNS[0]).write_bytes(b"damaged")
     worker = a_worker(bench)
@@ -286,7 +287,6 @@ def test_a_run_that_cannot_be_opened_is_given_back_for_others_and_is_in_nobodys_
     other = other_worker(bench)
     other.others(1)
     bench.register(bench.world.run_file(drafter=bench.world.drafter()), run="run4")
-    monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     worker._find_runs()
     # Three is half of five, but of the four that can be opened it is more than half.
     assert worker._share._most == 2
@@ -419,12 +419,12 @@ def test_no_run_is_handed_to_a_worker_in_a_long_turn(bench: Bench, monkeypatch: 
     begin(bench)
     worker, other = (a_worker(bench) for _ in range(2))
     worker._find_runs()
-    other._looked = time.monotonic() - 60.0
+    other._look_at = time.monotonic() - 60.0
     other._heartbeat.beat()
     for _ in range(2):
         worker._find_runs()
         assert len(worker.served) == 4
-    other._looked = time.monotonic()
+    other._look_at = time.monotonic()
     other._heartbeat.beat()
     worker._find_runs()
     assert len(worker.served) == 3
@@ -543,7 +543,7 @@ def test_a_run_is_given_back_with_nothing_noted_of_its_opening(bench: Bench, mon
     monkeypatch.setattr(process, "is_device_fault", lambda error: "CUDA" in str(error))
     worker._find_runs()
     assert found == [(0, None)]
-    worker._looked = worker._runs["default"].retry_at = 0.0
+    worker._look_at = worker._runs["default"].retry_at = 0.0
     with pytest.raises(RuntimeError, match="CUDA"):
         worker._find_runs()
     assert bench.store.begun("opening", file_id(bench.layout.target("default")))[0] == 1

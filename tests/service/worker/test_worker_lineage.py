@@ -47,7 +47,7 @@ def events(bench: Bench) -> list[str]:
 def turn_until(worker: Worker, done: Callable[[], object]) -> None:
     """Let a whole worker (all runs) work until `done`."""
     for _ in range(400):
-        worker._looked = 0.0
+        worker._look_at = 0.0
         worker._turn()
         if done():
             return
@@ -329,7 +329,7 @@ def test_a_deleted_run_is_let_go_and_one_of_its_name_begins_anew(bench: Bench) -
     assert asyncio.run(take()), "a second request goes on with what the first began"
     delete_run(bench.layout, "default")
     assert not bench.layout.run("default").exists()
-    worker._looked = 0.0
+    worker._look_at = 0.0
     worker._turn()
     assert not bench.layout.run("default").exists()
     bench.redis.flushdb()

@@ -35,7 +35,7 @@ def overwritten(redis: Redis, key: bytes) -> Iterator[None]:
     yield
     redis.delete(key)
     if was is not None:
-        redis.restore(key, 0, was)
+        redis.restore(key, 0, was, replace=True)  # a worker may have written meanwhile
 
 
 def ended(bench: Bench, run: str, batch: str) -> str | None:

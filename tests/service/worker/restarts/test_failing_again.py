@@ -130,6 +130,9 @@ def test_a_full_redis_keeps_nothing_from_being_worked_on_and_acknowledged(bench:
             second._turn()
         assert states(bench) == ["trained"] * 4
         assert len(bench.store.scores()) == 1
+        bench.redis.hdel(bench.store._keys.worker, "heartbeat")
+        second._heartbeat.beat()
+        assert bench.store.worker().heartbeat is not None, "or people would be told that it is silent"
     finally:
         bench.redis.config_set("maxmemory", limit)
     bench.post("e")

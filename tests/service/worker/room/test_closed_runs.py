@@ -191,9 +191,14 @@ def test_a_run_that_may_have_killed_is_opened_once_no_rank_holds_an_idle_one_and
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker._close()
+    again, other = Worker(bench.settings, Redis.from_url(bench.redis_url)), Leases(Redis.from_url(bench.redis_url))
+    assert other.hold("b")
+    for _ in range(2):
+        again._turn()
+    assert again.served.keys() == {"a", "c"}
     note_death(bench, "b")
     post(bench, "b", "x")
-    again = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    other.give_back("b")
     told, seen = list[Any](), list[Any]()
     monkeypatch.setattr(Orders, "stand", lambda _, order: told.append(order))
 
@@ -203,7 +208,7 @@ def test_a_run_that_may_have_killed_is_opened_once_no_rank_holds_an_idle_one_and
 
     monkeypatch.setattr(service.worker.process.worker, "RunWorker", opening)
     again._turn()
-    assert seen == [("a", "a", []), ("b", "b", [{"runs": []}])]
+    assert seen == [("b", "b", [{"runs": []}])]
     again._close()
 
 

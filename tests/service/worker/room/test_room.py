@@ -319,10 +319,10 @@ def test_memory_that_runs_out_where_a_run_is_looked_after_leaves_it_open_with_wh
     look_after = Worker._look_after
     for error in NO_MEMORY[2:]:
 
-        def looking(self: Worker, run: str, *args: Any, error: Exception = error) -> None:
+        def looking(self: Worker, run: str, *args: Any, error: Exception = error, **named: Any) -> None:
             if run == "a":
                 raise error
-            look_after(self, run, *args)
+            look_after(self, run, *args, **named)
 
         with monkeypatch.context() as patch:
             patch.setattr(Worker, "_look_after", looking)

@@ -1,0 +1,71 @@
+"""A worker's sign of life: whose clock it bears, and how often it comes."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from redis import Redis
+from service_fixtures import RunningService
+from storage_fixtures import Store
+from worker_fixtures import Bench, Nest
+
+from service.worker.process import heartbeat
+from service.worker.process.worker import Worker
+
+
+@pytest.mark.parametrize("ahead", [70.0, -70.0])
+def test_a_worker_whose_clock_is_wrong_is_not_called_silent(
+    bench: Bench, service: RunningService, workers: Nest, ahead: float
+) -> None:
+    """It would hide what is wrong with the run, and page somebody."""
+    bench.begin()
+    service.server._context.began = 0.0
+    workers.start(bench, clock_ahead=ahead)
+    batch = bench.post("a")
+    bench.wait(lambda: bench.state(batch) == "trained")
+    said = service.client.get("/runs/default").json()["headline"]
+    assert not any("Worker silent" in text for text in (said["text"], *said["also"])), said
+    found = re.search(
+        r'^draftalign_worker_heartbeat_timestamp_seconds\{run="default"\} (\S+)',
+        service.client.get("/metrics").text,
+        re.M,
+    )
+    assert found is not None
+    assert abs(float(found[1]) - time.time()) < 30.0
+
+
+def test_who_reads_a_sign_of_life_needs_no_right_clock(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(bench.redis, "default")
+    assert store.served_ago() is None
+    store.set_worker({"error": None})
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + 3600.0)
+    ago = store.served_ago()
+    assert ago is not None
+    assert 0.0 <= ago < 30.0
+    store.set_worker({"error": "the disk is full"})
+    assert store.served_ago() is None
+
+
+def test_a_beat_that_takes_long_itself_comes_as_often(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of 256 runs, where Redis syncs each write to a disk that takes its time."""
+    worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    clock, beats, slept = 0.0, 0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+        slept.append(seconds)
+
+    def beat() -> None:
+        nonlocal clock, beats
+        clock, beats = clock + (2.0, 7.0, 2.0)[beats], beats + 1
+        worker._heartbeat._ended = beats == 3
+
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock, sleep=sleep))
+    monkeypatch.setattr(worker._heartbeat, "beat", beat)
+    worker._heartbeat._work()
+    assert slept == [3.0, 1.0, 0.0]
