@@ -174,6 +174,7 @@ class DrafterHook:
         top_k: int | None = 0,
         rollout_ids: Sequence[str] | None = None,
         strata: Sequence[str] | None = None,
+        prompt_hashes: Sequence[str] | None = None,
     ) -> Iterator[None]:
         """Capture the features of the one forward over `input_ids` that happens inside.
 
@@ -181,6 +182,8 @@ class DrafterHook:
         `loss_mask` is 1 where the policy generated the token itself. `logprobs[b, s]` is log p of `input_ids[b, s]`
         under the distribution it was sampled from; those left out or NaN are recomputed from the features. `strata`
         says of which kind each row's prompt is (its source, say): another mix of kinds is then no drift.
+        `prompt_hashes` tell prompts apart whose tokens are the same (`wire.prompt_hash` of what does): rollouts of a
+        prompt that was trained on judge no drafter.
 
         A packed row [1, T] holds several rollouts. Say where they begin by `cu_seqlens` [R + 1], or by `position_ids`
         that begin again at 0, or give nested tensors. `rewards` and the like then have one entry per rollout. The
@@ -210,6 +213,7 @@ class DrafterHook:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            prompt_hashes=prompt_hashes,
         )
         # Copied before the forward: a copy inside would make the device wait.
         targets = None if plan is None else self.guard(self._staging.targets, plan, input_ids.device)

@@ -37,6 +37,7 @@ class BatchPlan:
     temperature: float
     top_p: float
     top_k: int
+    prompt_hashes: tuple[str, ...] | None = None  # None: told from the tokens
 
     def scored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Which of these N rows precede a token that the policy generated, and that token."""
@@ -73,6 +74,7 @@ class BatchPlan:
             rollout_ids=self.rollout_ids[chosen],
             rewards=None if self.rewards is None else self.rewards[chosen],
             strata=None if self.strata is None else self.strata[chosen],
+            prompt_hashes=None if self.prompt_hashes is None else self.prompt_hashes[chosen],
         )
 
 
@@ -160,6 +162,7 @@ def plan_batch(
     temperature: float,
     top_p: float | None,
     top_k: int | None,
+    prompt_hashes: Sequence[str] | None = None,
 ) -> BatchPlan | None:
     """Check the arguments of `DrafterHook.capture` and choose among the rollouts; None if none is chosen.
 
@@ -171,13 +174,14 @@ def plan_batch(
     logprobs_T = None if logprobs is None else layout.flat("logprobs", logprobs.float(), np.float32)
     places = list(layout.rollouts)
     values = None if rewards is None else [float(value) for value in rewards]
-    lists = [len(one) for one in (rollout_ids, values, strata) if one is not None]
+    lists = [len(one) for one in (rollout_ids, values, strata, prompt_hashes) if one is not None]
     # The padding at the end of a packed row has positions too, and so looks like rollouts that nobody generated.
     while layout.packed and lists and len(places) > lists[0] and not generated_T[places[-1]].any():
         places.pop()
     if any(count != len(places) for count in lists):
         of = "rollout" if layout.packed else "row"
-        raise RolloutError(f"rollout_ids, rewards and strata must hold one entry per {of} ({len(places)})")
+        named = "rollout_ids, rewards, strata and prompt_hashes"
+        raise RolloutError(f"{named} must hold one entry per {of} ({len(places)})")
     names = [ids.next(policy_version) for _ in places] if rollout_ids is None else list(rollout_ids)
     # No features precede the first token of a rollout, so it cannot be predicted.
     generated_T[[one[0] for one in places if len(one)]] = False
@@ -206,4 +210,5 @@ def plan_batch(
         top_p=1.0 if top_p is None else float(top_p),
         # vLLM and transformers say "no top-k" as -1, 0 or None.
         top_k=max(0, int(top_k or 0)),
+        prompt_hashes=None if prompt_hashes is None else tuple(prompt_hashes[b] for b in chosen),
     )

@@ -70,6 +70,7 @@ class RolloutStaging:
             top_k=plan.top_k,
             rewards=plan.rewards,
             strata=plan.strata,
+            prompt_hashes=plan.prompt_hashes,
             drafter_version="" if self.drafter_version is None else self.drafter_version(),
             extra={
                 "rank": str(self.rank),

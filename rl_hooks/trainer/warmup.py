@@ -23,6 +23,9 @@ from torch import Tensor
 
 from rl_hooks.errors import HookError
 from rl_hooks.trainer.hook import DrafterHook
+from rl_hooks.wire import prompt_hash
+
+POLICY_VERSION = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,6 @@ class Sent:
     rollout_id: str  # its first
     rollouts: int
     response_tokens: int
-    ends_pass: bool = False  # over the prompts
 
 
 def read_prompts(path: Path, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[list[int]]:
@@ -101,8 +103,8 @@ def send_rollouts(
 ) -> Iterator[Sent]:
     """Draw `rollouts` answers, the prompts in random order, and yield each batch once it was handed to the hook.
 
-    Each pass over the prompts counts as a policy version: drafters are judged on prompts that come again only where
-    their earlier answers are of another version.
+    In each further pass over the prompts they count as others: what was trained on judges no drafter, and RL will ask
+    them again.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -110,7 +112,7 @@ def send_rollouts(
     chosen = itertools.islice(itertools.chain.from_iterable(orders), rollouts)
     attempt = uuid.uuid4().hex[:8]  # a second warm-up of the run brings other rollouts
     for number in itertools.count():
-        version, following = (n * sampling.batch // len(prompts) for n in (number, number + 1))
+        passes = number * sampling.batch // len(prompts)
         part = [prompts[n] for n in itertools.islice(chosen, sampling.batch)]
         if not part:
             return
@@ -123,13 +125,14 @@ def send_rollouts(
                 input_ids=ids_BS,
                 attention_mask=real_BS,
                 loss_mask=answer_BS,
-                policy_version=version,
+                policy_version=POLICY_VERSION,
                 temperature=sampling.temperature,
                 rollout_ids=names,
+                prompt_hashes=[prompt_hash([-passes, *prompt]) for prompt in part] if passes else None,
             ),
         ):
             model(input_ids=ids_BS, attention_mask=real_BS, use_cache=False, **narrow)
-        yield Sent(names[0], len(part), int(answer_BS.sum()), following > version)
+        yield Sent(names[0], len(part), int(answer_BS.sum()))
 
 
 @torch.no_grad()

@@ -108,13 +108,10 @@ class _Watch:
         self._trained = 0  # batches of this warm-up
 
     def add(self, sent: Sent) -> bool:
-        """Wait until the worker is near; True once it has nothing left to learn from this policy.
-
-        After a pass over the prompts until it has done with all: it cuts trainings for a newer policy version.
-        """
+        """Wait until the worker is near; True once it has nothing left to learn from this policy."""
         self._waiting.append(sent.rollout_id)
         self._answered += sent.rollouts
-        self._wait(0 if sent.ends_pass else _BATCHES_AHEAD)
+        self._wait(_BATCHES_AHEAD)
         # What the headroom says before a batch of this warm-up was trained on is of an earlier one.
         return self._report() in ("converged", "resting") and self._trained > _BATCHES_AHEAD
 

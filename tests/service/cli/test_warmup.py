@@ -31,6 +31,7 @@ from examples.policy import load
 from rl_hooks.errors import HookError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.trainer.warmup import Sampling, Sent, read_prompts, send_rollouts
+from rl_hooks.wire import prompt_hash
 from service.cli import warmup
 from service.errors import ConfigurationError
 
@@ -120,7 +121,9 @@ def test_what_is_sent_is_what_a_plain_forward_has_of_the_answers(tmp_path: Path)
         assert hook.close(30.0)
         files = [mapped(request, tmp_path) for request in service.rollouts()]
     assert [one.rollouts for one in sent] == [3, 3, 1]
-    assert [file.header.metadata["policy_version"] for file in files] == ["0", "1", "2"], "the pass over the prompts"
+    hashes = [json.loads(file.header.metadata.get("prompt_hashes", "[]")) for file in files]
+    assert [len(of_one) for of_one in hashes] == [0, 3, 1], "by their tokens in the first pass"
+    assert len({one for of_one in hashes for one in of_one} | {prompt_hash(prompt) for prompt in prompts}) == 3 + 3 + 1
     asked: Counter[tuple[int, ...]] = Counter()
     answered = 0
     for file in files:
