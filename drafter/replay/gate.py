@@ -305,8 +305,9 @@ class Trial:
         sure, worth = error <= (1.0 - confidence) * (1.0 + 1e-9), gain >= min_gain
         looks = "1 look" if taken == 1 else f"{taken} looks"
         reason = "not enough evidence yet: " if worth and not sure else ""
-        reason += f"expected gain {gain:+.2%} ({low:+.2%} to {high:+.2%}) after {looks}; chance that an equal one "
-        reason += f"ever comes so far: {100 * error:.3g} % ({100 * (1.0 - confidence):.3g} % allowed)"
+        reason += f"expected gain {gain:+.2%} ({low:+.2%} to {high:+.2%}) after {looks}; a drafter that is no "
+        reason += f"better would look this good in {100 * error:.3g} % of trials at most "
+        reason += f"({100 * (1.0 - confidence):.3g} % allowed)"
         if not worth:
             reason += f"; a swap is worth {min_gain:+.2%}"
         return Verdict(sure and worth, gain, low, high, taken, error, reason)

@@ -210,8 +210,12 @@ class DrafterSwap:
         waits = not watch.updated and bool(made_up or newest)
         if not self._ranks.all_agree(ok=not waits):
             if not later:
-                why = "made up" if made_up else f"not version {newest}, which the run has come to"
-                log.warning("draftalign: the policy's weights are %s; features wait for others, or a number", why)
+                why = f"the run is at policy version {newest}, and this engine has had no new weights since its start"
+                log.warning(
+                    "draftalign: %s: no features are sent until weights are loaded, or vLLM's weight version is set to "
+                    "their policy version (`update_weight_version`)",
+                    "vLLM made the policy's weights up" if made_up else why,
+                )
             self._waiting = (settings, newest)
             return
         self._waiting = None

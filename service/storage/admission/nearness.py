@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
 from rl_hooks.wire import HEAD_FORMAT, MappedFile, Tensor, WireError, encode
 from service.errors import RunConflict
 from service.storage.layout import Layout
@@ -73,7 +74,7 @@ def join_run(layout: Layout, run: str, registered: MappedFile, path: Path) -> Jo
     went_back = ahead and head.version > 0
     is_kept = apart[0] == 0.0 and not went_back
     as_of_ns = in_force.changed_ns if ahead and not went_back else None
-    return Joined(_ignored(run, registered, offered), None if is_kept else head.as_file(), as_of_ns)
+    return Joined(_ignored(layout, run, registered, offered), None if is_kept else head.as_file(), as_of_ns)
 
 
 def check_head(layout: Layout, run: str, registered: MappedFile, path: Path) -> None:
@@ -186,11 +187,13 @@ def _config(file: MappedFile) -> dict[str, Any]:
     return config
 
 
-def _ignored(run: str, registered: MappedFile, offered: MappedFile) -> str | None:
+def _ignored(layout: Layout, run: str, registered: MappedFile, offered: MappedFile) -> str | None:
     """Say which parts of a registration an existing run ignores; None if there are none."""
     ignored = []
-    if "drafter_config" in offered.header.metadata and not _same_drafter(registered, offered):
-        ignored.append("its initial drafter")
+    if "drafter_config" in offered.header.metadata:
+        drafter = _Drafter.sent(offered)
+        if not any(drafter.equals(one) for one in _kept_drafters(layout, run, registered)):
+            ignored.append("its initial drafter")
     size, own = (file.header.metadata.get("draft_vocab_size") for file in (offered, registered))
     if size not in (None, own):
         ignored.append(f"its draft_vocab_size of {size}")
@@ -202,19 +205,45 @@ def _ignored(run: str, registered: MappedFile, offered: MappedFile) -> str | Non
     )
 
 
-def _same_drafter(registered: MappedFile, offered: MappedFile) -> bool:
-    if "drafter_config" not in registered.header.metadata:
-        return False
-    configs = [json.loads(file.header.metadata["drafter_config"]) for file in (registered, offered)]
-    tensors = [
-        {name: (info.dtype, info.shape) for name, info in file.header.tensors.items() if name.startswith("drafter.")}
-        for file in (registered, offered)
-    ]
-    return (
-        configs[0] == configs[1]
-        and tensors[0] == tensors[1]
-        and all(_same_bytes(registered.array(name), offered.array(name)) for name in tensors[0])
-    )
+@dataclass(frozen=True, slots=True)
+class _Drafter:
+    """A drafter in a file, where `prefix` begins the names of its tensors."""
+
+    file: MappedFile
+    config: Any
+    prefix: str = ""
+
+    @classmethod
+    def sent(cls, file: MappedFile) -> _Drafter:
+        """The initial drafter of a registration."""
+        return cls(file, json.loads(file.header.metadata["drafter_config"]), "drafter.")
+
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of each tensor, by its own name."""
+        found = self.file.header.tensors.items()
+        return {k.removeprefix(self.prefix): (i.dtype, i.shape) for k, i in found if k.startswith(self.prefix)}
+
+    def equals(self, other: _Drafter) -> bool:
+        """Whether config and weights are the same, bit for bit."""
+        mine = self.tensors()
+        return (
+            self.config == other.config
+            and mine == other.tensors()
+            and all(
+                _same_bytes(self.file.array(self.prefix + name), other.file.array(other.prefix + name)) for name in mine
+            )
+        )
+
+
+def _kept_drafters(layout: Layout, run: str, registered: MappedFile) -> Iterator[_Drafter]:
+    """The drafter that the run was registered with, and its versions that are still on disk."""
+    if "drafter_config" in registered.header.metadata:
+        yield _Drafter.sent(registered)
+    for directory in layout.drafters(run).glob("v*"):
+        # The worker may have just deleted it, or it is damaged: it is none that was sent.
+        with contextlib.suppress(OSError, ValueError, WireError):
+            config = json.loads((directory / CONFIG_FILE).read_text("utf-8"))
+            yield _Drafter(MappedFile(directory / MODEL_FILE), config)
 
 
 def _same_bytes(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:

@@ -42,6 +42,7 @@ _ARCHIVE_SHARE: Final = 0.1
 SENT_LOOKS: Final = 64
 #: or after so many others were published: its trial begins again with each of them.
 _SENT_OUTRUN: Final = 3
+_ALL_TRAINED_ON: Final = "no evidence: all these prompts were trained on already, by answers of the same policy version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,9 @@ class Gate:
         waiting = self._pools[version].claims
         known = len({prompt for _, of_one in waiting for prompt in of_one})
         why = f"too little evidence: {known} prompts in {len(waiting)} claims so far"
-        return replace(look, prompts=0, fault=why if rollouts else look.fault)
+        if not rollouts:
+            why = _ALL_TRAINED_ON if fresh.prompts and not fresh.evidence else look.fault
+        return replace(look, prompts=0, fault=why)
 
     def _ask(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
         """Look at the archived version that fits best; where a claim says too little, also on the next ones."""

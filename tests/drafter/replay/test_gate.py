@@ -300,7 +300,8 @@ def test_a_verdict_states_the_promise_its_bounds_and_the_error_that_it_is_allowe
         tuple(math.expm1(trial.promise.mean + part) for part in (0, -reach, reach))
     )
     said = f"not enough evidence yet: expected gain {verdict.gain:+.2%} ({verdict.low:+.2%} to {verdict.high:+.2%}) "
-    said += f"after 1 look; chance that an equal one ever comes so far: {100 * trial.error:.3g} % (10 % allowed)"
+    said += "after 1 look; a drafter that is no better would look this good "
+    said += f"in {100 * trial.error:.3g} % of trials at most (10 % allowed)"
     assert verdict.reason == said
     said = said.removeprefix("not enough evidence yet: ")
     assert trial.verdict(confidence=0.9, min_gain=0.5).reason == said + "; a swap is worth +50.00%"

@@ -229,7 +229,12 @@ SETTINGS = asdict(ServiceSettings("http://s"))
     ],
 )
 def test_features_wait_for_weights_that_are_the_runs(
-    load_format: str, newest: int | None, at_once: int | None, later: int, loads: list[Any]
+    load_format: str,
+    newest: int | None,
+    at_once: int | None,
+    later: int,
+    loads: list[Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     del loads
     worker = Worker(load_format)
@@ -237,6 +242,9 @@ def test_features_wait_for_weights_that_are_the_runs(
     swap.settle(None)
     assert swap.follow(SETTINGS, None, newest)["policy_version"] == at_once
     assert (swap.tap is None) == (at_once is None)
+    why = "vLLM made the policy's weights up" if load_format == "dummy" else f"the run is at policy version {newest}"
+    assert (f"draftalign: {why}" in caplog.text) == (at_once is None)
+    assert ("no features are sent until weights are loaded" in caplog.text) == (at_once is None)
     worker.sleep(level=2)  # takes weights, and brings none
     worker.wake_up()
     if at_once is None:

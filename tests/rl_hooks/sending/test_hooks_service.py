@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from worker_fixtures import Bench
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 from service.storage.lease import Leases
+from service.worker.lineage import CANDIDATE
 
 Attach = Callable[..., DrafterHook]
 
@@ -237,6 +239,25 @@ def test_an_initial_drafter_that_comes_too_late_is_named_in_the_trainers_log(
     step(hook, model, 0)
     bench.drain(bench.worker())
     assert bench.queue.counters()["acked_total"] == 1
+
+
+def test_a_drafter_that_the_run_has_published_is_no_drafter_that_comes_too_late(
+    attach: Attach, bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a warm-up: what was downloaded of the run is what the trainer is given."""
+    model = tiny()
+    first, worker = attach(model), bench.worker()
+    step(first, model, 0)
+    bench.drain(worker)
+    version = worker.learner.lineage.promote(CANDIDATE, None, 0, "better", {}).version
+    drafter = shutil.copytree(bench.layout.drafter("default", version), tmp_path / "drafter")
+    hook = attach(model, initial_drafter=drafter)
+    assert (said(caplog, "is ignored"), hook.stats()["last_error"]) == (0, "")
+    weights = safetensors.numpy.load_file(drafter / "model.safetensors")
+    weights["fc.weight"][0, 0] += 1.0
+    safetensors.numpy.save_file(weights, drafter / "model.safetensors")
+    attach(model, initial_drafter=drafter)
+    assert said(caplog, "is ignored: its initial drafter") == 1
 
 
 def test_a_hook_leaves_out_what_its_run_never_reads_and_the_worker_misses_nothing(attach: Attach, bench: Bench) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -300,3 +302,23 @@ def test_registration_is_sent_before_the_first_step_and_describes_the_trainers_m
     assert json.loads(file.header.metadata["config"])["model_type"] == "qwen3"
     assert torch.equal(as_float(file, "embed_tokens"), trainer.model.model.embed_tokens.weight)
     attachment.detach()
+
+
+def test_the_guides_server_for_trl_has_the_options_that_trl_gives_it() -> None:
+    """By TRL's own code: the command of its server, and that its colocated engine takes no drafter."""
+    from trl.generation.vllm_generation import VLLMGeneration
+    from trl.scripts.vllm_serve import ScriptArguments, build_command
+
+    guide = (Path(__file__).parents[3] / "docs" / "guide" / "trainers.md").read_text(encoding="utf-8")
+    section = guide.partition("\n### TRL with vLLM\n")[2].partition("\n### ")[0]
+    shown = shlex.split(section.partition("```bash\n")[2].partition("```")[0], comments=True)
+    words = shown[shown.index("serve") :]
+    given = {option: value for option, value in pairwise(words) if option.startswith("--")}
+    drafter = given["--speculative-config"]
+    theirs = build_command(ScriptArguments(model=words[1], speculative_config=drafter))
+    told = theirs[theirs.index("--speculative-config") :]
+    assert given == {option: value for option, value in pairwise(told) if option.startswith("--")}
+    assert json.loads(drafter)["model"] in section.partition("initial_drafter=")[2], "the same for both"
+    assert "DRAFTALIGN_SAMPLE_FRACTION=0" in shown
+    assert "VLLM_SERVER_DEV_MODE=1" in shown
+    assert [name for name in inspect.signature(VLLMGeneration).parameters if "spec" in name] == []

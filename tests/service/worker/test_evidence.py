@@ -123,6 +123,7 @@ def test_siblings_of_what_was_trained_on_are_no_evidence(bench: Bench) -> None:
     found = judged(bench, trained(bench), "again", siblings(range(32)))
     assert not found.verdict.promote
     assert found.look.prompts == 0
+    assert found.verdict.reason.startswith("no evidence: all these prompts were trained on already")
 
 
 def test_of_a_mixed_claim_the_new_prompts_count(bench: Bench) -> None:

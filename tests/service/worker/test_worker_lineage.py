@@ -472,7 +472,7 @@ def test_a_worse_candidate_is_refused_and_the_verdict_is_kept(bench: Bench, tmp_
     assert judged, refused
     assert judged[-1]["gate"]["alpha_candidate"] < judged[-1]["gate"]["alpha_served"]
     assert judged[-1]["gate"]["error"] == 1.0
-    assert "chance that an equal one ever comes so far: 100 % (5 % allowed)" in judged[-1]["reason"]
+    assert "no better would look this good in 100 % of trials at most (5 % allowed)" in judged[-1]["reason"]
     assert set(bench.store.scores()) == set(bench.posted)
 
 
