@@ -110,7 +110,7 @@ class ServiceClient:
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         if reply.status == 401:
-            text += " (give token=, or set DRAFTALIGN_TOKEN where the environment puts the hook on)"
+            text += " (give token=, or set DRAFTALIGN_TOKEN in this process's environment)"
         if registers:
             self._not_registered = text
         elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hooks_fixtures import Answer, Received, Receiver, free_port, receiver
+from hooks_fixtures import AUX, Answer, Received, Receiver, free_port, receiver, tiny_qwen3
 
+from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.delivery import _NO_SUCH_RUN
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job, run_path
@@ -108,6 +109,24 @@ def test_nothing_ends_for_good_where_the_run_may_be_registered(statuses: tuple[i
         assert finished(sender)["sent"] == sent
         assert not sender.refused
         sender.close()
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "sent"),
+    [("s3cret", None, "Bearer s3cret"), ("s3cret", "own", "Bearer own"), ("", None, None), (None, None, None)],
+)
+def test_a_hook_without_a_token_takes_the_environments(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str | None, sent: str | None
+) -> None:
+    monkeypatch.delenv("DRAFTALIGN_TOKEN", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("DRAFTALIGN_TOKEN", variable)
+    with receiver() as service:
+        hook = DrafterHook(tiny_qwen3(tied=False), service.url, token=given, aux_layers=AUX)
+        finished(hook.sender)
+        hook.close()
+    registration = next(one for one in service.requests if one.method == "PUT")
+    assert registration.headers.get("authorization") == sent
 
 
 def test_a_401_says_where_the_token_is_given(caplog: pytest.LogCaptureFixture) -> None:
