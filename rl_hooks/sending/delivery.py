@@ -29,7 +29,8 @@ _MAX_BACKOFF_SECONDS: Final = 15.0
 _MAX_RETRY_AFTER_SECONDS: Final = 60.0
 #: Type of the problem document that says so.
 _CLOSED: Final = "urn:draftalign:run-closed"
-_NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
+#: Likewise, that no run of this name is registered.
+NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
 
@@ -115,7 +116,7 @@ class ServiceClient:
             self._not_registered = text
         elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it
             text += f". Before that, {self._not_registered}"
-            self.refused = kind == _NO_SUCH_RUN
+            self.refused = kind == NO_SUCH_RUN
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
             text += ". This process sends nothing until it is attached again; its own work goes on"

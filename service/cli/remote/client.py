@@ -111,6 +111,6 @@ def _told(answer: httpx.Response) -> str:
         "no-token": "set DRAFTALIGN_TOKEN",
         "not-found": "is it a draftalign service?",
         "drafter-held": "`draftalign release` ends the hold",
-        "no-such-run": "`draftalign runs` lists them",
+        "no-such-run": "`draftalign runs` lists those that are",
     }
     return detail + (f" ({helps[kind]})" if kind in helps else "")

@@ -15,7 +15,7 @@ import pytest
 from hooks_fixtures import AUX, Answer, Received, Receiver, free_port, receiver, tiny_qwen3
 
 from rl_hooks.hook import DrafterHook
-from rl_hooks.sending.delivery import _NO_SUCH_RUN
+from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job, run_path
 from rl_hooks.sending.sender import RolloutSender
@@ -95,7 +95,7 @@ def test_what_follows_from_a_refused_registration_does_not_hide_its_cause() -> N
 
 @pytest.mark.parametrize(
     ("statuses", "kind", "sent"),
-    [((422, 202, 202), "", 2), ((503, 201, 404, 202), _NO_SUCH_RUN, 2), ((404, 404, 202), "a proxy's", 1)],
+    [((422, 202, 202), "", 2), ((503, 201, 404, 202), NO_SUCH_RUN, 2), ((404, 404, 202), "a proxy's", 1)],
     ids=["by another process", "after a retry", "a proxy without the service behind it"],
 )
 def test_nothing_ends_for_good_where_the_run_may_be_registered(statuses: tuple[int, ...], kind: str, sent: int) -> None:

@@ -123,7 +123,8 @@ def test_a_refusal_says_what_helps(serve: Callable[..., RunningService], monkeyp
     monkeypatch.setenv("DRAFTALIGN_TOKEN", "stranger")
     assert "this token is not known; send a known one as `Auth" in refused("state")
     monkeypatch.setenv("DRAFTALIGN_TOKEN", "boss")
-    assert refused("state", "--run", "other").endswith("(`draftalign runs` lists them)")
+    said = refused("state", "--run", "other")
+    assert said.endswith("a trainer's hook or an engine registers it (`draftalign runs` lists those that are)")
     service.client.headers["Authorization"] = "Bearer boss"
     service.register()
     first, second = service.publish(), service.publish(content=b"second")
