@@ -282,7 +282,7 @@ class SwapAgent:
         )
         status = response.status_code
         if status not in (200, 304, 404):
-            raise ManifestError(f"GET /drafter/latest answered {status}: {response.text[:300]}")
+            raise ManifestError(f"GET /drafter/latest answered {status}: {response.refusal()[1]}")
         if config.public_keys is not None:
             if status == 200:
                 config.public_keys.check(nonce, response.content, response.headers.get(SIGNATURE_HEADER))
@@ -298,10 +298,7 @@ class SwapAgent:
 
     async def _wait_for_a_drafter(self, client: httpx.AsyncClient, response: Answer) -> None:
         """Log why there is none, once: a misspelt run answers like one whose trainer is still to come."""
-        kind, why = "", response.text
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            problem = response.json()
-            why, kind = problem["detail"], problem.get("type")
+        kind, why = response.refusal()
         if why == self._waits:
             return
         level, text = logging.INFO, f"nothing to load yet, it is asked again: {why}"

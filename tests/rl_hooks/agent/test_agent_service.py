@@ -175,6 +175,16 @@ def test_a_token_that_may_read_and_report_is_all_an_agent_needs(
         )
 
 
+def test_an_agent_without_a_token_says_which_variable_to_set(
+    serve: Callable[..., RunningService], engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = serve(tokens="r:read,report")
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        eventually(lambda: "answered 401: no token came; " in caplog.text)
+    assert " (set DRAFTALIGN_TOKEN)" in caplog.text
+    assert "{" not in caplog.text, "a sentence, and no JSON"
+
+
 def test_an_agent_whose_token_may_only_read_swaps_and_says_which_scope_it_lacks(
     serve: Callable[..., RunningService], engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -139,6 +139,17 @@ def test_a_401_says_where_the_token_is_given(caplog: pytest.LogCaptureFixture) -
     assert [record.getMessage().startswith("draftalign: POST ") for record in caplog.records] == [True]
 
 
+@pytest.mark.parametrize("kind", [None, "urn:draftalign:not-found"])
+def test_a_404_of_no_run_names_the_whole_address_and_doubts_it(kind: str | None) -> None:
+    with receiver() as service:
+        service.answer = lambda _request: (404, {}, {"detail": "Not Found"} | ({"type": kind} if kind else {}))
+        sender = RolloutSender(service.url + "/api", run="r")
+        sender.submit([b"z"])
+        said = str(finished(sender)["last_error"])
+        sender.close()
+    assert f"POST {service.url}/api/rollouts?run=r was answered 404: Not Found (is it a draftalign service?)" in said
+
+
 def test_retry_after_may_be_a_date() -> None:
     with receiver() as service:
         answers: list[Answer] = [
