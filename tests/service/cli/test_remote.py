@@ -133,6 +133,7 @@ def test_a_refusal_says_what_helps(
     assert refused("download", str(tmp_path / "drafter")).endswith(
         "run 'default' has published no drafter yet (`draftalign state` says what the run waits for)"
     )
+    assert refused("hold", "v000001") == "run default has no drafter version yet"
     first, second = service.publish(), service.publish(content=b"second")
     typed(service, "hold", second.version)
     assert refused("rollback", first.version).endswith("(`draftalign release` ends the hold)")
