@@ -32,6 +32,7 @@ from rl_hooks.errors import ManifestError, SignatureError
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_FILES: Final = 64
+_MAX_LAYERS: Final = 64
 #: The answer's header that holds the signature, in base64.
 SIGNATURE_HEADER: Final = "Draftalign-Signature"
 #: What a nonce must match: 128 to 256 bits, hexadecimal.
@@ -69,6 +70,8 @@ class Manifest:
     replayed_alpha: float | None = None
     #: `eagle3`, or `mtp`: a policy's own module.
     kind: str = "eagle3"
+    #: The layers whose entering states it reads; empty where the service does not say.
+    aux_layers: tuple[int, ...] = ()
 
     @property
     def pushed_again(self) -> bool:
@@ -130,10 +133,17 @@ def parse_manifest(document: object, run: str) -> Manifest:
         d2t_sha256=_text(document, "d2t_sha256"),
         replayed_alpha=_replayed_alpha(document.get("gate")),
         kind=_kind(document.get("kind", "eagle3")),
+        aux_layers=layers_of(document.get("aux_layers")),
     )
     if files_digest(sha256s) != manifest.digest:
         raise ManifestError(f"digest: {manifest.digest} does not match the listed files; do not use this version")
     return manifest
+
+
+def layers_of(value: object) -> tuple[int, ...]:
+    """The layers that a manifest or an engine names, for messages only; empty where they are none."""
+    known = isinstance(value, list | tuple) and len(value) <= _MAX_LAYERS and all(type(one) is int for one in value)
+    return tuple(value) if known else ()  # type: ignore[arg-type]
 
 
 def _kind(value: object) -> str:

@@ -56,9 +56,10 @@ def attach(
 ) -> Attachment:
     """Send this trainer's rollouts and features to the service at `url`.
 
-    `options` are those of `DrafterHook`: `sample_fraction`, `max_tokens_per_step`, `dtype`, `head_tolerance`,
-    `queue_bytes`, `strict`, and so on. Raises `UnsupportedTrainerError` for a trainer it cannot wrap,
-    `UnsupportedModelError` and `AuxLayersError` for a model it cannot read; nothing is raised later unless `strict`.
+    `token`: of scope write; None: DRAFTALIGN_TOKEN of the environment. `options` are those of `DrafterHook`:
+    `sample_fraction`, `max_tokens_per_step`, `dtype`, `head_tolerance`, `queue_bytes`, `strict`, and so on. Raises
+    `UnsupportedTrainerError` for a trainer it cannot wrap, `UnsupportedModelError` and `AuxLayersError` for a model it
+    cannot read; nothing is raised later unless `strict`.
     """
     kind = _kind_of(trainer)
     _check_trainer(trainer, kind)

@@ -328,6 +328,7 @@ class Engine(Peer):
         self.tells_digest = False  # of the model file, in its answer and its state, as vLLM's plugin does
         self.verifies = False  # compares the files with the digests of the request, and says so
         self.misread = 0  # so many of the next loads find other bytes than lie there
+        self.told: dict[str, Any] = {}  # more of its state
         self.swap_asked, self.swap_allowed = threading.Event(), threading.Event()
         self.swap_allowed.set()
         self.swap_turns: threading.Semaphore | None = None  # where set, each swap takes one
@@ -371,6 +372,7 @@ class Engine(Peer):
                 "loaded": self.version is not None,
                 "swaps": self.swaps,
                 "depth": self.depth,
+                **self.told,
             }
             if self.policy_in_state:
                 state["policy_version"] = self.policy_version

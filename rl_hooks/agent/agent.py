@@ -39,6 +39,7 @@ from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
 from rl_hooks.errors import AgentError, EngineError, ManifestError, NoRoomError, SignatureError, cut
 from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
+from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import trusted
 
 log = logging.getLogger("draftalign.agent")
@@ -142,6 +143,7 @@ class SwapAgent:
         self._offered: dict[str, asyncio.Event] = {}
         self._reports = Reports(config.run, config.agent_id, self.followers, self.metrics, self._note)
         self._etag = ""
+        self._waits = ""  # why there is nothing to load, as the service said last
         self._recent: list[str] = []  # versions offered, oldest first
 
     def stop(self) -> None:
@@ -280,7 +282,7 @@ class SwapAgent:
         )
         status = response.status_code
         if status not in (200, 304, 404):
-            raise ManifestError(f"GET /drafter/latest answered {status}: {response.text[:300]}")
+            raise ManifestError(f"GET /drafter/latest answered {status}: {response.refusal()[1]}")
         if config.public_keys is not None:
             if status == 200:
                 config.public_keys.check(nonce, response.content, response.headers.get(SIGNATURE_HEADER))
@@ -290,17 +292,29 @@ class SwapAgent:
         if status == 200 and await self._take(response):
             return
         if status == 404 and self.offer is None:
-            self._wait_for_a_drafter(response)
+            await self._wait_for_a_drafter(client, response)
         await self._prune()
         await asyncio.sleep(max(0.0, _MIN_POLL_SECONDS - (time.monotonic() - began)))
 
-    def _wait_for_a_drafter(self, response: Answer) -> None:
+    async def _wait_for_a_drafter(self, client: httpx.AsyncClient, response: Answer) -> None:
         """Log why there is none, once: a misspelt run answers like one whose trainer is still to come."""
+        kind, why = response.refusal()
+        if why == self._waits:
+            return
+        level, text = logging.INFO, f"nothing to load yet, it is asked again: {why}"
+        if kind == NO_SUCH_RUN and (others := await self._runs(client)):
+            level = logging.WARNING
+            text += f". This service has: {', '.join(others)}. Is the run's name (--run, DRAFTALIGN_RUN) misspelt?"
+        self._reports.say(self._name(SERVICE), level, text)
+        self._waits = why
+
+    async def _runs(self, client: httpx.AsyncClient) -> list[str]:
+        """The runs that the token may read; none where the service does not say."""
         try:
-            why = response.json()["detail"]
-        except (ValueError, TypeError, KeyError):
-            why = response.text
-        self._reports.say(self._name(SERVICE), logging.INFO, f"nothing to load yet, it is asked again: {why}")
+            answer = await ask(client, "GET", "/runs")
+            return [str(one["run"]) for one in answer.json()] if answer.status_code == 200 else []
+        except (AgentError, httpx.HTTPError, ValueError, TypeError, KeyError):
+            return []
 
     async def _take(self, response: Answer) -> bool:
         """Download what the manifest offers; False where that is offered already."""

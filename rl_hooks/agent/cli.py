@@ -15,8 +15,10 @@ import typer
 def agent(
     url: Annotated[list[str], typer.Option(help="URL of an inference engine; repeat for several.")],
     engine: Annotated[str, typer.Option(help="What the engines are: protocol, vllm or sglang.")] = "protocol",
-    service: Annotated[str, typer.Option(help="URL of the draftalign service.")] = "http://127.0.0.1:8400",
-    run: Annotated[str, typer.Option(help="Name of the RL run.")] = "default",
+    service: Annotated[
+        str, typer.Option(help="URL of the draftalign service.", envvar="DRAFTALIGN_URL")
+    ] = "http://127.0.0.1:8400",
+    run: Annotated[str, typer.Option(help="Name of the RL run.", envvar="DRAFTALIGN_RUN")] = "default",
     cache_dir: Annotated[Path, typer.Option(help="Where drafters are downloaded to; engines must see it.")] = Path(
         ".draftalign/agent"
     ),

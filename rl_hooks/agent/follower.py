@@ -199,7 +199,7 @@ class EngineFollower:
     async def _swap(self, release: Release, state: EngineState) -> None:
         if (fault := self._process.misfit(release, state)) is not None:
             self._give_up(release)
-            raise SwapRefusedError(f"{release.version} cannot be swapped into {self.url}: {fault}; restart the engine")
+            raise SwapRefusedError(f"{release.version} cannot be swapped into {self.url}: {fault}")
         before, died = self.seen.snapshot, state.version == release.version and not state.loaded
         try:
             after, confirmed = await self._load(release)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
-from rl_hooks.release import Release
+from rl_hooks.release import Manifest, Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +151,34 @@ class EngineProcess:
 
     def misfit(self, release: Release, state: EngineState) -> str | None:
         """Why the release cannot be loaded into this process; None if it can."""
-        manifest = release.manifest
-        expected = state.config_fingerprint or (self._shape[0] if self._shape else None)
+        manifest, (taken, vocabulary) = release.manifest, self._shape or (None, None)
         if state.takes != manifest.kind:
-            return f"its kind is {manifest.kind}, the engine was started for {state.takes}"
-        if expected is not None and expected != manifest.config_fingerprint:
-            return f"its configuration is {manifest.config_fingerprint}, the engine runs {expected}"
-        if self._shape is not None and self._shape[1] != manifest.d2t_sha256:
-            return f"its draft vocabulary is {manifest.d2t_sha256[:12]}, the engine runs {self._shape[1][:12]}"
-        return None
+            return f"its kind is {manifest.kind}, the engine was started for {state.takes}; restart the engine"
+        fits = (state.config_fingerprint or taken) in (None, manifest.config_fingerprint)
+        if fits and vocabulary in (None, manifest.d2t_sha256):
+            return None
+        remedy = "Restart the engine"
+        if manifest.kind == "eagle3":
+            remedy = (
+                f"Start the engine with one of this run: `draftalign download DIR --run {manifest.run}`, then DIR as "
+                "the drafter in its speculative configuration"
+            )
+        return (
+            f"it has {self._unlike(manifest, state)} than the drafter that the engine was started with, and an engine "
+            f"keeps that. {remedy}"
+        )
+
+    def _unlike(self, manifest: Manifest, state: EngineState) -> str:
+        """In which of the things that an engine keeps a drafter differs from the engine's, in words."""
+        vocabulary, other = state.d2t_sha256 or (self._shape and self._shape[1]), []
+        if vocabulary not in (None, manifest.d2t_sha256):
+            other.append("another draft vocabulary")
+        if state.aux_layers and manifest.aux_layers and state.aux_layers != manifest.aux_layers:
+            other.append(f"other layers ({_listed(manifest.aux_layers)}; the engine's: {_listed(state.aux_layers)})")
+        if not other:
+            other.append("other sizes" if vocabulary else "another draft vocabulary, other sizes or other layers")
+        return " and ".join(other)
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ",".join(map(str, layers))

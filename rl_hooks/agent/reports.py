@@ -95,7 +95,7 @@ class Reports:
         if 200 <= response.status_code < 300:
             self._warn(follower.url, response)
         else:
-            error = ReportError(f"POST /acceptance answered {response.status_code}: {response.text[:300]}")
+            error = ReportError(f"POST /acceptance answered {response.status_code}: {response.refusal()[1]}")
             if response.status_code not in _UNACCEPTABLE:
                 raise error
             # The same report would be refused again. A later one has other counts and may be accepted.

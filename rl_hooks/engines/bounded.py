@@ -38,6 +38,15 @@ class Answer:
         """The body as UTF-8; bytes that are none are replaced."""
         return self.content.decode("utf-8", "replace")
 
+    def refusal(self) -> tuple[str, str]:
+        """Type of the service's problem document, and its detail with what helps; else "" and the body's beginning."""
+        try:
+            problem = self.json()
+            detail, kind = str(problem["detail"]), str(problem["type"])
+        except (ValueError, TypeError, KeyError):
+            return "", self.text[:300]
+        return kind, detail[:300] + (" (set DRAFTALIGN_TOKEN)" if kind.endswith(":no-token") else "")
+
     def json(self) -> Any:
         """The body as JSON. Raises ValueError, for JSON of a depth that cannot be read too."""
         try:

@@ -1,7 +1,7 @@
 """HTTP adapter for engines that speak draftalign's swap protocol (the example engine, the vLLM plugin).
 
 GET  /drafter/state                          {"version", "loaded", "swaps", "config_fingerprint"?, "policy_version"?,
-                                              "method"?, "takes"?, "sha256"?, "verifies"?}
+                                              "method"?, "takes"?, "sha256"?, "verifies"?, "d2t_sha256"?, "aux_layers"?}
 POST /drafter/swap {"path", "version",       200 {"version", "previous", "sha256"?}, or an error with nothing changed;
                     "sha256"?}               412: the files are not those of these digests
 GET  /metrics                                vLLM's counters
@@ -18,7 +18,7 @@ import httpx
 from rl_hooks.engines.bounded import MAX_ANSWER_BYTES, MAX_PAGE_BYTES, Answer, ask
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.errors import AnswerError, EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
-from rl_hooks.release import Release
+from rl_hooks.release import Release, layers_of
 
 #: vLLM's methods that propose no tokens: they use the drafter's place to store states.
 _NOT_SPECULATION = frozenset({"extract_hidden_states"})
@@ -49,6 +49,9 @@ class EngineState:
     sha256: str | None = None
     #: Whether it compares the files with digests that a swap names before it loads them.
     verifies: bool = False
+    #: Identity of its draft vocabulary, and the layers that its drafter reads, where it says so: for messages.
+    d2t_sha256: str | None = None
+    aux_layers: tuple[int, ...] = ()
 
     @property
     def serving(self) -> str | None:
@@ -153,7 +156,7 @@ class SwapEngine(EngineHttp):
         document = await self._object("POST", "/drafter/swap", fault=failure, **options)
         if (answered := document.get("version")) != version:
             raise EngineError(f"{self.url}/drafter/swap: asked for {version}, the engine answered {answered!r:.200}")
-        return _digest(document)
+        return _digest(document, "sha256")
 
     async def snapshot(self) -> Snapshot:
         """Its counters now."""
@@ -167,8 +170,8 @@ def failure(status: int) -> type[EngineError]:
     return SwapRefusedError if status in REFUSALS else EngineError
 
 
-def _digest(document: dict[str, Any]) -> str | None:
-    value = document.get("sha256")
+def _digest(document: dict[str, Any], name: str) -> str | None:
+    value = document.get(name)
     return cut(value) if isinstance(value, str) and value else None
 
 
@@ -198,6 +201,8 @@ def engine_state(source: str, document: dict[str, Any]) -> EngineState:
         found,
         depth=depth if type(depth) is int else None,
         drafting=cut(drafting) if isinstance(drafting, str) else None,
-        sha256=_digest(document),
+        sha256=_digest(document, "sha256"),
+        d2t_sha256=_digest(document, "d2t_sha256"),
+        aux_layers=layers_of(document.get("aux_layers")),
         verifies=document.get("verifies") is True,
     )

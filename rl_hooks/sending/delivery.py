@@ -29,7 +29,10 @@ _MAX_BACKOFF_SECONDS: Final = 15.0
 _MAX_RETRY_AFTER_SECONDS: Final = 60.0
 #: Type of the problem document that says so.
 _CLOSED: Final = "urn:draftalign:run-closed"
-_NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
+#: Likewise, that it has no such path.
+_NOT_FOUND: Final = "urn:draftalign:not-found"
+#: Likewise, that no run of this name is registered.
+NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
 
@@ -110,12 +113,14 @@ class ServiceClient:
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         if reply.status == 401:
-            text += " (give token=, or set DRAFTALIGN_TOKEN where the environment puts the hook on)"
+            text += " (give token=, or set DRAFTALIGN_TOKEN in this process's environment)"
+        elif reply.status == 404 and kind in (None, _NOT_FOUND):
+            text += " (is it a draftalign service?)"
         if registers:
             self._not_registered = text
         elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it
             text += f". Before that, {self._not_registered}"
-            self.refused = kind == _NO_SUCH_RUN
+            self.refused = kind == NO_SUCH_RUN
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
             text += ". This process sends nothing until it is attached again; its own work goes on"
@@ -150,4 +155,5 @@ class ServiceClient:
         )
 
     def _name(self, job: Job) -> str:
-        return f"{job.method} {self.origin.scheme}://{self.origin.host}:{self.origin.port}{job.path}"
+        origin = self.origin
+        return f"{job.method} {origin.scheme}://{origin.host}:{origin.port}{origin.base_path}{job.path}"

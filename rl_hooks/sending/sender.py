@@ -62,8 +62,13 @@ class RolloutSender:
         retry_statuses: frozenset[int] = frozenset(),
         asks: bool = False,
     ) -> None:
-        """`asks`: the thread also asks the service how the run stands (`standing`), every 10 s."""
+        """`asks`: the thread also asks the service how the run stands (`standing`), every 10 s.
+
+        `token`: of scope write; None: DRAFTALIGN_TOKEN of the environment, where that is set.
+        """
         self.run = run
+        if token is None:
+            token = os.environ.get("DRAFTALIGN_TOKEN") or None
         self._asks = asks
         self._retry_statuses = retry_statuses
         self._queue = JobQueue(queue_bytes)

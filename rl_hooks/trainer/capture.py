@@ -50,10 +50,11 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's default: the states entering layers 2, L//2 and L-3, as vLLM and SGLang take them."""
     low, middle, high = 2, num_layers // 2, num_layers - 3
     if not low < middle < high:
+        some = [str(layer) for layer in sorted({0, num_layers // 2, num_layers - 1})]
         raise AuxLayersError(
             f"aux_layers='eagle3' means the layers entered at (2, L//2, L-3), which for L = {num_layers} is "
             f"{(low, middle, high)}: they must ascend and differ. Name three layers yourself, for example "
-            f"aux_layers={tuple(sorted({0, num_layers // 2, num_layers - 1}))}."
+            f"aux_layers=({', '.join(some)}), or --aux-layers {','.join(some)} of `draftalign warmup`."
         )
     return low, middle, high
 

@@ -52,6 +52,8 @@ NEVER_WHOLE: Final = (
 class DrafterHook:
     """Feature capture, sampling, registration and sending for one model and one run.
 
+    `token`: of scope write; None: DRAFTALIGN_TOKEN of the environment.
+
     `sample_fraction` and `max_tokens_per_step` bound the tokens sent per policy version and rank. `dtype`: how the
     auxiliary states are sent ("float8_e4m3" halves them, with one scale per token and layer). `head_tolerance`: the
     relative change of `lm_head` after which it is sent again. `drafter_version`: called at each capture; returns the

@@ -107,7 +107,7 @@ async def get_latest(
             async with asyncio.timeout(min(wait, context.settings.long_poll_max_seconds)):
                 served = await _another(request, context, pointer, known)
     if served is None:
-        raise Problem(404, "no-drafter-yet", f"run {run!r} has published no drafter yet; poll again, `wait` helps")
+        raise Problem(404, "no-drafter-yet", f"run {run!r} has published no drafter yet")
     headers = {"ETag": served.etag, "Cache-Control": "no-cache"}
     if nonce is None and matches(known, served.etag):
         return Response(status_code=304, headers=headers)

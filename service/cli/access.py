@@ -34,6 +34,8 @@ def token(
     path = file or Settings().token_file
     if path is None:
         raise ConfigurationError("which token file? Give --file, or set DRAFTALIGN_TOKEN_FILE as for the service")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"the directory {path.parent} of the token file does not exist; make it first")
     secret = new_secret()
     given: dict[str, Any] = {"name": name, "scopes": scope, "runs": run or ALL_RUNS, "sha256": hashed(secret.encode())}
     try:

@@ -79,7 +79,10 @@ def plan(
     if alpha_now is not None and not 1 <= alpha_now < math.inf:
         raise ConfigurationError(f"--alpha-now is tokens a verification round, at least 1; got {alpha_now}")
     try:
-        drafter = DrafterConfig.from_target(policy_config(policy), LAYERS, settings.draft_vocab_size)
+        config = policy_config(policy)
+        whole = config.get("vocab_size")  # a small policy's draft vocabulary is all of its tokens
+        draft_vocab_size = min(settings.draft_vocab_size, whole) if type(whole) is int else settings.draft_vocab_size
+        drafter = DrafterConfig.from_target(config, LAYERS, draft_vocab_size)
         sizes = (step_seconds, rollouts_a_step, tokens_a_rollout, prompt_share, sampled_share, ranks, runs, engines)
         given = Deployment(drafter, *sizes, network_gbit, dtype, post_share, group)  # type: ignore[arg-type]
         facts = estimate(given, settings, tflops=gpu_tflops, worker_gpus=worker_gpus)

@@ -186,7 +186,7 @@ def load_run(layout: Layout, run: str) -> RunRecord:
     try:
         record = RunRecord.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise RunNotFound(f"run {run!r} is not registered; PUT /runs/{run} first") from error
+        raise RunNotFound(f"run {run!r} is not registered; a trainer's hook or an engine registers it") from error
     except (ValidationError, IsADirectoryError) as error:
         raise RunDamaged(run, path, error) from error
     if record.run != run:

@@ -227,6 +227,14 @@ def test_a_path_that_is_none_is_refused_in_words(tmp_path: Path, path: str) -> N
     assert caught.value.status in (404, 422)
 
 
+def test_a_path_elsewhere_names_the_two_directories_that_must_agree(tmp_path: Path) -> None:
+    with pytest.raises(SwapProblem) as refused:
+        asyncio.run(Swapper(Client("a"), tmp_path / "drafters").swap(str(tmp_path / "other" / "v1"), "v1"))
+    assert refused.value.status == 403
+    for named in (str(tmp_path / "drafters"), "DRAFTALIGN_DRAFTER_DIR", "--cache-dir"):
+        assert named in str(refused.value)
+
+
 def test_an_engine_waits_for_no_file_that_is_still_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another API process may have staged the same version again just before this one's apply, from a slow disk."""
     read = threading.Event()

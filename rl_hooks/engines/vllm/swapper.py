@@ -86,7 +86,12 @@ class Swapper:
             resolved = (self._directory / path).resolve()
             if not resolved.is_relative_to(self._directory) or resolved == self._directory:
                 # The same answer whether it exists or not: it must not reveal the file system.
-                raise SwapProblem(403, "Not allowed", f"path must name a directory under {self._directory}")
+                raise SwapProblem(
+                    403,
+                    "Not allowed",
+                    f"path must name a directory under {self._directory}, this server's DRAFTALIGN_DRAFTER_DIR: the "
+                    "agent's --cache-dir must lie there too",
+                )
             if not resolved.is_dir():
                 raise SwapProblem(404, "No such drafter", f"{resolved} is not a directory on this machine")
         except (ValueError, OSError) as error:  # a NUL byte, a lone surrogate, too long

@@ -48,7 +48,6 @@ def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made])
 def _options(url: str) -> dict[str, Any]:
     """`DrafterHook`'s, as the environment has them."""
     options: dict[str, Any] = {"url": url, "run": os.environ.get("DRAFTALIGN_RUN", "default")}
-    options["token"] = os.environ.get("DRAFTALIGN_TOKEN")
     if drafter := os.environ.get("DRAFTALIGN_INITIAL_DRAFTER"):
         options["initial_drafter"] = drafter
     if layers := os.environ.get("DRAFTALIGN_AUX_LAYERS"):

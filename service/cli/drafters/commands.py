@@ -120,9 +120,13 @@ def evaluate(
     drafter: Source,
     rollouts: Annotated[list[Path], typer.Argument(help="Rollout files, or directories of them.")],
     target: Annotated[
-        str,
-        typer.Option(help="Where the target's embedding is: a run of --state-dir, a safetensors file or a model."),
-    ] = "default",
+        str | None,
+        typer.Option(
+            help="Where the target's embedding is: a run of --state-dir, a safetensors file or a model; unset: the "
+            "only run there is, or `default`.",
+            show_default=False,
+        ),
+    ] = None,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted per round.")] = 4,
     drafting: Annotated[str, typer.Option(help="How drafts are sampled: probabilistic or greedy.")] = "probabilistic",
     tree: Annotated[bool, typer.Option("--tree", help="Add the upper bounds of trees of 2, 4 and 8 branches.")] = False,

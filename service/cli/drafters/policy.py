@@ -69,15 +69,23 @@ class _FixedPolicy:
         return next((read_tensor(file, name).float() for name in names for file in files if name in file), None)
 
 
-def open_policy(target: str, state_dir: Path | None, *, with_head: bool) -> _FixedPolicy | Target:
-    """The policy that `--target` names; it has a `Policy` for each version (`at`), and the first one (`registered`)."""
+def open_policy(target: str | None, state_dir: Path | None, *, with_head: bool) -> _FixedPolicy | Target:
+    """The policy that `--target` names; it has a `Policy` for each version (`at`), and the first one (`registered`).
+
+    None: that of run `default`, or of the only run there is.
+    """
     from service.worker.target import Target
 
-    path = Path(target)
-    if path.is_dir() or path.suffix == ".safetensors":
+    path = None if target is None else Path(target)
+    if path is not None and (path.is_dir() or path.suffix == ".safetensors"):
         return _FixedPolicy(path, with_head=with_head)
     layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]
-    if target not in layout.run_names():
+    names = layout.run_names()
+    if target is None:
+        if "default" not in names and len(names) > 1:
+            raise ConfigurationError(f"the policy of which run? Give --target: {', '.join(names)}")
+        target = names[0] if len(names) == 1 else "default"
+    if target not in names:
         raise ConfigurationError(
             f"no run {target!r} under {layout.runs}, and no such file; --target takes a run's name, a safetensors file "
             "with the target's embedding, or the directory of a transformers model"

@@ -111,6 +111,7 @@ def _told(answer: httpx.Response) -> str:
         "no-token": "set DRAFTALIGN_TOKEN",
         "not-found": "is it a draftalign service?",
         "drafter-held": "`draftalign release` ends the hold",
-        "no-such-run": "`draftalign runs` lists them",
+        "no-drafter-yet": "`draftalign state` says what the run waits for",
+        "no-such-run": "`draftalign runs` lists those that are",
     }
     return detail + (f" ({helps[kind]})" if kind in helps else "")

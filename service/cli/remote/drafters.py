@@ -215,9 +215,11 @@ def _whole(service: str, run: str, version: str) -> str:
     if not _NUMBER.fullmatch(version):
         return version
     known = [one["version"] for one in call("GET", service, "/drafters", params={"run": run}).json()["versions"]]
+    if not known:
+        raise ConfigurationError(f"run {run} has no drafter version yet")
     found = [one for one in known if one.startswith(f"{version}-")]
     if len(found) != 1:
-        there = ", ".join(found or known) or "none"
+        there = ", ".join(found or known)
         raise ConfigurationError(f"{version} is {len(found)} versions of run {run}; expected one of: {there}")
     return str(found[0])
 

@@ -39,6 +39,13 @@ def test_a_variable_that_cannot_be_used_is_named(variable: str, value: str, word
     assert "s3cret" not in line
 
 
+def test_service_and_run_are_the_environments_unless_they_are_given(tmp_path: Path) -> None:
+    assert "'ftp://s' is not an http://" in refused(tmp_path, DRAFTALIGN_URL="ftp://s")
+    assert "run: 'no name' is not a plain name" in refused(tmp_path, DRAFTALIGN_RUN="no name")
+    given = refused(tmp_path, "--service", "gopher://s", DRAFTALIGN_URL="ftp://s")
+    assert "'gopher://s' is not an http://" in given
+
+
 def test_a_port_for_metrics_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -77,8 +77,9 @@ def test_an_engine_that_drafts_otherwise_than_a_setting_says_is_named_once(
 
 
 def test_an_agent_without_a_drafter_says_once_what_it_waits_for(
-    service: RunningService, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serve: Callable[..., RunningService], engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    service = serve()
     caplog.set_level(logging.INFO, "draftalign.agent")
     with start_agent(service.url, engine, cache=tmp_path / "cache", run="mth"):
         said = eventually(lambda: [r.getMessage() for r in caplog.records if "nothing to load yet" in r.getMessage()])
@@ -87,9 +88,24 @@ def test_an_agent_without_a_drafter_says_once_what_it_waits_for(
         settle(engine, 4)
     assert said == [
         f"service {service.url}: nothing to load yet, it is asked again: "
-        "run 'mth' is not registered; PUT /runs/mth first"
+        "run 'mth' is not registered; a trainer's hook or an engine registers it"
     ]
     assert caplog.text.count("nothing to load yet") == 2
+
+
+def test_an_agent_whose_run_is_misspelt_warns_and_names_the_runs_that_there_are(
+    service: RunningService, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.register("default")
+    service.register("trl")
+    with (
+        caplog.at_level(logging.WARNING, "draftalign.agent"),
+        start_agent(service.url, engine, cache=tmp_path / "cache", run="defalt"),
+    ):
+        eventually(lambda: "run 'defalt' is not registered" in caplog.text)
+        settle(engine, 4)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.endswith("This service has: default, trl. Is the run's name (--run, DRAFTALIGN_RUN) misspelt?")
 
 
 def test_a_connection_is_not_reused_when_the_engine_may_be_closing_it(
@@ -157,6 +173,16 @@ def test_a_token_that_may_read_and_report_is_all_an_agent_needs(
         eventually(
             lambda: any(p["alpha_live"] for p in service.client.get("/alpha").json()["points"]) or _live(service)
         )
+
+
+def test_an_agent_without_a_token_says_which_variable_to_set(
+    serve: Callable[..., RunningService], engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = serve(tokens="r:read,report")
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        eventually(lambda: "answered 401: no token came; " in caplog.text)
+    assert " (set DRAFTALIGN_TOKEN)" in caplog.text
+    assert "{" not in caplog.text, "a sentence, and no JSON"
 
 
 def test_an_agent_whose_token_may_only_read_swaps_and_says_which_scope_it_lacks(

@@ -316,6 +316,31 @@ def test_what_the_engine_says_about_its_configuration_counts_from_the_first_swap
         eventually(lambda: engine.version == version)
 
 
+@pytest.mark.parametrize(
+    ("more", "unlike"),
+    [
+        ({"d2t_sha256": "the engine's", "aux_layers": [2, 4, 5]}, "another draft vocabulary"),
+        ({"d2t_sha256": "d2t", "aux_layers": [1, 2, 3]}, "other layers (2,4,5; the engine's: 1,2,3)"),
+        ({"d2t_sha256": "d2t", "aux_layers": [2, 4, 5]}, "other sizes"),
+        ({"d2t_sha256": 3, "aux_layers": "2"}, "another draft vocabulary, other sizes or other layers"),
+    ],
+)
+def test_an_engine_that_was_started_with_another_drafter_is_told_what_differs_and_what_to_do(
+    service: Service,
+    engine: Engine,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    more: dict[str, Any],
+    unlike: str,
+) -> None:
+    engine.fingerprint, engine.told = "the engine's", more
+    service.publish(1)
+    with running_agent(service, engine, cache=tmp_path), caplog.at_level(logging.WARNING, "draftalign.agent"):
+        eventually(lambda: "cannot be swapped into" in caplog.text)
+    assert f"it has {unlike} than the drafter that the engine was started with" in caplog.text
+    assert "`draftalign download DIR --run default`" in caplog.text
+
+
 def test_an_engine_that_says_no_is_not_asked_again(service: Service, engine: Engine, tmp_path: Path) -> None:
     engine.refusal = (422, "lacks down_proj")
     service.publish(1)

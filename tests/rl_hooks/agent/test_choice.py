@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_fixtures import manifest
@@ -64,19 +65,22 @@ def test_a_choice_comes_back_from_its_dump() -> None:
     [
         ({}, {}, None),
         ({"kind": "mtp"}, {}, "its kind is mtp, the engine was started for eagle3"),
-        ({"config_fingerprint": "other"}, {}, "its configuration is other, the engine runs "),
-        ({"d2t_sha256": "other"}, {}, "its draft vocabulary is other, the engine runs "),
-        ({}, {"config_fingerprint": "engine's"}, "the engine runs engine's"),
+        ({"config_fingerprint": "other"}, {}, "it has other sizes than the drafter that the engine was started with"),
+        ({"d2t_sha256": "other"}, {}, "it has another draft vocabulary than the drafter"),
+        ({}, {"config_fingerprint": "engine's"}, "other sizes than"),
+        ({}, {"config_fingerprint": "engine's", "d2t_sha256": "engine's"}, "it has another draft vocabulary than"),
+        ({}, {"config_fingerprint": "engine's", "aux_layers": (1, 3)}, "other layers (2,4,5; the engine's: 1,3) than"),
+        ({}, {"d2t_sha256": "said in another way", "aux_layers": (1, 3)}, None),
     ],
 )
 def test_a_process_takes_only_what_fits_the_drafter_that_it_took(
-    changes: dict[str, str], state: dict[str, str], fault: str | None
+    changes: dict[str, str], state: dict[str, Any], fault: str | None
 ) -> None:
     process, loaded = EngineProcess(replaced=True), release(1)
     process.took(loaded)
     assert (process.loaded, process.replaced) == (loaded, False)
     offered = replace(loaded, manifest=replace(loaded.manifest, **changes))  # type: ignore[arg-type]
-    found = process.misfit(offered, replace(EngineState(loaded.version, True, 1), **state))  # type: ignore[arg-type]
+    found = process.misfit(offered, replace(EngineState(loaded.version, True, 1), **state))
     assert found == fault if fault is None else fault in str(found)
 
 

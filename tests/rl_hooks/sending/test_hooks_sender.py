@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hooks_fixtures import Answer, Received, Receiver, free_port, receiver
+from hooks_fixtures import AUX, Answer, Received, Receiver, free_port, receiver, tiny_qwen3
 
-from rl_hooks.sending.delivery import _NO_SUCH_RUN
+from rl_hooks.hook import DrafterHook
+from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job, run_path
 from rl_hooks.sending.sender import RolloutSender
@@ -94,7 +95,7 @@ def test_what_follows_from_a_refused_registration_does_not_hide_its_cause() -> N
 
 @pytest.mark.parametrize(
     ("statuses", "kind", "sent"),
-    [((422, 202, 202), "", 2), ((503, 201, 404, 202), _NO_SUCH_RUN, 2), ((404, 404, 202), "a proxy's", 1)],
+    [((422, 202, 202), "", 2), ((503, 201, 404, 202), NO_SUCH_RUN, 2), ((404, 404, 202), "a proxy's", 1)],
     ids=["by another process", "after a retry", "a proxy without the service behind it"],
 )
 def test_nothing_ends_for_good_where_the_run_may_be_registered(statuses: tuple[int, ...], kind: str, sent: int) -> None:
@@ -110,6 +111,24 @@ def test_nothing_ends_for_good_where_the_run_may_be_registered(statuses: tuple[i
         sender.close()
 
 
+@pytest.mark.parametrize(
+    ("variable", "given", "sent"),
+    [("s3cret", None, "Bearer s3cret"), ("s3cret", "own", "Bearer own"), ("", None, None), (None, None, None)],
+)
+def test_a_hook_without_a_token_takes_the_environments(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str | None, sent: str | None
+) -> None:
+    monkeypatch.delenv("DRAFTALIGN_TOKEN", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("DRAFTALIGN_TOKEN", variable)
+    with receiver() as service:
+        hook = DrafterHook(tiny_qwen3(tied=False), service.url, token=given, aux_layers=AUX)
+        finished(hook.sender)
+        hook.close()
+    registration = next(one for one in service.requests if one.method == "PUT")
+    assert registration.headers.get("authorization") == sent
+
+
 def test_a_401_says_where_the_token_is_given(caplog: pytest.LogCaptureFixture) -> None:
     with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
         service.answer = lambda _request: (401, {}, {"detail": "no token came"})
@@ -118,6 +137,17 @@ def test_a_401_says_where_the_token_is_given(caplog: pytest.LogCaptureFixture) -
         assert "no token came (give token=" in str(finished(sender)["last_error"])
         sender.close()
     assert [record.getMessage().startswith("draftalign: POST ") for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("kind", [None, "urn:draftalign:not-found"])
+def test_a_404_of_no_run_names_the_whole_address_and_doubts_it(kind: str | None) -> None:
+    with receiver() as service:
+        service.answer = lambda _request: (404, {}, {"detail": "Not Found"} | ({"type": kind} if kind else {}))
+        sender = RolloutSender(service.url + "/api", run="r")
+        sender.submit([b"z"])
+        said = str(finished(sender)["last_error"])
+        sender.close()
+    assert f"POST {service.url}/api/rollouts?run=r was answered 404: Not Found (is it a draftalign service?)" in said
 
 
 def test_retry_after_may_be_a_date() -> None:

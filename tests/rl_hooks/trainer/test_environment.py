@@ -12,7 +12,7 @@ from rl_hooks.trainer.stacks.environment import attached
 
 def told(monkeypatch: pytest.MonkeyPatch, **environment: str) -> list[dict[str, Any]]:
     """The options that an adapter is given; none where it is not attached."""
-    for name in ("URL", "RUN", "TOKEN", "INITIAL_DRAFTER", "AUX_LAYERS", "HOOK_OPTIONS"):
+    for name in ("URL", "RUN", "INITIAL_DRAFTER", "AUX_LAYERS", "HOOK_OPTIONS"):
         monkeypatch.delenv(f"DRAFTALIGN_{name}", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(f"DRAFTALIGN_{name}", value)
@@ -22,13 +22,12 @@ def told(monkeypatch: pytest.MonkeyPatch, **environment: str) -> list[dict[str, 
 
 
 def test_the_hooks_options_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(monkeypatch, URL="http://s") == [{"url": "http://s", "run": "default", "token": None}]
+    assert told(monkeypatch, URL="http://s") == [{"url": "http://s", "run": "default"}]
     drafter = {"INITIAL_DRAFTER": "/drafters/first", "AUX_LAYERS": "2, 14,25"}
-    assert told(monkeypatch, URL="http://s", RUN="r", TOKEN="t", **drafter) == [
+    assert told(monkeypatch, URL="http://s", RUN="r", **drafter) == [
         {
             "url": "http://s",
             "run": "r",
-            "token": "t",
             "initial_drafter": "/drafters/first",
             "aux_layers": (2, 14, 25),
         }

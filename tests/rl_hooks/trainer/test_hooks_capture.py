@@ -137,6 +137,8 @@ def test_eagle3_layers_are_the_engines_triple_and_refuse_shallow_models() -> Non
     for shallow in range(1, 7):
         with pytest.raises(AuxLayersError, match=r"aux_layers="):
             eagle3_layers(shallow)
+    with pytest.raises(AuxLayersError, match=r"aux_layers=\(0, 2, 3\), or --aux-layers 0,2,3 of `draftalign warmup`"):
+        eagle3_layers(4)
 
 
 @pytest.mark.parametrize("layers", [(), (2, 1), (1, 1), (-1, 2), (1, 4), "eagle2"])

@@ -92,6 +92,11 @@ ERRORS = [
     (("up", "--state-dir", "/proc/nowhere"), {"DRAFTALIGN_PORT": "0"}, "/proc/nowhere"),
     (("up",), {"DRAFTALIGN_SIGNING_KEY_FILE": __file__}, f"signing_key_file: {__file__}: expected an Ed25519"),
     (("keygen", __file__), {}, f"{__file__} exists; name a new file"),
+    (
+        ("token", "x", "--scope", "read", "--file", "/nowhere/tokens.jsonl"),
+        {},
+        "the directory /nowhere of the token file does not exist; make it first",
+    ),
     (("runs",), {"DRAFTALIGN_TOKEN": "s\N{LATIN SMALL LETTER E WITH ACUTE}cret"}, "DRAFTALIGN_TOKEN has a character"),
     (("runs",), {"DRAFTALIGN_URL": "http://127.0.0.1:1"}, "http://127.0.0.1:1 does not answer"),
 ]

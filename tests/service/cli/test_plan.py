@@ -203,6 +203,13 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
+def test_a_policy_with_fewer_tokens_than_the_draft_vocabularys_setting_is_planned_for(tmp_path: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**POLICIES["8b"], "vocab_size": 105}))
+    told = run("--policy", str(path))
+    assert told.exit_code == 0, told.exception
+
+
 def test_the_command_prints_json_that_can_be_read(tmp_path: Any) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"text_config": dict(POLICIES["8b"])}))

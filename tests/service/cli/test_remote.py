@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from service_fixtures import RunningService
@@ -109,7 +110,9 @@ def test_a_rollback_by_a_name_that_is_too_long_changes_nothing(service: RunningS
     assert service.client.get("/drafter/latest").json()["sequence"] == 1
 
 
-def test_a_refusal_says_what_helps(serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_says_what_helps(
+    serve: Callable[..., RunningService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = serve(tokens="boss:admin")
 
     def refused(*words: str) -> str:
@@ -123,9 +126,14 @@ def test_a_refusal_says_what_helps(serve: Callable[..., RunningService], monkeyp
     monkeypatch.setenv("DRAFTALIGN_TOKEN", "stranger")
     assert "this token is not known; send a known one as `Auth" in refused("state")
     monkeypatch.setenv("DRAFTALIGN_TOKEN", "boss")
-    assert refused("state", "--run", "other").endswith("(`draftalign runs` lists them)")
+    said = refused("state", "--run", "other")
+    assert said.endswith("a trainer's hook or an engine registers it (`draftalign runs` lists those that are)")
     service.client.headers["Authorization"] = "Bearer boss"
     service.register()
+    assert refused("download", str(tmp_path / "drafter")).endswith(
+        "run 'default' has published no drafter yet (`draftalign state` says what the run waits for)"
+    )
+    assert refused("hold", "v000001") == "run default has no drafter version yet"
     first, second = service.publish(), service.publish(content=b"second")
     typed(service, "hold", second.version)
     assert refused("rollback", first.version).endswith("(`draftalign release` ends the hold)")

@@ -101,7 +101,11 @@ def test_eval_takes_the_embedding_of_each_policy_version_from_a_run(tmp_path: Pa
     file = tmp_path / "late.safetensors"
     file.write_bytes(world.rollout_file("late", policy_version=6))
     options = ("--target", "tied", "--state-dir", tmp_path / "state", "--json")
+    only = json.loads(worked("eval", directory, file, *options[2:]))["drafters"]["drafter"]["alpha"]
     alpha = json.loads(worked("eval", directory, file, *options))["drafters"]["drafter"]["alpha"]
+    assert only == alpha, "without --target the only run is meant"
+    registered("other", world, tmp_path / "state")
+    assert "which run? Give --target: other, tied" in refused("eval", directory, file, *options[2:])
     own = replay(read_drafter(directory), load_batch(file), Policy(5, moved), depth=4).alpha
     stale = replay(read_drafter(directory), load_batch(file), world.policy(0), depth=4).alpha
     assert alpha == pytest.approx(own, rel=1e-9)
