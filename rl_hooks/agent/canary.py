@@ -135,7 +135,8 @@ class Canary:
                 return None
             passed = True
         trial, baseline = (sum(side, Counts()) for side in sides or (self._trial, self._recent))
-        verdict = CanaryResult(version, good, trial.alpha, self._asked(baseline), trial.rounds, baseline.rounds, passed)
+        asked = self._asked(baseline)
+        verdict = CanaryResult(version, good, trial.alpha, asked, trial.rounds, baseline.rounds, passed)
         if passed:
             kept = self._trial
             self._accept(version)
@@ -165,7 +166,12 @@ class Canary:
         self._trial_at = now if document["begun"] else None
 
     def _asked(self, baseline: Counts) -> float:
-        return baseline.alpha if self._replayed is None else min(baseline.alpha, self._replayed)
+        """The α of the version before: what it had, or has by replay now, where that is less."""
+        if self._replayed is None:
+            return baseline.alpha
+        depths = [len(part.accepted_per_position or ()) for part in (*self._trial, *self._recent)]
+        at_one = baseline.drafted_tokens == baseline.rounds and max(depths) > 1
+        return min(baseline.alpha, _at_depth_one(self._replayed, max(depths)) if at_one else self._replayed)
 
     def _at_common_depth(self) -> tuple[Sequence[Counts], Sequence[Counts]] | None:
         """Parts of the trial and of the baseline; None where the depths differ and positions were not counted."""
@@ -203,6 +209,18 @@ class Canary:
         self._recent_at = now
         while sum(c.rounds for c in self._recent) - self._recent[0].rounds >= max(self.rule.rounds, 1):
             self._recent.popleft()
+
+
+def _at_depth_one(alpha: float, depth: int) -> float:
+    """The α at a depth of 1 of who has this one at `depth`, if each draft of a round is accepted as often.
+
+    First drafts are accepted more often than later ones, so this is rather too low, and a trial passes more easily.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if sum(middle**j for j in range(depth + 1)) < alpha else (low, middle)
+    return 1.0 + low
 
 
 def _first_drafts(counts: Counts) -> Counts:

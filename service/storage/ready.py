@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -21,6 +22,8 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from service.settings import redis_members
 from service.storage.queue.keys import Keys
+
+log = logging.getLogger("draftalign.api")
 
 #: Most seconds that a probe of Redis waits: a command by itself would wait 15 s for one that hangs.
 PROBE_SECONDS: Final = 1.5
@@ -219,10 +222,10 @@ class Memory(NamedTuple):
 
 
 async def memory_of(client: Any) -> Memory | None:
-    """Ask Redis, by an asyncio client, for its memory. None: it has no limit, or its user may not ask."""
+    """Ask Redis, by an asyncio client, for its memory. None: it has no limit, or does not let its user ask."""
     try:
         found = await client.info("memory")
-    except redis_errors.NoPermissionError:
+    except ResponseError:  # no permission; or the command is renamed, as some services have it
         return None
     nodes = found.values() if all(isinstance(one, dict) for one in found.values()) else [found]
     limited = [Memory(node["used_memory"], node["maxmemory"]) for node in nodes if node.get("maxmemory")]
@@ -232,6 +235,19 @@ async def memory_of(client: Any) -> Memory | None:
 def is_of_one_key(error: BaseException) -> bool:
     """Whether Redis is well, and a key of one run holds what the service did not write: that run's trouble alone."""
     return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
+
+
+async def asked_of(runs: Iterable[str], ask: Callable[[str], Awaitable[int]]) -> dict[str, int]:
+    """What each run's queue says, but for runs of which a key is broken: those must not be in the others' way."""
+    found = {}
+    for run in runs:
+        try:
+            found[run] = await ask(run)
+        except ResponseError as error:
+            if not is_of_one_key(error):
+                raise
+            log.error("run %s: %s", run, error)
+    return found
 
 
 def why_unusable(error: Exception) -> str | None:

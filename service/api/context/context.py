@@ -30,7 +30,7 @@ from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id, is_there
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
-from service.storage.ready import PROBE_SECONDS, WriteTest, memory_of
+from service.storage.ready import PROBE_SECONDS, WriteTest, asked_of, memory_of
 from service.storage.registry import Registry
 from service.storage.reports.drafting import settings_of
 from service.storage.reports.store import AsyncStore
@@ -252,7 +252,7 @@ class ServiceContext:
         Runs that ended keep theirs for 7 days, and would fill Redis for those that go on. Where it is nearly full all
         the same (another limit, queues, scores), they take no more than leaves a fifth of it free, or hardly anything.
         """
-        held = {run: await self.queue(run).remembered() for run in runs}
+        held = await asked_of(runs, lambda run: self.queue(run).remembered())
         together, memory = 2 * self.settings.remembered_bytes, await self.soon(memory_of(self.redis))
         if memory is not None and memory.fill > REDIS_NEARLY_FULL:
             excess = memory.used_bytes - int(_LEFT_FULL * memory.limit_bytes)

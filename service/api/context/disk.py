@@ -12,6 +12,7 @@ from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
+from service.storage.ready import asked_of
 from service.storage.runs import kept_bytes
 from service.storage.spool import Spool
 
@@ -100,7 +101,7 @@ class Disk:
         wanted, self._wanted_bytes = self._wanted_bytes, set()
         self.room_wanted.clear()
         least = self._settings.spool_min_free_bytes - self._spool.free_bytes()
-        held = {run: await self._queue(run).dead_file_bytes() for run in self._layout.run_names()}
+        held = await asked_of(self._layout.run_names(), lambda run: self._queue(run).dead_file_bytes())
         total = sum(held.values())
         missing = max((found for length in wanted if (found := least + length) <= total), default=0)
         if missing <= 0:

@@ -530,6 +530,31 @@ def test_the_canary_of_an_unchanged_drafter_passes_where_the_depth_falls_with_th
         assert verdict.previous_alpha == pytest.approx(1.7, abs=0.1)
 
 
+@pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 2), (3, 4)])
+def test_a_better_version_passes_at_any_depth_where_the_policy_has_become_harder_to_draft_for(
+    before: int, after: int
+) -> None:
+    """What replay says of the version before, on the newest policy, is of the full depth."""
+    draw = random.Random(0)
+
+    def part(depth: int, first: float, later: float) -> Counts:
+        shares = [first, *[later] * (depth - 1)]
+        accepted = [next((i for i, p in enumerate(shares) if draw.random() > p), depth) for _ in range(50)]
+        positions = tuple(sum(a > i for a in accepted) for i in range(4))
+        return Counts(50, 50 * depth, sum(accepted), positions, None, 1.0)
+
+    canary = Canary(CanaryRule())
+    canary.loaded("a", exempt=True)
+    for _ in range(44):
+        canary.count("a", part(before, 0.8, 0.85), now=0.0)
+    of_the_one_before = sum((part(4, 0.55, 0.65) for _ in range(100)), Counts()).alpha
+    canary.loaded("b", exempt=False, replayed=of_the_one_before)
+    parts = (part(after, 0.6, 0.7) for _ in range(60))
+    verdict = next((v for counts in parts if (v := canary.count("b", counts, now=1.0)) is not None), None)
+    assert verdict is not None
+    assert verdict.passed
+
+
 def test_a_canary_is_certain_of_the_same_drop_when_every_block_shows_it() -> None:
     canary = Canary(CanaryRule(rounds=400))
     canary.loaded("a", exempt=False)

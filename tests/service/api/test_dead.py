@@ -28,6 +28,7 @@ from service.api.context.context import ServiceContext
 from service.cli.main import app as command_line
 from service.storage.queue.deliveries import Entry, RolloutQueue
 from service.storage.queue.keys import Keys
+from service.storage.ready import Memory, memory_of
 
 Serve = Callable[..., RunningService]
 DEAD = "/runs/default/dead"
@@ -226,6 +227,41 @@ def reap(bench: Bench, **changes: Any) -> None:
             await ServiceContext(bench.settings.model_copy(update=changes), client).reap()
 
     asyncio.run(once())
+
+
+def test_a_broken_key_of_one_run_is_not_in_the_way_of_the_others_room(
+    bench: Bench, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve()
+    for run in ("broken", "sound"):
+        bench.register(run=run)
+    bench.redis.set(Keys("broken").counters, "x")
+    bench.redis.rpush("da:{broken}:ended", "x")
+
+    async def once() -> None:
+        async with redis.asyncio.Redis.from_url(bench.redis_url) as client:
+            context = ServiceContext(bench.settings, client)
+            await context.reap()
+            context.disk.want_room(1 << 40)
+            await context.disk.make_room()
+
+    asyncio.run(once())
+    assert caplog.text.count("run broken: WRONGTYPE") == 2, "of what is remembered, and of dead batches"
+
+
+def test_a_redis_that_does_not_say_what_memory_it_has_is_no_trouble(bench: Bench, serve: Serve) -> None:
+    """Some services rename the command, or deny it."""
+    bench.redis.acl_setuser("asks", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all", "-info"])
+    asked = f"unix://asks@{bench.redis_url.removeprefix('unix://')}"
+
+    async def once() -> Memory | None:
+        async with redis.asyncio.Redis.from_url(asked) as client:
+            return await memory_of(client)
+
+    try:
+        assert asyncio.run(once()) is None
+    finally:
+        bench.redis.acl_deluser("asks")
 
 
 def test_a_redis_that_is_nearly_full_says_so_and_remembers_less(bench: Bench, serve: Serve) -> None:

@@ -280,3 +280,21 @@ def test_what_a_closed_run_had_is_free_before_anything_else_is_done(
     finally:
         gc.enable()
     assert returned == [True]
+
+
+def test_what_people_ask_of_a_run_that_is_put_off_has_it_opened_though_its_turn_is_gone(
+    bench: Bench, worker: Worker
+) -> None:
+    """After a death no idle run is opened by turns any more; what was asked meanwhile is not lost by that."""
+    ask_of_drift(bench, "a")
+    worker._turn()
+    worker._close()
+    ask_of_drift(bench, "b")  # while no worker is there
+    for served in ({"b", "c"}, {"c"}):
+        note_death(bench, "c")
+        post(bench, "c", f"{len(served)}")
+        again = Worker(bench.settings, Redis.from_url(bench.redis_url))
+        for _ in range(3):
+            again._turn()
+        assert again.served.keys() == served
+        again._close()
