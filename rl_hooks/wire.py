@@ -193,7 +193,7 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     if high < low:
         raise WireError("policy_version_max", f"is {high}, below policy_version {low}")
     rewards = _each(meta, "rewards", rollouts, is_finite_number, "finite number")
-    prompts = _each(meta, "prompt_hashes", rollouts, _is_prompt_hash, "`prompt_hash` of 16 hexadecimal digits")
+    prompts = _each(meta, "prompt_hashes", rollouts, is_prompt_hash, "`prompt_hash` of 16 hexadecimal digits")
     strata = _each(meta, "strata", rollouts, _is_stratum, "text of at most 64 printable characters")
     return RolloutHeader(
         header=header,
@@ -341,7 +341,8 @@ def is_finite_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _is_prompt_hash(value: object) -> bool:
+def is_prompt_hash(value: object) -> bool:
+    """Whether it looks like one of `prompt_hash`."""
     return isinstance(value, str) and len(value) == 16 and set(value) <= set("0123456789abcdef")
 
 

@@ -110,7 +110,7 @@ class Settings(BaseSettings):
         128 * MIB,
         gt=0,
         description="Redis' memory for the fates of a run's ended batches and their rollouts; the oldest go first."
-        " All runs together: twice that.",
+        " All runs together: twice that, and less where Redis is nearly full.",
     )
     queue_max_items: int = Field(10_000, gt=0, description="Most batches in a run's queue; above it 429.")
     queue_max_rollouts: int = Field(

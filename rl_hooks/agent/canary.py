@@ -179,7 +179,7 @@ class Canary:
         depths = [total.drafted_tokens / max(total.rounds, 1) for total in (sum(side, Counts()) for side in sides)]
         if max(depths) <= (1 + _SAME_DEPTH) * min(depths):
             return sides
-        if not all(part.accepted_per_position for side in sides for part in side):
+        if not all(part.accepted_per_position or not part.accepted_tokens for side in sides for part in side):
             return None
         trial, baseline = (tuple(map(_first_drafts, side)) for side in sides)
         return trial, baseline
@@ -225,7 +225,7 @@ def _at_depth_one(alpha: float, depth: int) -> float:
 
 def _first_drafts(counts: Counts) -> Counts:
     """The same rounds as if each had drafted one token."""
-    accepted = counts.accepted_per_position[0]
+    accepted = counts.accepted_per_position[0] if counts.accepted_per_position else 0  # of a drafter that is dead
     return Counts(counts.rounds, counts.rounds, accepted, (accepted,), None, counts.window_seconds)
 
 

@@ -164,8 +164,8 @@ class EngineProcess:
                 "the drafter in its speculative configuration"
             )
         return (
-            f"it has {self._unlike(manifest, state)} than the drafter that the engine was started with, and an engine "
-            f"keeps that. {remedy}"
+            f"it has {self._unlike(manifest, state)} than the drafter that the engine was started with, which an "
+            f"engine cannot change. {remedy}"
         )
 
     def _unlike(self, manifest: Manifest, state: EngineState) -> str:

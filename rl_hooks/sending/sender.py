@@ -47,7 +47,7 @@ class RolloutSender:
     >>> sender.submit(wire.encode(tensors, metadata), batch_id=batch_id)  # True: queued
     >>> sender.stats()["sent"], sender.flush(10.0)
 
-    Raises ValueError for an invalid URL, and nothing else.
+    Raises ValueError for an invalid URL or a token that no header can hold, and nothing else.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class RolloutSender:
         `token`: of scope write; None: DRAFTALIGN_TOKEN of the environment, where that is set.
         """
         self.run = run
-        if token is None:
-            token = os.environ.get("DRAFTALIGN_TOKEN") or None
+        token = (os.environ.get("DRAFTALIGN_TOKEN") if token is None else token) or None
+        if token is not None and not ((token := token.strip()).isascii() and token.isprintable()):
+            raise ValueError("the token (token=, DRAFTALIGN_TOKEN) holds characters that are no printable ASCII")
         self._asks = asks
         self._retry_statuses = retry_statuses
         self._queue = JobQueue(queue_bytes)

@@ -182,6 +182,8 @@ def plan_batch(
         of = "rollout" if layout.packed else "row"
         named = "rollout_ids, rewards, strata and prompt_hashes"
         raise RolloutError(f"{named} must hold one entry per {of} ({len(places)})")
+    if prompt_hashes is not None and not all(map(wire.is_prompt_hash, prompt_hashes)):
+        raise RolloutError("prompt_hashes must be of `rl_hooks.wire.prompt_hash`: 16 hexadecimal digits each")
     names = [ids.next(policy_version) for _ in places] if rollout_ids is None else list(rollout_ids)
     # No features precede the first token of a rollout, so it cannot be predicted.
     generated_T[[one[0] for one in places if len(one)]] = False

@@ -111,6 +111,7 @@ def send_rollouts(
     orders = (torch.randperm(len(prompts), generator=generator).tolist() for _ in itertools.count())
     chosen = itertools.islice(itertools.chain.from_iterable(orders), rollouts)
     attempt = uuid.uuid4().hex[:8]  # a second warm-up of the run brings other rollouts
+    salt = int(attempt[:7], 16)
     for number in itertools.count():
         passes = number * sampling.batch // len(prompts)
         part = [prompts[n] for n in itertools.islice(chosen, sampling.batch)]
@@ -128,7 +129,7 @@ def send_rollouts(
                 policy_version=POLICY_VERSION,
                 temperature=sampling.temperature,
                 rollout_ids=names,
-                prompt_hashes=[prompt_hash([-passes, *prompt]) for prompt in part] if passes else None,
+                prompt_hashes=[prompt_hash([passes, salt, *prompt]) for prompt in part] if passes else None,
             ),
         ):
             model(input_ids=ids_BS, attention_mask=real_BS, use_cache=False, **narrow)

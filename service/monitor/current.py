@@ -6,8 +6,8 @@ Rules:
 * Newest is what *arrived* last, never the highest policy version: a trainer that goes on from an earlier checkpoint
   counts on from there, and one absurd version must not stay the newest.
 * Batches are in the order of their queue entries, whose ids only grow, whatever a clock does.
-* What is pooled is what arrived since the policy version last changed, or a drafter served for the first time under
-  it. After a trainer went back to version 3, what its first attempt wrote as version 3 is not among it.
+* What is pooled is what arrived since the policy version last changed, or a newer drafter first served under it. After
+  a trainer went back to version 3, what its first attempt wrote as version 3 is not among it.
 * A figure that the newest batches lack is of the newest ones that have it, among the last 256.
 """
 
@@ -127,7 +127,7 @@ def current(
 
 @dataclass(frozen=True, slots=True)
 class _Spell:
-    """Batches of one policy version that arrived in a row, up to the first one of a further drafter."""
+    """Batches of one policy version that arrived in a row, up to the first one of a newer drafter."""
 
     policy_version: int
     scores: list[ScoreRecord]
@@ -136,16 +136,17 @@ class _Spell:
 def _spells(scores: Iterable[ScoreRecord]) -> list[_Spell]:
     """Those of the batches whose policy version is known, in order of arrival."""
     found: list[_Spell] = []
-    drafters: set[str | None] = set()  # that served under this policy version; engines may swap one after another
+    newest = ""  # drafter that has served under this policy version; engines may swap one after another
     for score in scores:
         if score.policy_version is None:
             continue
-        if not found or found[-1].policy_version != score.policy_version:
-            drafters = {score.drafter_version}
+        drafter, same_policy = (
+            score.drafter_version or "",
+            bool(found) and found[-1].policy_version == score.policy_version,
+        )
+        if not same_policy or drafter > newest:
             found.append(_Spell(score.policy_version, []))
-        elif score.drafter_version not in drafters:
-            drafters.add(score.drafter_version)
-            found.append(_Spell(score.policy_version, []))
+        newest = max(newest, drafter) if same_policy else drafter
         found[-1].scores.append(score)
     return found
 

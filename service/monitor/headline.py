@@ -239,7 +239,7 @@ def _of_queue(facts: RunFacts) -> Iterator[Headline]:
     if facts.redis_fill >= REDIS_NEARLY_FULL:
         level: Severity = "bad" if facts.redis_fill >= _REDIS_FULL else "warn"
         share = f"{facts.redis_fill:.0%}".replace("%", " %")
-        text = f", {share} of its memory: where it has no more, rollouts of all runs are refused."
+        text = f": {share} of its memory is in use; at 100 % rollouts of all runs are refused."
         yield _found(level, "redis_full", "Redis full" if level == "bad" else "Redis nearly full", text)
     full = "the oldest are dropped" if facts.drops_oldest and facts.queued else "rollouts are refused"
     if facts.disk_fill == math.inf:

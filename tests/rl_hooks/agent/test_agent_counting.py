@@ -530,6 +530,17 @@ def test_the_canary_of_an_unchanged_drafter_passes_where_the_depth_falls_with_th
         assert verdict.previous_alpha == pytest.approx(1.7, abs=0.1)
 
 
+def test_a_version_that_is_dead_fails_at_another_depth_too() -> None:
+    """VLLM's plugin names no positions where nothing was accepted."""
+    canary = Canary(CanaryRule())
+    canary.loaded("a", exempt=True)
+    for _ in range(44):
+        canary.count("a", Counts(50, 200, 90, (35, 25, 18, 12), None, 1.0), now=0.0)
+    verdict = _verdict(canary, [Counts(50, 50, 0, (), None, 1.0) for _ in range(60)])
+    assert verdict is not None
+    assert not verdict.passed
+
+
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 2), (3, 4)])
 def test_a_better_version_passes_at_any_depth_where_the_policy_has_become_harder_to_draft_for(
     before: int, after: int

@@ -129,6 +129,20 @@ def test_a_hook_without_a_token_takes_the_environments(
     assert registration.headers.get("authorization") == sent
 
 
+def test_a_token_that_no_header_can_hold_is_refused_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiver() as service:
+        monkeypatch.setenv("DRAFTALIGN_TOKEN", " s3cret\n")  # as `export DRAFTALIGN_TOKEN="$(cat file)"` of some shells
+        sender = RolloutSender(service.url)
+        sender.submit([b"z"])
+        finished(sender)
+        assert service.requests[0].headers.get("authorization") == "Bearer s3cret"
+        sender.close()
+        for bad in ("s3\ncret", "s3cret\u2019"):
+            with pytest.raises(ValueError, match="printable ASCII") as raised:
+                RolloutSender(service.url, token=bad)
+            assert "cret" not in str(raised.value)
+
+
 def test_a_401_says_where_the_token_is_given(caplog: pytest.LogCaptureFixture) -> None:
     with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
         service.answer = lambda _request: (401, {}, {"detail": "no token came"})

@@ -258,8 +258,13 @@ def test_a_redis_that_does_not_say_what_memory_it_has_is_no_trouble(bench: Bench
         async with redis.asyncio.Redis.from_url(asked) as client:
             return await memory_of(client)
 
+    class Renamed:
+        async def info(self, _: str) -> None:
+            raise redis.exceptions.ResponseError("unknown command 'INFO', with args beginning with: 'memory'")
+
     try:
         assert asyncio.run(once()) is None
+        assert asyncio.run(memory_of(Renamed())) is None
     finally:
         bench.redis.acl_deluser("asks")
 

@@ -193,17 +193,20 @@ def test_lossless_engines_are_called_biased_in_fewer_than_one_run_of_a_hundred()
 
 def test_after_a_publish_the_figures_are_of_the_drafter_that_serves_since_though_the_policy_is_the_same() -> None:
     """A warm-up has one policy version for long. Two engines that swap one after another make one change of it."""
-    versions = ["v1", "v1", "v2", "v1", "v2", "v2", "v3"]
-    alphas = [1.0, 1.0, 2.0, 1.0, 2.0, 2.0, 3.0]
+    versions = ["v1", "v1", "v2", "v1", "v2", "v2", "v3", "v0"]  # the last one of an engine that is late
+    alphas = [1.0, 1.0, 2.0, 1.0, 2.0, 2.0, 3.0, 1.0]
     scores = [
         replace(scored(f"{1000 * (n + 1)}-0", 0, served=alpha), drafter_version=v)
         for n, (v, alpha) in enumerate(zip(versions, alphas, strict=True))
     ]
     found = current(scores, [])
     assert found is not None
-    assert found.drafter_version == "v3"
-    assert found.alpha_served == pytest.approx(3.0)
-    before = current(scores[:-1], [])
+    assert found.alpha_served == pytest.approx(2.0), "since v3 came, with the late one"
+    newest = current(scores[:-1], [])
+    assert newest is not None
+    assert newest.drafter_version == "v3"
+    assert newest.alpha_served == pytest.approx(3.0)
+    before = current(scores[:-2], [])
     assert before is not None
     assert before.drafter_version == "v2"
     assert before.alpha_served == pytest.approx(7 / 4), "since v2 came first"

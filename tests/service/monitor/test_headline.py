@@ -235,7 +235,7 @@ STATES = [
         (
             "warn",
             "redis_full",
-            "Redis nearly full, 93 % of its memory: where it has no more, rollouts of all runs are refused.",
+            "Redis nearly full: 93 % of its memory is in use; at 100 % rollouts of all runs are refused.",
         ),
     ),
     (
@@ -243,7 +243,7 @@ STATES = [
         (
             "bad",
             "redis_full",
-            "Redis full, 100 % of its memory: where it has no more, rollouts of all runs are refused.",
+            "Redis full: 100 % of its memory is in use; at 100 % rollouts of all runs are refused.",
         ),
     ),
     (
