@@ -15,6 +15,7 @@ from hooks_fixtures import HIDDEN, VOCAB, Receiver, mapped, padded_batch, receiv
 
 from drafter.batch import RolloutBatch, load_batch
 from rl_hooks import wire
+from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import FeatureDtype, row_bytes
 from rl_hooks.sending.sender import RolloutSender
@@ -158,7 +159,16 @@ def test_a_forward_of_an_8b_policy_is_sent_by_the_defaults() -> None:
     sender.close(0.0)
 
 
-def plan_of(lengths: list[int]) -> BatchPlan:
+def test_prompts_are_named_by_hashes_which_go_with_their_rollouts() -> None:
+    names = [wire.prompt_hash([n]) for n in range(3)]
+    plan = plan_of([4, 5, 6], prompt_hashes=names)
+    assert [part.prompt_hashes for _, part in plan.files(9, 9)] == [tuple(names[:2]), (names[2],)]
+    for wrong in (names[:2], [*names[:2], "x"], [*names[:2], names[2].upper()]):
+        with pytest.raises(RolloutError, match="prompt_hashes"):
+            plan_of([4, 5, 6], prompt_hashes=wrong)
+
+
+def plan_of(lengths: list[int], **more: Any) -> BatchPlan:
     """Rollouts of zeros, of which the policy generated all but the first token."""
     from rl_hooks.sending.tally import Tally
     from rl_hooks.trainer.plan import RolloutChoice, RolloutIds, plan_batch
@@ -182,6 +192,7 @@ def plan_of(lengths: list[int]) -> BatchPlan:
         temperature=1.0,
         top_p=1.0,
         top_k=0,
+        **more,
     )
     assert plan is not None
     return plan
