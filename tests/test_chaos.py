@@ -153,7 +153,7 @@ def test_a_stopped_worker_drops_the_run_when_it_wakes_up_after_its_lease(bench: 
     newest = bench.checkpoint()
     assert bench.totals()["batches"] == 3, "its orderly stop wrote no checkpoint over the successor's"
     workers.kill(successor, signal.SIGTERM)
-    assert bench.checkpoint() > newest
+    assert bench.checkpoint() >= newest
     assert states(bench) == ["trained"] * 3
     assert bench.totals()["batches"] == 3
 

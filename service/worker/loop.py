@@ -60,6 +60,15 @@ class Suspicion:
     limit: LengthLimit = field(default_factory=LengthLimit)
 
 
+@dataclass
+class _Newest:
+    """The newest checkpoint: when it was written (monotonic), how long that took, and whether it holds all there is."""
+
+    written_at: float
+    took_seconds: float = 0.0
+    holds_all: bool = True
+
+
 class RunWorker:
     """Joins one run's `Inbox` and `Learner`, and decides when to checkpoint."""
 
@@ -87,16 +96,17 @@ class RunWorker:
         self.learner = Learner(settings, layout, store, run, stopping)
         self.learner.recent.limit = self._suspicion.limit
         self._checkpoint = WorkerCheckpoint(layout.worker(run))
-        self._checkpointed_at = time.monotonic()
-        self._checkpoint_took = 0.0  # seconds
+        self._newest = _Newest(time.monotonic())
         queue.ensure_group()
         if self._checkpoint.newest() is None:
             self.learner.begin()
-            self._unsaved = True  # something is not in the newest checkpoint
+            self._newest.holds_all = False
             applied: Sequence[str] = ()
         else:
             state = self.learner.resume(self._checkpoint)
-            self._unsaved = state.get("drafting") != self.drafting.model_dump()  # it measures from scratch then
+            self._newest.holds_all = (
+                state.get("drafting") == self.drafting.model_dump()
+            )  # else it measures from scratch
             applied = state["applied"]
         self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
         self.learner.report_vocabulary(0)
@@ -111,7 +121,7 @@ class RunWorker:
         self.inbox.renew()
         try:
             if self.learner.journal.heed_people():
-                self._unsaved = True
+                self._newest.holds_all = False
                 self.save()  # not to be done again after a restart
             entries = self._claim()
             with self._noted(entries):
@@ -166,7 +176,7 @@ class RunWorker:
         self._check_still_ours()
         log.warning("%s: the recent rollouts are dropped: training failed with them, and works without them", self.run)
         self.learner.forget_recent()
-        self._suspicion.recent, self._unsaved = False, True
+        self._suspicion.recent = self._newest.holds_all = False
 
     def _work_on(self, entries: Sequence[Entry]) -> None:
         fresh = self.inbox.load(entries)
@@ -181,8 +191,8 @@ class RunWorker:
                 self.save()
         pause = self._settings.checkpoint_seconds
         if pause and entries:  # a large drafter's takes seconds, in which nothing is trained
-            pause = max(pause, min(_CHECKPOINT_PAUSE * self._checkpoint_took, _LONGEST_PAUSE_SECONDS))
-        if self.inbox.done and (self.inbox.backlog or time.monotonic() - self._checkpointed_at >= pause):
+            pause = max(pause, min(_CHECKPOINT_PAUSE * self._newest.took_seconds, _LONGEST_PAUSE_SECONDS))
+        if self.inbox.done and (self.inbox.backlog or time.monotonic() - self._newest.written_at >= pause):
             self.save()
 
     def _gather_vocabulary(self, fresh: Sequence[Loaded]) -> list[Loaded]:
@@ -221,7 +231,7 @@ class RunWorker:
                 self._suspicion.recent = True
             raise
         finally:
-            self._unsaved = True  # also where a checkpoint was written before something was published
+            self._newest.holds_all = False  # also where one was written before something was published
 
     # --- checkpoint, then acknowledge
     def save(self) -> None:
@@ -230,13 +240,13 @@ class RunWorker:
         if not self.learner.begun:
             return
         self.inbox.commit(self._write_checkpoint)
-        self._checkpointed_at, self._unsaved = time.monotonic(), False
+        self._newest.written_at, self._newest.holds_all = time.monotonic(), True
         self.learner.forget_heads(self.inbox.versions.newest)
 
     def _write_checkpoint(self, applied: Sequence[str]) -> None:
         started = time.monotonic()
         self.learner.save(self._checkpoint, applied)
-        self._checkpoint_took = time.monotonic() - started
+        self._newest.took_seconds = time.monotonic() - started
 
     def _check_still_ours(self) -> None:
         """Raise unless this worker may write: it holds the lease, and the run's target is the one that it opened."""
@@ -252,7 +262,9 @@ class RunWorker:
         would outlast the time that it is given.
         """
         try:
-            if self._unsaved or self.inbox.done:  # what ended before it was learnt from is acknowledged by a checkpoint
+            if (
+                not self._newest.holds_all or self.inbox.done
+            ):  # what ended before it was learnt from is acknowledged by a checkpoint
                 self.save()
             else:
                 self._check_still_ours()

@@ -331,8 +331,10 @@ def test_each_kind_of_failure_is_logged_and_the_newest_is_told_in_the_stats(
             run_once(hook, model, batch, version=version, **bad)
     told = [r.message for r in caplog.records]
     assert [text.count("loss_mask must be") for text in told] == [1, 0]
-    assert "RolloutError: rollout_ids, rewards and strata must hold one entry per row (4)" in told[1]
-    assert hook.stats()["last_failure"].endswith("rollout_ids, rewards and strata must hold one entry per row (4)")
+    assert "RolloutError: rollout_ids, rewards, strata and prompt_hashes must hold one entry per row (4)" in told[1]
+    assert hook.stats()["last_failure"].endswith(
+        "rollout_ids, rewards, strata and prompt_hashes must hold one entry per row (4)"
+    )
     assert (hook.stats()["failures"], hook.stats()["last_error"]) == (3, "")
     hook.close()
 

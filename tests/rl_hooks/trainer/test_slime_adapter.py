@@ -44,6 +44,7 @@ class Hook:
         self.tally = Tally(logging.getLogger("rl_hooks"))
         self.guard = TrainerGuard(self.tally, strict=True)
         self.told: list[dict[str, Any]] = []
+        self.leads = False
 
     @contextmanager
     def capture(self, **told: Any) -> Iterator[None]:
