@@ -104,9 +104,8 @@ class RunWorker:
             applied: Sequence[str] = ()
         else:
             state = self.learner.resume(self._checkpoint)
-            self._newest.holds_all = (
-                state.get("drafting") == self.drafting.model_dump()
-            )  # else it measures from scratch
+            # With engines that draft another way it measures from scratch.
+            self._newest.holds_all = state.get("drafting") == self.drafting.model_dump()
             applied = state["applied"]
         self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
         self.learner.report_vocabulary(0)
@@ -262,9 +261,7 @@ class RunWorker:
         would outlast the time that it is given.
         """
         try:
-            if (
-                not self._newest.holds_all or self.inbox.done
-            ):  # what ended before it was learnt from is acknowledged by a checkpoint
+            if not self._newest.holds_all or self.inbox.done:  # what is done is acknowledged by a checkpoint
                 self.save()
             else:
                 self._check_still_ours()

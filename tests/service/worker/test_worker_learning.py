@@ -292,7 +292,7 @@ def test_the_controller_is_told_the_alpha_of_the_whole_claim_and_the_error_of_a_
 def test_a_worker_with_nothing_to_do_does_not_put_its_checkpoint_off(bench: Bench) -> None:
     bench.begin()
     worker = bench.worker(checkpoint_seconds=1.0)
-    worker._checkpoint_took = 100.0  # as on a disk that once stood still
+    worker._newest.took_seconds = 100.0  # as on a disk that once stood still
     worker.inbox.backlog = False
     batch = bench.post("a")
     worker.cycle()
