@@ -33,6 +33,7 @@ PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_FILES: Final = 64
 _MAX_LAYERS: Final = 64
+_MAX_LAYER: Final = 4096
 #: The answer's header that holds the signature, in base64.
 SIGNATURE_HEADER: Final = "Draftalign-Signature"
 #: What a nonce must match: 128 to 256 bits, hexadecimal.
@@ -142,8 +143,9 @@ def parse_manifest(document: object, run: str) -> Manifest:
 
 def layers_of(value: object) -> tuple[int, ...]:
     """The layers that a manifest or an engine names, for messages only; empty where they are none."""
-    known = isinstance(value, list | tuple) and len(value) <= _MAX_LAYERS and all(type(one) is int for one in value)
-    return tuple(value) if known else ()  # type: ignore[arg-type]
+    if not isinstance(value, list | tuple) or len(value) > _MAX_LAYERS:
+        return ()
+    return tuple(value) if all(type(one) is int and 0 <= one <= _MAX_LAYER for one in value) else ()
 
 
 def _kind(value: object) -> str:

@@ -56,13 +56,15 @@ _QWEN3_NEXT: dict[str, Any] = _EXPERTS | {
     "linear_value_head_dim": 8,
     "full_attention_interval": 3,
 }
-_DEEPSEEK: dict[str, Any] = {
+_LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+}
+_DEEPSEEK: dict[str, Any] = _LATENT | {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "n_group": 2,
@@ -70,16 +72,6 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 2,
     "moe_intermediate_size": 16,
     "num_experts_per_tok": 2,
-}
-
-
-_MINICPM3: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
 }
 _GRANITE: dict[str, Any] = {"embedding_multiplier": 6.0, "logits_scaling": 4.0}
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2}
@@ -138,7 +130,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "deepseek-v3": _text("DeepseekV3Config", "DeepseekV3ForCausalLM", **_DEEPSEEK),
     "cohere": _text("CohereConfig", "CohereForCausalLM", logit_scale=0.25),
     "granite": _text("GraniteConfig", "GraniteForCausalLM", **_GRANITE),
-    "minicpm 3": _text("MiniCPM3Config", "MiniCPM3ForCausalLM", **_MINICPM3, dim_model_base=8),
+    "minicpm 3": _text("MiniCPM3Config", "MiniCPM3ForCausalLM", **_LATENT, dim_model_base=8),
     "nanochat": _text("NanoChatConfig", "NanoChatForCausalLM", head_dim=8, final_logit_softcapping=5.0),
     "hyperclova": _text("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", logits_scaling=0.5),
 }

@@ -1,5 +1,6 @@
-"""A file that keeps a little of the disk, which is given up for the calls that make room: a full disk takes no word of
-what is asked, nor a run's new state, and so nobody could archive a run or delete one.
+"""A file that keeps a little of the disk. It is deleted for the calls that make room on a full one.
+
+To archive or delete a run takes some room itself: for the audit log, and for the run's new state.
 """
 
 from __future__ import annotations

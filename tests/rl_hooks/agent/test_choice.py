@@ -15,7 +15,7 @@ from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, Seen, Since, between
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
-from rl_hooks.release import Release, parse_manifest
+from rl_hooks.release import Release, layers_of, parse_manifest
 
 
 def release(number: int, sequence: int | None = None, reason: str = "published") -> Release:
@@ -148,3 +148,12 @@ def test_the_engine_does_each_of_two_requests_whose_answers_were_lost(restarted:
     assert not process.repeated(LoadedVersion("before", 1), first), "this one changed the version"
     assert process.repeated(first, second)
     assert not process.repeated(second, LoadedVersion(wanted.version, 4)), "nobody asked here for a third"
+
+
+@pytest.mark.parametrize(
+    "said", [None, "1,2", 7, {"a": 1}, [True], [1.0], ["1"], [-1], [10**4000], [1] * 65, [[1]], [None]]
+)
+def test_layers_that_are_none_are_not_told(said: object) -> None:
+    """An engine or a service may answer anything; the layers stand in messages only."""
+    assert layers_of(said) == ()
+    assert layers_of([2, 18, 33]) == (2, 18, 33)
