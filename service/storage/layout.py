@@ -31,18 +31,12 @@ class Layout:
 
     def __init__(self, state_dir: Path) -> None:
         self.root = state_dir.absolute()
+        #: `runs/`, one directory per run. Kept, as the next: an upload asks for them a dozen times.
+        self.runs: Final = self.root / "runs"
+        #: Uploads in progress.
+        self.spool_tmp: Final = self.root / "spool" / "tmp"
 
     # --- shared by all runs
-    @property
-    def runs(self) -> Path:
-        """`runs/`, one directory per run."""
-        return self.root / "runs"
-
-    @property
-    def spool_tmp(self) -> Path:
-        """Uploads in progress."""
-        return self.root / "spool" / "tmp"
-
     @property
     def valkey(self) -> Path:
         """The embedded server's append-only file, log and socket."""

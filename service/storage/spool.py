@@ -14,24 +14,27 @@ import stat
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from xxhash import xxh3_64
 
 from service.errors import BlobDamaged
 from service.storage.layout import BLOB_NAME, Layout
 
+T = TypeVar("T")
+
 
 class Upload:
     """One file being received. Write, then `keep` it somewhere; leaving the `with` block without that deletes it."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / uuid.uuid4().hex
         self.written_bytes = 0
         self._digest = xxh3_64()
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = _made(directory, lambda: os.open(self.path, flags, 0o600))
 
     def __enter__(self) -> Upload:
         return self
@@ -54,6 +57,10 @@ class Upload:
         """XXH3 of what was written, 16 hexadecimal digits."""
         return self._digest.hexdigest()
 
+    def read(self, begin: int, size: int) -> bytes:
+        """Some of what was written."""
+        return os.pread(self._descriptor, size, begin)
+
     def sync(self) -> None:
         """Force the bytes to the disk. Slow: call it in a thread."""
         os.fsync(self._descriptor)
@@ -66,8 +73,16 @@ class Upload:
 
     def keep(self, final: Path) -> None:
         """Move the file to its final place. A rename is atomic on one filesystem."""
-        final.parent.mkdir(parents=True, exist_ok=True)
-        self.path.rename(final)
+        _made(final.parent, lambda: self.path.rename(final))
+
+
+def _made(directory: Path, use: Callable[[], T]) -> T:
+    """What `use` returns. Where the directory is missing it is made: to ask each time would cost more than the rest."""
+    try:
+        return use()
+    except FileNotFoundError:
+        directory.mkdir(parents=True, exist_ok=True)
+        return use()
 
 
 class Spool:
@@ -98,8 +113,8 @@ class Spool:
 
     def free_bytes(self) -> int:
         """Free space of the spool's filesystem, less what uploads in progress may still take."""
-        self._layout.spool_tmp.mkdir(parents=True, exist_ok=True)
-        status = os.statvfs(self._layout.spool_tmp)
+        directory = self._layout.spool_tmp
+        status = _made(directory, lambda: os.statvfs(directory))
         return status.f_bavail * status.f_frsize - self._reserved.total()
 
     def new_blob(self, batch_id: str, digest: str) -> str:

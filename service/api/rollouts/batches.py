@@ -14,6 +14,8 @@ import logging
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 from redis.exceptions import OutOfMemoryError, RedisError
@@ -21,9 +23,9 @@ from redis.exceptions import OutOfMemoryError, RedisError
 from rl_hooks.wire import (
     AUX_CONVENTION,
     FORMATS,
+    NUMPY_DTYPE,
     Header,
     LastRows,
-    MappedFile,
     RolloutHeader,
     WireError,
     check_index,
@@ -93,14 +95,15 @@ async def post_rollouts(
     length = check_announcement(request, context.settings.max_body_bytes)
     check_room(context, length, run or "")
     room = _Room(0)
+    record: RunRecord | None = None
     if run is None:
         await context.check_redis()  # without it the body could not be queued
     else:
-        context.run(run)
+        record = context.run(run)
         check_open(context.layout, run, for_rollouts=True)
         room = await _check_queue(context, run, length)
 
-    async def on_header(header: Header) -> RolloutHeader:
+    async def on_header(header: Header) -> tuple[RolloutHeader, RunRecord]:
         nonlocal room
         rollouts = check_rollout_header(header)
         if run is not None and rollouts.run != run:
@@ -121,26 +124,36 @@ async def post_rollouts(
                 f"tokens share rows that make {rollouts.states_bytes} bytes of states when each has its own; at most "
                 f"{largest} (`max_body_bytes`), send several files",
             )
-        _check_run(context.run(rollouts.run), rollouts)
+        found = record or context.run(rollouts.run)
+        _check_run(found, rollouts)
         if run is None:
             check_open(context.layout, rollouts.run, for_rollouts=True)
             room = await _check_queue(context, rollouts.run, length)
-        return rollouts
+        return rollouts, found
 
     check_room(context, length, run or "")  # again: others came while Redis was asked; from here on nothing is awaited
     with context.spool.reserve(length, run or ""), context.spool.upload() as upload:
-        header = await receive_file(request, upload, length, context.settings, on_header)
-        record = context.run(header.run)
+        header, record = await receive_file(request, upload, length, context.settings, on_header)
         if header.tokens <= _FEW_TOKENS:
             _check_index(upload, header, record.vocab_size)
         else:
             await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
-        outcome = await _enqueue(context, upload, header, length, room)
+        batch = Batch(
+            batch_id=(batch_id := header.batch_id),
+            blob=context.spool.new_blob(batch_id, upload.digest),
+            bytes=length,
+            tokens=header.tokens,
+            rollouts=header.rollouts,
+            policy_version=header.policy_version,
+            policy_version_max=header.policy_version_max,
+            rollout_ids=header.rollout_ids,
+        )
+        outcome = await _enqueue(context, upload, header, batch, room)
     duplicate = outcome.outcome == "duplicate"
     response.status_code = 200 if duplicate else 202
     return Receipt.model_validate(
         {
-            "batch_id": header.batch_id,
+            "batch_id": batch.batch_id,
             "duplicate": duplicate,
             "run": header.run,
             "state": outcome.state,
@@ -238,41 +251,36 @@ def _check_run(record: RunRecord, header: RolloutHeader) -> None:
 
 def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None:
     """Verify the integer tensors; no other tensor is read."""
-    file = MappedFile(upload.path)
-    input_ids, cu_seqlens, loss_mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
-    aux_rows = file.array("aux_rows") if "aux_rows" in file else None
+    file = header.header
+
+    def vector(name: str) -> npt.NDArray[Any]:
+        info = file.tensors[name]
+        data = upload.read(file.header_bytes + info.begin, info.end - info.begin)
+        return np.frombuffer(data, NUMPY_DTYPE[info.dtype])
+
+    input_ids, cu_seqlens, loss_mask = map(vector, ("input_ids", "cu_seqlens", "loss_mask"))
+    aux_rows = vector("aux_rows") if "aux_rows" in file.tensors else None
     check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size, aux_rows)
 
 
 async def _enqueue(
-    context: ServiceContext, upload: Upload, header: RolloutHeader, length: int, room: _Room
+    context: ServiceContext, upload: Upload, header: RolloutHeader, batch: Batch, room: _Room
 ) -> Enqueued:
     """Move the file into the spool, then add its queue entry: an entry never names a missing file.
 
     If Redis fails in between, the entry may or may not exist, so the file stays. Without an entry the reaper deletes
     the file; with one, the client's next try is answered as a duplicate.
     """
-    spool, settings, run = context.spool, context.settings, header.run
-    blob = spool.new_blob(header.batch_id, upload.digest)
-    if settings.spool_fsync:
+    run = header.run
+    if context.settings.spool_fsync:
         await asyncio.to_thread(upload.sync)
-    upload.keep(spool.path(run, blob))
+    upload.keep(context.spool.path(run, batch.blob))
     try:
-        context.run(run)
+        _check_run(context.run(run), header)
         check_open(context.layout, run, for_rollouts=True)
-    except (RunNotFound, RunClosed):  # it was deleted or closed while this came
-        spool.delete(run, blob)
+    except (RunNotFound, RunClosed, WireError):  # it was deleted or closed while this came, or registered again
+        context.spool.delete(run, batch.blob)
         raise
-    batch = Batch(
-        batch_id=header.batch_id,
-        blob=blob,
-        bytes=length,
-        tokens=header.tokens,
-        rollouts=header.rollouts,
-        policy_version=header.policy_version,
-        policy_version_max=header.policy_version_max,
-        rollout_ids=header.rollout_ids,
-    )
     finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch, room))
     try:
         for seconds in (PROBE_SECONDS, _AWAKE_SECONDS):
@@ -281,7 +289,7 @@ async def _enqueue(
                 return finishing.result()
     finally:  # if the client hangs up now, or Redis hangs, the outcome must still be handled
         if not finishing.done():
-            finishing.add_done_callback(functools.partial(_tell_late, header.batch_id))
+            finishing.add_done_callback(functools.partial(_tell_late, batch.batch_id))
     raise Problem(
         503,
         "redis-away",

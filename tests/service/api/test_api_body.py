@@ -8,7 +8,9 @@ import errno
 import functools
 import random
 import select
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,7 @@ import numpy as np
 import pytest
 import uvicorn
 from agent_fixtures import eventually
-from service_fixtures import HEADERS, VOCAB, RunningService, rollout_file
+from service_fixtures import CONFIG, HEADERS, VOCAB, RunningService, rollout_file
 from starlette.requests import Request
 
 from rl_hooks import wire
@@ -259,3 +261,45 @@ def test_two_servers_in_two_threads_do_not_mix_their_bodies(serve: Serve, tmp_pa
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(upload, ("one", "two"))) == [True, True]
+
+
+def test_an_upload_makes_no_directory_and_opens_its_file_once(service: RunningService) -> None:
+    """Each such call of the system is a part of what a small upload costs."""
+    done: list[tuple[str, str]] = []
+    watching = True
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if watching and event in ("os.mkdir", "open") and isinstance(args[0], str | Path):
+            done.append((event, str(args[0])))
+
+    sys.addaudithook(hook)  # it cannot be taken away again
+    try:
+        assert service.post(rollout_file(), run="default").status_code == 202
+    finally:
+        watching = False
+    spool = str(service.layout.root / "spool")
+    assert [(event, Path(path).parent.name) for event, path in done if path.startswith(spool)] == [("open", "tmp")]
+
+
+def test_a_spool_whose_directories_are_gone_takes_files(service: RunningService) -> None:
+    shutil.rmtree(service.layout.root / "spool")
+    assert service.post(rollout_file(), run="default").status_code == 202
+    (blob,) = service.spooled()
+    assert blob.read_bytes() == rollout_file()
+
+
+def test_a_file_of_another_target_than_its_run_has_when_it_has_come_is_not_kept(service: RunningService) -> None:
+    """The run was deleted, and its name given to a run of another target, while the file came."""
+    body = long_file()
+    with contextlib.closing(Connection(service)) as connection:
+        connection.socket.sendall(request(body, "Expect: 100-continue"))
+        assert connection.answer()[0] == 100
+        connection.socket.sendall(body[:100_000])
+        service.wait_for_requests()
+        assert eventually(lambda: any(path.stat().st_size for path in service.spooled()))
+        assert service.client.delete("/runs/default").is_success
+        assert service.register(config=CONFIG | {"num_hidden_layers": 9}).status_code == 201
+        connection.socket.sendall(body[100_000:])
+        status, answer = connection.answer()
+    assert (status, b"target_fingerprint" in answer) == (422, True), answer
+    assert service.spooled() == []
