@@ -95,11 +95,11 @@ async def post_rollouts(
     length = check_announcement(request, context.settings.max_body_bytes)
     check_room(context, length, run or "")
     room = _Room(0)
-    record: RunRecord | None = None
+    named: RunRecord | None = None
     if run is None:
         await context.check_redis()  # without it the body could not be queued
     else:
-        record = context.run(run)
+        named = context.run(run)
         check_open(context.layout, run, for_rollouts=True)
         room = await _check_queue(context, run, length)
 
@@ -124,7 +124,7 @@ async def post_rollouts(
                 f"tokens share rows that make {rollouts.states_bytes} bytes of states when each has its own; at most "
                 f"{largest} (`max_body_bytes`), send several files",
             )
-        found = record or context.run(rollouts.run)
+        found = named or context.run(rollouts.run)
         _check_run(found, rollouts)
         if run is None:
             check_open(context.layout, rollouts.run, for_rollouts=True)
