@@ -93,7 +93,7 @@ def brings_data(method: str, path: str) -> bool:
 
 def check_binding(settings: Settings) -> None:
     """Refuse to serve beyond this machine without tokens."""
-    if not settings.binds_loopback and not settings.token_scopes() and settings.token_file is None:
+    if not settings.binds_loopback and not settings.token_entries() and settings.token_file is None:
         raise ConfigurationError(
             f"refusing to listen on {settings.host} without tokens; set DRAFTALIGN_TOKENS or DRAFTALIGN_TOKEN_FILE, "
             "or host 127.0.0.1"
