@@ -204,7 +204,7 @@ def test_a_trainer_resumes_where_its_untied_embedding_has_moved_far_too(bare: Ru
     assert put_policy(bare, policy(embed, head)).status_code == 201
     now, now_embed = moved(head, 0.4), moved(embed, by)
     distance = np.linalg.norm(now_embed - embed) / np.linalg.norm(now_embed)
-    assert 0.55 < distance < 0.85, "a head that far from all others would be another policy's"
+    assert 0.55 < distance < 0.9, "a head that far from all others would be another policy's"
     assert put_head(bare, 500, {"lm_head": f32_of(now)}).status_code == 201
     assert put_policy(bare, policy(now_embed, now), policy_version="500").status_code == 200
     assert put_policy(bare, policy(weights(2), now), policy_version="500").status_code == 409
