@@ -3,11 +3,13 @@
 Settings()                                        from the environment, safe defaults
 Settings(state_dir=tmp, port=0)                   in a test
 DRAFTALIGN_TOKENS="s3cret:write,read;0ther:admin" two tokens with their scopes
+DRAFTALIGN_TOKENS="$(cat tokens.jsonl)"           those of a token file, of which the environment has hashes only
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Final, Literal, Self
 from urllib.parse import urlsplit
@@ -72,7 +74,8 @@ class Settings(BaseSettings):
         None, description="Redis or Valkey to use. Unset: an embedded Valkey is started."
     )
     tokens: SecretStr = Field(
-        SecretStr(""), description='Tokens with scopes, "secret:write,read;other:admin". Empty: loopback only.'
+        SecretStr(""),
+        description='Tokens: "secret:write,read;other:admin", or a token file\'s lines; empty: loopback only.',
     )
     token_file: Path | None = Field(
         None, description="More tokens, hashed and limited to runs; `draftalign token` adds one. Read again on change."
@@ -220,16 +223,23 @@ class Settings(BaseSettings):
         self.token_scopes()
         return self
 
+    def token_entries(self) -> list[str]:
+        """The entries of `tokens`: plain ones, and lines of a token file, which begin with `{`."""
+        return [entry for part in re.split("[;\n]", self.tokens.get_secret_value()) if (entry := part.strip())]
+
     def token_scopes(self) -> dict[str, frozenset[Scope]]:
-        """Map each configured token to its scopes; `admin` includes the others."""
+        """Map each token that `tokens` has in plain text to its scopes; `admin` includes the others."""
         table: dict[str, frozenset[Scope]] = {}
-        for number, part in enumerate(filter(None, self.tokens.get_secret_value().split(";")), 1):
-            secret, _, names = part.strip().rpartition(":")
+        for number, part in enumerate(self.token_entries(), 1):
+            if part.startswith("{"):
+                continue  # service.access.tokens reads it
+            secret, _, names = part.rpartition(":")
             named = names.split(",")
             scopes = frozenset(scope for scope in SCOPES if scope in named)
             if not secret or not secret.isascii() or len(scopes) != len(named):
                 raise ValueError(
-                    f"tokens: entry {number} must be ASCII 'secret:scope,...' with scopes of {', '.join(SCOPES)}"
+                    f"tokens: entry {number} must be ASCII 'secret:scope,...' with scopes of {', '.join(SCOPES)}, "
+                    "or a line that `draftalign token` adds to a token file"
                 )
             if secret in table:
                 raise ValueError(f"tokens: entry {number} repeats the secret of an earlier one")

@@ -418,7 +418,7 @@ class _Forker:
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], 60.0)
+        ready, _, _ = select.select([self.process.stdout], [], [], 300.0)  # to import torch takes a loaded machine long
         assert ready, "no worker was forked"
         return int(self.process.stdout.readline())
 

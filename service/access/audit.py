@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from rl_hooks.durable import sync
 from service.storage.history.lines import LineFile
 from service.storage.layout import Layout
 
@@ -33,7 +34,9 @@ class AuditLog:
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Add a line, and force it to the disk. `entry` has the `token` and the `call`. Raises OSError."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        if not self._directory.is_dir():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            sync(self._directory.parent)
         kind = "registrations" if _REGISTRATION.fullmatch(entry["call"]) else "acts"
         name = hashlib.sha256(entry["token"].encode()).hexdigest()[:16]  # it may hold what no file name may
         self._file(self._directory / f"{kind}_{name}.jsonl").append(entry)

@@ -5,7 +5,7 @@ The file has one JSON object a line, which `draftalign token` writes:
     {"name": "math-trainer", "scopes": ["write"], "runs": ["math-*"], "sha256": "<64 hex digits>"}
 
 It holds no token, only the SHA-256 of each. That is enough, because `new_secret` draws 256 random bits: nobody can try
-them all, salted and slow hashes are for passwords that people think up.
+them all, salted and slow hashes are for passwords that people think up. `DRAFTALIGN_TOKENS` takes such lines as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -91,8 +91,13 @@ def read_entries(path: Path) -> list[TokenEntry]:
         text = file.read(_MAX_FILE_BYTES + 1)
     if len(text) > _MAX_FILE_BYTES:
         raise ConfigurationError(f"token file {path} has more than {_MAX_FILE_BYTES} bytes")
-    entries: list[TokenEntry] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    return list(_parsed(text.splitlines(), f"token file {path}, line"))
+
+
+def _parsed(lines: Sequence[str | bytes], where: str) -> Iterator[TokenEntry]:
+    """Entries of lines that are not empty. `where`: what an error says before a line's number."""
+    names, digests = {LOOPBACK}, set[str]()
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -100,11 +105,12 @@ def read_entries(path: Path) -> list[TokenEntry]:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             field = ".".join(str(part) for part in first["loc"]) or "line"
-            raise ConfigurationError(f"token file {path}, line {number}: {field}: {first['msg']}") from None
-        if entry.name == LOOPBACK or any(entry.name == e.name or entry.sha256 == e.sha256 for e in entries):
-            raise ConfigurationError(f"token file {path}, line {number}: name {entry.name!r} or its hash is taken")
-        entries.append(entry)
-    return entries
+            raise ConfigurationError(f"{where} {number}: {field}: {first['msg']}") from None
+        if entry.name in names or entry.sha256 in digests:
+            raise ConfigurationError(f"{where} {number}: name {entry.name!r} or its hash is taken")
+        names.add(entry.name)
+        digests.add(entry.sha256)
+        yield entry
 
 
 def append_entry(path: Path, entry: TokenEntry) -> None:
@@ -126,7 +132,7 @@ class Tokens:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Raises ConfigurationError when the file is broken or gone: there is no good one to keep."""
+        """Raises ConfigurationError where the file, or an entry of the settings, is broken: no good one is kept."""
         self._path = settings.token_file
         self._fixed = dict(_of_settings(settings))
         self._of_file: dict[str, Token] = {}
@@ -161,7 +167,8 @@ class Tokens:
         """
         if not token.is_limited:
             return most
-        limits = {frozenset(one.runs) for one in self._of_file.values() if one.is_limited and "write" in one.scopes}
+        known = [*self._fixed.values(), *self._of_file.values()]
+        limits = {frozenset(one.runs) for one in known if one.is_limited and "write" in one.scopes}
         return max(1, most // (len(limits) + 1))
 
     def _refresh(self, path: Path) -> None:
@@ -202,5 +209,10 @@ def _look(path: Path) -> _Seen:
 
 
 def _of_settings(settings: Settings) -> Iterator[tuple[str, Token]]:
-    for number, (secret, scopes) in enumerate(settings.token_scopes().items(), 1):
+    entries, plain = settings.token_entries(), settings.token_scopes()
+    # An empty line in the place of each plain one, so that an error counts all.
+    for entry in _parsed([e if e.startswith("{") else "" for e in entries], "DRAFTALIGN_TOKENS, entry"):
+        yield entry.sha256, entry.token
+    numbers = (number for number, entry in enumerate(entries, 1) if not entry.startswith("{"))
+    for number, (secret, scopes) in zip(numbers, plain.items(), strict=True):
         yield hashed(secret.encode()), Token(f"DRAFTALIGN_TOKENS[{number}]", scopes)

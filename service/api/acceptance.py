@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
 from service.api.auth import Caller, check_covers
+from service.api.context.audited import audit_now
 from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.drafters import tagged
 from service.api.problems import Problem
@@ -160,7 +161,7 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
         facts = {"offer": found.sequence, "canary": found.model_dump()}
         await context.locking(context.registry.history.record_verdict, report.run, event | facts)
     verdict = await _judge(context, report, blocks)
-    pushed = await _push_again(context, report, verdict) if verdict.name == "dead" else None
+    pushed = await _push_again(request, context, report, verdict) if verdict.name == "dead" else None
     return AcceptanceReply(
         engine=verdict.name,
         dead=verdict.name == "dead",
@@ -215,8 +216,13 @@ async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequ
     return found.get(report.reporter) or nothing
 
 
-async def _push_again(context: ServiceContext, report: AcceptanceReport, verdict: EngineVerdict) -> Manifest | None:
-    """Push what the engine lost, where it is what is served and the last push is long enough ago."""
+async def _push_again(
+    request: Request, context: ServiceContext, report: AcceptanceReport, verdict: EngineVerdict
+) -> Manifest | None:
+    """Push what the engine lost, where it is what is served and the last push is long enough ago.
+
+    The audit log has it under the reporter's token. Where it cannot be written the counts are taken all the same.
+    """
     run, latest = report.run, context.registry.latest(report.run)
     if latest is None or latest.version != report.drafter_version:
         return None
@@ -224,6 +230,10 @@ async def _push_again(context: ServiceContext, report: AcceptanceReport, verdict
     if not push_is_due(context.live_rule(run), verdict, list(pushes), time.time()):
         return None
     reason = f"drafter dead in {report.reporter}: {verdict.text}"
+    try:
+        await audit_now(request, "push again", run=run, version=latest.version, reason=reason)
+    except Problem:
+        return None  # the log says why
     return await context.locking(context.registry.push_again, run, reason)
 
 

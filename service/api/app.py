@@ -34,6 +34,7 @@ from service.api import drafters as drafters_api
 from service.api import problems
 from service.api import runs as runs_api
 from service.api.auth import Caller, Guard, check_binding
+from service.api.context.audited import Auditor
 from service.api.context.context import Context, ServiceContext
 from service.api.drafters import tagged
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
@@ -104,7 +105,7 @@ def create_app(settings: Settings) -> FastAPI:
         responses=problems.RESPONSES,
     )
     context = app.state.context = ServiceContext(settings, client)
-    app.add_middleware(Guard, tokens=context.tokens, audit_log=AuditLog(context.layout), spare=context.spare)
+    app.add_middleware(Guard, tokens=context.tokens, auditor=Auditor(AuditLog(context.layout), context.spare))
     problems.install(app)
     parts = [part.router for part in (runs_api, rollouts_api, dead_api, drafters_api, acceptance_api)]
     for part in (*parts, router):

@@ -10,24 +10,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import contextlib
 import ipaddress
 import logging
 import re
-import time
-import uuid
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.access.audit import AuditLog
 from service.access.tokens import LOOPBACK, Token, Tokens
-from service.api.context.spare import SpareFile, is_full
+from service.api.context.audited import AUDITED, AuditedCall, Auditor
 from service.api.problems import Problem, ProblemResponse
 from service.errors import ConfigurationError
 from service.settings import SCOPES, Settings
@@ -52,12 +47,10 @@ _RUN_IN_QUERY: Final = frozenset({"rollouts", "drafter", "drafters", "alpha"})
 #: Calls that tell of no run, or only of those that the caller's token is for.
 _NO_RUN: Final = frozenset({"/", "/metrics", "/openapi.json", *PUBLIC})
 _HEAD: Final = re.compile(r"/runs/[^/]+/head")
-_AUDIT_SECONDS: Final = 10.0
 #: Requests other than probes that may begin in one turn of the event loop: some milliseconds of work.
 _BEGIN_AT_ONCE: Final = 16
-#: Scope keys: the caller's `Token`; what a handler said with `audit`.
+#: Scope key: the caller's `Token`.
 CALLER: Final = "draftalign.caller"
-AUDITED: Final = "draftalign.audited"
 _LOOPBACK: Final = Token(LOOPBACK, frozenset(SCOPES))
 _NOBODY: Final = Token("nobody", frozenset())
 
@@ -94,13 +87,13 @@ def named_runs(method: str, path: str, query: bytes) -> list[str] | None:
 
 
 def brings_data(method: str, path: str) -> bool:
-    """Whether a call only brings what trainers and engines send all the time, which is not written to the audit log."""
+    """Whether a call brings what trainers and engines send all the time, which the audit log has not by itself."""
     return (method, path) in _RUN_IN_BODY or (method == "PUT" and _HEAD.fullmatch(path) is not None)
 
 
 def check_binding(settings: Settings) -> None:
     """Refuse to serve beyond this machine without tokens."""
-    if not settings.binds_loopback and not settings.token_scopes() and settings.token_file is None:
+    if not settings.binds_loopback and not settings.token_entries() and settings.token_file is None:
         raise ConfigurationError(
             f"refusing to listen on {settings.host} without tokens; set DRAFTALIGN_TOKENS or DRAFTALIGN_TOKEN_FILE, "
             "or host 127.0.0.1"
@@ -161,13 +154,11 @@ class Throttle:
 class Guard:
     """ASGI middleware that lets through only what the caller's token permits, and writes down what changes anything."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, audit_log: AuditLog, spare: SpareFile) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens, auditor: Auditor) -> None:
         self._app = app
         self._tokens = tokens
-        self._audit_log = audit_log
-        self._spare = spare
+        self._auditor = auditor
         self._throttle = Throttle()
-        self._writing = ThreadPoolExecutor(1, "audit")  # a slow disk keeps neither the event loop nor uploads waiting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse with 400, 401, 403, 421 or 503, or pass the request on."""
@@ -180,7 +171,7 @@ class Guard:
             caller = scope[CALLER] = self._admit(scope)
             if scope["method"] in _READS:
                 await self._app(scope, receive, self._while_valid(caller, scope, receive, send))
-            elif caller is _NOBODY or brings_data(scope["method"], scope["path"]):
+            elif caller is _NOBODY:
                 await self._app(scope, receive, send)
             else:
                 await self._audited(caller, scope, receive, send)
@@ -248,69 +239,23 @@ class Guard:
         return checked
 
     async def _audited(self, caller: Token, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write down what is asked, let it be done, and write down what came of it before it is answered."""
-        loop = asyncio.get_running_loop()
+        """Have written down what is asked, let it be done, and have written down what came of it."""
         method, path = scope["method"], scope["path"]
         runs = named_runs(method, path, scope["query_string"])
-        said: dict[str, Any] = {
-            "time": time.time(),
-            "id": uuid.uuid4().hex,
-            "token": caller.name,
-            "client": (scope.get("client") or ("",))[0],
-            "run": runs[0] if runs else None,
-            "call": f"{method} {path}"[:400],
-        }
-        makes_room = method in ("DELETE", "PATCH") and path.startswith("/runs/")
-        try:
-            async with asyncio.timeout(_AUDIT_SECONDS):
-                await loop.run_in_executor(self._writing, self._append_begin, said, makes_room)
-        except (OSError, TimeoutError) as error:
-            if not (makes_room and is_full(error)):
-                log.error("the audit log cannot be written, so nothing is changed: %r", error)
-                why = "the audit log cannot be written, so nothing was done; the service's log has the cause"
-                raise Problem(503, "audit", why) from error
-            log.error("the audit log has no room for %s, which may make some and is done all the same", said)
-        scope[AUDITED] = {}
-        ended = False
-
-        def end(status: int | None) -> asyncio.Future[None]:
-            nonlocal ended
-            ended = True
-            document = said | scope[AUDITED] | {"status": status, "ended": time.time()}
-            return loop.run_in_executor(self._writing, self._append_end, document)
+        client = (scope.get("client") or ("",))[0]
+        call = scope[AUDITED] = AuditedCall(self._auditor, caller.name, client, method, path, runs[0] if runs else None)
+        if not brings_data(method, path):
+            await call.begin()
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(end(message["status"])), _AUDIT_SECONDS)
+                await call.end(message["status"])
             await send(message)
 
         try:
             await self._app(scope, receive, noted)
         finally:
-            if not ended:
-                end(None)
-
-    def _append_begin(self, document: dict[str, Any], makes_room: bool) -> None:
-        if makes_room:
-            self._spare.give_up()
-        self._audit_log.append(document)
-
-    def _append_end(self, document: dict[str, Any]) -> None:
-        try:
-            self._audit_log.append(document)
-        except OSError:  # what was asked is in the log
-            log.exception("the audit log lacks what came of %s", document)
-
-
-def audit(request: Request, action: str, **said: str | int | None) -> None:
-    """Say in words what a call that changes something does: `audit(request, "rollback", version=version)`.
-
-    Every call but GET, `POST /rollouts`, `POST /acceptance` and `PUT .../head` is in the audit log anyway, with its
-    time, token, run, path and status; this adds to that.
-    """
-    shortened = {name: value[:400] if isinstance(value, str) else value for name, value in said.items()}
-    request.scope[AUDITED].update(shortened, action=action)
+            await call.end(None)
 
 
 def _unknown() -> Problem:

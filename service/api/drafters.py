@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rl_hooks.release import NONCE_PATTERN, SIGNATURE_HEADER
 from rl_hooks.wire import Header
-from service.api.auth import audit
+from service.api.context.audited import audit
 from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.runs import check_room

@@ -17,7 +17,8 @@ from redis.exceptions import RedisError
 
 from rl_hooks.wire import RUN_NAME, Header, parts_bytes
 from service.access.tokens import Token
-from service.api.auth import Caller, audit
+from service.api.auth import Caller
+from service.api.context.audited import audit
 from service.api.context.context import Context, ServiceContext
 from service.api.problems import RETRY_AFTER_SECONDS, Problem, in_units
 from service.api.snapshot import read_headline, read_standing

@@ -29,7 +29,7 @@ def token(
 ) -> None:
     """Make a token: print it once, and add its hash to the token file, which a running service reads at once.
 
-    To take a token back, delete its line from the file.
+    To take a token back, delete its line from the file. DRAFTALIGN_TOKENS takes such lines too: "$(cat FILE)".
     """
     path = file or Settings().token_file
     if path is None:

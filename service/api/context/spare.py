@@ -1,20 +1,24 @@
-"""A file that keeps a little of the disk. It is deleted for the calls that make room on a full one.
+"""A file that keeps a little of the disk. It is given up piece by piece for the calls that make room on a full one.
 
 To archive or delete a run takes some room itself: for the audit log, and for the run's new state.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 #: Of the file: what dozens of such calls write, and a Redis on the same disk that goes on meanwhile.
 SPARE_BYTES: Final = 4 << 20
 #: What one such call writes, at most.
-_CALL_BYTES: Final = 64 << 10
+CALL_BYTES: Final = 64 << 10
+#: Given up at a time. Not all at once: whatever fills the disk takes what a call leaves, and the next call needs some.
+_PIECE_BYTES: Final = 4 * CALL_BYTES
 
 
 def is_full(error: OSError) -> bool:
@@ -29,19 +33,42 @@ class SpareFile:
         self._path = path
 
     def fill(self, free_bytes: int) -> None:
-        """Write the file, unless it is there or takes more than a sixteenth of what is free. Raises OSError."""
-        if free_bytes < 16 * SPARE_BYTES or (self._path.exists() and self._path.stat().st_size == SPARE_BYTES):
-            return
-        self._path.write_bytes(os.urandom(SPARE_BYTES))  # some file systems would compress zeros to nothing
+        """Let the file grow to its size, or to a sixteenth of what is free where that is less. Raises OSError."""
+        there = self._path.stat().st_size if self._path.exists() else 0
+        wanted = min(SPARE_BYTES, free_bytes // 16)
+        if wanted > there:
+            with self._path.open("ab") as file:
+                file.write(os.urandom(wanted - there))  # some file systems would compress zeros to nothing
 
-    def give_up(self) -> None:
-        """Delete the file where the disk takes no such call's writing. Raises OSError, where the disk does not work."""
-        try:
+    def write(self, write: Callable[[], None], room_bytes: int = 0) -> None:
+        """Call `write`, where there is room for `room_bytes` besides; give up pieces of the file until it succeeds.
+
+        Raises OSError: the disk does not work, or is full and nothing is left of the file.
+        """
+        while True:
+            try:
+                self._try(room_bytes)
+                write()
+            except OSError as error:
+                if not (is_full(error) and self._give_up()):
+                    raise
+            else:
+                return
+
+    def _try(self, room_bytes: int) -> None:
+        if room_bytes:
             with tempfile.TemporaryFile(dir=self._path.parent) as trial:
-                trial.write(os.urandom(_CALL_BYTES))
+                trial.write(os.urandom(room_bytes))
                 trial.flush()
                 os.fsync(trial.fileno())
-        except OSError as error:
-            if not is_full(error):
-                raise
-            self._path.unlink(missing_ok=True)
+
+    def _give_up(self) -> bool:
+        """Free a piece. Whether there was one."""
+        with contextlib.suppress(FileNotFoundError):
+            left = self._path.stat().st_size - _PIECE_BYTES
+            if left > 0:
+                os.truncate(self._path, left)
+            else:
+                self._path.unlink()
+            return True
+        return False

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.responses import FileResponse
 
 from rl_hooks.wire import CONTENT_TYPE
-from service.api.auth import audit
+from service.api.context.audited import audit
 from service.api.context.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.rollouts.batches import queue_full

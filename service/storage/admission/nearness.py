@@ -27,6 +27,8 @@ from service.storage.layout import Layout
 
 #: Largest distance of two heads of one run. Unrelated heads are 1 to 1.42 apart, whatever their norms.
 FARTHEST: Final = 0.5
+#: Of an untied embedding from the registered one, the only one that the run has: it is not sent again when it moves.
+_FARTHEST_EMBEDDING: Final = 0.9
 _SAMPLED_ROWS: Final = 256
 _SCANNED_AT_ONCE: Final = 1 << 22
 #: Unsigned type of each float's width, its bits without the sign, and the smallest of them that is refused: those of
@@ -67,7 +69,8 @@ def join_run(layout: Layout, run: str, registered: MappedFile, path: Path) -> Jo
     config = differences(_config(registered), _config(offered))
     _check_near(run, head, kept, f". Its config differs: {config}" if config else "")
     if "lm_head" in registered and "lm_head" in offered:  # untied: only the registration has the embedding
-        _check_near(run, _Head(offered, "embed_tokens", head.version), [_Head(registered, "embed_tokens", -1)])
+        embedding = _Head(offered, "embed_tokens", head.version)
+        _check_near(run, embedding, [_Head(registered, "embed_tokens", -1)], farthest=_FARTHEST_EMBEDDING)
     in_force = max((one for one in kept if one.version <= head.version), key=_Head.received)
     newest = max(kept, key=_Head.received)
     ahead, apart = newest is not in_force, _compare(head, in_force)
@@ -157,18 +160,18 @@ def _kept_heads(layout: Layout, run: str, registered: MappedFile) -> list[_Head]
     return found
 
 
-def _check_near(run: str, head: _Head, kept: Sequence[_Head], besides: str = "") -> None:
+def _check_near(run: str, head: _Head, kept: Sequence[_Head], besides: str = "", *, farthest: float = FARTHEST) -> None:
     compared = []
     for one in sorted(kept, key=lambda one: one.version, reverse=True):  # the newest is most probably near
         apart = _compare(head, one)
-        if apart[0] <= FARTHEST:
+        if apart[0] <= farthest:
             return
         compared.append((*apart, one.version))
     distance, cosine, version = min(compared)
     of = "registered with it" if version < 0 else f"of its policy version {version}"
     raise RunConflict(
         f"run {run!r} is another policy's: this {head.tensor} is {distance:.2f} from the nearest of the run's, "
-        f"the one {of} (|a - b| / max(|a|, |b|) over sampled rows, at most {FARTHEST:g}; cosine "
+        f"the one {of} (|a - b| / max(|a|, |b|) over sampled rows, at most {farthest:g}; cosine "
         f"{cosine:.2f}). Use another run name (the hook's run=){besides}"
     )
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from access_fixtures import TokenFile
 from record_fixtures import score
 from redis import Redis
 from service_fixtures import RunningService
 from storage_fixtures import Store
 
+from service.access.audit import AuditLog
 from service.api.context import context
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES
@@ -58,6 +62,10 @@ class Engine:
 
 @pytest.fixture
 def engine(service: RunningService, redis_client: Redis) -> Engine:
+    return engine_of(service, redis_client)
+
+
+def engine_of(service: RunningService, redis_client: Redis) -> Engine:
     """An engine that serves the latest drafter, whose replay α is 3."""
     version = service.publish().version
     store = Store(redis_client, "default")
@@ -86,6 +94,42 @@ def test_a_drafter_that_dies_is_pushed_again_and_the_history_says_why(engine: En
     assert (event["event"], event["sequence"]) == ("pushed_again", 2)
     latest = engine.service.client.get("/drafter/latest").json()
     assert latest == reply["pushed_again"]
+
+
+def test_a_push_again_is_in_the_audit_log_under_the_reporters_token(
+    serve: Callable[..., RunningService], redis_client: Redis, tmp_path: Path
+) -> None:
+    tokens = TokenFile(tmp_path / "tokens.jsonl")
+    tokens.add("trainer", "write")
+    tokens.add("engine-7", "report")
+    service = serve(token_file=tokens.path)
+    service.client.headers.update(tokens.headers("trainer"))
+    assert service.register().status_code == 201
+    service.client.headers.update(tokens.headers("engine-7"))
+    engine = engine_of(service, redis_client)
+    engine.report(1000, 2000)
+    before = list(AuditLog(service.layout).read())
+    assert [call["action"] for call in before] == ["register"], "counts alone are no line"
+    pushed = engine.report(400, 0).json()["pushed_again"]
+    (line,) = list(AuditLog(service.layout).read("default"))[1:]
+    assert (line["token"], line["action"], line["status"]) == ("engine-7", "push again", 200)
+    assert (line["call"], line["version"]) == ("POST /acceptance", engine.version)
+    assert line["reason"].startswith("drafter dead in agent http://engine")
+    assert pushed["sequence"] == 2
+
+
+def test_where_the_audit_log_cannot_be_written_counts_are_taken_and_nothing_is_pushed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AuditLog, "append", broken)
+        reply = engine.report(400, 0)
+        assert (reply.status_code, reply.json()["dead"], reply.json()["pushed_again"]) == (200, True, None)
+        assert [event["event"] for event in engine.service.registry.history.read("default")] == ["published"]
+    assert engine.report(400, 0).json()["pushed_again"]
 
 
 def test_small_windows_add_up_to_a_judgement(engine: Engine) -> None:

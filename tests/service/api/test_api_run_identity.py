@@ -197,6 +197,19 @@ def test_heads_drift_as_far_as_they_like_step_by_step_and_a_trainer_resumes_ther
     assert put_policy(bare, policy(embed, head), policy_version="0").status_code == 200, "and from the beginning"
 
 
+@pytest.mark.parametrize("by", [0.7, 1.5])
+def test_a_trainer_resumes_where_its_untied_embedding_has_moved_far_too(bare: RunningService, by: float) -> None:
+    """Heads are sent as they move, the embedding only with the registration: it is compared with the first one."""
+    embed, head = weights(0), weights(1)
+    assert put_policy(bare, policy(embed, head)).status_code == 201
+    now, now_embed = moved(head, 0.4), moved(embed, by)
+    distance = np.linalg.norm(now_embed - embed) / np.linalg.norm(now_embed)
+    assert 0.55 < distance < 0.9, "a head that far from all others would be another policy's"
+    assert put_head(bare, 500, {"lm_head": f32_of(now)}).status_code == 201
+    assert put_policy(bare, policy(now_embed, now), policy_version="500").status_code == 200
+    assert put_policy(bare, policy(weights(2), now), policy_version="500").status_code == 409
+
+
 def test_a_foreign_head_is_a_conflict_and_nothing_of_it_is_kept(bare: RunningService) -> None:
     assert put_policy(bare, policy(weights(0), weights(1))).status_code == 201
     assert put_head(bare, 3, {"lm_head": f32_of(moved(weights(1), 0.05))}).status_code == 201

@@ -22,7 +22,7 @@ from service.api.app import create_app
 from service.api.auth import PUBLIC, named_runs
 from service.cli.main import app as command_line
 from service.errors import ConfigurationError
-from service.settings import Settings
+from service.settings import SCOPES, Settings
 
 #: Name -> scopes and runs.
 CREDENTIALS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -343,3 +343,34 @@ def test_of_the_settings_tokens_only_the_hash_is_kept() -> None:
     assert found.name == "DRAFTALIGN_TOKENS[1]"
     assert "hunter2" not in repr(vars(tokens))
     assert tokens.find(b"hunter") is None
+
+
+def test_the_lines_of_a_token_file_are_tokens_in_the_variable_too_and_plain_ones_beside_them(tmp_path: Path) -> None:
+    file = TokenFile(tmp_path / "tokens.jsonl")
+    file.add("trainer", "write", ("math-*",))
+    file.add("boss", "admin")
+    given = f"plain:read;{file.path.read_text()};also plain:report"
+    settings = Settings(tokens=given)  # type: ignore[arg-type]
+    assert not any(secret in settings.tokens.get_secret_value() for secret in file.secrets.values())
+    tokens = Tokens(settings)
+    assert tokens.required
+    found = {name: tokens.find(secret.encode()) for name, secret in file.secrets.items()}
+    assert found["trainer"] == Token("trainer", frozenset({"write"}), ("math-*",))
+    assert found["boss"] == Token("boss", frozenset(SCOPES))
+    assert tokens.share_of_runs(found["trainer"], 10) == 5
+    for secret, name in ((b"plain", "DRAFTALIGN_TOKENS[1]"), (b"also plain", "DRAFTALIGN_TOKENS[4]")):
+        plain = tokens.find(secret)
+        assert plain is not None
+        assert plain.name == name
+    assert tokens.find(b"") is None
+
+
+@pytest.mark.parametrize("entry", ["{", '{"name": "a", "scopes": ["read"], "sha256": "0"}', "{}", "twice"])
+def test_a_broken_line_in_the_variable_ends_the_start_and_is_named_without_its_hash(tmp_path: Path, entry: str) -> None:
+    file = TokenFile(tmp_path / "tokens.jsonl")
+    file.add("first", "read")
+    line = file.path.read_text()
+    given = f"plain:read;{line};{line if entry == 'twice' else entry}"
+    with pytest.raises(ConfigurationError, match="DRAFTALIGN_TOKENS, entry 3: ") as caught:
+        Tokens(Settings(tokens=given))  # type: ignore[arg-type]
+    assert json.loads(line)["sha256"] not in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import socket
 import subprocess
@@ -445,9 +446,9 @@ def test_a_run_that_only_a_head_brings_on_gets_it_received(
     assert dead_files(service, "other") < 20 or room > 2
 
 
-def fill_up(place: Path) -> None:
+def fill_up(place: Path, name: str = "another's") -> None:
     """Let another program take the rest of a disk."""
-    with contextlib.suppress(OSError), (place / "another's").open("wb", buffering=0) as file:
+    with contextlib.suppress(OSError), (place / name).open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
 
@@ -475,16 +476,48 @@ def test_on_a_full_disk_runs_are_archived_and_deleted_and_dead_batches_discarded
     assert calls[2:] == [("PATCH", 200), ("DELETE", 204), ("DELETE", 204)]
 
 
-def test_a_full_disk_that_nothing_is_kept_of_still_lets_a_run_be_deleted_which_is_written_down_afterwards(
-    small_disk: Path, serve: Serve, caplog: pytest.LogCaptureFixture
+def written(service: RunningService) -> list[tuple[str, int | None]]:
+    """Each line of the audit log: the call, and the status, which the line of what is asked has not."""
+    texts = [path.read_text() for path in service.layout.audit.glob("acts_*.jsonl")]
+    found = [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
+    return [(one["call"], one.get("status")) for one in sorted(found, key=lambda one: one.get("ended", one["time"]))]
+
+
+def test_what_fills_the_disk_again_takes_no_deletion_the_room_for_its_line_in_the_audit_log(
+    small_disk: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is given up by pieces: what one deletion leaves is taken by another program before the next."""
+    monkeypatch.setattr("service.api.context.spare.SPARE_BYTES", 1 << 18)
+    monkeypatch.setattr("service.api.context.spare._PIECE_BYTES", 1 << 16)
+    service = serve(state_dir=small_disk, spool_min_free_bytes=0)
+    eventually(lambda: service.layout.spare.exists() and service.layout.spare.stat().st_size == 1 << 18)
+    for run in ("a", "b", "c"):
+        service.register(run)
+    for run in ("a", "b", "c"):
+        fill_up(small_disk, f"taken before {run}")
+        answer = service.client.delete(f"/runs/{run}")
+        assert answer.status_code == 204, answer.text
+    assert written(service) == [(f"DELETE /runs/{run}", status) for run in ("a", "b", "c") for status in (None, 204)]
+
+
+def test_on_a_full_disk_without_room_for_the_audit_log_nothing_is_done_and_it_is_said_what_to_do(
+    small_disk: Path, serve: Serve
 ) -> None:
     service = serve(state_dir=small_disk, spool_min_free_bytes=0)
     service.register("old")
     service.publish("old", bytes(1 << 20))
+    eventually(service.layout.spare.exists)
     fill_up(small_disk)
-    refused = service.client.put("/drafter/v000001-00000000/hold", params={"run": "old"}, json={"reason": "x"})
-    assert (refused.status_code, refused.json()["type"]) == (503, "urn:draftalign:audit"), "it makes no room"
+    hold = service.client.put("/drafter/v000001-00000000/hold", params={"run": "old"}, json={"reason": "x"})
+    assert (hold.status_code, hold.json()["type"]) == (503, "urn:draftalign:audit"), "it makes no room"
+    assert "archive or delete a run or discard dead batches" in hold.json()["detail"]
+    assert service.layout.spare.exists()
+    service.layout.spare.unlink()
+    fill_up(small_disk, "taken as well")
+    delete = service.client.delete("/runs/old")
+    assert (delete.status_code, delete.json()["type"]) == (503, "urn:draftalign:audit")
+    assert "free 1 MiB on it by other means" in delete.json()["detail"]
+    assert service.client.get("/runs/old").status_code == 200
+    (small_disk / "another's").unlink()
     assert service.client.delete("/runs/old").status_code == 204
-    assert "the audit log has no room for" in caplog.text
-    (call,) = [call for call in AuditLog(service.layout).read() if call["call"].startswith("DELETE")]
-    assert (call["call"], call["status"], call["action"]) == ("DELETE /runs/old", 204, "delete")
+    assert written(service) == [("DELETE /runs/old", None), ("DELETE /runs/old", 204)]

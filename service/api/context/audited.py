@@ -1,0 +1,123 @@
+"""A call that changes something is in the audit log before it does so, and what came of it before it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from fastapi import Request
+
+from service.access.audit import AuditLog
+from service.api.context.spare import CALL_BYTES, SpareFile, is_full
+from service.api.problems import Problem
+
+log = logging.getLogger("draftalign.api")
+
+_AUDIT_SECONDS: Final = 10.0
+#: Scope key: the request's `AuditedCall`.
+AUDITED: Final = "draftalign.audited"
+
+
+class Auditor:
+    """Writes the audit log of this process, in a thread of its own: a slow disk keeps only what is audited waiting."""
+
+    def __init__(self, audit_log: AuditLog, spare: SpareFile) -> None:
+        self._audit_log, self._spare = audit_log, spare
+        self._writing = ThreadPoolExecutor(1, "audit")
+
+    def intent(self, document: dict[str, Any], *, makes_room: bool) -> asyncio.Future[None]:
+        """Write down what is asked; with room for it besides, of the spare file if need be, where it `makes_room`."""
+        return self._run(self._intent, document, makes_room)
+
+    def outcome(self, document: dict[str, Any]) -> asyncio.Future[None]:
+        """Write down what came of it, in the room of the spare file if need be: it is done."""
+        return self._run(self._outcome, document)
+
+    def _run(self, write: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().run_in_executor(self._writing, write, *arguments)
+
+    def _intent(self, document: dict[str, Any], makes_room: bool) -> None:
+        if makes_room:
+            self._spare.write(lambda: self._audit_log.append(document), CALL_BYTES)
+        else:
+            self._audit_log.append(document)
+
+    def _outcome(self, document: dict[str, Any]) -> None:
+        try:
+            self._spare.write(lambda: self._audit_log.append(document))
+        except OSError:  # what was asked is in the log
+            log.exception("the audit log lacks what came of %s", document)
+
+
+class AuditedCall:
+    """One call. Nothing of it is in the log until `begin`."""
+
+    def __init__(self, auditor: Auditor, token: str, client: str, method: str, path: str, run: str | None) -> None:
+        self._auditor = auditor
+        self._makes_room = method in ("DELETE", "PATCH") and path.startswith("/runs/")
+        self._asked: dict[str, Any] = {
+            "time": time.time(),
+            "id": uuid.uuid4().hex,
+            "token": token,
+            "client": client,
+            "run": run,
+            "call": f"{method} {path}"[:400],
+        }
+        self._said: dict[str, Any] = {}
+        self._open = False  # asked, without what came of it
+
+    def say(self, action: str, **said: str | int | None) -> None:
+        """What it does, in words."""
+        shortened = {name: value[:400] if isinstance(value, str) else value for name, value in said.items()}
+        self._said.update(shortened, action=action)
+
+    async def begin(self) -> None:
+        """Write down what is asked. Raises Problem where that cannot be: then nothing may be done."""
+        try:
+            async with asyncio.timeout(_AUDIT_SECONDS):
+                await self._auditor.intent(self._asked | self._said, makes_room=self._makes_room)
+        except (OSError, TimeoutError) as error:
+            log.error("the audit log cannot be written, so nothing is changed: %r", error)
+            raise Problem(503, "audit", self._refusal(error)) from error
+        self._open = True
+
+    async def end(self, status: int | None) -> None:
+        """Write down what came of it; once. `status`: of the answer; None: there was none."""
+        if not self._open:
+            return
+        self._open = False
+        writing = self._auditor.outcome(self._asked | self._said | {"status": status, "ended": time.time()})
+        with contextlib.suppress(TimeoutError):  # it is still being written
+            await asyncio.wait_for(asyncio.shield(writing), _AUDIT_SECONDS)
+
+    def _refusal(self, error: OSError) -> str:
+        if not is_full(error):
+            return "the audit log cannot be written, so nothing was done; the service's log has the cause"
+        if self._makes_room:
+            do = "the room that is kept for this is used up; free 1 MiB on it by other means, and ask again"
+        else:
+            do = "archive or delete a run or discard dead batches, for which room is kept, and ask again"
+        return f"the state directory's disk is full: the audit log cannot be written, so nothing was done; {do}"
+
+
+def audit(request: Request, action: str, **said: str | int | None) -> None:
+    """Say in words what a call that changes something does: `audit(request, "rollback", version=version)`.
+
+    Every call but GET, `POST /rollouts`, `POST /acceptance` and `PUT .../head` is in the audit log anyway, with its
+    time, token, run, path and status; this adds to that.
+    """
+    call: AuditedCall = request.scope[AUDITED]
+    call.say(action, **said)
+
+
+async def audit_now(request: Request, action: str, **said: str | int | None) -> None:
+    """As `audit`, of a call that is not in the log by itself: it is from here on. Raises Problem where it cannot be."""
+    audit(request, action, **said)
+    call: AuditedCall = request.scope[AUDITED]
+    await call.begin()
