@@ -208,11 +208,12 @@ class EngineCounts:
         previous = await self._record(name)
         whole = not of_all and said is None  # the record says the same as the report
         more = since(placed, previous if whole else said)
-        parted = previous is not None and _parted(previous, account.newer(drafter, placed.policy_version), returns)
-        if parted and more.rounds:
-            await self._part(reporter, previous, changes, returns)
+        newer = account.newer(drafter, placed.policy_version)
+        parted = None if previous is None or not _parted(previous, newer, returns) else previous
+        if parted is not None and more.rounds:
+            await self._part(reporter, parted, changes, returns)
             previous, whole = None, False
-        if more.rounds or not parted:  # else it is reported again, and stays of its attempt
+        if more.rounds or parted is None:  # else it is reported again, and stays of its attempt
             record = placed if whole else total(more, previous)
             if not whole:
                 changes.unplaced[own] = report
