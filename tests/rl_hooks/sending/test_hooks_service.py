@@ -165,7 +165,7 @@ def test_no_batch_of_an_abandoned_attempt_meets_a_head_of_the_next(
     """Kept ones are not trained on again; one that was queued until its head was replaced ends with the reason."""
     model = tiny()
     hook = attach(model)
-    worker = bench.worker()
+    worker = bench.worker(recent_tokens=100_000)
 
     def move(seed: int) -> None:
         with torch.no_grad():
