@@ -331,10 +331,15 @@ class RunRegistration:
         return Job("PUT", run_path(run), self.encode, sum(t.data.nbytes for t in self.tensors.values()), keep=True)
 
 
-def head_job(run: str, weight: Tensor, policy_version: int) -> Job:
-    """`PUT /runs/{run}/head` with a snapshot of `lm_head` as it is now."""
+def head_job(run: str, weight: Tensor, policy_version: int, *, went_back: bool = False) -> Job:
+    """`PUT /runs/{run}/head` with a snapshot of `lm_head` as it is now.
+
+    `went_back`: this process has loaded an earlier checkpoint, which no registration tells the service.
+    """
     tensors = {"lm_head": as_wire(snapshot(weight))}
     metadata = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version)}
+    if went_back:
+        metadata["went_back"] = "1"
     size = weight.numel() * weight.element_size()
     return Job("PUT", f"{run_path(run)}/head", lambda: wire.encode(tensors, metadata), size, keep=True)
 

@@ -32,6 +32,7 @@ class Registrar:
         self._tolerance = tolerance
         self._watch: HeadWatch | None = None
         self._asked_version: int | None = None
+        self._went_back = False  # to an earlier checkpoint, in this very process; until its head was sent
         self._embedding: WholeWeight[None] | None = None
         if registration.complete:
             self._register(registration, head_weight(model), int(registration.metadata["policy_version"]))
@@ -70,11 +71,16 @@ class Registrar:
                 self._register(waiting, head_VH, policy_version)
                 self.close()
             return
+        self._went_back |= self._asked_version is not None and policy_version < self._asked_version
         self._asked_version = policy_version
-        if self._watch is None or not self._watch.is_due(head_VH, policy_version, joined=self._sender.joined):
+        if self._watch is None:
             return
-        if self._sender.submit_job(head_job(self._sender.run, head_VH, policy_version)):
+        due = self._watch.is_due(head_VH, policy_version, joined=self._sender.joined)
+        if not (due or self._went_back):
+            return
+        if self._sender.submit_job(head_job(self._sender.run, head_VH, policy_version, went_back=self._went_back)):
             self._watch.mark(head_VH)
+            self._went_back = False
             self._tally.add("head_updates")
 
     def close(self) -> None:

@@ -398,20 +398,20 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     length = check_announcement(request, context.settings.max_run_bytes)
     await context.check_redis()
 
-    async def on_header(header: Header) -> int:
+    async def on_header(header: Header) -> tuple[int, bool]:
         version = read_head_header(record, header)
         await _check_heads(context, run, version)
-        return version
+        return version, header.metadata.get("went_back") == "1"
 
     held = 0 if await _waits_for_head(context, run) else await asyncio.to_thread(heads_bytes, context.layout, run)
     check_room(context, length, run, held=held)
     with context.spool.reserve(length, run), context.spool.upload() as upload:
-        version = await receive_file(request, upload, length, context.settings, on_header)
+        version, went_back = await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
         _keep_head(context, run, version, upload, await asyncio.to_thread(crc32_of, upload.path))
-    await context.soon(context.store(run).note_head(version))
+    await context.soon(context.store(run).note_head(version, went_back=went_back))
     return {"run": run, "policy_version": version, "latest_head": version}
 
 

@@ -203,7 +203,7 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings, attempt: i
     if not 1 <= number <= len(found):
         raise Problem(404, "no-such-attempt", f"run {run!r} has {len(found)} attempts, none is number {number}")
     chosen = found[number - 1]
-    counted = [record for record in snapshot.acceptances if chosen.has(record.reported)]
+    counted = [record for record in snapshot.acceptances if chosen.counted(record)]
     events = [event for event in snapshot.history if chosen.has(event.time)]
     series = alpha_series(run, chosen.scores, counted, events, settings.depth, left_out=sick)
     document: dict[str, Any] = to_jsonable_python(replace(series, servers=servers(snapshot.acceptances)))
@@ -237,7 +237,7 @@ def _said_now(snapshot: RunSnapshot, found: Sequence[Attempt[Any]], settings: Se
         "attempts": [_attempt_line(one) for one in found],
         "engines": [engine_line(one) for one in snapshot.watch.engines],
         "publishing_held": snapshot.watch.hold,
-        "current": to_jsonable_python(current(snapshot.scores, counts, snapshot.now)),
+        "current": to_jsonable_python(current(snapshot.newest, counts, snapshot.now)),
         "headroom": headroom,
         "worth": to_jsonable_python(snapshot.worth),
         "headline": to_jsonable_python(headline(facts)),
@@ -324,7 +324,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         wanted=vocabulary.wanted,
         served_version=None if snapshot.latest is None else snapshot.latest.version,
         published=snapshot.published,
-        current=current(snapshot.scores, sound(reports, snapshot.watch.sick), snapshot.now),
+        current=current(snapshot.newest, sound(reports, snapshot.watch.sick), snapshot.now),
         drift_alarm=worker.drift_alarm,
         drift_alpha=worker.drift_alpha,
         drift_level=worker.drift_level,

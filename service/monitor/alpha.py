@@ -120,20 +120,48 @@ _Scored = TypeVar("_Scored", bound=Scored)
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Where an attempt ends and the next one begins. `time`: when the first batch of the next one came (Unix seconds).
+
+    `last`: when the last one before it came. Engines have drafted for the first batch since then, and reported that:
+    what they counted with policy versions below `below` is of the next attempt already.
+    """
+
+    time: float
+    last: float
+    below: float
+
+    def is_before(self, record: AcceptanceRecord) -> bool:
+        """Whether counts are of the next attempt, by when they were reported last."""
+        early = record.policy_version is not None and record.policy_version < self.below
+        return record.reported >= (self.last if early else self.time)
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt(Generic[_Scored]):
     """One attempt of a trainer at the run. The next begins where it went on from an earlier checkpoint, or from none.
 
-    `began`, `ended`: Unix seconds; None: the first began, and the last has not ended. `scores`: in order of arrival.
+    `opened`, `closed`: None: it is the first, or it has not ended. `scores`: in order of arrival.
     """
 
-    began: float | None
-    ended: float | None
+    opened: Turn | None
+    closed: Turn | None
     scores: Sequence[_Scored]
+
+    @property
+    def began(self) -> float | None:
+        """Unix seconds; None: it is the first."""
+        return None if self.opened is None else self.opened.time
 
     def has(self, time: float | None) -> bool:
         """Whether it was under way then; what has no time is of the first."""
         at = time or 0.0
-        return (self.began is None or at >= self.began) and (self.ended is None or at < self.ended)
+        return (self.opened is None or at >= self.opened.time) and (self.closed is None or at < self.closed.time)
+
+    def counted(self, record: AcceptanceRecord) -> bool:
+        """Whether engines counted this in it."""
+        begun = self.opened is None or self.opened.is_before(record)
+        return begun and not (self.closed is not None and self.closed.is_before(record))
 
 
 def attempts(
@@ -151,29 +179,31 @@ def attempts(
     reach = _USUAL_LAG if max_lag is None else max_lag
     records = sorted((s for s in scores if s.policy_version is not None), key=lambda score: score.arrival)
     policies = [record.policy_version or 0 for record in records]
-    starts, top = [0], -math.inf
+    starts, turns, top = [0], list[Turn](), -math.inf
     falls = any(policy < highest - reach for policy, highest in zip(policies, accumulate(policies, max), strict=True))
-    kept = [one for one in returns if records and one[0] > _arrived(records[0])]  # what was before them is forgotten
+    kept = [one for one in returns if records and one[0] > arrived(records[0])]  # what was before them is forgotten
     waiting = deque(kept)
     registered: dict[int, int] = {}  # at which version, and the last batch that may be the first of that trainer
     for index, policy in enumerate(policies) if falls or kept else ():
-        while waiting and waiting[0][0] < _arrived(records[index]):
+        while waiting and waiting[0][0] < arrived(records[index]):
             registered[waiting.popleft()[1]] = index + _IN_A_ROW - 1
         ahead = policies[index : index + _IN_A_ROW]
         near_one = any(index <= last and policy - to < top - policy for to, last in registered.items())
         returned = near_one and policy < top - 1 and max(ahead[:3]) < top
         if returned or (len(ahead) == _IN_A_ROW and max(ahead) < top - reach):
             starts.append(index)
+            times = arrived(records[index]), arrived(records[index - 1])
+            turns.append(Turn(*times, below=(top + policy) / 2.0))
             registered, top = {}, -math.inf
         near = policies[max(starts[-1], index - _IN_A_ROW + 1) : index + _IN_A_ROW]
         if sum(other >= policy - reach for other in near) > 1:
             top = max(top, policy)
-    moments = [None, *(_arrived(records[start]) for start in starts[1:]), None]
-    spans = zip(pairwise(moments), pairwise([*starts, len(records)]), strict=True)
-    return [Attempt(began, ended, records[low:high]) for (began, ended), (low, high) in spans]
+    spans = zip(pairwise([None, *turns, None]), pairwise([*starts, len(records)]), strict=True)
+    return [Attempt(opened, closed, records[low:high]) for (opened, closed), (low, high) in spans]
 
 
-def _arrived(score: Scored) -> float:
+def arrived(score: Scored) -> float:
+    """When a batch came, in Unix seconds."""
     known, milliseconds, _ = score.arrival
     return milliseconds / 1000.0 if known else score.created
 

@@ -6,6 +6,7 @@ Rules:
 * Newest is what *arrived* last, never the highest policy version: a trainer that goes on from an earlier checkpoint
   counts on from there, and one absurd version must not stay the newest.
 * Batches are in the order of their queue entries, whose ids only grow, whatever a clock does.
+* What engines counted in an attempt that the trainer gave up is not of now, unless there is nothing else.
 * What is pooled is what arrived since the policy version last changed, or a newer drafter first served under it. After
   a trainer went back to version 3, what its first attempt wrote as version 3 is not among it.
 * A figure that the newest batches lack is of the newest ones that have it, among the last 256.
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.monitor.alpha import Compared, Point, pool_point
+from service.monitor.alpha import Compared, Point, Turn, arrived, attempts, pool_point
 from service.monitor.counts import LiveAlpha, live_sums
 from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, ScoreRecord
 
@@ -111,7 +112,7 @@ def current(
     `now`: Unix seconds.
     """
     newest = scores if isinstance(scores, Newest) else Newest(scores)
-    reports = _reports(acceptances, newest.spells, now)
+    reports = _reports(acceptances, newest, now)
     if not newest.spells and not reports:
         return None
     live = next((sums for _, group in reversed(reports) if (sums := live_sums(group)) is not None), None)
@@ -154,12 +155,20 @@ def _spells(scores: Iterable[ScoreRecord]) -> list[_Spell]:
 class Newest(list[ScoreRecord]):
     """The batches that arrived last, oldest first, with what they say: reckoned once, however often it is asked for.
 
-    `before`: what was newest before. A spell whose records are the same ones is not pooled again.
+    `before`: what was newest before. A spell whose records are the same ones is not pooled again. `returns`: see
+    `service.monitor.alpha.attempts`.
     """
 
-    def __init__(self, scores: Iterable[ScoreRecord], before: Newest | None = None) -> None:
+    def __init__(
+        self, scores: Iterable[ScoreRecord], before: Newest | None = None, returns: Sequence[tuple[float, int]] = ()
+    ) -> None:
         super().__init__(sorted(scores, key=lambda score: score.arrival)[-LOOK_BACK:])
         self.spells = _spells(self)
+        #: Where the trainer's last attempt began; None: nothing says that it is not the first.
+        self.opened = attempts(self, returns=returns)[-1].opened
+        earlier = [at for at, _ in returns if self and at <= arrived(self[0])]
+        if self.opened is None and earlier:
+            self.opened = Turn(earlier[-1], earlier[-1], -math.inf)
         self._pooled: dict[tuple[int, ...], Point] = {}
         #: Each figure of the newest batches that have it.
         self.figures = self._reckon({} if before is None else before._pooled)
@@ -193,7 +202,7 @@ def _enough_live(reports: Sequence[Sequence[AcceptanceRecord]]) -> LiveAlpha | N
 
 
 def _reports(
-    acceptances: Iterable[AcceptanceRecord], spells: Sequence[_Spell], now: float
+    acceptances: Iterable[AcceptanceRecord], newest: Newest, now: float
 ) -> list[tuple[int, list[AcceptanceRecord]]]:
     """Counts of published drafters by policy version, in the order in which engines last reported them."""
 
@@ -201,10 +210,12 @@ def _reports(
         return record.reported if record.reported <= now + _CLOCKS_DIFFER_SECONDS else -math.inf
 
     groups: defaultdict[int, list[AcceptanceRecord]] = defaultdict(list)
-    for record in sorted(acceptances, key=reported):
-        if record.policy_version is not None and record.ours:
-            groups[record.policy_version].append(record)
-    back = _went_back(spells)
+    ours = [record for record in acceptances if record.policy_version is not None and record.ours]
+    if newest.opened is not None:
+        ours = list(filter(newest.opened.is_before, ours)) or ours
+    for record in sorted(ours, key=reported):
+        groups[record.policy_version or 0].append(record)
+    back, spells = _went_back(newest.spells), newest.spells
     if back is not None and (group := groups.get(spells[-1].policy_version)):
         # Counted with the policies of an attempt that the trainer gave up, unless there is nothing else.
         group[:] = [record for record in group if reported(record) >= back] or group
@@ -223,7 +234,7 @@ def condensed(
         return list(acceptances)
     newest = scores if isinstance(scores, Newest) else Newest(scores)
     chosen, rounds = set[int](), 0.0
-    for _, group in reversed(_reports(acceptances, newest.spells, now)):
+    for _, group in reversed(_reports(acceptances, newest, now)):
         chosen.update(map(id, group))
         rounds += (live_sums(group) or (0.0, 0.0))[1]
         if rounds >= ENOUGH_ROUNDS:

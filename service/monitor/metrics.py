@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from service.monitor.counts import sound
-from service.monitor.current import Current, current
+from service.monitor.current import Current, Newest, current
 from service.monitor.drift.cause import HasSums, as_fraction, explain
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live.watch import Watch, failed_pushes
@@ -88,6 +88,11 @@ class RunSnapshot:
     worth: Worth = field(default_factory=Worth)
     state: RunState = field(default_factory=RunState)
     held: HeldVersion | None = None
+
+    @property
+    def newest(self) -> Newest:
+        """What is true now is told from these."""
+        return self.scores if isinstance(self.scores, Newest) else Newest(self.scores, returns=self.returns)
 
     @property
     def by_policy(self) -> Sequence[HasSums]:
@@ -185,7 +190,7 @@ class _Families:
 
 def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     """Gauges of what arrived last."""
-    found = current(snapshot.scores, snapshot.acceptances, snapshot.now) or Current()
+    found = current(snapshot.newest, snapshot.acceptances, snapshot.now) or Current()
     for drafter in (*DRAFTERS, "live"):
         text = "Tokens per verification round, bonus token included, of the policy version that arrived last with data."
         families.gauge("draftalign_alpha", text, getattr(found, f"alpha_{drafter}"), run=run, drafter=drafter)

@@ -204,10 +204,10 @@ class Series:
 
     def _order(self, returns: Sequence[tuple[float, int]]) -> None:
         """Put the batches into order, and tell attempts apart. `returns`: when a trainer went back, and whereto."""
-        began = self._attempts[-1].began
+        opened = self._attempts[-1].opened
         ordered = sorted(self._batches.values(), key=lambda batch: batch.arrival)
         self._attempts = attempts(ordered, self._max_lag, returns)
-        if began != self._attempts[-1].began:
+        if opened != self._attempts[-1].opened:
             self._touch(chain(self._points, self._counts.policies()))
         self._batch_ids = {}
         for batch in ordered:
@@ -224,7 +224,7 @@ class Series:
         for policy in policies:
             self._points.pop(policy, None)
             records = self._counts.of(policy)
-            counted = sound([record for record in records if last.has(record.reported)], self._sick)
+            counted = sound([record for record in records if last.counted(record)], self._sick)
             chosen = [score for score in found[policy] if first is None or score.arrival >= first]
             if not (chosen or counted or records):
                 continue

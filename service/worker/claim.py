@@ -120,6 +120,14 @@ class ClaimScorer:
         """
         batch = loaded.batch
         policy = self._target.at(batch.policy_version, batch=loaded.path)
+        late = self._target.has_later_head(batch.policy_version, loaded.path)
+        if late and self._journal.went_back_since(loaded.entry.arrived):
+            fates.reject(
+                loaded,
+                f"the trainer went back to an earlier policy version after this batch, and the head of policy version "
+                f"{batch.policy_version} is that of its next attempt",
+            )
+            return None
         try:
             gap, checked = policy.needed_head().logprob_gap(batch, self._settings.logprob_gap_nats)
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'

@@ -20,7 +20,7 @@ from service.monitor.drift.succession import Succession
 from service.monitor.headroom import LearningCurve
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.watch import EVIDENCE_SECONDS
-from service.monitor.records import Headroom, ScoreRecord
+from service.monitor.records import Headroom, ScoreRecord, arrival
 from service.monitor.worth import DraftingTime
 from service.settings import Settings
 from service.storage.queue.deliveries import Entry
@@ -215,6 +215,11 @@ class Journal:
     def hear_engines(self, rule: LiveRule, version_seconds: float | None) -> str | None:
         """Take what engines reported; returns why nothing may be published now. `version_seconds`: between two."""
         return self._engines.hear(rule, version_seconds)
+
+    def went_back_since(self, entry_id: str) -> bool:
+        """Whether the trainer went back to an earlier policy version since this queue entry came."""
+        _, came_ms, _ = arrival(entry_id)
+        return any(seconds * 1000.0 > came_ms for seconds, _ in self._store.returns())
 
     @property
     def drafting_share(self) -> float | None:

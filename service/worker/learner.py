@@ -280,6 +280,9 @@ class Learner:
         """
         newest, trained = [self._remember(loaded) for loaded, _ in scored], decision.action is not Action.IDLE
         try:
+            self.recent.forget_abandoned(self.target.head_times)
+            kept = set(self.recent.names())
+            newest = [one for one in newest if one.name in kept]
             older = [] if isolated else self.recent.but(newest)
             seconds, share = self.train(newest, older, ends) if trained else (0.0, 1.0)
         except OSError as error:

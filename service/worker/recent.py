@@ -9,8 +9,10 @@ no more bytes than are free beside them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,6 +182,30 @@ class RecentRollouts:
         for stray in self._found:
             if stray.name not in names:
                 stray.unlink(missing_ok=True)
+
+    def forget_abandoned(self, heads: Sequence[tuple[int, int]]) -> None:
+        """Drop what came in an attempt that the trainer gave up: the heads of its versions may be the next one's now.
+
+        `heads`: policy version of each received head, and when it came (Unix ns). The trainer went back to a version
+        whose head came after a batch of a higher one.
+        """
+        came_ns = {kept.name: self._came_ns(kept.name) for kept in self._kept}
+        abandoned = set[str]()
+        for version, head_ns in heads:
+            before = [k for k in self._kept if k.policy_version >= version and came_ns[k.name] < head_ns]
+            if any(kept.policy_version > version for kept in before):
+                abandoned |= {kept.name for kept in before}
+        if abandoned:
+            log.info("the trainer went back: %d recent batches of before are not trained on again", len(abandoned))
+            self._kept = [kept for kept in self._kept if kept.name not in abandoned]
+            self._dropped += sorted(abandoned)
+
+    def _came_ns(self, name: str) -> float:
+        for path in (self._directory / name, self._unsettled.get(name)):
+            with contextlib.suppress(FileNotFoundError):
+                if path is not None:
+                    return path.stat().st_mtime_ns
+        return math.inf
 
     def oldest_policy_version(self) -> int | None:
         """Of all that is kept; None when nothing is."""

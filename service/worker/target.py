@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -102,6 +103,10 @@ class ReceivedHeads:
         for version in older.keys() - needed:
             if older[version].changed_ns <= known[in_force].changed_ns:
                 delete_head(self.path(version))
+
+    def times(self) -> list[tuple[int, int]]:
+        """Policy version of each head, and when it was received (Unix ns)."""
+        return [(version, file.changed_ns) for version, file in self._up_to(sys.maxsize).items()]
 
     def _up_to(self, policy_version: int) -> dict[int, HeadFile]:
         stems = [p.stem for p in self._layout.heads(self._run).glob("*.safetensors")]
@@ -204,6 +209,16 @@ class Target:
             else:
                 return version, file
         return self.policy_version, None
+
+    def has_later_head(self, policy_version: int, batch: Path) -> bool:
+        """Whether the head that `at` gives was received after the batch: it was late, or is of another attempt."""
+        _, file = self.head_of(policy_version, batch=batch)
+        return file is not None and batch.exists() and file.changed_ns > batch.stat().st_mtime_ns
+
+    @property
+    def head_times(self) -> list[tuple[int, int]]:
+        """Policy version of each received head, and when it came (Unix ns)."""
+        return self._received.times()
 
     def with_head(self, version: int, file: Sequence[int] | None) -> Policy:
         """The policy with the head that another process's `head_of` named. OSError: another file is there now."""

@@ -53,10 +53,12 @@ class Recent:
     replays: Replays
 
     @classmethod
-    def of(cls, times: int, records: Mapping[str, ScoreRecord], before: Newest | None) -> Recent:
-        """Reckon what they say; not on the event loop. `before`: the newest before."""
-        newest = Newest(records.values(), before)
-        return cls(times, records, newest, Replays(newest))
+    def of(
+        cls, times: int, records: Mapping[str, ScoreRecord], before: Newest | None, returns: Sequence[tuple[float, int]]
+    ) -> Recent:
+        """Reckon what they say; not on the event loop. `before`: the newest before. `returns`: of the trainer."""
+        newest = Newest(records.values(), before, returns)
+        return cls(times, records, newest, Replays(newest, returns))
 
 
 def _worth(steps: Sequence[StepSample], survival: Sequence[float]) -> Worth:
@@ -108,7 +110,8 @@ class Evidence:
         if before is not None and len(records.keys() - before.records.keys()) != times - before.times:
             records = await store.recent_scores()  # one was scored for the second time
         newest = None if before is None else before.newest
-        found = await asyncio.to_thread(lambda: Recent.of(times, records, newest))
+        returns = await store.returns()
+        found = await asyncio.to_thread(lambda: Recent.of(times, records, newest, returns))
         self._recent[run] = found
         return found
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from service.monitor.alpha import attempts
 from service.monitor.live.blocks import Block
 from service.monitor.records import DrafterSums, ScoreRecord
 
@@ -117,6 +118,8 @@ class Cell:
 class Replays:
     """Replay of every drafter version that was scored of late, by policy version.
 
+    Of a policy version to which a trainer went back, the batches of its last attempt alone say what engines should
+    accept now. `returns`: see `service.monitor.alpha.attempts`.
     `spread`: variance of log α that one round's worth of text brings; None where there are too few rollouts to say.
     `outlier`: the most tokens by which a single prompt was off what its rounds should have emitted; `spread` is an
     average and hides such a prompt. 0 where no step's prompts are farther off than prompts usually are.
@@ -125,27 +128,34 @@ class Replays:
     engines where these are more.
     """
 
-    def __init__(self, scores: Iterable[ScoreRecord]) -> None:
-        found: defaultdict[tuple[str, int | None], list[Cell]] = defaultdict(list)
-        prompts: defaultdict[tuple[str, int | None], DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
-        rollouts: list[DrafterSums] = []
-        self.answered: defaultdict[int | None, float] = defaultdict(float)
-        for score in _drafted_alike(sorted(scores, key=lambda one: one.arrival)):
-            for version, cell in _replayed(score):
-                found[version, score.policy_version].append(cell)
-            # The first token of an answer is no round's.
-            self.answered[score.policy_version] += max(0, (score.tokens or 0) - (score.rollouts or 0))
-            for one in score.replayed or ():
-                if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
-                    prompts[one.version, score.policy_version] += one.sums
-            rollouts += [sums for sums in [score.sums("served")] if sums is not None]
-        self._cells = {key: _pooled(cells) for key, cells in found.items()}
+    def __init__(self, scores: Iterable[ScoreRecord], returns: Sequence[tuple[float, int]] = ()) -> None:
+        alike = _drafted_alike(sorted(scores, key=lambda one: one.arrival))
+        prompts, rollouts = list[DrafterSums](), list[DrafterSums]()
+        self.answered: dict[int | None, float] = {}
+        self._cells: dict[tuple[str, int | None], Cell] = {}
+        placeless = [score for score in alike if score.policy_version is None]
+        for together in (placeless, *(attempt.scores for attempt in attempts(alike, returns=returns))):
+            found: defaultdict[tuple[str, int | None], list[Cell]] = defaultdict(list)
+            own: defaultdict[tuple[str, int | None], DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
+            answered: defaultdict[int | None, float] = defaultdict(float)
+            for score in together:
+                for version, cell in _replayed(score):
+                    found[version, score.policy_version].append(cell)
+                # The first token of an answer is no round's.
+                answered[score.policy_version] += max(0, (score.tokens or 0) - (score.rollouts or 0))
+                for one in score.replayed or ():
+                    if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
+                        own[one.version, score.policy_version] += one.sums
+                rollouts += [sums for sums in [score.sums("served")] if sums is not None]
+            self._cells |= {key: _pooled(cells) for key, cells in found.items()}
+            self.answered |= answered
+            prompts += own.values()
         self._of: defaultdict[int | None, dict[str, Cell]] = defaultdict(dict)
         for (version, policy), cell in self._cells.items():
             self._of[policy][version] = cell
-        spread = _spread([*prompts.values()], 1.0)
+        spread = _spread(prompts, 1.0)
         self.spread = _spread(rollouts, _DESIGN_EFFECT) if spread is None else spread
-        self.outlier = _outlier([*prompts.values()])
+        self.outlier = _outlier(prompts)
         self.paired: tuple[float, float] | None = None
         responses = math.fsum(sums.rollouts for sums in rollouts)
         #: Tokens that rounds emit in one response, on average; None where nobody knows.

@@ -9,6 +9,10 @@ one record per reporter and drafter version (policy version null), and the live 
 over all reporters, which the α chart draws. An agent reports at most 32 (drafter, policy) pairs, its newest ones
 (`rl_hooks.engines.counters.MAX_BUCKETS`), so it never reports again what was added up here.
 
+A trainer that goes back reaches policy versions again, and engines count on. What a reporter counts of a drafter and
+policy version *after* that is a record of its own (`_parted`): the older one is added up as above, in live sums of its
+attempt, and the newest report is kept beside (`unplaced`), for its counts are still of all time.
+
 One script (`lua/book.lua`) writes all changes of a report, by compare-and-set on the reporter's account: a crash books
 a report completely or not at all, and a repeated report changes nothing.
 """
@@ -34,11 +38,13 @@ KEPT_DRAFTERS: Final = 32
 #: For one reporter too many, the one that was silent longest is dropped, if it was silent for so long. If it came back,
 #: its cumulative counts would count twice, so an active reporter is never dropped.
 _SILENT_SECONDS: Final = 3600.0
-#: Pairs of drafter and policy version whose live sums over all reporters are kept.
+#: Pairs of drafter and policy version, in each attempt, whose live sums over all reporters are kept.
 MAX_LIVE: Final = 4096
 #: Names of changes that readers can catch up with (`lua/follow.lua`); one that is further behind reads all.
 #: A report leaves at most four, so these are the last four reports of each of 1,024 reporters.
 KEPT_CHANGES: Final = 16 * 1024
+#: A reporter that counts a policy version again so far below one that it has counted since: its trainer went back.
+_WENT_BACK: Final = 16
 _BOOK: Final = lua("book")
 
 
@@ -78,18 +84,28 @@ class Account:
         document = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
-    def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None) -> None:
-        """Count what a record holds more than the one that it replaces; both become the newest of their kind."""
+    def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None, more: AcceptanceRecord) -> None:
+        """Count what a record holds more than the one that it replaces; both become the newest of their kind.
+
+        `more`: what its rounds are a sum of and this report. Where nothing is replaced, what the engine counted of
+        this drafter and policy version before is of another attempt, and says nothing of it now.
+        """
         drafter, key = str(record.drafter_version), (str(record.drafter_version), record.policy_version)
         before = previous or AcceptanceRecord()
         rounds, accepted = self.sums.pop(drafter, (0, 0))
         rounds += record.rounds - before.rounds
         accepted += (record.accepted_tokens or 0) - (before.accepted_tokens or 0)
         self.sums[drafter] = [rounds, accepted]
-        self.blocks = counted(self.blocks, since(record, previous))
+        kept = [b for b in self.blocks if previous is not None or (b.drafter_version, b.policy_version) != key]
+        self.blocks = counted(kept, more)
         if key in self.apart:
             self.apart.remove(key)
         self.apart.append(key)
+
+    def newer(self, drafter: str, policy: int | None) -> list[tuple[str, int | None]]:
+        """What was counted after this drafter and policy version; nothing where that was not counted, or last."""
+        key = (drafter, policy)
+        return self.apart[self.apart.index(key) + 1 :] if key in self.apart else []
 
     def shrink(self) -> tuple[list[str], list[tuple[str, int | None]]]:
         """Let go of the oldest drafters and records beyond the bounds; returns both."""
@@ -133,11 +149,10 @@ class _Changes:
         self.set[into] = replace(merged, created=created)
         return self.set[into]
 
-    def pool(self, record: AcceptanceRecord) -> None:
-        """Add a record to the live sums over all reporters."""
+    def pool(self, record: AcceptanceRecord, returns: Sequence[int]) -> None:
+        """Add a record to the live sums over all reporters. `returns`: see `live_name`."""
         if record.policy_version is not None and record.rounds > 0 and (emitted := record.emitted) is not None:
-            name = json.dumps([record.method, record.drafter_version, record.policy_version])
-            self.live.append((name, str(record.rounds), str(emitted), record.reported))
+            self.live.append((live_name(record, returns), str(record.rounds), str(emitted), record.reported))
 
     def text(self) -> str:
         """For the script, which sees numbers as text: its own have 53 bits."""
@@ -172,31 +187,49 @@ class EngineCounts:
 
     async def _try(self, report: AcceptanceRecord, steps: tuple[StepSample, ...]) -> tuple[Block, ...] | None:
         reporter, drafter = str(report.reporter), str(report.drafter_version)
-        own = f"{reporter}/{drafter}"
+        of_all = report.policy_version is None  # its counts are of all policy versions
+        own = f"{reporter}/{drafter}" if of_all else acceptance_key(reporter, drafter, report.policy_version)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hget(self._keys.reporters, reporter)
             pipe.hget(self._keys.unplaced, own)
             pipe.get(self._keys.latest_policy)
-            known, unplaced, latest = await pipe.execute()
+            pipe.xrange(self._keys.returns)
+            known, unplaced, latest, marks = await pipe.execute()
+        returns = [int(name.partition(b"-")[0]) for name, _ in marks]
         if known is None:
-            await self._make_room(report)
+            await self._make_room(report, returns)
         account = Account() if known is None else Account.read(known)
         account.steps = steps or account.steps
-        changes, record, more = _Changes(), report, None
-        if report.policy_version is None:
-            record = replace(report, policy_version=None if latest is None else int(latest), as_of_arrival=True)
-            more = since(record, None if unplaced is None else read(AcceptanceRecord, unplaced))
-            changes.unplaced[own] = report
-        name = acceptance_key(reporter, drafter, record.policy_version)
+        changes, placed = _Changes(), report
+        said = None if unplaced is None else read(AcceptanceRecord, unplaced)
+        if of_all:
+            placed = replace(report, policy_version=None if latest is None else int(latest), as_of_arrival=True)
+        name = acceptance_key(reporter, drafter, placed.policy_version)
         previous = await self._record(name)
-        record = record if more is None else total(more, previous)
-        account.add(record, previous)
-        changes.set[name] = record
-        await self._shrink(reporter, account, changes)
+        whole = not of_all and said is None  # the record says the same as the report
+        more = since(placed, previous if whole else said)
+        newer = account.newer(drafter, placed.policy_version)
+        parted = None if previous is None or not _parted(previous, newer, returns) else previous
+        if parted is not None and more.rounds:
+            await self._part(reporter, parted, changes, returns)
+            previous, whole = None, False
+        if more.rounds or parted is None:  # else it is reported again, and stays of its attempt
+            record = placed if whole else total(more, previous)
+            if not whole:
+                changes.unplaced[own] = report
+            account.add(record, previous, more)
+            changes.set[name] = record
+            await self._shrink(reporter, account, changes, returns)
         booked = await self._write(reporter, known, account.text(), report.reported, changes)
         return account.blocks if booked else None
 
-    async def _shrink(self, reporter: str, account: Account, changes: _Changes) -> None:
+    async def _part(self, reporter: str, record: AcceptanceRecord, changes: _Changes, returns: Sequence[int]) -> None:
+        """Add up what was counted of a drafter and policy version in an attempt that the trainer gave up."""
+        target = older_key(reporter, str(record.drafter_version))
+        changes.fold(record, target, await self._record(target), record.drafter_version)
+        changes.pool(record, returns)
+
+    async def _shrink(self, reporter: str, account: Account, changes: _Changes, returns: Sequence[int]) -> None:
         """Add the account's oldest records up, where it has too many."""
         dropped, folded = account.shrink()
         if not (dropped or folded):
@@ -207,17 +240,18 @@ class EngineCounts:
         into = [None if drafter in dropped else drafter for drafter in names]
         targets = sorted({older_key(reporter, drafter) for drafter in into})
         found = await self._records([*sources, *targets])
-        olders = dict(zip(targets, found[len(sources) :], strict=True))
+        olders = {**dict(zip(targets, found[len(sources) :], strict=True)), **changes.set}
         for source, drafter, record in zip(sources, into, found, strict=False):
             if record is None:
                 continue
             target = older_key(reporter, drafter)
             olders[target] = changes.fold(record, target, olders[target], drafter)
-            changes.pool(record)
+            changes.pool(record, returns)
             changes.delete.append(source)
         changes.forget += [f"{reporter}/{drafter}" for drafter in dropped]
+        changes.forget += sources[: len(folded)]
 
-    async def _make_room(self, report: AcceptanceRecord) -> None:
+    async def _make_room(self, report: AcceptanceRecord, returns: Sequence[int]) -> None:
         """Make room for a new reporter; raises TooManyReporters where there is none."""
         if await self._redis.zcard(self._keys.reported) < self._most:
             return
@@ -228,17 +262,17 @@ class EngineCounts:
                 f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, raise "
                 "DRAFTALIGN_MAX_REPORTERS, or split the engines over several runs"
             )
-        await self._forget(silent.decode())
+        await self._forget(silent.decode(), returns)
 
-    async def _forget(self, reporter: str) -> None:
+    async def _forget(self, reporter: str, returns: Sequence[int]) -> None:
         """Drop a reporter; its rounds stay in the live sums."""
         known = await self._redis.hget(self._keys.reporters, reporter)
         account = Account() if known is None else Account.read(known)
-        changes = _Changes(forget=[f"{reporter}/{drafter}" for drafter in account.sums])
         names = [acceptance_key(reporter, d, p) for d, p in account.apart]
+        changes = _Changes(forget=[*names, *(f"{reporter}/{drafter}" for drafter in account.sums)])
         for record in await self._records(names):
             if record is not None:
-                changes.pool(record)
+                changes.pool(record, returns)
         changes.delete = [*names, *(older_key(reporter, drafter) for drafter in (*account.sums, None))]
         await self._write(reporter, known, "", 0.0, changes)
 
@@ -269,6 +303,27 @@ def older_key(reporter: str, drafter: str | None) -> str:
     return f"{reporter}/{drafter or ''}/older"
 
 
+def _parted(previous: AcceptanceRecord, newer: Sequence[tuple[str, int | None]], returns: Sequence[int]) -> bool:
+    """Whether a trainer went back since a reporter counted `previous`, so that what comes now is of another attempt.
+
+    `newer`: what it has counted since. Where that is nothing, it is the attempt in which `previous` was counted: an
+    engine registers too, and is no sign by itself. Without a registration, a fall beyond what batches may be late is.
+    """
+    came = previous.policy_version
+    registered = any(at / 1000.0 > previous.reported for at in returns)
+    fell = any(p is not None and came is not None and p > came + _WENT_BACK for _, p in newer)
+    return bool(newer) and (registered or fell)
+
+
+def live_name(record: AcceptanceRecord, returns: Sequence[int]) -> str:
+    """Identity of the live sum that a record is added to. `returns`: Unix ms at which trainers went back, ascending.
+
+    The last of them before it was reported tells attempts apart; sums of before attempts were told apart have none.
+    """
+    before = [at for at in returns if at / 1000.0 <= record.reported]
+    return json.dumps([record.method, record.drafter_version, record.policy_version, *before[-1:]])
+
+
 def live_records(table: Mapping[str, bytes | str]) -> Iterable[AcceptanceRecord]:
     """The live sums over all reporters, as records without a reporter, of when they were reported last."""
     for name, rounds in table.items():
@@ -280,7 +335,7 @@ def live_records(table: Mapping[str, bytes | str]) -> Iterable[AcceptanceRecord]
 
 def live_record(identity: str, rounds: int, tokens: int, created: float) -> AcceptanceRecord:
     """One live sum, as a record without a reporter. `created`: when it was reported last, in Unix seconds."""
-    method, drafter, policy = json.loads(identity)
+    method, drafter, policy, *_ = json.loads(identity)
     return AcceptanceRecord(
         method=method,
         drafter_version=drafter,

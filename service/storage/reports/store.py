@@ -123,7 +123,11 @@ class Store:
         newest = self._redis.zrange(self._keys.recent_scores, -REPLAYED_BATCHES, -1)
         found = self._redis.hmget(self._keys.scores, newest) if newest else []
         blocks = {reporter: account.blocks for reporter, account in accounts.items()}
-        return watch(blocks, Replays(_known(ScoreRecord, found)), rule)
+        return watch(blocks, Replays(_known(ScoreRecord, found), self.returns()), rule)
+
+    def returns(self) -> list[tuple[float, int]]:
+        """As `AsyncStore.returns`."""
+        return _returns(self._redis.xrange(self._keys.returns))
 
     def served_ago(self) -> float | None:
         """Seconds since a worker last worked on the run; None: none ever has, or the last one could not.
@@ -341,13 +345,14 @@ class AsyncStore:
         keys = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]
         return int(await self._redis.delete(*keys)) if keys else 0
 
-    async def note_head(self, policy_version: int) -> None:
+    async def note_head(self, policy_version: int, *, went_back: bool = False) -> None:
         """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense.
 
         The first after a registration says at which version that trainer really begins: many register at version 0.
+        `went_back`: a trainer says that its versions have fallen, without a registration.
         """
         await self._redis.set(self._keys.latest_head, policy_version)
-        if await self._redis.delete(self._keys.awaited_head):
+        if await self._redis.delete(self._keys.awaited_head) or went_back:
             await self._note_return(policy_version)
 
     async def note_registration(self, policy_version: int) -> None:
@@ -369,13 +374,16 @@ class AsyncStore:
 
     async def returns(self) -> list[tuple[float, int]]:
         """When trainers went back, in Unix seconds of the clock that batches are ordered by, and to which version."""
-        found = await self._redis.xrange(self._keys.returns)
-        return [(int(_text(name).partition("-")[0]) / 1000.0, int(fields[b"to"])) for name, fields in found]
+        return _returns(await self._redis.xrange(self._keys.returns))
 
 
 def glob_escape(text: str) -> str:
     """`text` as a Redis pattern that matches nothing else."""
     return re.sub(r"([\\*?\[\]])", r"\\\1", text)
+
+
+def _returns(found: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> list[tuple[float, int]]:
+    return [(int(_text(name).partition("-")[0]) / 1000.0, int(fields[b"to"])) for name, fields in found]
 
 
 _Kind = TypeVar("_Kind", ScoreRecord, AcceptanceRecord)

@@ -22,6 +22,7 @@ from worker_fixtures import Bench
 
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
+from service.monitor.alpha import attempts
 from service.storage.lease import Leases
 from service.worker.lineage import CANDIDATE
 
@@ -157,6 +158,48 @@ def test_a_resumed_trainer_never_falls_back_onto_heads_of_the_attempt_that_it_ab
     assert largest_gap(bench) < 0.05, "of its own head"
 
 
+@pytest.mark.parametrize("begins_at", [0, 3])
+def test_no_batch_of_an_abandoned_attempt_meets_a_head_of_the_next(
+    attach: Attach, bench: Bench, begins_at: int
+) -> None:
+    """Kept ones are not trained on again; one that was queued until its head was replaced ends with the reason."""
+    model = tiny()
+    hook = attach(model)
+    worker = bench.worker(recent_tokens=100_000)
+
+    def move(seed: int) -> None:
+        with torch.no_grad():
+            head = model.lm_head.weight
+            shift = torch.randn(head.shape, generator=torch.Generator().manual_seed(seed))
+            head.add_(shift * (0.15 * head.norm() / shift.norm()))
+
+    states = []
+    for version in range(8):
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        step(hook, model, version)
+        if version < 7:
+            bench.drain(worker)
+        move(version)
+    abandoned = set(worker.learner.recent.names())
+    hook.close(5.0)
+    model.load_state_dict(states[begins_at])
+    resumed = attach(model, policy_version=begins_at)
+    for version in range(begins_at, 8):
+        if version > begins_at:
+            move(100 + version)
+        step(resumed, model, version)
+    bench.drain(worker)
+    step(resumed, model, 8)
+    stats = resumed.stats()
+    assert "the trainer went back to an earlier policy version after this batch" in stats["last_dead_reason"]
+    assert stats["dead"] == 1
+    assert largest_gap(bench) < 0.05, "all others met their own head"
+    kept = worker.learner.recent.but([])
+    left = {one.policy_version for one in kept if one.name in abandoned}
+    assert left == set(range(max(begins_at, 1))), "step 0 is the same in both"
+    assert {one.policy_version for one in kept} == set(range(8))
+
+
 @pytest.mark.parametrize("moved", [0.0, 0.3, 0.48])
 def test_a_trainer_that_begins_again_at_step_0_meets_no_head_of_the_attempt_that_it_abandoned(
     attach: Attach, bench: Bench, moved: float
@@ -184,6 +227,25 @@ def test_a_trainer_that_begins_again_at_step_0_meets_no_head_of_the_attempt_that
     assert (bench.queue.counters()["dead_total"], bench.queue.counters()["acked_total"]) == (0, 12)
     assert largest_gap(bench) < 0.05, "of its own head"
     assert again.stats()["head_updates"] == 1
+
+
+def test_a_trainer_that_loads_an_earlier_checkpoint_in_the_same_process_opens_an_attempt(
+    attach: Attach, bench: Bench
+) -> None:
+    """Nothing is registered again: the hook says that its versions have fallen, and sends the head that it went to."""
+    model = tiny()
+    hook = attach(model)
+    worker = bench.worker()
+    for version in [*range(9), *range(4, 8)]:
+        if version == 4:
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.001)  # by less than it takes to send it
+        step(hook, model, version)
+        bench.drain(worker)
+    assert hook.stats()["head_updates"] == 1
+    assert [to for _, to in bench.store.returns()] == [4]
+    found = attempts(bench.store.scores().values(), None, bench.store.returns())
+    assert [[one.policy_version for one in part.scores] for part in found] == [list(range(9)), list(range(4, 8))]
 
 
 def test_another_policy_under_a_runs_name_is_turned_away_and_costs_the_run_nothing(

@@ -174,8 +174,8 @@ def split(
     random.Random(1).shuffle(scores)  # their order is by arrival
     found = attempts(scores, max_lag, [(after + 0.5, to) for after in returns])
     for one, following in itertools.pairwise(found):
-        assert one.ended == following.began
-    assert (found[0].began, found[-1].ended) == (None, None)
+        assert one.closed == following.opened
+    assert (found[0].opened, found[-1].closed) == (None, None)
     return [[one.policy_version for one in attempt.scores] for attempt in found]
 
 
@@ -250,6 +250,6 @@ def test_an_attempt_has_what_happened_while_it_was_under_way() -> None:
     policies = [*range(40), *range(30)]
     scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(policies, 1)]
     first, second = attempts(scores)
-    assert (first.ended, second.began) == (41.0, 41.0)
+    assert (first.closed, second.began) == (second.opened, 41.0)
     assert [first.has(t) for t in (None, 0.0, 40.9, 41.0)] == [True, True, True, False]
     assert [second.has(t) for t in (None, 40.9, 41.0, 1e9)] == [False, False, True, True]

@@ -128,6 +128,55 @@ def test_a_trainer_that_dies_early_and_registers_again_mixes_no_curves(
     assert [point["policy_version"] for point in points] == [0, 1, 2]
 
 
+def test_counts_of_one_drafter_and_policy_version_are_of_the_attempt_in_which_they_were_made(
+    bench: Bench, serve: Callable[..., RunningService]
+) -> None:
+    """The engine knows its policy version, counts on through a second attempt, and reports before the batches come."""
+    bench.begin()
+    service, worker = serve(), bench.worker()
+    drafter = service.client.get("/drafter/latest").json()["version"]
+    told = dict[int, list[int]]()
+
+    def rounds(policy: int, rounds: int, accepted: int) -> None:
+        counts = told[policy] = [a + b for a, b in zip(told.get(policy, [0, 0]), (rounds, accepted), strict=True)]
+        told[policy] = counts
+        report = {"run": "default", "reporter": "e1", "drafter_version": drafter, "policy_version": policy}
+        report |= {"rounds": counts[0], "accepted_tokens": counts[1], "drafted_tokens": 4 * counts[0]}
+        assert service.client.post("/acceptance", json=report).status_code == 200
+
+    def attempt(name: str, policies: Sequence[int], count: int, accepted: int) -> None:
+        for policy in policies:
+            rounds(policy, count, accepted)
+            bench.post(f"{name}/{policy}", policy_version=policy, rollouts=2)
+        bench.drain(worker)
+
+    def live(which: str) -> list[tuple[int, float, int]]:
+        points = service.client.get("/alpha", params={"attempt": which} if which else {}).json()["points"]
+        return [(one["policy_version"], one["alpha_live"], one["live_rounds"]) for one in points]
+
+    def register() -> None:
+        reply = service.client.put("/runs/default", content=bench.world.run_file(), headers=HEADERS)
+        assert reply.status_code == 200, reply.text
+
+    register()
+    attempt("first", range(6), 300, 600)
+    register()
+    attempt("second", range(4), 100, 50)
+    wanted = [(policy, 3.0, 300) for policy in range(6)]
+    assert live("1") == wanted
+    assert live("2") == live("") == [(policy, 1.5, 100) for policy in range(4)]
+    rounds(5, 0, 0)  # an agent that has started again reports all that it has
+    assert live("1") == wanted
+    attempt("second, later", range(4, 7), 100, 50)
+    assert live("1") == wanted, "as far as the first came"
+    assert live("2") == live("") == [(policy, 1.5, 100) for policy in range(7)]
+    assert service.client.get("/alpha").json()["current"]["live"] == {"alpha": 1.5, "rounds": 200}
+    [line] = service.client.get("/alpha").json()["servers"]
+    assert (line["rounds"], line["alpha"]) == (2500, (6 * 900 + 7 * 150) / 2500), "all that it has counted"
+    with serve().client as again:
+        assert [one["live_rounds"] for one in again.get("/alpha").json()["points"]] == [100] * 7
+
+
 def test_the_tilt_is_pooled_over_the_batches_whose_law_is_known() -> None:
     records = [
         ScoreRecord(policy_version=0, entry_id="1-0", favour=Favour(30.0, 20.0, 1000)),

@@ -20,7 +20,7 @@ from storage_fixtures import Store
 
 from service.api import snapshot
 from service.errors import TooManyReporters
-from service.monitor.alpha import Attempt, alpha_series
+from service.monitor.alpha import Attempt, Turn, alpha_series
 from service.monitor.counts import (
     LiveAlpha,
     by_drafter,
@@ -289,9 +289,10 @@ def test_live_sums_are_of_the_attempt_in_which_they_were_reported(redis_url: str
     policies = range(KEPT_APART + 30)
     earlier = [report("a", "v1", p, rounds=10, created=100.0 + p) for p in policies]
     book(redis_url, *earlier, *(report("a", "v2", p, rounds=20, created=1000.0 + p) for p in policies))
-    attempts: list[Attempt[ScoreRecord]] = [Attempt(None, 900.0, ()), Attempt(900.0, None, ())]
+    turn = Turn(900.0, 900.0, 0.0)
+    attempts: list[Attempt[ScoreRecord]] = [Attempt(None, turn, ()), Attempt(turn, None, ())]
     records = Store(redis_client, "default").acceptances()
-    points = [point_live([record for record in records if attempt.has(record.reported)]) for attempt in attempts]
+    points = [point_live([record for record in records if attempt.counted(record)]) for attempt in attempts]
     assert points[0] == {p: ({"v1": LiveAlpha(3.0, 10)}, 10) for p in policies}
     assert points[1] == {p: ({"v2": LiveAlpha(3.0, 20)}, 20) for p in policies}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -550,3 +551,20 @@ def test_a_damaged_scale_is_found_where_the_batch_is_screened(tmp_path: Path) ->
     batch.aux_scale[5000, 1] = float("inf")
     with pytest.raises(BatchRejected, match=r"aux_hidden holds NaN or infinity in 1 of .*first at row 5000"):
         screen(batch)
+
+
+def test_what_an_abandoned_attempt_brought_is_dropped_and_a_head_that_is_late_drops_nothing(tmp_path: Path) -> None:
+    """Heads of 3 and 4 came before their batches, that of 5 after it; then the trainer went back to 3."""
+    memory = Memory(tmp_path)
+    for second, version in enumerate((2, 3, 4, 5), start=1):
+        memory.add(f"v{version}", policy_version=version)
+        os.utime(memory.spool / f"v{version}.safetensors", (second, second))
+    heads = [(2, 0), (3, 1_500_000_000), (4, 2_500_000_000), (5, 4_500_000_000)]
+    memory.recent.forget_abandoned(heads)
+    assert memory.recent.names() == [f"v{version}.safetensors" for version in (2, 3, 4, 5)]
+    memory.add("new", policy_version=3)
+    os.utime(memory.spool / "new.safetensors", (9, 9))
+    memory.recent.forget_abandoned([*heads, (3, 8_000_000_000)])
+    assert memory.recent.names() == ["v2.safetensors", "new.safetensors"]
+    memory.recent.settle()
+    assert memory.files(memory.directory) == ["new", "v2"]
