@@ -6,6 +6,7 @@ Score records that Redis did not take are kept and sent with the next ones; `sta
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -219,7 +220,11 @@ class Journal:
     def went_back_since(self, entry_id: str) -> bool:
         """Whether the trainer went back to an earlier policy version since this queue entry came."""
         _, came_ms, _ = arrival(entry_id)
-        return any(seconds * 1000.0 > came_ms for seconds, _ in self._store.returns())
+        return self.went_back_seconds() * 1000.0 > came_ms
+
+    def went_back_seconds(self) -> float:
+        """When the trainer went back last, in Unix seconds; -inf: it never did."""
+        return max((seconds for seconds, _ in self._store.returns()), default=-math.inf)
 
     @property
     def drafting_share(self) -> float | None:

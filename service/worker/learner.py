@@ -280,7 +280,8 @@ class Learner:
         """
         newest, trained = [self._remember(loaded) for loaded, _ in scored], decision.action is not Action.IDLE
         try:
-            self.recent.forget_abandoned(self.target.head_times)
+            if math.isfinite(went_back := self.journal.went_back_seconds()):
+                self.recent.forget_abandoned(self.target.head_times, went_back * 1e9)
             kept = set(self.recent.names())
             newest = [one for one in newest if one.name in kept]
             older = [] if isolated else self.recent.but(newest)

@@ -183,16 +183,18 @@ class RecentRollouts:
             if stray.name not in names:
                 stray.unlink(missing_ok=True)
 
-    def forget_abandoned(self, heads: Sequence[tuple[int, int]]) -> None:
+    def forget_abandoned(self, heads: Sequence[tuple[int, int]], went_back_ns: float) -> None:
         """Drop what came in an attempt that the trainer gave up: the heads of its versions may be the next one's now.
 
-        `heads`: policy version of each received head, and when it came (Unix ns). The trainer went back to a version
-        whose head came after a batch of a higher one.
+        `heads`: policy version of each received head, and when it came (Unix ns). `went_back_ns`: when the trainer is
+        known to have gone back last. It did so to a version whose head came after a batch of a higher one. Without that
+        knowledge such a head may be a late one: of several engines, each sends the heads that it meets.
         """
         came_ns = {kept.name: self._came_ns(kept.name) for kept in self._kept}
+        came_ns = {name: came for name, came in came_ns.items() if came < went_back_ns}
         abandoned = set[str]()
         for version, head_ns in heads:
-            before = [k for k in self._kept if k.policy_version >= version and came_ns[k.name] < head_ns]
+            before = [k for k in self._kept if k.policy_version >= version and came_ns.get(k.name, head_ns) < head_ns]
             if any(kept.policy_version > version for kept in before):
                 abandoned |= {kept.name for kept in before}
         if abandoned:
