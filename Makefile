@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Two processes run tests: most of them wait, but each holds some gigabytes of torch.
-WORKERS ?= 2
+# Three processes run tests, on two cores too: most tests wait. Each holds one to three gigabytes, most of it torch.
+WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 .PHONY: help setup demo up test lint types format unit quick chaos coverage clean

@@ -5,6 +5,7 @@ Imports of ours, and of whatever takes long to import, stand in the fixtures: a 
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch: threads that share two cores wait for each other
@@ -75,6 +76,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.path not in marked and item.path.parent.name not in _ENGINES, -slow[item.path]
 
     items.sort(key=place)
+
+
+def _set_apart() -> None:
+    """Have no garbage collection look again at what is there now, 800,000 objects of tests, torch and transformers.
+
+    A worker that closes runs collects garbage each time, which took 0.4 s, a hundred times.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays."""
+    _set_apart()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After a file's last test, whose fixtures are gone then, what is left stays too."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _set_apart()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,7 +66,8 @@ class RunningService:
         while not self.server.started:
             assert self._thread.is_alive(), "the server did not start"
             time.sleep(0.005)
-        self.client = httpx.Client(base_url=self.url, timeout=20.0)
+        # Plain http: no time is spent on reading the certificates that this machine trusts, 20 ms for each client.
+        self.client = httpx.Client(base_url=self.url, timeout=20.0, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def stop(self) -> None:
         """Stop as on SIGTERM."""
