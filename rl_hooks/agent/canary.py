@@ -3,11 +3,12 @@
 Both must be measured on the same traffic. So the old version's α is taken over its last rounds in this engine, and a
 baseline that is too old gives no verdict.
 
-Rounds of one prompt are alike, so they are not independent: 200 rounds of ten prompts tell as much as ten rounds of
-different prompts. Both sides are therefore kept in blocks (differences between two scrapes, joined until each has an
-eighth of the trial's rounds). The standard error of log α is computed for a ratio of sums over blocks. A version is
-swapped back when its α is below `ratio` of the old one's *and* is significantly below it. A trial that is not
-significant goes on, up to `patience` times its rounds, and then passes.
+Rounds of one prompt are alike, and an engine serves few prompts at a time: 2,000 rounds may be ten prompts. So the
+error is taken from what the traffic does by itself. Stretches of `rounds` rounds are kept; how α changes from one to
+the next, under one version, is how it changes under an equal one. Until such changes were seen, a usual one is assumed
+(`_USUAL_CHANGE`). The error is at least what blocks within the stretches say. A trial is looked at after 1, 2, 4, ...
+stretches, beside as many of the old version: it passes if its α is at least `ratio` of the old one's, and is swapped
+back where it is certainly lower. One that is never certain passes after `patience` stretches.
 
 An engine may draft fewer tokens the more requests it serves (vLLM's `num_speculative_tokens_per_batch_size`), and α
 falls with them. Where the two sides were drafted at different depths, both are therefore taken at a depth of 1: by the
@@ -20,20 +21,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any, Final, Self
 
 from rl_hooks.engines.counters import Counts
 
-#: Blocks that a side is cut into; their variance is not measured where there are fewer than half as many.
+#: How much log α changes from one stretch to the next under one version, before it was measured (root mean square), and
+#: how many measured changes that counts for.
+_USUAL_CHANGE: Final = 0.1
+_USUAL_COUNTS_FOR: Final = 4
+#: Changes that are remembered.
+_CHANGES: Final = 32
+#: Blocks that a stretch is cut into; their variance is not measured where there are fewer than half as many.
 _BLOCKS: Final = 8
 #: Variance of clustered rounds over that of independent ones, where there are too few blocks to measure it.
 _DESIGN_EFFECT: Final = 4.0
 #: By how much the depths of two sides may differ: ends of requests and of the context cut some drafts short.
 _SAME_DEPTH: Final = 0.05
-#: One-sided 99 % quantile of the normal distribution.
-_CERTAIN: Final = 2.326
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +52,15 @@ class CanaryRule:
 
     rounds: int = 2000
     ratio: float = 0.9
-    baseline_max_age_seconds: float = 300.0
+    baseline_max_age_seconds: float = 3600.0
     #: A trial that is not significant goes on for up to `patience` x `rounds` rounds.
     patience: float = 4.0
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """After how many stretches of `rounds` rounds a trial is looked at."""
+        last = max(1, math.ceil(self.patience))
+        return (*(2**i for i in range(last.bit_length()) if 2**i < last), last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +95,9 @@ class Canary:
         self.rule = rule
         self.good: str | None = None
         self.trial: str | None = None
-        self._recent: deque[Counts] = deque()
-        self._recent_at = 0.0
-        self._trial: list[Counts] = []
+        self._good = _Stretches(rule)
+        self._good_at = 0.0  # when the newest of them came
+        self._trial = _Stretches(rule)
         self._trial_at: float | None = None  # when its first counts came
         self._replayed: float | None = None
 
@@ -101,10 +113,10 @@ class Canary:
         self._replayed, self._trial_at = replayed, None
         if version == self.good:
             self.trial = None
-        elif exempt or self.good is None or self.rule.rounds <= 0 or self._baseline().rounds < self.rule.rounds:
-            self._accept(version)
+        elif exempt or self.good is None or self.rule.rounds <= 0 or not self._good.done:
+            self._accept(version, _Stretches(self.rule))
         else:
-            self.trial, self._trial = version, []
+            self.trial, self._trial = version, _Stretches(self.rule)
 
     def interrupted(self) -> None:
         """The engine restarted or another client swapped it: a running trial has no baseline any more, and ends."""
@@ -113,35 +125,33 @@ class Canary:
     def count(self, version: str, counts: Counts, now: float) -> CanaryResult | None:
         """Take in counts of the loaded version; a verdict comes once, when the trial has seen enough rounds."""
         if version == self.good:
-            self._remember(counts, now)
+            if counts.rounds:
+                self._good_at = now
+                self._good.add(counts)
             return None
         if version != self.trial or self.good is None:
             return None
         if self._trial_at is None:
             self._trial_at = now
-            if now - self._recent_at > self.rule.baseline_max_age_seconds:  # nothing to compare with
-                self._accept(version)
-                self._remember(counts, now)
-                return None
-        if counts.rounds:
-            self._trial.append(counts)
-        rounds, good = sum(self._trial, Counts()).rounds, self.good
-        if rounds < self.rule.rounds:
+            if now - self._good_at > self.rule.baseline_max_age_seconds:  # nothing to compare with
+                self._accept(version, _Stretches(self.rule))
+                return self.count(version, counts, now)
+        if not self._trial.add(counts) or (many := len(self._trial.done)) not in self.rule.looks:
             return None
-        sides = self._at_common_depth()
-        passed = None if sides is None else self._holds(*sides)
+        trials, baselines = self._trial.newest(many), self._good.newest(many)
+        sides = _at_common_depth(trials, baselines)
+        passed = None if sides is None else self._holds(*sides, many)
         if passed is None:
-            if rounds < self.rule.patience * self.rule.rounds:
+            if many < self.rule.looks[-1]:
                 return None
             passed = True
-        trial, baseline = (sum(side, Counts()) for side in sides or (self._trial, self._recent))
-        asked = self._asked(baseline)
-        verdict = CanaryResult(version, good, trial.alpha, asked, trial.rounds, baseline.rounds, passed)
+        trial, baseline = (_total(side) for side in sides or (trials, baselines))
+        verdict = CanaryResult(
+            version, self.good, trial.alpha, self._asked(baseline), trial.rounds, baseline.rounds, passed
+        )
         if passed:
-            kept = self._trial
-            self._accept(version)
-            for part in kept:
-                self._remember(part, now)
+            self._good_at = now
+            self._accept(version, self._trial)
         self.trial = None
         return verdict
 
@@ -150,65 +160,130 @@ class Canary:
         return {
             "good": self.good,
             "trial": self.trial,
-            "baseline": [asdict(counts) for counts in self._recent],
-            "baseline_age_seconds": now - self._recent_at,
-            "counts": [asdict(counts) for counts in self._trial],
+            "baseline": self._good.dump(),
+            "baseline_age_seconds": now - self._good_at,
+            "counts": self._trial.dump(),
             "begun": self._trial_at is not None,
             "replayed": self._replayed,
         }
 
     def restore(self, document: Mapping[str, Any], now: float) -> None:
         """Inverse of `dump`; raises KeyError, TypeError or ValueError for anything else."""
-        recent, trial = ([Counts.load(c) for c in document[name]] for name in ("baseline", "counts"))
+        good, trial = (_Stretches.load(self.rule, document[name]) for name in ("baseline", "counts"))
         self.good, self.trial, self._replayed = document["good"], document["trial"], document["replayed"]
-        self._recent, self._trial = deque(recent), trial
-        self._recent_at = now - float(document["baseline_age_seconds"])
+        self._good, self._trial = good, trial
+        self._good_at = now - float(document["baseline_age_seconds"])
         self._trial_at = now if document["begun"] else None
 
     def _asked(self, baseline: Counts) -> float:
         """The α of the version before: what it had, or has by replay now, where that is less."""
         if self._replayed is None:
             return baseline.alpha
-        depths = [len(part.accepted_per_position or ()) for part in (*self._trial, *self._recent)]
+        many = len(self._trial.done)
+        depths = [len(part.accepted_per_position) for side in (self._trial, self._good) for part in side.newest(many)]
         at_one = baseline.drafted_tokens == baseline.rounds and max(depths) > 1
         return min(baseline.alpha, _at_depth_one(self._replayed, max(depths)) if at_one else self._replayed)
 
-    def _at_common_depth(self) -> tuple[Sequence[Counts], Sequence[Counts]] | None:
-        """Parts of the trial and of the baseline; None where the depths differ and positions were not counted."""
-        sides = tuple(self._trial), tuple(self._recent)
-        depths = [total.drafted_tokens / max(total.rounds, 1) for total in (sum(side, Counts()) for side in sides)]
-        if max(depths) <= (1 + _SAME_DEPTH) * min(depths):
-            return sides
-        if not all(part.accepted_per_position or not part.accepted_tokens for side in sides for part in side):
-            return None
-        trial, baseline = (tuple(map(_first_drafts, side)) for side in sides)
-        return trial, baseline
-
-    def _holds(self, trials: Sequence[Counts], baselines: Sequence[Counts]) -> bool | None:
+    def _holds(self, trials: Sequence[Counts], baselines: Sequence[Counts], many: int) -> bool | None:
         """Whether the trial passes; None if it looks worse, but not significantly."""
-        trial, asked = sum(trials, Counts()), self._asked(sum(baselines, Counts()))
+        trial, asked = _total(trials), self._asked(_total(baselines))
         if trial.alpha >= self.rule.ratio * asked:
             return True
-        size = max(self.rule.rounds // _BLOCKS, 1)
-        variance = log_alpha_variance(blocks(trials, size)) + log_alpha_variance(blocks(baselines, size))
-        certain = math.log(trial.alpha / asked) + _CERTAIN * math.sqrt(variance) < 0
-        return False if certain else None
+        within = log_alpha_variance(trials) + log_alpha_variance(baselines)
+        error = max(_certain(math.inf) * math.sqrt(within), self._good.error_of_change(many))
+        return False if math.log(trial.alpha / asked) + error < 0 else None
 
-    def _accept(self, version: str) -> None:
-        self.good, self.trial = version, None
-        self._recent.clear()
+    def _accept(self, version: str, stretches: _Stretches) -> None:
+        stretches.changes = self._good.changes
+        self.good, self.trial, self._good = version, None, stretches
 
-    def _baseline(self) -> Counts:
-        return sum(self._recent, Counts())
 
-    def _remember(self, counts: Counts, now: float) -> None:
-        """Keep the newest differences that together have enough rounds."""
-        if counts.rounds == 0:
-            return
-        self._recent.append(counts)
-        self._recent_at = now
-        while sum(c.rounds for c in self._recent) - self._recent[0].rounds >= max(self.rule.rounds, 1):
-            self._recent.popleft()
+class _Stretches:
+    """Rounds of one version in stretches, the newest last; each is kept in blocks.
+
+    `changes`: how much log α changed from so many stretches to the next so many, by how many; of earlier versions too.
+    Neighbours are compared, so what RL does to α in the long run does not count.
+    """
+
+    def __init__(self, rule: CanaryRule) -> None:
+        self._rule = rule
+        self.done: deque[tuple[Counts, ...]] = deque(maxlen=2 * rule.looks[-1])
+        self._begun: list[Counts] = []
+        self.changes = {many: deque[float](maxlen=_CHANGES) for many in rule.looks}
+
+    def add(self, counts: Counts) -> bool:
+        """Take in a difference between two scrapes; returns whether it ended a stretch."""
+        if counts.rounds:
+            self._begun.append(replace(counts, by_prompt={}))
+        if sum(part.rounds for part in self._begun) < max(self._rule.rounds, 1):
+            return False
+        self.done.append(tuple(blocks(self._begun, max(self._rule.rounds // _BLOCKS, 1))))
+        self._begun = []
+        for many, changes in self.changes.items():
+            if len(self.done) >= 2 * many:
+                stretches = list(self.done)
+                before, after = stretches[-2 * many : -many], stretches[-many:]
+                changes.append(math.log(_total(chain(*after)).alpha / _total(chain(*before)).alpha))
+        return True
+
+    def newest(self, many: int) -> list[Counts]:
+        """The blocks of the newest stretches, as many as there are, and of what came after them."""
+        return [*chain(*list(self.done)[-many:]), *self._begun]
+
+    def error_of_change(self, many: int) -> float:
+        """By how much log α falls by itself from so many stretches to the next in 1 of 100 cases."""
+        known = len(self.changes[many]) / many  # for each shares its stretches with its neighbours
+        squares = sum(change**2 for change in self.changes[many]) / many
+        counted = _USUAL_COUNTS_FOR + known
+        return _certain(counted) * math.sqrt((_USUAL_COUNTS_FOR * _USUAL_CHANGE**2 + squares) / counted)
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {
+            "done": [[asdict(block) for block in stretch] for stretch in self.done],
+            "begun": [asdict(counts) for counts in self._begun],
+            "changes": [[many, list(changes)] for many, changes in self.changes.items()],
+        }
+
+    @classmethod
+    def load(cls, rule: CanaryRule, document: Mapping[str, Any]) -> Self:
+        """Inverse of `dump`; what was kept by another rule is forgotten."""
+        stretches, changes = cls(rule), {int(many): found for many, found in document["changes"]}
+        if changes.keys() == stretches.changes.keys():
+            stretches.done.extend(tuple(map(Counts.load, stretch)) for stretch in document["done"])
+            stretches._begun = list(map(Counts.load, document["begun"]))
+            for many, found in changes.items():
+                stretches.changes[many].extend(map(float, found))
+        return stretches
+
+
+def _total(parts: Iterable[Counts]) -> Counts:
+    return sum(parts, Counts())
+
+
+def _certain(degrees: float) -> float:
+    """One-sided 99 % quantile of Student's t: Abramowitz & Stegun 26.7.5, within 1 % from 4 degrees of freedom on."""
+    z, n = 2.3263, degrees
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / n ** (i + 1) for i, term in enumerate(terms))
+
+
+def _at_common_depth(
+    trials: Sequence[Counts], baselines: Sequence[Counts]
+) -> tuple[Sequence[Counts], Sequence[Counts]] | None:
+    """Both sides, at a depth of 1 where their depths differ; None where positions were not counted then."""
+    sides = trials, baselines
+    depths = [total.drafted_tokens / max(total.rounds, 1) for total in map(_total, sides)]
+    if max(depths) <= (1 + _SAME_DEPTH) * min(depths):
+        return sides
+    if not all(part.accepted_per_position or not part.accepted_tokens for side in sides for part in side):
+        return None
+    trial, baseline = (tuple(map(_first_drafts, side)) for side in sides)
+    return trial, baseline
 
 
 def _at_depth_one(alpha: float, depth: int) -> float:

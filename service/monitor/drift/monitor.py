@@ -108,8 +108,8 @@ class DriftMonitor:
         """Add one batch: per rollout the served drafter's replay tokens and rounds. One reading per closed tick.
 
         `strata`: the kind of each rollout's prompt. `entropies`: of each rollout, in nats. `arrived`: when the batch
-        came, in Unix seconds. Rollouts without a round are skipped. The rollouts of one prompt should be neighbours;
-        otherwise order does not matter.
+        came, in Unix seconds. Rollouts without a round are skipped. The rollouts of one prompt should be neighbours.
+        Otherwise order matters only where α changes with it over thousands of rollouts (docs/reference/drift.md).
         """
         lists = (tokens, rounds, tokens if strata is None else strata, tokens if entropies is None else entropies)
         if len({len(one) for one in lists}) > 1:
