@@ -98,9 +98,11 @@ def test_no_agent_deletes_what_another_ones_engine_would_go_back_to(
 ) -> None:
     """Engines alone share `~/.cache/draftalign` on their host."""
     old = service.publish(1)
-    with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=1000)):
+    with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=1000)) as agent:
         eventually(lambda: engine.version == old)
         settle(engine)
+        engine.play(1500, 2)
+        eventually(lambda: agent.followers[engine.url]._choice.fallback)
         new = service.publish(2)
         eventually(lambda: engine.version == new)
         settle(engine)

@@ -129,7 +129,7 @@ def answering(reply: bytes | None) -> Iterator[str]:
         (b'HTTP/1.1 200 OK\r\n\r\n{"policy_version": 2, "latest_head": null, "latest_policy": 5}', [5]),
         (
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b'13;by=proxy\r\n{"policy_version": 2\r\n15\r\n, "latest_policy": 5}\r\n0\r\n\r\n',
+            b'14;by=proxy\r\n{"policy_version": 2\r\n15\r\n, "latest_policy": 5}\r\n0\r\n\r\n',
             [5],
         ),
         (b"HTTP/1.1 404 no\r\n\r\n404 page not found", []),
@@ -225,7 +225,12 @@ def test_an_engine_whose_certificates_come_later_follows_then(
     eventually(lambda: any("following the service" in said for said in link.warned), 20)
     shutil.copy(certifi.where(), file)
     name = "draftalign_agent_last_contact_timestamp_seconds"
-    eventually(lambda: found._agent and found._agent.metrics.registry.get_sample_value(name, {"peer": "service"}), 20)
+    eventually(
+        lambda: (
+            found._agent and found._agent.metrics.registry.get_sample_value(name, {"peer": "in-process:host 1 dp0"})
+        ),
+        20,
+    )
     found.end()
 
 
