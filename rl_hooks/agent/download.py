@@ -57,7 +57,7 @@ LOCK_SECONDS: Final = 120.0
 RECEIPT: Final = "draftalign-receipt.json"
 #: Begins the name of an engine that has no address, and whose name is never used again.
 IN_PROCESS: Final = "in-process:"
-#: An engine whose memory was not written for so long is gone.
+#: An engine whose memory was not written for a week is gone.
 _FORGOTTEN_SECONDS: Final = 7 * 86400.0
 #: Free bytes of the cache's disk that no download takes: engines and trainers write there too.
 MIN_FREE_BYTES: Final = 256 << 20
