@@ -30,7 +30,7 @@ from typing import Any, Final, get_args
 import httpx
 
 from rl_hooks.agent.canary import CanaryRule
-from rl_hooks.agent.download import fetch_release, in_thread, prune_cache
+from rl_hooks.agent.download import IN_PROCESS, fetch_release, in_thread, prune_cache
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics, MetricsServer
 from rl_hooks.agent.reports import MAX_LOGGED, SERVICE, Reports
@@ -44,8 +44,6 @@ from rl_hooks.sending.exchange import trusted
 
 log = logging.getLogger("draftalign.agent")
 
-#: Begins the name of an engine that has no address.
-IN_PROCESS: Final = "in-process:"
 #: At least this long between two polls: a service or proxy may answer a long poll at once.
 _MIN_POLL_SECONDS: Final = 0.5
 _CANCEL_AGAIN_SECONDS: Final = 0.5
@@ -141,7 +139,7 @@ class SwapAgent:
         self._stopped = threading.Event()  # the download thread looks at it too
         self._interrupt: Callable[[], None] = lambda: None
         self._offered: dict[str, asyncio.Event] = {}
-        self._reports = Reports(config.run, config.agent_id, self.followers, self.metrics, self._note)
+        self._reports = Reports(config.run, config.agent_id, self.followers, self.metrics)
         self._etag = ""
         self._waits = ""  # why there is nothing to load, as the service said last
         self._recent: list[str] = []  # versions offered, oldest first
@@ -197,6 +195,8 @@ class SwapAgent:
             with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
                 async with asyncio.timeout(2.0):
                     await self._reports.send(service)
+            if self._engine is not None:
+                self.followers[config.engine_urls[0]].forget()
 
     def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
         config = self.config

@@ -36,8 +36,8 @@ class ReleaseChoice:
         """The release for an engine that serves this version now; None: it keeps what it has."""
         if offer is None:  # the service was not reached yet; a failed canary is swapped back without it
             return self.fallback if serving in self.rejected else None
-        if offer.sequence in given_up:
-            return self.fallback
+        if offer.sequence in given_up:  # what it serves stays, on trial perhaps
+            return self.fallback if serving is None or serving in self.rejected else None
         rejected_at = self.rejected.get(offer.version)
         if rejected_at is None or (offer.sequence > rejected_at and offer.manifest.pushed_again):
             return offer

@@ -55,6 +55,10 @@ log = logging.getLogger("draftalign.agent")
 LOCK_SECONDS: Final = 120.0
 #: Written last into a complete directory: what was verified, and the digests after stripping.
 RECEIPT: Final = "draftalign-receipt.json"
+#: Begins the name of an engine that has no address, and whose name is never used again.
+IN_PROCESS: Final = "in-process:"
+#: An engine whose memory was not written for a week is gone.
+_FORGOTTEN_SECONDS: Final = 7 * 86400.0
 #: Free bytes of the cache's disk that no download takes: engines and trainers write there too.
 MIN_FREE_BYTES: Final = 256 << 20
 #: One file's download: after that the service is asked again what it offers, and the file goes on where it was.
@@ -145,17 +149,38 @@ def is_intact(release: Release) -> bool:
 def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
     """Delete the complete and partial versions of `run` that are not in `keep`; returns the names that went.
 
-    None where another agent that shares the cache holds its lock; the next call tries again.
+    Those that another engine's memory names stay, too: engines of one host share a cache by default. None where another
+    agent that shares the cache holds its lock; the next call tries again.
     """
     home = cache.absolute() / run
     gone: list[str] = []
     with contextlib.suppress(LockHeld), exclusive(home / ".lock", 0.0):
+        keep = keep.union(*map(_remembered, sorted((home / "engines").glob("*.json"))))
         for path in sorted(home.iterdir()):
             if path.is_dir() and path.name.removesuffix(".part") not in keep and path.name != "engines":
                 shutil.rmtree(path, ignore_errors=True)  # what cannot be deleted must not keep the others: a link, ...
                 if not path.exists():
                     gone.append(path.name)
     return gone
+
+
+def _remembered(memory: Path) -> set[str]:
+    """The versions that an engine's memory (`EngineFollower`) names: what it has, was asked to load, would go back to.
+
+    One that was not written for a week is of an engine that is gone. That of an engine alone, which was killed, is
+    deleted then: its name is never used again.
+    """
+    try:
+        document = json.loads(memory.read_bytes())
+        if time.time() - memory.stat().st_mtime > _FORGOTTEN_SECONDS:
+            if str(document["engine"]).startswith(IN_PROCESS):
+                memory.unlink()
+            return set()
+        releases = [document[name] for name in ("fallback", "pending") if document[name] is not None]
+        served = [] if document["known"] is None else [document["known"]["version"]]
+        return {str(release["manifest"]["version"]) for release in releases} | set(map(str, served))
+    except (OSError, ValueError, KeyError, TypeError):  # its own agent ignores it, too
+        return set()
 
 
 def strip_shared(path: Path) -> list[str]:

@@ -56,6 +56,7 @@ class EngineFollower:
         self.books = EngineBooks(rule)
         self.seen = Seen(clock())
         self._uncounted = ""  # the last error of the counters: it comes up again at every tick
+        self._faulty = ""  # the last fault of a version's files, until one was loaded
         self._choice = ReleaseChoice()
         self._process = EngineProcess()
         self._engine = engine
@@ -95,7 +96,7 @@ class EngineFollower:
         if verdict is not None:
             self._judge(verdict)
         given_up = self._process.given_up
-        wanted = self._choice.wanted(offer, self.loaded_version, given_up)
+        wanted = self._choice.wanted(offer, state.version if state.loaded else None, given_up)
         try:
             if wanted is None or wanted.sequence in given_up or _only_counted(state, wanted):
                 return False
@@ -267,12 +268,20 @@ class EngineFollower:
         if not again:
             if await in_thread(is_intact, release):
                 return cached_release(release.manifest, release.path)
-            self._note_mismatch(f"{release.version} in the cache is not what was downloaded; downloading it again")
+            if release.path.exists():
+                self._note_mismatch(f"{release.version} in the cache is not what was downloaded; downloading it again")
+            else:
+                self._say(logging.INFO, f"{release.version} is not in the cache any more; downloading it again")
         return await in_thread(self._fetch, release.manifest, again)
 
     def _note_mismatch(self, fault: str) -> None:
         self._metrics.error(self.url, "digest")
-        log.error("%s: %s", self.url, fault)
+        self._say(logging.ERROR, fault)
+
+    def _say(self, level: int, fault: str) -> None:
+        """Log what is wrong with a version's files, once: it is tried again until there are right ones."""
+        log.log(logging.DEBUG if fault == self._faulty else level, "%s: %s", self.url, fault)
+        self._faulty = fault
 
     def _took(self, release: Release, before: str | None, *, died: bool = False) -> None:
         """The engine has loaded the release that we asked for; `before`: the version that it served until then."""
@@ -285,6 +294,7 @@ class EngineFollower:
         insisted = self._choice.rejected.pop(release.version, None) is not None
         canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
         self._process.took(release)
+        self._faulty = ""
         self._choice.sequence = max(self._choice.sequence, release.sequence)
         if canary.trial is None:
             self._choice.fallback = release
@@ -310,6 +320,10 @@ class EngineFollower:
         }
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._memory, json.dumps(document).encode(), durable=durable)
+
+    def forget(self) -> None:
+        """Delete the memory: the engine ends, and its name is never used again."""
+        self._memory.unlink(missing_ok=True)
 
     def _recall(self) -> None:
         try:

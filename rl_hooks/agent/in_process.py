@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from rl_hooks.agent.agent import IN_PROCESS, AgentConfig, SwapAgent
+from rl_hooks.agent.agent import AgentConfig, SwapAgent
+from rl_hooks.agent.download import IN_PROCESS
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState, engine_state, failure
 from rl_hooks.engines.vllm.core import CoreLink
@@ -20,6 +21,7 @@ from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import MetricsError
 from rl_hooks.release import PublicKeys, Release
+from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import Origin, exchange
 from rl_hooks.sending.jobs import run_path
 
@@ -81,27 +83,36 @@ class InProcessAgent:
         while not link.guard(f"joining run {self._settings.run!r}", join):
             if self._stopped.wait(_RETRY_SECONDS):
                 return
-        if self._stopped.is_set():
-            return
         config = self._config
-        log.info("draftalign: this engine follows run %r of %s", config.run, config.service_url)
-        agent = self._agent = SwapAgent(config, InProcessEngine(config.engine_urls[0], link, config.cache_dir))
-        link.guard("following the service", lambda: asyncio.run(agent.run()))
+
+        def follow() -> None:
+            agent = self._agent = SwapAgent(config, InProcessEngine(config.engine_urls[0], link, config.cache_dir))
+            if not self._stopped.is_set():
+                log.info("draftalign: this engine follows run %r of %s", config.run, config.service_url)
+                asyncio.run(agent.run())
+
+        while not link.guard("following the service", follow):  # its certificates may come later, say
+            if self._stopped.wait(_RETRY_SECONDS):
+                return
 
     def newest_policy(self, timeout_seconds: float) -> int | None:
         """The newest policy version of the run that the service has seen; None for a new run. Raises OSError.
 
+        What is in between may answer too (a proxy, a login page): only the service's own answer says that a run is new.
         A head that has hardly moved is not sent again, so the newest head may be much older than the newest rollouts.
         """
         headers = {"Authorization": f"Bearer {self._settings.token}"} if self._settings.token else {}
         path = run_path(self._settings.run)
         reply = exchange(Origin.parse(self._settings.url), "GET", path, headers, (), timeout_seconds=timeout_seconds)
-        if reply.status == 404:
+        if reply.status == 404 and reply.fields.get("type") == NO_SUCH_RUN:
             return None
-        if reply.status != 200:
-            raise OSError(f"GET {path} answered {reply.status}: {reply.detail}")
         known = [reply.fields.get(name) for name in ("policy_version", "latest_head", "latest_policy")]
-        return max((version for version in known if type(version) is int and version >= 0), default=0)
+        if reply.status != 200 or type(known[0]) is not int or known[0] < 0:
+            raise OSError(
+                f"GET {path}: expected a run, or a 404 of type {NO_SUCH_RUN}, got {reply.status}: {reply.detail}. It "
+                "is asked again; is DRAFTALIGN_URL that of a draftalign service?"
+            )
+        return max(version for version in known if type(version) is int)
 
 
 class InProcessEngine:

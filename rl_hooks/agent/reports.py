@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ _UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
 
 
 class Reports:
-    """The reports of one agent about its engines. `note` counts and logs a failure that ends nothing."""
+    """The reports of one agent about its engines."""
 
     def __init__(
         self,
@@ -36,10 +36,9 @@ class Reports:
         agent_id: str,
         followers: Mapping[str, EngineFollower],
         metrics: AgentMetrics,
-        note: Callable[[str, Exception], None],
     ) -> None:
         self._run, self._agent_id, self._followers = run, agent_id, followers
-        self._metrics, self._note = metrics, note
+        self._metrics = metrics
         #: Set once an engine's counts were read.
         self.counted = asyncio.Event()
         self._said: dict[str, str] = {}  # engine, or the service -> what was logged of its last answer
@@ -99,7 +98,8 @@ class Reports:
             if response.status_code not in _UNACCEPTABLE:
                 raise error
             # The same report would be refused again. A later one has other counts and may be accepted.
-            self._note("report", error)
+            self._metrics.error("report", type(error).__name__)
+            self.say(follower.url, logging.WARNING, str(error))
         bucket.reported = mark
         self._metrics.contact(SERVICE)
 

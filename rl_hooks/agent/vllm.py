@@ -93,11 +93,9 @@ def link_of(core: Any, settings: ServiceSettings | None) -> CoreLink | None:
 
 def drafter_directory(environment: Mapping[str, str]) -> Path:
     """Where published drafters are downloaded to; ranks on other machines must see the same directory."""
-    given = environment.get("DRAFTALIGN_DRAFTER_DIR")
-    if given:
-        return Path(given).resolve()
-    caches = environment.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "draftalign"
+    given, caches = environment.get("DRAFTALIGN_DRAFTER_DIR"), environment.get("XDG_CACHE_HOME")
+    found = Path(given) if given else (Path(caches) if caches else Path.home() / ".cache") / "draftalign"
+    return found.resolve()  # a home is a symbolic link on many a cluster
 
 
 def _name(core: Any) -> str:

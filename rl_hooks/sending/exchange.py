@@ -207,10 +207,17 @@ def _read_reply(reader: BufferedReader, sent: int, *, stop_at_continue: bool = F
 def _read_body(reader: BufferedReader, headers: Mapping[str, str]) -> bytes:
     """At most 64 KiB of the answer: it is only ever a small JSON document."""
     if "chunked" in headers.get("transfer-encoding", "").lower():
-        length_line = reader.readline(64)
-        first = length_line.split(b";")[0].strip()
-        size = int(first, 16) if first and all(c in b"0123456789abcdefABCDEF" for c in first) else 0
-    else:
-        text = headers.get("content-length", "")
-        size = int(text) if text.isascii() and text.isdigit() else _MAX_REPLY_BYTES
+        body = b""
+        while (size := _chunk_bytes(reader.readline(64))) and len(body) < _MAX_REPLY_BYTES:
+            body += reader.read(min(size, _MAX_REPLY_BYTES))
+            reader.readline(64)
+        return body[:_MAX_REPLY_BYTES]
+    text = headers.get("content-length", "")
+    size = int(text) if text.isascii() and text.isdigit() else _MAX_REPLY_BYTES
     return reader.read(min(size, _MAX_REPLY_BYTES))
+
+
+def _chunk_bytes(line: bytes) -> int:
+    """Of the chunk that begins with this line; 0 for the last one, and for a line that is none."""
+    first = line.split(b";")[0].strip()
+    return int(first, 16) if first and all(c in b"0123456789abcdefABCDEF" for c in first) else 0

@@ -148,6 +148,7 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     context.run(report.run)
     check_open(context.layout, report.run)
     await context.check_redis()
+    await _check_version(context, report)
     if report.canary is not None:
         _check_canary(context, report.run, report.canary)
     odd = report.check_emitted()
@@ -235,6 +236,19 @@ async def _push_again(
     except Problem:
         return None  # the log says why
     return await context.locking(context.registry.push_again, run, reason)
+
+
+async def _check_version(context: ServiceContext, report: AcceptanceReport) -> None:
+    """Refuse counts of another run's drafter: an agent goes on where a run was deleted and its name used again."""
+    run, version = report.run, report.drafter_version
+    if report.method == OUR_DRAFTER and not await asyncio.to_thread(context.registry.may_be_of, run, version):
+        raise Problem(
+            422,
+            "other-runs-drafter",
+            f"run {run!r} never had the version {version[:80]!r}: its counts are not booked. Was the run deleted, or "
+            "its state replaced? Then restart the agent with an empty cache; GET /drafters has the versions",
+            field="drafter_version",
+        )
 
 
 def _check_canary(context: ServiceContext, run: str, canary: CanaryReport) -> None:

@@ -90,6 +90,23 @@ class Registry(Versions):
             return {name: value for name, value in pointer.items() if name != "held"}
         return self.history.last_of(run, OFFERS)  # of before it was pushed again
 
+    def may_be_of(self, run: str, version: str) -> bool:
+        """Whether a version is one of this run: on disk, in its history, or older than what its history remembers.
+
+        A number is used once. So one that the run gave to another version, or has not come to, is of another run: of a
+        deleted one that had the same name, say. Names of another form than ours are nobody's, and may be anybody's.
+        """
+        if not VERSION_NAME.fullmatch(version) or (self._layout.drafter(run, version) / MANIFEST).is_file():
+            return True
+        pointer = self._pointer(run)  # another host may have moved it just now
+        kept = [*self.versions(run), *([] if pointer is None else [pointer["version"]])]
+        number = version.partition("-")[0] + "-"
+        told = [event.text for event in self.history.events(run) if number.encode() in event.text]
+        told += [name.encode() for name in kept if name.startswith(number)]
+        if told:
+            return any(version.encode() in text for text in told)
+        return version_number(version) < max(map(version_number, kept), default=0)
+
     # --- writing
     def publish(
         self,

@@ -37,7 +37,7 @@ from examples.features import batch_of
 from service.worker.scoring import replay_each, score
 
 PROMPTS = elicit_prompts(160, seed=5)
-VERSION, OLD = "v000002-0a1b2c3d", "v000001-0a1b2c3d"
+VERSION, OLD = "trained", "weak"
 
 
 def other_order(features: Tensor) -> Tensor:

@@ -39,8 +39,7 @@ class Client:
         return self.asleep
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        del args
-        assert not self.asleep, "memory that is not mapped was read"
+        assert not self.asleep or (method, args) == ("draftalign_state", (True,)), "memory that is not mapped was read"
         if self.broken:
             raise RuntimeError("no such method")
         self.calls.append(method)
@@ -68,6 +67,20 @@ def test_a_sleeping_engine_is_not_looked_into(tmp_path: Path) -> None:
     client.asleep = False
     state = asyncio.run(swapper.state())
     assert (state["loaded"], state["problem"]) == (True, None)
+
+
+def test_every_api_process_tells_of_a_sleeping_engine_what_another_one_swapped_in(tmp_path: Path) -> None:
+    client = Client("v1")
+    swapper = Swapper(client, tmp_path)
+    asyncio.run(swapper.state())
+    client.versions = ["v2"]  # through another process
+    client.asleep = True
+    assert asyncio.run(swapper.state())["version"] == "v2"
+    # One that has not looked yet asks nothing: the workers' first look reads weights.
+    client.asleep = True
+    client.calls.clear()
+    assert asyncio.run(Swapper(client, tmp_path).state())["version"] is None
+    assert client.calls == []
 
 
 def test_an_engine_that_falls_asleep_while_the_file_is_read_is_not_touched(tmp_path: Path) -> None:
@@ -136,6 +149,60 @@ def test_a_workers_failure_is_an_answer_and_becomes_a_problem(
     with pytest.raises(SwapProblem) as caught:
         asyncio.run(Swapper(client, tmp_path).swap("v2", "v2"))
     assert (caught.value.status, caught.value.detail) == (status, detail)
+
+
+class CoreClient:
+    """VLLM's client of data-parallel cores, which for `collective_rpc` returns the first core's answers alone."""
+
+    def __init__(self, *cores: Client) -> None:
+        self.core_engines = cores
+
+    async def call_utility_all_async(self, name: str, *given: Any) -> list[Any]:
+        method, timeout_seconds, args, kwargs = given
+        assert (name, timeout_seconds, kwargs) == ("collective_rpc", None, None)
+        return [await core.collective_rpc(method, args) for core in self.core_engines]
+
+
+class ParallelClient(Client):
+    """An engine client over several data-parallel cores."""
+
+    def __init__(self, *cores: Client) -> None:
+        super().__init__()
+        self.engine_core: Any = CoreClient(*cores)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return await self.engine_core.core_engines[0].collective_rpc(method, args)  # type: ignore[no-any-return]
+
+
+def test_a_swap_that_a_further_data_parallel_core_refuses_fails(tmp_path: Path) -> None:
+    (tmp_path / "v2").mkdir()
+    first, second = Client("v1"), Client("v1")
+    swapper = Swapper(ParallelClient(first, second), tmp_path)
+    second.failures["draftalign_apply"] = {"error": "its shapes differ", "refused": True}
+    with pytest.raises(SwapProblem, match="its shapes differ") as caught:
+        asyncio.run(swapper.swap("v2", "v2"))
+    assert caught.value.status == 409
+    second.failures.clear()
+    assert asyncio.run(swapper.swap("v2", "v2"))["version"] == "v2"
+    assert first.calls == second.calls
+
+
+def test_data_parallel_cores_that_hold_different_drafters_hold_none(tmp_path: Path) -> None:
+    state = asyncio.run(Swapper(ParallelClient(Client("v2"), Client("v1")), tmp_path).state())
+    assert state["loaded"] is False
+    assert "different drafters (['v2', 'v1'])" in state["problem"]
+
+
+def test_no_drafter_is_swapped_where_vllm_hides_what_further_cores_answer(tmp_path: Path) -> None:
+    """VLLM 0.31."""
+    (tmp_path / "v2").mkdir()
+    client = ParallelClient(Client("v1"), Client("v1"))
+    client.engine_core = SimpleNamespace(core_engines=client.engine_core.core_engines)
+    with pytest.raises(SwapProblem, match=r"take vLLM 0\.32") as caught:
+        asyncio.run(Swapper(client, tmp_path).swap("v2", "v2"))
+    assert caught.value.status == 503
+    client.engine_core.core_engines = (Client("v1"),)
+    assert asyncio.run(Swapper(client, tmp_path).swap("v2", "v2"))["version"] == "v2"
 
 
 def test_no_call_of_a_worker_raises() -> None:

@@ -97,6 +97,9 @@ NAMES: Final = (
     ("v1/worker/gpu_worker.py", "Worker", ("_weight_update_active",)),
     ("v1/request.py", "Request", ("request_id", "skip_reading_prefix_cache")),
     ("v1/core/sched/scheduler.py", "Scheduler", ("requests",)),
+    ("v1/engine/async_llm.py", "AsyncLLM", ("engine_core",)),
+    # And `call_utility_all_async`, which 0.31 has not: it swaps no drafter into several cores.
+    ("v1/engine/core_client.py", "AsyncMPClient", ("core_engines",)),
     ("v1/engine/__init__.py", "EngineCoreOutput", ("request_id", "new_token_ids")),
     ("v1/worker/worker_base.py", "WorkerBase", ("vllm_config", "model_runner", "device")),
     (_V1, "GPUModelRunner", ("input_batch", "input_ids", "positions")),

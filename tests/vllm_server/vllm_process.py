@@ -74,6 +74,7 @@ class VllmServer:
     """One server with the shipped policy and the drafter of `drafter`; swaps come from `drafters`.
 
     `speculative`: another speculative configuration than EAGLE-3 with that drafter. `policy`: another policy.
+    `options`: more of `vllm serve`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class VllmServer:
         eager: bool = True,
         speculative: dict[str, Any] | None = None,
         policy: Path = BASE_POLICY,
+        options: Sequence[str] = (),
         **environment: str,
     ) -> None:
         self.port = free_port()
@@ -95,7 +97,7 @@ class VllmServer:
         overlay = plugins(scratch / "plugin")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self._command(policy, drafter, speculative, eager=eager),
+                [*self._command(policy, drafter, speculative, eager=eager), *options],
                 env=cpu_environment(overlay) | {"DRAFTALIGN_DRAFTER_DIR": str(drafters)} | environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -48,7 +48,7 @@ class DrafterEndpoints:
 
     def __init__(self) -> None:
         directory = os.environ.get("DRAFTALIGN_DRAFTER_DIR")
-        self._directory = Path(directory).resolve() if directory else None
+        self._directory = Path(directory) if directory else None
         self._token = os.environ.get("DRAFTALIGN_SWAP_TOKEN") or None
         self._swapper: Swapper | None = None
 

@@ -15,6 +15,7 @@ from rl_hooks.format.drafter import MODEL_FILE
 
 _POLL_SECONDS: Final = 0.02
 _STAGE_TIMEOUT_SECONDS: Final = 600.0
+_ASLEEP: Final = "the engine sleeps or is paused"
 
 
 class SwapProblem(Exception):  # noqa: N818 - it becomes a problem document
@@ -42,23 +43,24 @@ def answered(method: str, answers: Sequence[Any]) -> list[Any]:
 
 
 class Swapper:
-    """Swaps through an engine client's `collective_rpc`; one swap at a time."""
+    """Swaps through an engine client's calls to its workers; one swap at a time."""
 
     def __init__(self, engine: Any, directory: Path | None) -> None:
         self._engine = engine
-        self._directory = directory
+        self._directory = None if directory is None else directory.resolve()  # as the paths that are compared with it
         self._lock = asyncio.Lock()
-        self._last_state: dict[str, Any] = {"version": None, "loaded": False, "swaps": 0}
+        self._looked = False
 
     async def state(self) -> dict[str, Any]:
         """The state of the drafter, from a rank that has one (in a pipeline only the last has)."""
-        if await self._sleeps():
-            # Its weights may be unmapped: reading them would kill the engine. A sleeping engine drafts nothing, so the
-            # last state still tells which drafter its counts belong to. The weights are checked when it is awake.
-            return {**self._last_state, "problem": "the engine sleeps or is paused"}
-        states = await self._call("draftalign_state")
-        self._last_state = joint_state(states)
-        return self._last_state
+        asleep = await self._sleeps()
+        if asleep and not self._looked:  # the workers' first look reads weights, which may be unmapped
+            return {"version": None, "loaded": False, "swaps": 0, "problem": _ASLEEP}
+        # A sleeping engine drafts nothing: which drafter its counts belong to is told without a look at the weights.
+        # The workers are asked, because a swap may have come through another API process.
+        state = joint_state(await self._call("draftalign_state", asleep))
+        self._looked = True
+        return state | {"problem": _ASLEEP} if asleep else state
 
     async def swap(self, path: str, version: str, expected: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Stage on every worker; when all have accepted the drafter, swap on every worker in one call.
@@ -66,6 +68,7 @@ class Swapper:
         `expected`: SHA-256 by file name, where they are known; other bytes are not swapped in.
         """
         directory = self._resolve(path)
+        self._check_cores()
         async with self._lock:
             await self._check_awake()
             await self._call("draftalign_stage", str(directory), version, dict(expected or {}))
@@ -98,11 +101,21 @@ class Swapper:
             raise SwapProblem(422, "Invalid request", f"path is no path: {type(error).__name__}") from error
         return resolved
 
+    def _check_cores(self) -> None:
+        core = getattr(self._engine, "engine_core", None)
+        if len(getattr(core, "core_engines", ())) > 1 and not hasattr(core, "call_utility_all_async"):
+            raise SwapProblem(
+                503,
+                "Several engine cores",
+                "this vLLM (0.31, say) tells only what its first data-parallel core answers, so a swap that fails in "
+                "another one would not be seen: take vLLM 0.32, or start a server for each core",
+            )
+
     async def _check_awake(self) -> None:
         # A paused engine (RL's weight sync) can take a drafter; a sleeping one has given its memory away. vLLM answers
         # "sleeping" to both, so engines that can sleep must be awake and running.
         if await self._sleeps():
-            raise SwapProblem(503, "Engine asleep", "the engine sleeps or is paused; ask again when it runs")
+            raise SwapProblem(503, "Engine asleep", f"{_ASLEEP}; ask again when it runs")
 
     async def _sleeps(self) -> bool:
         can_sleep = getattr(getattr(self._engine, "model_config", None), "enable_sleep_mode", False)
@@ -132,13 +145,21 @@ class Swapper:
 
     async def _call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         try:
-            return answered(method, await self._engine.collective_rpc(method, args=arguments))
+            return answered(method, await self._ask(method, arguments))
         except RpcError as error:
             if error.refused:
                 raise SwapProblem(409, "Drafter refused", error.text) from error
             raise SwapProblem(503, "Engine error", str(error)[:600]) from error
         except Exception as error:  # vLLM's own, of any kind
             raise SwapProblem(503, "Engine error", f"{method}: {str(error)[:500]}") from error
+
+    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """What every rank of every data-parallel core answers: `collective_rpc` returns the first core's answers."""
+        ask_all = getattr(getattr(self._engine, "engine_core", None), "call_utility_all_async", None)
+        if ask_all is None:
+            return list(await self._engine.collective_rpc(method, args=arguments))
+        cores = await ask_all("collective_rpc", method, None, arguments, None)
+        return [answer for answers in cores for answer in answers]
 
 
 def joint_state(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -126,10 +126,10 @@ class DrafterSwap:
             raise RuntimeError(f"this worker read {staged.sha256} for {version}, another one read {sha256}")
         return staged
 
-    def state(self) -> dict[str, Any]:
-        """The loaded drafter, and whether its weights are still intact."""
+    def state(self, asleep: bool = False) -> dict[str, Any]:
+        """The loaded drafter, and whether its weights are still intact. `asleep`: they must not be read."""
         config = self._worker.vllm_config.speculative_config
-        asleep = self.watch is not None and self.watch.asleep
+        asleep = asleep or (self.watch is not None and self.watch.asleep)
         document: dict[str, Any] = {
             "version": self.weights.served.version,
             "loaded": self.weights.are_intact(asleep=asleep),

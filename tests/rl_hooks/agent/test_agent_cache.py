@@ -7,7 +7,9 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ from agent_fixtures import Engine, Service, drafter_bytes, drafter_config, event
 from rl_hooks.agent import download
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
-from rl_hooks.agent.download import RECEIPT
+from rl_hooks.agent.download import RECEIPT, prune_cache
 
 SMALL = CanaryRule(rounds=200)
 
@@ -91,6 +93,50 @@ def test_a_restarted_engine_never_gets_a_byte_that_rotted_in_the_cache(
     assert f"{version} in the cache is not what was downloaded" in caplog.text
 
 
+def test_no_agent_deletes_what_another_ones_engine_would_go_back_to(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    """Engines alone share `~/.cache/draftalign` on their host."""
+    old = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path, canary=CanaryRule(rounds=1000)) as agent:
+        eventually(lambda: engine.version == old)
+        settle(engine)
+        engine.play(1500, 2)
+        eventually(lambda: agent.followers[engine.url]._choice.fallback)
+        new = service.publish(2)
+        eventually(lambda: engine.version == new)
+        settle(engine)
+    assert prune_cache(tmp_path, "default", set()) == []
+    engines = tmp_path / "default" / "engines"
+    (memory,) = engines.glob("*.json")
+    (engines / "damaged.json").write_text("{")
+    killed = engines / "killed.json"  # the memory of an engine alone that nobody ends; its name comes never again
+    killed.write_text(json.dumps(json.loads(memory.read_text()) | {"engine": "in-process:host 1 dp0 cafe"}))
+    for file in (memory, killed):
+        os.utime(file, (0, 0))
+    assert prune_cache(tmp_path, "default", set()) == sorted([old, new])
+    assert sorted(file.name for file in engines.glob("*.json")) == sorted([memory.name, "damaged.json"])
+
+
+def test_a_version_that_is_gone_from_the_cache_is_told_as_that_and_once(
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path) as agent, caplog.at_level(logging.INFO, "draftalign.agent"):
+        eventually(lambda: engine.version == version)
+        settle(engine)
+        service.down()
+        shutil.rmtree(tmp_path / "default" / version)
+        engine.restart()
+        settle(engine, 10)
+        assert engine.version is None
+        assert mismatches(agent, engine) == 0
+        service.up()
+        eventually(lambda: engine.version == version)
+    assert caplog.text.count(f"{version} is not in the cache any more") == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 def test_a_rotted_cache_waits_for_the_service_rather_than_reach_an_engine(
     service: Service, engine: Engine, tmp_path: Path
 ) -> None:
@@ -142,12 +188,13 @@ def test_an_engine_that_read_other_bytes_gets_the_right_ones_at_once(
 
 
 def test_an_engine_that_always_reads_other_bytes_is_asked_again_and_not_downloaded_for_each_time(
-    service: Service, engine: Engine, tmp_path: Path
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.tells_digest, engine.misread = True, 10**6
     version = service.publish(1)
-    with running_agent(service, engine, cache=tmp_path) as agent:
+    with running_agent(service, engine, cache=tmp_path) as agent, caplog.at_level(logging.ERROR, "draftalign.agent"):
         eventually(lambda: mismatches(agent, engine) >= 5)
+        assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
         engine.play(50, 1)
         settle(engine)
         assert len(service.ranges) == 4

@@ -210,18 +210,27 @@ def test_reports_are_made_good_when_the_service_was_away(service: Service, engin
 
 
 def test_a_report_that_the_service_refuses_does_not_stop_the_agent(
-    service: Service, engine: Engine, tmp_path: Path
+    service: Service, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It may be refused for ever, where the run was archived or deleted, and costs one line."""
     version = service.publish(1)
     service.acceptance_status = 422
-    with running_agent(service, engine, cache=tmp_path):
+    with running_agent(service, engine, cache=tmp_path) as agent, caplog.at_level(logging.INFO, "draftalign.agent"):
         eventually(lambda: engine.version == version)
         settle(engine)
-        engine.play(50, 2)
-        settle(engine)
+        refused = {"peer": "report", "kind": "ReportError"}
+
+        def counted() -> float:
+            return agent.metrics.registry.get_sample_value("draftalign_agent_errors_total", refused) or 0.0
+
+        for _ in range(3):
+            before = counted()
+            engine.play(50, 2)
+            eventually(lambda before=before: counted() > before)  # type: ignore[misc]
+        assert caplog.text.count("POST /acceptance answered 422") == 1
         service.acceptance_status = 200
         engine.play(1, 2)
-        eventually(lambda: service.last_report(version).get("rounds") == 51)
+        eventually(lambda: service.last_report(version).get("rounds") == 151)
 
 
 @pytest.mark.parametrize("name", [ROUNDS, ACCEPTED + "{", DRAFTED, ACCEPTED_PER_POSITION])

@@ -51,7 +51,16 @@ def test_what_the_engine_has_refused_is_not_wanted_and_a_passed_version_becomes_
     first, second, third = release(1), release(2), release(3)
     choice = ReleaseChoice(fallback=first)
     choice.judged(verdict(second, passed=True), second)
-    assert choice.wanted(third, second.version, {3}) is second
+    assert choice.wanted(third, None, {3}) is second  # a process that was started again
+    assert choice.wanted(third, second.version, {3}) is None
+
+
+def test_a_version_on_trial_stays_where_the_engine_refuses_a_newer_one() -> None:
+    good, tried, refused = release(1), release(2), release(3)
+    choice = ReleaseChoice(fallback=good)
+    assert choice.wanted(refused, tried.version, {3}) is None
+    choice.judged(verdict(tried, passed=False), tried)
+    assert choice.wanted(refused, tried.version, {3}) is good
 
 
 def test_a_choice_comes_back_from_its_dump() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import certifi
 import pytest
 from agent_fixtures import eventually
 from redis import Redis
@@ -35,6 +37,7 @@ from rl_hooks.agent.vllm import _name, drafter_directory, link_of
 from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.vllm.core import CoreLink
+from rl_hooks.engines.vllm.swapper import Swapper
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.release import Manifest, Release
 from service.storage.reports.keys import StoreKeys
@@ -119,10 +122,19 @@ def answering(reply: bytes | None) -> Iterator[str]:
     [
         (None, []),
         (b"SSH-2.0-OpenSSH\r\n", []),
-        (b"HTTP/1.1 200 OK\r\n\r\n<html>", [0]),
-        (b'HTTP/1.1 200 OK\r\n\r\n{"policy_version": "9"}', [0]),
-        (b'HTTP/1.1 200 OK\r\n\r\n{"policy_version": -1, "latest_head": true}', [0]),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", []),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"policy_version": "9"}', []),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"policy_version": -1, "latest_head": true}', []),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"policy_version": 2, "latest_head": true}', [2]),
         (b'HTTP/1.1 200 OK\r\n\r\n{"policy_version": 2, "latest_head": null, "latest_policy": 5}', [5]),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b'14;by=proxy\r\n{"policy_version": 2\r\n15\r\n, "latest_policy": 5}\r\n0\r\n\r\n',
+            [5],
+        ),
+        (b"HTTP/1.1 404 no\r\n\r\n404 page not found", []),
+        (b'HTTP/1.1 404 no\r\n\r\n{"type": "urn:draftalign:not-found"}', []),
+        (b'HTTP/1.1 404 no\r\n\r\n{"type": "urn:draftalign:no-such-run"}', [None]),
         (b"HTTP/1.1 401 no\r\n\r\n", []),
         (b"HTTP/1.1 500 no\r\n\r\n", []),
     ],
@@ -200,6 +212,28 @@ def test_a_service_that_comes_later_is_joined_then(
     found.end()
 
 
+def test_an_engine_whose_certificates_come_later_follows_then(
+    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A secret that is mounted late; the service itself is reached by plain http."""
+    monkeypatch.setattr(in_process, "_RETRY_SECONDS", 0.05)
+    file = tmp_path / "ca.pem"
+    monkeypatch.setenv("DRAFTALIGN_CA_FILE", str(file))
+    link: Any = Link()
+    found = agent(service.url, tmp_path)
+    found.begin(link)
+    eventually(lambda: any("following the service" in said for said in link.warned), 20)
+    shutil.copy(certifi.where(), file)
+    name = "draftalign_agent_last_contact_timestamp_seconds"
+    eventually(
+        lambda: (
+            found._agent and found._agent.metrics.registry.get_sample_value(name, {"peer": "in-process:host 1 dp0"})
+        ),
+        20,
+    )
+    found.end()
+
+
 def test_counts_of_two_drafters_and_two_policies_between_two_looks_are_all_booked(
     service: RunningService, redis_url: str, tmp_path: Path
 ) -> None:
@@ -225,6 +259,9 @@ def test_counts_of_two_drafters_and_two_policies_between_two_looks_are_all_booke
         link.state |= {"version": "v2", "swaps": 2}
         found.end()  # the last counts are reported at the engine's end
         assert booked() == {("v1", 2): (12, 17, True), ("v1", 3): (3, 1, True), ("v2", 3): (7, 9, False)}
+    remembered = tmp_path / "cache" / "default" / "engines"
+    assert remembered.is_dir()
+    eventually(lambda: not list(remembered.iterdir()), 20)  # no other engine ever has its name
 
 
 def core(**parallel: Any) -> Any:
@@ -344,4 +381,23 @@ def test_only_an_engine_that_could_follow_does(caplog: pytest.LogCaptureFixture)
 def test_drafters_go_where_the_variable_says_or_into_the_users_cache(tmp_path: Path) -> None:
     assert drafter_directory({"DRAFTALIGN_DRAFTER_DIR": str(tmp_path)}) == tmp_path
     assert drafter_directory({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "draftalign"
-    assert drafter_directory({}) == Path.home() / ".cache" / "draftalign"
+    assert drafter_directory({}) == (Path.home() / ".cache" / "draftalign").resolve()
+
+
+@pytest.mark.parametrize("unset", [True, False])
+def test_an_engine_whose_cache_lies_behind_a_link_takes_what_is_downloaded_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unset: bool
+) -> None:
+    """A home on another disk, or `~/.cache -> /scratch`, as clusters have them; and a relative XDG_CACHE_HOME."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    cache = drafter_directory({} if unset else {"XDG_CACHE_HOME": "home/caches"})
+    for directory in (cache, tmp_path / "home" / "given"):  # the swapper itself, too
+        path = directory / "default" / "v1"
+        path.mkdir(parents=True)
+        assert Swapper(None, directory)._resolve(str(path)) == path.resolve()
+    assert cache.is_absolute()
+    monkeypatch.chdir("/")
+    assert Swapper(None, cache)._resolve(str(cache / "default" / "v1")).is_dir()

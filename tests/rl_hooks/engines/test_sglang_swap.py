@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -128,6 +129,12 @@ def serves(server: SGLangServer, files: dict[str, bytes]) -> bool:
         and torch.equal(model.model.layers[0].self_attn.qkv_proj.weight[-4:], sent["midlayer.self_attn.v_proj.weight"])
         for model in server.models
     )
+
+
+def test_the_page_says_how_long_a_trainers_session_is_waited_for() -> None:
+    seconds = inspect.signature(SGLangEngine).parameters["session_timeout_seconds"].default
+    page = (Path(__file__).parents[3] / "docs/guide/sglang.md").read_text()
+    assert f"({seconds:.0f} s at most; generation stands still" in page
 
 
 def test_a_drafter_is_swapped_by_the_documented_calls_and_no_others(

@@ -121,6 +121,16 @@ def test_a_worker_that_sleeps_takes_no_drafter_and_keeps_what_is_staged(loads: l
     assert swap.apply("v2", "digest") == {"previous": "v1", "version": "v2"}
 
 
+def test_a_sleeping_worker_tells_what_it_serves_without_a_look_at_its_weights(
+    loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap = serving(Worker())
+    swap.watch = None  # as in a server that an agent beside it swaps
+    monkeypatch.setattr(RunningDraft, "fingerprint", lambda _: pytest.fail("memory that is not mapped was read"))
+    assert (swap.state(True)["version"], swap.state(True)["loaded"]) == ("v1", True)
+    assert loads == []
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_a_drafter_without_any_value_comes_back_though_nobody_has_told(loads: list[Any], value: float) -> None:
     worker = Worker()

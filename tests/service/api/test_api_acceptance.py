@@ -17,7 +17,7 @@ import pytest
 from access_fixtures import TokenFile
 from record_fixtures import score
 from redis import Redis
-from service_fixtures import RunningService
+from service_fixtures import HEADERS, RunningService, run_file
 from storage_fixtures import Store
 
 from service.access.audit import AuditLog
@@ -74,6 +74,42 @@ def engine_of(service: RunningService, redis_client: Redis) -> Engine:
         record = {"policy_version": 1, "drafter_version": version, "served": served, "created": float(number)}
         store.put_score(f"{number:032x}", score(record))
     return Engine(service, version)
+
+
+def test_counts_of_a_deleted_runs_drafter_are_refused_in_the_run_that_has_its_name_now(engine: Engine) -> None:
+    """The agent goes on, and does not know that the run is another one."""
+    service = engine.service
+    old = [engine.version, *(service.publish(content=bytes([n])).version for n in (2, 3))]
+    assert engine.report(10, 20).status_code == 200
+    service.client.delete("/runs/default").raise_for_status()
+    service.client.put("/runs/default", content=run_file(), headers=HEADERS).raise_for_status()
+
+    def answers() -> list[int]:
+        return [Engine(service, version).report(10, 20).status_code for version in old]
+
+    assert answers() == [422] * 3
+    new = [service.publish(content=b"of the new run" + bytes([n])).version for n in range(3)]
+    assert answers() == [422] * 3
+    refused = Engine(service, old[1]).report(10, 20).json()
+    assert (refused["type"], refused["field"]) == ("urn:draftalign:other-runs-drafter", "drafter_version")
+    assert service.client.get("/alpha").json()["points"] == []
+    service.registry.prune("default", keep=1)
+    assert answers() == [422] * 3
+    for version in (*new, "initial", "frozen", "somebody's own"):  # two of the new ones were deleted since
+        assert Engine(service, version).report(10, 20).status_code == 200, version
+    for method in ("mtp", "ngram", "eagle"):
+        assert Engine(service, method).report(10, 20, method=method).status_code == 200
+
+
+def test_counts_of_a_version_that_the_history_has_forgotten_are_booked(engine: Engine) -> None:
+    service = engine.service
+    gone = engine.version
+    for number in (2, 3):
+        service.publish(content=bytes([number]))
+    service.registry.prune("default", keep=1)
+    service.layout.history("default").write_text("")
+    assert engine.report(10, 20).status_code == 200
+    assert Engine(service, gone.replace("v000001", "v000004")).report(10, 20).status_code == 422
 
 
 def test_a_live_drafter_is_left_alone(engine: Engine) -> None:

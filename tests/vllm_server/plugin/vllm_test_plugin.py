@@ -4,12 +4,13 @@
 * a model's class is looked into where it is, and not in a process that imports all of vLLM, as where CUDA must wait;
 * a recorder of what the engine's drafter read and answered, for numeric conformance;
 * faults: weights that change behind the engine's back, a load that fails half-way;
-* `POST /test/rpc {"method", "args"}`, so that the server runs without development mode.
+* `POST /test/rpc {"method", "args"}` and `POST /test/pause`, so that the server runs without development mode.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def register() -> None:
         fail_next_load,
         stage_by_rank,
         fail_a_rank,
+        fail_a_core,
     ):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
@@ -211,8 +213,14 @@ def fail_a_rank(self: Any, rank: int) -> None:
         fail_next_load(self)
 
 
+def fail_a_core(self: Any, index: int) -> None:
+    """`fail_next_load` in this data-parallel core only."""
+    if self.vllm_config.parallel_config.data_parallel_index == index:
+        fail_next_load(self)
+
+
 class TestEndpoints:
-    """Endpoint plugin: call a worker method over HTTP."""
+    """Endpoint plugin: call a worker method over HTTP, or pause the engine."""
 
     name = "draftalign_tests"
     required_tasks = None
@@ -225,6 +233,13 @@ class TestEndpoints:
             body = await request.json()
             return await self._engine.collective_rpc(body["method"], args=tuple(body.get("args", ())))
 
+        @app.post("/test/pause")
+        async def pause() -> None:
+            """Pause, as an engine does that can sleep: vLLM on a CPU has no sleep mode."""
+            await self._engine.sleep(0)
+
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's protocol
         """Keep the engine's client."""
         self._engine = engine_client
+        if os.environ.get("DRAFTALIGN_TESTS_SLEEP"):
+            engine_client.model_config.enable_sleep_mode = True
