@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rl_hooks.errors import RolloutError
+from rl_hooks.trainer.capture import ModuleHook
 
 #: (normaliser, log p of the next token) of each row of a batch, [N] each.
 Scores = tuple[Tensor, Tensor]
@@ -74,9 +75,12 @@ class OwnScores:
         self._made: Scores | OwnRows | None = None
         self._error: Exception | None = None
         self._handles: Final[list[RemovableHandle]] = [
-            norm.register_forward_hook(self._at_norm),
-            lm_head.register_forward_hook(self._at_head),
-            *(model.register_forward_hook(self._at_end) for model in {id(one): one for one in models}.values()),
+            norm.register_forward_hook(ModuleHook(self._at_norm)),
+            lm_head.register_forward_hook(ModuleHook(self._at_head)),
+            *(
+                model.register_forward_hook(ModuleHook(self._at_end))
+                for model in {id(one): one for one in models}.values()
+            ),
         ]
 
     @contextmanager
