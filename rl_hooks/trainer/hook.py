@@ -36,7 +36,7 @@ from rl_hooks.trainer.capture import FeatureCapture
 from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.own_scores import Kind, OwnRows, OwnScores, Scores
 from rl_hooks.trainer.packing import check_forward, how_it_reads
-from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
+from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, checked_version, plan_batch
 from rl_hooks.trainer.registrar import Registrar
 from rl_hooks.trainer.staging import COUNTERS, RolloutStaging, Targets
 from rl_hooks.trainer.whole import WholeWeight
@@ -93,6 +93,8 @@ class DrafterHook:
     ) -> None:
         if not wire.RUN_NAME.fullmatch(run):
             raise ValueError(f"run: {run!r} is no run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit")
+        policy_version = checked_version(policy_version)
+        self._closed = False
         #: Counters, and the newest failure.
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         #: Runs our own work: times it, and keeps its failures from the trainer.
@@ -194,7 +196,10 @@ class DrafterHook:
         `tree_places` int64 [T]: where the forward has each token of this row, if it is over a prefix tree, [1, N]: what
         several rollouts begin with is there once. `input_ids` and the like then hold each rollout whole.
         """
-        if self.sender.refused:
+        if self._closed:
+            self.tally.warn("closed", "`capture` was called after `close`: nothing is captured any more")
+        version = None if self.sender.refused or self._closed else self.guard(checked_version, policy_version)
+        if version is None:
             yield
             return
         plan = self.guard(
@@ -211,7 +216,7 @@ class DrafterHook:
             rewards=rewards,
             strata=strata,
             rollout_ids=rollout_ids,
-            policy_version=policy_version,
+            policy_version=version,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
@@ -220,7 +225,7 @@ class DrafterHook:
         # Copied before the forward: a copy inside would make the device wait.
         targets = None if plan is None else self.guard(self._staging.targets, plan, input_ids.device)
         if plan is None or targets is None:
-            with self._unsampled(policy_version):
+            with self._unsampled(version):
                 yield
             return
         score = partial(self._at_head, plan, targets, self._own.expected)
@@ -260,6 +265,7 @@ class DrafterHook:
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Remove the hooks, then flush and stop the sender. True if nothing was lost."""
+        self._closed = True
         self._features.close()
         self._head.close()
         self._own.close()

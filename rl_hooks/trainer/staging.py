@@ -138,7 +138,7 @@ class RolloutStaging:
         nobody says the log-probabilities.
         """
         index = plan.index
-        unknown = index.logprobs is None or bool(np.isnan(index.logprobs[index.loss_mask == 1]).any())
+        unknown = index.logprobs is None or not np.isfinite(index.logprobs[index.loss_mask == 1]).all()
         if scored is None and unknown:
             raise RolloutError(
                 "no rank held the whole lm_head in this forward, so log-probabilities cannot be recomputed: pass the "
