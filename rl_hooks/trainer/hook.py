@@ -28,6 +28,7 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 
 from rl_hooks import wire
+from rl_hooks.sending.agreement import Agreement
 from rl_hooks.sending.features import FeatureDtype
 from rl_hooks.sending.registration import RunRegistration, is_sharded, policy_head, refuse_model_parallel, unwrap
 from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
@@ -130,6 +131,10 @@ class DrafterHook:
         except BaseException:
             self._features.close()
             raise
+        head: Any = unwrap(model)
+        lm_head = head.get_output_embeddings()
+        named = f"lm_head ({type(lm_head).__name__}) of {type(head).__name__}"
+        self._agreement = Agreement(registration.logit_map, named)
         self._staging = RolloutStaging(
             sender=self.sender,
             tally=self.tally,
@@ -140,13 +145,12 @@ class DrafterHook:
             rank=rank,
             world_size=world_size,
             drafter_version=drafter_version,
+            agreement=self._agreement,
         )
-        head: Any = unwrap(model)
         self._head: WholeWeight[Scores | Tensor | None] = WholeWeight(
-            partial(policy_head, model), [self._features.norm, head.get_output_embeddings()]
+            partial(policy_head, model), [self._features.norm, lm_head]
         )
-        with_log_probs = [model, head] if own_log_probs else []
-        self._own = OwnScores(with_log_probs, self._features.norm, head.get_output_embeddings())
+        self._own = OwnScores([model, head], self._features.norm, lm_head, log_probs=own_log_probs)
         # Rank 0 registers the run, and sends the head for all.
         self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
 
@@ -237,7 +241,8 @@ class DrafterHook:
                 )
                 armed.enter_context(self._head.armed(score, self._features.is_past_norm))
                 score_logits = partial(self._staging.score_logits, plan, targets)
-                armed.enter_context(self._own.armed(plan.rows[plan.scored()[0]], score_logits))
+                see = partial(self._staging.see_logits, targets)
+                armed.enter_context(self._own.armed(plan.rows[plan.scored()[0]], score_logits, see))
                 if self._registrar is not None:
                     armed.enter_context(self._registrar.armed())
                 yield
@@ -246,6 +251,7 @@ class DrafterHook:
             self._features.clear()
             self._head.clear()
             self._own.clear()
+            self._agreement.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counters of the hook and of its sender, and how the run stands (`run_stands`; rank 0 asks the service)."""
@@ -297,6 +303,7 @@ class DrafterHook:
         """The head is whole: tell the service of it, and do what scoring takes of it."""
         if self._registrar is not None:
             self._registrar.saw(head_VH, plan.policy_version)
+        self._staging.see_head(targets, self._features.normed(), head_VH)
         if expected == "logits":
             return None
         work = self._staging.score if expected is None else self._staging.chosen_logits
@@ -308,6 +315,7 @@ class DrafterHook:
             scored = self._staging.score_log_probs(plan, targets, own, of_head) if isinstance(own, OwnRows) else None
         else:
             scored = own if isinstance(own, tuple) else of_head
+        self._agreement.compare(plan.temperature)
         if self._registrar is not None:
             self._registrar.check()
         attention, recurrent = how_it_reads(self._model)
