@@ -129,15 +129,16 @@ def test_a_head_or_embedding_with_an_adapters_factors_is_refused_by_name_until_t
 def test_of_several_adapters_that_save_the_head_it_is_the_active_ones() -> None:
     model = tiny_qwen3(tied=False)
     original = model.lm_head
-    model.lm_head = saved = nn.Module()  # as PEFT's wrapper of `modules_to_save`
+    saved: Any = nn.Module()  # as PEFT's wrapper of `modules_to_save`
+    model.lm_head = saved
     saved.original_module = original
     saved.modules_to_save = nn.ModuleDict({name: nn.Linear(HIDDEN, VOCAB, bias=False) for name in "ab"})
-    saved.disable_adapters, saved.active_adapter = False, "b"  # type: ignore[assignment]
+    saved.disable_adapters, saved.active_adapter = False, "b"
     assert torch.equal(head_weight(model), saved.modules_to_save["b"].weight)
-    saved.active_adapter = ["a", "b"]  # type: ignore[assignment]
+    saved.active_adapter = ["a", "b"]
     with pytest.raises(UnsupportedModelError, match=r"several adapters are active on lm_head \(a, b\)"):
         head_weight(model)
-    saved.disable_adapters = True  # type: ignore[assignment]
+    saved.disable_adapters = True
     assert torch.equal(head_weight(model), original.weight)
 
 

@@ -226,7 +226,7 @@ def test_a_model_with_hooks_is_pickled_and_loads_where_rl_hooks_is_not(tmp_path:
     model = tiny_qwen3()
     hook = DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2, 3))
     if captured:
-        told = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "loss_mask": batch.loss_mask}
+        told: dict[str, Any] = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "loss_mask")}
         with torch.no_grad(), hook.capture(**told, policy_version=0):
             model(batch.input_ids)
     with torch.no_grad():
