@@ -2,8 +2,8 @@
 
 A head that does something of its own (a subclass of Linear, an adapter), or a model that changes its logits in a way
 that is not known here, would give the drafter a wrong target. So logit_map(last @ head^T) is compared with logits that
-the policy's forward made, in some rows and columns of the first captured forward that has both. One figure travels to
-the host; the sender's thread reads it before the file of that forward goes.
+the policy's forward made, in some rows and columns of the first captured forward that has both, if one of the first 16
+has. One figure travels to the host; the sender's thread reads it before the file of that forward goes.
 
 What rounding can do is never refused: each product rounded to 3 bits (float8 e4m3, the coarsest that a head is
 multiplied in), the logit to bfloat16. Medians are compared, without what a model masks. What is added to all logits of
@@ -24,6 +24,8 @@ from rl_hooks.errors import WrongTargetError
 from rl_hooks.sending.copies import HostCopies
 
 _COLUMNS: Final = 1024
+#: Forwards that are looked at: where none of them shows both, as with a fused loss, no later one is expected to.
+_FORWARDS: Final = 16
 #: Rounding, relative: of each product of a logit, and of the logit.
 _OF_A_PRODUCT: Final = 2.0**-4
 _OF_A_LOGIT: Final = 2.0**-7
@@ -45,11 +47,12 @@ class Agreement:
         self._own: _Own | None = None
         self._product: tuple[Tensor, Tensor, int] | None = None  # [n, c], of the squares, V
         self._found: HostCopies | None = None
+        self._compared = 0
 
     @property
     def wanted(self) -> bool:
-        """Whether nothing was compared yet."""
-        return self._found is None
+        """Whether nothing was compared yet, and may be."""
+        return self._found is None and self._compared < _FORWARDS
 
     @torch.no_grad()
     def see_logits(self, own_nV: Tensor, next_ids_n: Tensor, *, mapped: bool) -> None:
@@ -74,6 +77,7 @@ class Agreement:
         """Compare what was seen of one forward, if it was both sides. The host does not wait for the device."""
         own, product = self._own, self._product
         self.clear()
+        self._compared += 1
         if own is None or product is None or own.vocab_size != product[2]:
             return
         ours, rounding = product[0], _OF_A_PRODUCT * product[1].sqrt()

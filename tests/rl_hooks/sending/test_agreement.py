@@ -136,6 +136,9 @@ def test_another_vocabulary_or_one_side_alone_is_not_compared() -> None:
     agreement.see_logits(torch.zeros(ROWS, V), next_ids, mapped=True)
     agreement.compare(1.0)
     assert agreement.wanted, "the head's side was of an earlier forward"
+    for _ in range(12):
+        agreement.compare(1.0)
+    assert not agreement.wanted, "sixteen forwards of a fused loss: none of them shows logits"
 
 
 # --- in the hook -----------------------------------------------------------------------------------------------------
