@@ -20,6 +20,10 @@ class UnsupportedModelError(HookError):
     """The model's layers, norm or head cannot be found, or the head is of a kind that we cannot use."""
 
 
+class WrongTargetError(HookError):
+    """What is registered does not give the policy's own logits; nothing more is sent."""
+
+
 class AuxLayersError(HookError, ValueError):
     """The auxiliary layers are out of range or unordered, or the default three collide in a shallow model."""
 

@@ -144,6 +144,9 @@ COUSINS: dict[str, Callable[[], nn.Module]] = {
     "granite moe shared": _text("GraniteMoeSharedConfig", "GraniteMoeSharedForCausalLM", **_GRANITE),
     "granite moe hybrid": _text("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", **_GRANITE_HYBRID),
     "falcon h1": _text("FalconH1Config", "FalconH1ForCausalLM", **_FALCON_H1, lm_head_multiplier=0.25),
+    "recurrent gemma": _text(
+        "RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", lru_width=32, attention_window_size=16, logits_soft_cap=5.0
+    ),
 }
 
 

@@ -4,6 +4,7 @@
 |---|---|
 | 2xx | done; `duplicate: true` is counted apart; `warning` is logged; for earlier batches see `read_deaths` |
 | 409 to the registration | the run is another policy's: nothing more is sent, all of it counts as dropped |
+| nothing: a body raises `WrongTargetError` | nothing more is sent, all of it counts as dropped |
 | `run-closed` to anything | a person drains or archived the run: the same |
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rl_hooks import wire
+from rl_hooks.errors import WrongTargetError
 from rl_hooks.sending.exchange import Origin, Reply, exchange
 from rl_hooks.sending.jobs import Job, run_path
 from rl_hooks.sending.tally import Tally, kind_of
@@ -33,6 +35,7 @@ _CLOSED: Final = "urn:draftalign:run-closed"
 _NOT_FOUND: Final = "urn:draftalign:not-found"
 #: Likewise, that no run of this name is registered.
 NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
+_STOPPED: Final = "This process sends nothing until it is attached again; its own work goes on"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
 
@@ -64,7 +67,13 @@ class ServiceClient:
         """Try until there is a verdict; returns the counter that it belongs to. `pause` waits; True: stop trying."""
         if self.refused:  # queued before that was known
             return "dropped_error"
-        started, parts = time.monotonic(), job.body()
+        started = time.monotonic()
+        try:
+            parts = job.body()
+        except WrongTargetError as wrong:
+            self.refused = True
+            self.tally.note("target", f"{wrong}. {_STOPPED}")
+            return "dropped_error"
         headers = {"Content-Type": wire.CONTENT_TYPE, "Content-Length": str(wire.parts_bytes(parts)), **job.headers}
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
@@ -123,7 +132,7 @@ class ServiceClient:
             self.refused = kind == NO_SUCH_RUN
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
-            text += ". This process sends nothing until it is attached again; its own work goes on"
+            text += f". {_STOPPED}"
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
         if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
             return None

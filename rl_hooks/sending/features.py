@@ -205,10 +205,10 @@ class StagedRollouts:
         alike; that takes a copy of those that are left.
         """
         index, host = self.index, self._copies.wait()
-        # An engine may fail to score a token (NaN): then the value of the trainer's own forward is taken.
+        # An engine may fail to score a token (NaN, -inf): then the value of the trainer's own forward is taken.
         given = index.logprobs if index.logprobs is not None else np.full(len(index.input_ids), np.nan, np.float32)
         recomputed = host["recomputed"].numpy() if "recomputed" in host else given
-        known = np.where(index.loss_mask == 1, np.where(np.isnan(given), recomputed, given), 0.0)
+        known = np.where(index.loss_mask == 1, np.where(np.isfinite(given), given, recomputed), 0.0)
         file = {
             "input_ids": wire.Tensor.of(index.input_ids, "I32"),
             "cu_seqlens": wire.Tensor.of(index.cu_seqlens, "I32"),

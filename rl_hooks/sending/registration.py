@@ -68,6 +68,7 @@ _LOGIT_RULES: Final = (
             "NanoChatForCausalLM",
         ),
     ),
+    _LogitRule("logits_soft_cap", 0.0, "softcap", ("RecurrentGemmaForCausalLM",)),
     _LogitRule("logit_scale", 1.0, "multiply", ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM")),
     _LogitRule(
         "logits_scaling",
@@ -84,6 +85,7 @@ _LOGIT_RULES: Final = (
     _LogitRule("lm_head_multiplier", 1.0, "multiply", ("FalconH1ForCausalLM",)),
     # MiniCPMForCausalLM, of MiniCPM 1 to 4, comes with the checkpoint.
     _LogitRule("dim_model_base", 0.0, "per hidden size", ("MiniCPMForCausalLM", "MiniCPM3ForCausalLM")),
+    _LogitRule("output_logit_soft_cap", 0.0),  # xLSTM
     _LogitRule("output_multiplier", 1.0),
     _LogitRule("logits_mup_width_multiplier", 1.0),
 )
@@ -141,11 +143,14 @@ def head_weight(model: nn.Module) -> Tensor:
     # PEFT keeps the trained copy of a module beside the original.
     trained = getattr(head, "modules_to_save", None)
     if isinstance(trained, nn.ModuleDict) and len(trained):
-        head = next(iter(trained.values()))
+        head = _active(head, trained)
     if head is None:
         raise UnsupportedModelError(f"{type(inner).__name__} has no output embedding (lm_head)")
-    if hasattr(head, "lora_A") and len(head.lora_A):
-        raise UnsupportedModelError("lm_head carries LoRA factors; leave it out of the adapter's target modules")
+    if adapter := _adapter(head):
+        raise UnsupportedModelError(
+            f"lm_head carries an adapter's factors ({adapter}); leave it out of the adapter's target modules, or train "
+            "it whole (modules_to_save)"
+        )
     if _parameter(head, "bias") is not None:
         raise UnsupportedModelError("lm_head has a bias, which the rollout file cannot describe")
     weight = _weight(head)
@@ -172,17 +177,36 @@ def policy_head(model: nn.Module) -> Tensor:
 def embedding_weight(model: nn.Module) -> Tensor:
     """The policy's embedding [V, H], detached; where `is_sharded`, what this rank holds of it.
 
-    Raises `UnsupportedModelError` where it carries LoRA factors: the model embeds by more than the table.
+    Raises `UnsupportedModelError` where it carries an adapter's factors: the model embeds by more than the table.
     """
     inner: Any = unwrap(model)
     embedding = inner.get_input_embeddings()
-    if len(getattr(embedding, "lora_embedding_A", ())):
+    if adapter := _adapter(embedding):
         raise UnsupportedModelError(
-            "the input embedding carries LoRA factors; leave it out of the adapter's target modules, or train it whole "
-            "(modules_to_save)"
+            f"the input embedding carries an adapter's factors ({adapter}); leave it out of the adapter's target "
+            "modules, or train it whole (modules_to_save)"
         )
     weight: Tensor = _weight(embedding)
     return weight if is_sharded(weight) else weight.detach()
+
+
+def _active(wrapper: Any, trained: nn.ModuleDict) -> Any:
+    """Of a module that PEFT's adapters have trained copies of: the one that is used now."""
+    active = getattr(wrapper, "active_adapter", [*trained][:1])  # a name, or a list of names
+    active = [active] if isinstance(active, str) else active
+    if getattr(wrapper, "disable_adapters", False) or not active:
+        return wrapper.original_module
+    if len(active) > 1:
+        raise UnsupportedModelError(f"several adapters are active on lm_head ({', '.join(active)}): set one active")
+    return trained[active[0]]
+
+
+def _adapter(module: Any) -> str:
+    """The class of PEFT's layer that changes what a module computes; "" where there is none, or it is merged."""
+    if "base_layer" not in getattr(module, "_modules", {}) or getattr(module, "merged", False):
+        return ""
+    trained = any(len(getattr(module, name, ())) for name in getattr(module, "adapter_layer_names", ()))
+    return f"{type(module).__module__}.{type(module).__name__}" if trained else ""
 
 
 def tied(model: nn.Module) -> bool:

@@ -20,8 +20,8 @@ Legend: B batch, S padded length, N selected rows, H hidden size, A auxiliary la
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
@@ -44,6 +44,21 @@ DECODER_PATHS: Final[tuple[tuple[str, str], ...]] = (
     ("transformer.h", "transformer.ln_f"),  # GPT-2, Falcon
     ("gpt_neox.layers", "gpt_neox.final_layer_norm"),
 )
+
+
+class ModuleHook:
+    """What of ours hangs on a module. A copy of it, deep or pickled, does nothing, and is loaded without `rl_hooks`."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Called by torch, with the module first."""
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A plain function of the standard library that takes any arguments and returns None.
+        return getattr, (nullcontext, "__exit__")
 
 
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
@@ -128,10 +143,12 @@ class FeatureCapture:
         self._rows: Tensor | None = None
         self._forward = _Forward()
         self._handles: list[RemovableHandle] = [
-            layers[index].register_forward_pre_hook(partial(self._entering, f"layer {index}"), with_kwargs=True)
+            layers[index].register_forward_pre_hook(
+                ModuleHook(partial(self._entering, f"layer {index}")), with_kwargs=True
+            )
             for index in self.aux_layers
         ]
-        self._handles.append(self.norm.register_forward_hook(self._normed))
+        self._handles.append(self.norm.register_forward_hook(ModuleHook(self._normed)))
 
     @contextmanager
     def armed(

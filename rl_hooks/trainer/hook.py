@@ -28,6 +28,7 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 
 from rl_hooks import wire
+from rl_hooks.sending.agreement import Agreement
 from rl_hooks.sending.features import FeatureDtype
 from rl_hooks.sending.registration import RunRegistration, is_sharded, policy_head, refuse_model_parallel, unwrap
 from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
@@ -36,7 +37,7 @@ from rl_hooks.trainer.capture import FeatureCapture
 from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.own_scores import Kind, OwnRows, OwnScores, Scores
 from rl_hooks.trainer.packing import check_forward, how_it_reads
-from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
+from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, checked_version, plan_batch
 from rl_hooks.trainer.registrar import Registrar
 from rl_hooks.trainer.staging import COUNTERS, RolloutStaging, Targets
 from rl_hooks.trainer.whole import WholeWeight
@@ -93,6 +94,8 @@ class DrafterHook:
     ) -> None:
         if not wire.RUN_NAME.fullmatch(run):
             raise ValueError(f"run: {run!r} is no run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit")
+        policy_version = checked_version(policy_version)
+        self._closed = False
         #: Counters, and the newest failure.
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         #: Runs our own work: times it, and keeps its failures from the trainer.
@@ -128,6 +131,10 @@ class DrafterHook:
         except BaseException:
             self._features.close()
             raise
+        head: Any = unwrap(model)
+        lm_head = head.get_output_embeddings()
+        named = f"lm_head ({type(lm_head).__name__}) of {type(head).__name__}"
+        self._agreement = Agreement(registration.logit_map, named)
         self._staging = RolloutStaging(
             sender=self.sender,
             tally=self.tally,
@@ -138,13 +145,12 @@ class DrafterHook:
             rank=rank,
             world_size=world_size,
             drafter_version=drafter_version,
+            agreement=self._agreement,
         )
-        head: Any = unwrap(model)
         self._head: WholeWeight[Scores | Tensor | None] = WholeWeight(
-            partial(policy_head, model), [self._features.norm, head.get_output_embeddings()]
+            partial(policy_head, model), [self._features.norm, lm_head]
         )
-        with_log_probs = [model, head] if own_log_probs else []
-        self._own = OwnScores(with_log_probs, self._features.norm, head.get_output_embeddings())
+        self._own = OwnScores([model, head], self._features.norm, lm_head, log_probs=own_log_probs)
         # Rank 0 registers the run, and sends the head for all.
         self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
 
@@ -194,7 +200,10 @@ class DrafterHook:
         `tree_places` int64 [T]: where the forward has each token of this row, if it is over a prefix tree, [1, N]: what
         several rollouts begin with is there once. `input_ids` and the like then hold each rollout whole.
         """
-        if self.sender.refused:
+        if self._closed:
+            self.tally.warn("closed", "`capture` was called after `close`: nothing is captured any more")
+        version = None if self.sender.refused or self._closed else self.guard(checked_version, policy_version)
+        if version is None:
             yield
             return
         plan = self.guard(
@@ -211,7 +220,7 @@ class DrafterHook:
             rewards=rewards,
             strata=strata,
             rollout_ids=rollout_ids,
-            policy_version=policy_version,
+            policy_version=version,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
@@ -220,7 +229,7 @@ class DrafterHook:
         # Copied before the forward: a copy inside would make the device wait.
         targets = None if plan is None else self.guard(self._staging.targets, plan, input_ids.device)
         if plan is None or targets is None:
-            with self._unsampled(policy_version):
+            with self._unsampled(version):
                 yield
             return
         score = partial(self._at_head, plan, targets, self._own.expected)
@@ -232,7 +241,8 @@ class DrafterHook:
                 )
                 armed.enter_context(self._head.armed(score, self._features.is_past_norm))
                 score_logits = partial(self._staging.score_logits, plan, targets)
-                armed.enter_context(self._own.armed(plan.rows[plan.scored()[0]], score_logits))
+                see = partial(self._staging.see_logits, targets)
+                armed.enter_context(self._own.armed(plan.rows[plan.scored()[0]], score_logits, see))
                 if self._registrar is not None:
                     armed.enter_context(self._registrar.armed())
                 yield
@@ -241,6 +251,7 @@ class DrafterHook:
             self._features.clear()
             self._head.clear()
             self._own.clear()
+            self._agreement.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counters of the hook and of its sender, and how the run stands (`run_stands`; rank 0 asks the service)."""
@@ -260,6 +271,7 @@ class DrafterHook:
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Remove the hooks, then flush and stop the sender. True if nothing was lost."""
+        self._closed = True
         self._features.close()
         self._head.close()
         self._own.close()
@@ -291,6 +303,7 @@ class DrafterHook:
         """The head is whole: tell the service of it, and do what scoring takes of it."""
         if self._registrar is not None:
             self._registrar.saw(head_VH, plan.policy_version)
+        self._staging.see_head(targets, self._features.normed(), head_VH)
         if expected == "logits":
             return None
         work = self._staging.score if expected is None else self._staging.chosen_logits
@@ -302,6 +315,7 @@ class DrafterHook:
             scored = self._staging.score_log_probs(plan, targets, own, of_head) if isinstance(own, OwnRows) else None
         else:
             scored = own if isinstance(own, tuple) else of_head
+        self._agreement.compare(plan.temperature)
         if self._registrar is not None:
             self._registrar.check()
         attention, recurrent = how_it_reads(self._model)

@@ -6,6 +6,8 @@
   tokens. Normaliser = logit of the token - its log-probability; that logit is one row of lm_head. Whose temperature and
   labels these are nobody can tell here, so who makes this says that they are the capture's.
 
+Logits, lm_head's and those that a model returns, are also shown to who compares them with the head's (`see`).
+
 Nobody can tell beforehand what a forward will give, and afterwards the head may be sharded again. So it is expected to
 do as the one before; the first one takes the product. The rollouts of one that does otherwise are left out, and from
 then on it is the product.
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rl_hooks.errors import RolloutError
+from rl_hooks.trainer.capture import ModuleHook
 
 #: (normaliser, log p of the next token) of each row of a batch, [N] each.
 Scores = tuple[Tensor, Tensor]
@@ -56,10 +59,22 @@ class OwnRows:
         return rows_M // self.length * self.kept + rows_M % self.length - self.begin
 
 
-class OwnScores:
-    """Finds such rows in an armed forward: lm_head's output, or `log_probs` of what one of `models` returns."""
+class See(Protocol):
+    """What logits are shown to. `mapped`: by what the model does to them after lm_head."""
 
-    def __init__(self, models: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module) -> None:
+    def __call__(self, own: OwnRows, *, mapped: bool) -> None:
+        """Take what is wanted of them, now."""
+
+
+class OwnScores:
+    """Finds such rows in an armed forward: lm_head's output, or `log_probs` of what one of `models` returns.
+
+    `log_probs`: whether somebody vouches for these.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module, *, log_probs: bool = False
+    ) -> None:
         #: Wall time of all work.
         self.seconds = 0.0
         #: What the next forward is expected to give: it does not pay to make the product for it.
@@ -69,29 +84,40 @@ class OwnScores:
         self._last: Tensor | None = None  # the last states of an armed forward, until rows of them are found
         self._writes: int | None = None  # how often these had been written to when the norm returned them
         self._armed = False
+        self._log_probs = log_probs
+        self._norms = 0  # last states in an armed forward
+        self._place: OwnRows | None = None  # of which rows returned logits would be; without values
+        self._see: See | None = None
         self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._score: Callable[[OwnRows], Scores] | None = None
         self._made: Scores | OwnRows | None = None
         self._error: Exception | None = None
         self._handles: Final[list[RemovableHandle]] = [
-            norm.register_forward_hook(self._at_norm),
-            lm_head.register_forward_hook(self._at_head),
-            *(model.register_forward_hook(self._at_end) for model in {id(one): one for one in models}.values()),
+            norm.register_forward_hook(ModuleHook(self._at_norm)),
+            lm_head.register_forward_hook(ModuleHook(self._at_head)),
+            *(
+                model.register_forward_hook(ModuleHook(self._at_end))
+                for model in {id(one): one for one in models}.values()
+            ),
         ]
 
     @contextmanager
-    def armed(self, rows_M: npt.NDArray[np.int64], score: Callable[[OwnRows], Scores]) -> Iterator[None]:
+    def armed(
+        self, rows_M: npt.NDArray[np.int64], score: Callable[[OwnRows], Scores], see: See | None = None
+    ) -> Iterator[None]:
         """Look for them in the forward that happens inside. `rows_M`: of the flattened [B * S], all must be there.
 
         `score` is called on logits at once, where they were expected: trainers change them in place later.
+        `see` is shown lm_head's output, then what a model returned.
         """
         self.clear()
-        self._armed, self._rows, self._score = self._trusted, rows_M, score
+        self._armed, self._rows, self._score, self._see = self._trusted, rows_M, score, see
+        self._norms = 0
         self._due, self.expected = self.expected, None
         try:
             yield
         finally:
-            self._armed, self._score, self._last = False, None, None
+            self._armed, self._score, self._last, self._see, self._place = False, None, None, None, None
 
     def pop(self) -> Scores | OwnRows | None:
         """Scores of logits, or log-probabilities, where they were expected.
@@ -124,16 +150,20 @@ class OwnScores:
         self._handles.clear()
 
     def _at_norm(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if not self._armed or not isinstance(output, Tensor) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
-        if self._last is not None:  # of another forward: whose the logits or log-probabilities are can't be told
-            self._armed, self._last = False, None
+        self._norms += 1
+        if self._norms > 1:  # of another forward: whose the logits or log-probabilities are can't be told
+            self._armed, self._last, self._place = False, None, None
+        if not self._armed or not isinstance(output, Tensor) or output.ndim < 2:
             return
         # Where log-probabilities are expected its shape is enough, and its memory stays the trainer's to free.
         state = output.detach()
         self._last, self._writes = state, _writes(output)
         if self._due == "log_probs":
             self._last = state.new_empty((*state.shape[:-1], 0))
+        length = state.shape[-2]
+        self._place = OwnRows(state.new_empty((state.shape[:-1].numel(), 0)), 0, length, length)
 
     def _at_head(self, _module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._armed and self._last is not None and not torch.compiler.is_compiling():
@@ -141,7 +171,17 @@ class OwnScores:
             self._look("logits", partial(_logits, self._last, args[0] if args and not changed else None, output))
 
     def _at_end(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if self._armed and self._last is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        place, self._place = self._place, None
+        if place is not None and self._see is not None:
+            try:
+                returned = _returned(place, getattr(output, "logits", None))
+                if returned is not None and returned.hold(self._rows):
+                    self._see(returned, mapped=True)
+            except Exception as error:  # noqa: BLE001 - as in `_look`
+                self._error = error.with_traceback(None)
+        if self._log_probs and self._armed and self._last is not None:
             self._look("log_probs", partial(_log_probs, self._last, getattr(output, "log_probs", None)))
 
     def _look(self, kind: Kind, find: Callable[[], OwnRows | None]) -> None:
@@ -151,6 +191,9 @@ class OwnScores:
             if found is None or not found.hold(self._rows):
                 return
             self.expected = kind
+            if kind == "logits" and self._see is not None:
+                self._place = replace(found, values=found.values.new_empty((len(found.values), 0)))
+                self._see(found, mapped=False)
             if self._due == kind and self._score is not None:
                 # A copy: they are read after the loss, which may change them in place.
                 self._made = self._score(found) if kind == "logits" else replace(found, values=found.values.clone())
@@ -185,6 +228,16 @@ def _logits(last: Tensor, given: Any, output: Any) -> OwnRows | None:
     if odd or not in_step or shape[0] != rows or begin < 0 or begin + shape[1] > length:
         return None
     return OwnRows(output.detach().reshape(-1, output.shape[-1]), begin, shape[1], length)
+
+
+def _returned(place: OwnRows, logits: Any) -> OwnRows | None:
+    """The logits that a model returned, where they are of as many rows as at that place."""
+    if not isinstance(logits, Tensor) or hasattr(logits, "to_local") or logits.dtype not in _FLOATS or logits.ndim < 2:
+        return None
+    rows = logits.shape[:-1].numel()
+    if rows != len(place.values) or logits.shape[-2] != place.kept or not logits.is_contiguous():
+        return None
+    return replace(place, values=logits.detach().view(rows, -1))
 
 
 def _log_probs(last: Tensor, log_probs: Any) -> OwnRows | None:

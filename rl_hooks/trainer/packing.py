@@ -82,7 +82,9 @@ class Layout:
         Raises RolloutError if it is not of these tokens.
         """
         if not isinstance(tensor, Tensor):
-            raise RolloutError(f"{name} must be a tensor {list(self.shape)} like input_ids, got {tensor!r}")
+            raise RolloutError(
+                f"{name} must be a tensor {list(self.shape)} like input_ids, got {type(tensor).__name__}"
+            )
         values = tensor
         if tensor.is_nested:
             lengths = tuple(len(one) for one in tensor.unbind())

@@ -6,10 +6,12 @@ Legend: B rows, S tokens of a row (padding included), N selected rows (tokens), 
 from __future__ import annotations
 
 import hashlib
+import operator
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,9 @@ from rl_hooks.sending.features import PackedIndex
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.packing import Layout, lay_out
+
+#: Policy versions whose spent tokens are known: micro-batches of one step may be of several.
+_VERSIONS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class RolloutChoice:
             raise ValueError("sample_fraction must be in (0, 1] and max_tokens_per_step at least 2")
         self._fraction, self._max_tokens = sample_fraction, max_tokens_per_step
         self.tally = tally
-        self._version, self._spent_tokens = -1, 0
+        self._spent_tokens: dict[int, int] = {}  # by policy version, the newest used last
 
     def choose(
         self,
@@ -118,21 +123,28 @@ class RolloutChoice:
 
         `tokens_B`, `generated_B`: how many tokens each has, and how many of them the policy generated.
         """
-        if policy_version != self._version:
-            self._version, self._spent_tokens = policy_version, 0
+        spent_tokens = self._spent_tokens.pop(policy_version, 0)
         usable = [b for b in range(len(names)) if tokens_B[b] >= 2 and generated_B[b]]
         place = {b: sampling_position(names[b], "sample") for b in usable}
         sampled = sorted((b for b in usable if place[b] < self._fraction), key=place.__getitem__)
         chosen: list[int] = []
         for b in sampled:
-            if self._spent_tokens + int(tokens_B[b]) > self._max_tokens:
+            if spent_tokens + int(tokens_B[b]) > self._max_tokens:
                 # Stop at the first that does not fit: going on would favour short rollouts. One that could never fit
                 # is passed over, or it would block the rest of the version.
                 if int(tokens_B[b]) <= self._max_tokens:
                     break
+                self.tally.warn(
+                    "budget",
+                    f"a rollout of {int(tokens_B[b])} tokens is left out, as all of more than max_tokens_per_step "
+                    f"({self._max_tokens}) are: raise that option to send them",
+                )
                 continue
-            self._spent_tokens += int(tokens_B[b])
+            spent_tokens += int(tokens_B[b])
             chosen.append(b)
+        self._spent_tokens[policy_version] = spent_tokens
+        if len(self._spent_tokens) > _VERSIONS:
+            del self._spent_tokens[next(iter(self._spent_tokens))]
         self.tally.add("skipped_empty", len(names) - len(usable))
         self.tally.add("skipped_sampling", len(usable) - len(sampled))
         self.tally.add("skipped_budget", len(sampled) - len(chosen))
@@ -142,6 +154,27 @@ class RolloutChoice:
 def _stratum(name: str) -> str:
     """What of a name the service takes: an optional label must not cost a batch."""
     return "".join(c for c in str(name) if c.isprintable())[:64]
+
+
+def checked_version(policy_version: Any) -> int:
+    """A policy version of any kind of integer. Raises RolloutError for what is none, or below 0."""
+    try:
+        version = operator.index(policy_version)
+    except TypeError:
+        version = -1
+    if version < 0:
+        raise RolloutError(f"policy_version must be an integer from 0 on, got {policy_version!r}")
+    return version
+
+
+def _numbers(name: str, values: Iterable[Any]) -> list[float]:
+    found = []
+    for value in values:
+        try:
+            found.append(float(value))
+        except (TypeError, ValueError, RuntimeError):  # the last is of a tensor with several
+            raise RolloutError(f"{name}: expected a number, got {str(value)[:80]}") from None
+    return found
 
 
 def plan_batch(
@@ -173,7 +206,8 @@ def plan_batch(
     generated_T = layout.generated(loss_mask)
     logprobs_T = None if logprobs is None else layout.flat("logprobs", logprobs.float(), np.float32)
     places = list(layout.rollouts)
-    values = None if rewards is None else [float(value) for value in rewards]
+    (scale,) = _numbers("temperature", [temperature])
+    values = None if rewards is None else _numbers("rewards", rewards)
     lists = [len(one) for one in (rollout_ids, values, strata, prompt_hashes) if one is not None]
     # The padding at the end of a packed row has positions too, and so looks like rollouts that nobody generated.
     while layout.packed and lists and len(places) > lists[0] and not generated_T[places[-1]].any():
@@ -184,7 +218,7 @@ def plan_batch(
         raise RolloutError(f"{named} must hold one entry per {of} ({len(places)})")
     if prompt_hashes is not None and not all(map(wire.is_prompt_hash, prompt_hashes)):
         raise RolloutError("prompt_hashes must be of `rl_hooks.wire.prompt_hash`: 16 hexadecimal digits each")
-    names = [ids.next(policy_version) for _ in places] if rollout_ids is None else list(rollout_ids)
+    names = [ids.next(policy_version) for _ in places] if rollout_ids is None else [str(name) for name in rollout_ids]
     # No features precede the first token of a rollout, so it cannot be predicted.
     generated_T[[one[0] for one in places if len(one)]] = False
     counts = [int(generated_T[one].sum()) for one in places]
@@ -208,7 +242,7 @@ def plan_batch(
         strata=None if strata is None else tuple(_stratum(strata[b]) for b in chosen),
         layout=layout,
         policy_version=policy_version,
-        temperature=float(temperature),
+        temperature=scale,
         top_p=1.0 if top_p is None else float(top_p),
         # vLLM and transformers say "no top-k" as -1, 0 or None.
         top_k=max(0, int(top_k or 0)),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError
+from rl_hooks.sending.agreement import Agreement
 from rl_hooks.sending.features import (
     Captured,
     FeatureDtype,
@@ -31,6 +32,8 @@ COUNTERS: Final = (
     *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget", "cut_long"),
     *("head_updates", "failures"),
 )
+#: Rows of a forward whose logits are compared.
+_COMPARED: Final = 32
 #: Of a file beside its rows: offsets of one rollout. Its header is far below what `rollout_bytes` leaves.
 _HEAD_BYTES: Final = 64
 
@@ -42,6 +45,12 @@ class Targets:
     rows: Tensor  # int64 [N], of the flattened [B * S] token axis
     scored: Tensor  # int64 [M], rows among these N whose next token the policy generated
     next_ids: Tensor  # int64 [M], that token
+
+    def some(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """A few of the M, spread evenly: which of the N rows, where in the forward, and the token that follows."""
+        few = slice(0, None, -(-len(self.scored) // _COMPARED))
+        at = self.scored[few]
+        return at.to(device), self.rows.index_select(0, at).to(device), self.next_ids[few].to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class RolloutStaging:
     rank: int
     world_size: int
     drafter_version: Callable[[], str] | None
+    agreement: Agreement | None = None
 
     def _metadata(self, plan: BatchPlan) -> Mapping[str, str]:
         return wire.rollout_metadata(
@@ -95,6 +105,18 @@ class RolloutStaging:
             logit_map=self.logit_map,
         )
         return placed(len(plan.rows), at, lse, logp)
+
+    def see_head(self, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> None:
+        """Compare this head's logits with the policy's own, once."""
+        if self.agreement is not None and self.agreement.wanted:
+            at, _, next_ids = targets.some(last_NH.device)
+            self.agreement.see_head(last_NH.index_select(0, at), head_VH, next_ids)
+
+    def see_logits(self, targets: Targets, own: OwnRows, *, mapped: bool) -> None:
+        """The policy's own: lm_head's output, or (`mapped`) what the model returned."""
+        if self.agreement is not None and self.agreement.wanted:
+            _, rows, next_ids = targets.some(own.values.device)
+            self.agreement.see_logits(own.values.index_select(0, own.at(rows)), next_ids, mapped=mapped)
 
     def score_logits(self, plan: BatchPlan, targets: Targets, logits: OwnRows) -> Scores:
         """The same of the trainer's own logits."""
@@ -138,7 +160,7 @@ class RolloutStaging:
         nobody says the log-probabilities.
         """
         index = plan.index
-        unknown = index.logprobs is None or bool(np.isnan(index.logprobs[index.loss_mask == 1]).any())
+        unknown = index.logprobs is None or not np.isfinite(index.logprobs[index.loss_mask == 1]).all()
         if scored is None and unknown:
             raise RolloutError(
                 "no rank held the whole lm_head in this forward, so log-probabilities cannot be recomputed: pass the "
@@ -176,8 +198,14 @@ class RolloutStaging:
         metadata = self._metadata(plan)
         self.tally.add("captured_rollouts", len(plan.rollout_ids))
         self.tally.add("captured_tokens", len(plan.rows))
+
+        def body() -> Sequence[bytes | memoryview]:
+            if self.agreement is not None:
+                self.agreement.judge()
+            return staged.encode(metadata, prompts_once=sender.prompts_once)
+
         sender.submit(
-            lambda: staged.encode(metadata, prompts_once=sender.prompts_once),
+            body,
             size_bytes=staged.data_bytes,
             batch_id=wire.batch_id(sender.run, plan.policy_version, plan.rollout_ids),
             policy_version=plan.policy_version,

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rl_hooks.errors import RolloutError
 from rl_hooks.sending.registration import is_sharded
+from rl_hooks.trainer.capture import ModuleHook
 
 _Made = TypeVar("_Made")
 
@@ -44,8 +45,8 @@ class WholeWeight(Generic[_Made]):
         self._handles: list[RemovableHandle] = []
         for module in modules:
             # Before it, for who shards after our hooks were registered; after it, for who sharded earlier.
-            self._handles.append(module.register_forward_pre_hook(self._at))
-            self._handles.append(module.register_forward_hook(self._at))
+            self._handles.append(module.register_forward_pre_hook(ModuleHook(self._at)))
+            self._handles.append(module.register_forward_hook(ModuleHook(self._at)))
 
     @contextmanager
     def armed(self, work: Callable[[Tensor], _Made], ready: Callable[[], bool] = lambda: True) -> Iterator[None]:

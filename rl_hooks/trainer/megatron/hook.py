@@ -36,7 +36,7 @@ from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.megatron.part import ModelPart, Reading, as_target, check_packing
 from rl_hooks.trainer.megatron.ranks import TensorRanks
-from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, plan_batch
+from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, checked_version, plan_batch
 from rl_hooks.trainer.staging import COUNTERS, RolloutStaging, placed
 
 _Made = TypeVar("_Made")
@@ -93,6 +93,7 @@ class MegatronHook:
         wait_seconds: float = 60.0,
         strict: bool = False,
     ) -> None:
+        policy_version = checked_version(policy_version)
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         self.guard = TrainerGuard(self.tally, strict=strict)
         self.ranks = TensorRanks(group, wait_seconds)
@@ -232,6 +233,7 @@ class MegatronHook:
 
     def _read(self, *, policy_version: int, **told: Any) -> tuple[BatchPlan | None, Reading]:
         """The plan of a batch, None where no rollout is chosen; and where the forward is to be read. On rank 0."""
+        policy_version = checked_version(policy_version)
         plan = plan_batch(
             self._ids, self._choice, policy_version=policy_version, position_ids=None, tree_places=None, **told
         )

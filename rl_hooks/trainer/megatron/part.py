@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rl_hooks import wire
 from rl_hooks.errors import CaptureMissedError, RolloutError, UnsupportedModelError
 from rl_hooks.sending.registration import known_logit_map, unwrap
-from rl_hooks.trainer.capture import FeatureCapture
+from rl_hooks.trainer.capture import FeatureCapture, ModuleHook
 from rl_hooks.trainer.megatron.ranks import TensorRanks, part_scores
 from rl_hooks.trainer.packing import Layout
 
@@ -71,8 +71,8 @@ class ModelPart:
             model, aux_layers, layers_path="decoder.layers", norm_path="decoder.final_layernorm"
         )
         self._handles = [
-            inner.output_layer.register_forward_hook(self._at_logits),
-            inner.decoder.layers[0].register_forward_pre_hook(self._entering, with_kwargs=True),
+            inner.output_layer.register_forward_hook(ModuleHook(self._at_logits)),
+            inner.decoder.layers[0].register_forward_pre_hook(ModuleHook(self._entering), with_kwargs=True),
         ]
 
     @property

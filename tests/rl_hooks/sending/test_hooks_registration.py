@@ -75,7 +75,11 @@ def test_8_bit_rows_survive_outliers_zeros_and_tiny_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("final_logit_softcapping", 30.0), ("logit_scale", 0.5), ("logits_scaling", 8.0)]
+    ("field", "value"),
+    [
+        *[("final_logit_softcapping", 30.0), ("logit_scale", 0.5), ("logits_scaling", 8.0)],
+        *[("logits_soft_cap", 30.0), ("output_logit_soft_cap", 30.0)],
+    ],
 )
 def test_a_field_that_may_change_the_logits_of_a_model_not_known_to_read_it_is_refused(
     field: str, value: float
@@ -93,21 +97,49 @@ def test_heads_that_the_rollout_file_cannot_describe_are_refused() -> None:
     biased.lm_head.bias = nn.Parameter(torch.zeros(VOCAB))
     with pytest.raises(UnsupportedModelError, match="bias"):
         head_weight(biased)
-    adapted = tiny_qwen3()
-    adapted.lm_head.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2)})
-    with pytest.raises(UnsupportedModelError, match="LoRA"):
-        head_weight(adapted)
     with pytest.raises(UnsupportedModelError, match="no transformers config"):
         target_config(nn.Linear(2, 2))
 
 
-def test_an_embedding_with_lora_factors_is_refused_by_name() -> None:
+class Adapted(nn.Module):
+    """As PEFT's layers of LoRA, IA3, LoHa and OFT are built around one of the model's."""
+
+    adapter_layer_names = ("lora_A", "lora_embedding_A", "ia3_l")
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.ia3_l, self.merged = base, nn.ParameterDict(), False
+
+
+def test_a_head_or_embedding_with_an_adapters_factors_is_refused_by_name_until_they_are_merged() -> None:
     model = tiny_qwen3(tied=False)
-    model.model.embed_tokens.lora_embedding_A = nn.ParameterDict()  # as PEFT leaves it in a layer of another kind
+    model.lm_head, model.model.embed_tokens = head, embedding = (
+        Adapted(model.lm_head),
+        Adapted(model.model.embed_tokens),
+    )
+    for layer, named in ((head, "lm_head"), (embedding, "the input embedding")):
+        assert RunRegistration(model, aux_layers=(1, 2, 3)).complete
+        layer.ia3_l["default"] = nn.Parameter(torch.ones(1, VOCAB))
+        with pytest.raises(UnsupportedModelError, match=rf"{named} carries an adapter's factors \(.*\.Adapted\)"):
+            RunRegistration(model, aux_layers=(1, 2, 3))
+        layer.merged = True
     assert RunRegistration(model, aux_layers=(1, 2, 3)).complete
-    model.model.embed_tokens.lora_embedding_A["default"] = nn.Parameter(torch.zeros(2, VOCAB))
-    with pytest.raises(UnsupportedModelError, match="input embedding carries LoRA factors"):
-        RunRegistration(model, aux_layers=(1, 2, 3))
+
+
+def test_of_several_adapters_that_save_the_head_it_is_the_active_ones() -> None:
+    model = tiny_qwen3(tied=False)
+    original = model.lm_head
+    saved: Any = nn.Module()  # as PEFT's wrapper of `modules_to_save`
+    model.lm_head = saved
+    saved.original_module = original
+    saved.modules_to_save = nn.ModuleDict({name: nn.Linear(HIDDEN, VOCAB, bias=False) for name in "ab"})
+    saved.disable_adapters, saved.active_adapter = False, "b"
+    assert torch.equal(head_weight(model), saved.modules_to_save["b"].weight)
+    saved.active_adapter = ["a", "b"]
+    with pytest.raises(UnsupportedModelError, match=r"several adapters are active on lm_head \(a, b\)"):
+        head_weight(model)
+    saved.disable_adapters = True
+    assert torch.equal(head_weight(model), original.weight)
 
 
 def test_weights_that_are_sharded_are_awaited_and_nothing_is_registered_without_them() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from hooks_fixtures import HIDDEN, padded_batch, tiny_qwen3
 from torch import nn
 
 from rl_hooks.errors import AuxLayersError, CaptureMissedError, RolloutError, UnsupportedModelError
+from rl_hooks.hook import DrafterHook
 from rl_hooks.trainer.capture import FeatureCapture, eagle3_layers, find_decoder
 
 
@@ -213,6 +218,57 @@ def test_closing_removes_every_hook() -> None:
     capture.close()
     assert not model.model.norm._forward_hooks
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_model_with_hooks_is_pickled_and_loads_where_rl_hooks_is_not(tmp_path: Path, captured: bool) -> None:
+    batch = padded_batch([(3, 5), (2, 6)])
+    model = tiny_qwen3()
+    hook = DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2, 3))
+    if captured:
+        told: dict[str, Any] = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "loss_mask")}
+        with torch.no_grad(), hook.capture(**told, policy_version=0):
+            model(batch.input_ids)
+    with torch.no_grad():
+        expected = model(batch.input_ids).logits
+    ForkingPickler.dumps(model)
+    pickle.dumps(model)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save((batch.input_ids, expected), tmp_path / "forward.pt")
+    code = (
+        "import sys\nsys.modules['rl_hooks'] = None\nimport torch\n"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        f"ids, expected = torch.load({str(tmp_path / 'forward.pt')!r})\n"
+        "with torch.no_grad(): found = model(ids).logits\n"
+        "torch.testing.assert_close(found, expected)\n"
+        "assert not [name for name in sys.modules if name.startswith('rl_hooks.')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    hook.close(0.0)
+
+
+class Wrapped(nn.Module):
+    """As DDP holds its model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("wrapped", [Wrapped, compiled])
+def test_a_deep_copy_of_the_policy_captures_nothing_and_compiles_whole(wrapped: Any) -> None:
+    torch._dynamo.reset()
+    batch = padded_batch([(3, 5)])
+    model = tiny_qwen3()
+    hook = DrafterHook(wrapped(model), "http://127.0.0.1:9", aux_layers=(1, 2, 3))
+    frozen = copy.deepcopy(model)
+    whole: Any = torch.compile(frozen, backend="eager", fullgraph=True)
+    with torch.no_grad(), hook._features.armed():
+        found = whole(batch.input_ids, use_cache=False).logits
+        assert hook._features.firings == 0
+        torch.testing.assert_close(found, model(batch.input_ids).logits)
+        assert hook._features.firings == 4
+    hook.close(0.0)
 
 
 def test_importing_rl_hooks_costs_numpy_only_and_the_adapter_no_transformers() -> None:

@@ -200,10 +200,11 @@ def test_given_log_probabilities_are_sent_and_unknown_ones_are_recomputed(servic
     logits = run_once(hook, model, batch)
     recomputed = sent_file(service, hook, tmp_path).array("logprobs")
     given = torch.full(batch.input_ids.shape, -0.25)
-    given[0, 3] = torch.nan
-    run_once(hook, model, batch, version=4, logprobs=given)
-    logprobs = sent_file(service, hook, tmp_path).array("logprobs")
-    assert logprobs.tolist() == [0.0, 0.0, -0.25, pytest.approx(float(recomputed[3])), -0.25, -0.25]
+    for version, unknown in enumerate((torch.nan, -torch.inf, torch.inf), 4):
+        given[0, 3] = unknown
+        run_once(hook, model, batch, version=version, logprobs=given)
+        logprobs = sent_file(service, hook, tmp_path).array("logprobs")
+        assert logprobs.tolist() == [0.0, 0.0, -0.25, pytest.approx(float(recomputed[3])), -0.25, -0.25]
     assert logits.shape[-1] == VOCAB
     hook.close()
 
@@ -254,6 +255,93 @@ def test_sampling_is_by_id_keeps_whole_rollouts_and_respects_the_budget(service:
     assert hook.stats()["captured_rollouts"] == 3
     run_once(hook, model, batch, version=4, rollout_ids=names)
     assert hook.stats()["captured_rollouts"] == 6
+    hook.close()
+
+
+def test_the_budget_is_of_each_version_where_versions_alternate(service: Receiver) -> None:
+    model, batch = tiny(), padded_batch([(4, 6)] * 2)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=35, strict=True)
+    for version in (0, 1, 0, 1, 0, 1):
+        run_once(hook, model, batch, version=version)
+    assert hook.stats()["captured_tokens"] == 60, "three rollouts of each"
+    for version in range(2, 80):  # so many are not remembered
+        run_once(hook, model, batch, version=version)
+    assert len(hook._choice._spent_tokens) == 64
+    hook.close()
+
+
+def test_that_rollouts_are_longer_than_the_budget_is_said_once(
+    service: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = tiny(), padded_batch([(4, 6)] * 2)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=9, strict=True)
+    with caplog.at_level(logging.WARNING, "rl_hooks"):
+        for version in range(2):
+            run_once(hook, model, batch, version=version)
+    assert caplog.text.count("a rollout of 10 tokens is left out, as all of more than max_tokens_per_step (9) are") == 1
+    assert hook.stats()["skipped_budget"] == 4
+    hook.close()
+
+
+@pytest.mark.parametrize("version", [np.int64(3), torch.tensor(3), 3])
+def test_a_policy_version_may_be_any_kind_of_integer(service: Receiver, tmp_path: Path, version: Any) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), policy_version=version, strict=True)
+    run_once(hook, model, batch, version=version)
+    assert wire.check_rollout_header(sent_file(service, hook, tmp_path).header).policy_version == 3
+    hook.close()
+
+
+@pytest.mark.parametrize("version", [-1, 3.0, None, torch.tensor(2.0)])
+def test_a_policy_version_that_is_no_count_is_refused_by_name(service: Receiver, version: Any) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    with pytest.raises(RolloutError, match="policy_version must be an integer from 0 on, got"):
+        DrafterHook(model, service.url, aux_layers=(1, 2, 3), policy_version=version)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    run_once(hook, model, batch, version=version)
+    assert "policy_version must be an integer from 0 on, got" in hook.stats()["last_failure"]
+    assert hook.flush(20)
+    assert [request.method for request in service.requests] == ["PUT"], "no head, and no rollouts"
+    hook.close()
+
+
+def test_a_capture_after_close_is_said_once_and_is_no_failure(
+    service: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    hook.close()
+    with caplog.at_level(logging.WARNING, "rl_hooks"):
+        for version in range(2):
+            run_once(hook, model, batch, version=version)
+    assert caplog.text.count("`capture` was called after `close`") == 1
+    assert hook.stats()["failures"] == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"temperature": None}, "temperature: expected a number, got None"),
+        ({"rewards": [1.0, None, 0.0, 0.0]}, "rewards: expected a number, got None"),
+        ({"rewards": torch.ones(4, 2)}, "rewards: expected a number, got tensor"),
+        ({"loss_mask": np.ones((4, 19))}, "loss_mask must be a tensor [4, 19] like input_ids, got ndarray"),
+    ],
+)
+def test_what_is_wrong_is_named(service: Receiver, bad: dict[str, Any], said: str) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    run_once(hook, model, batch, **bad)
+    failure = hook.stats()["last_failure"]
+    assert said in failure
+    assert len(failure) < 200
+    hook.close()
+
+
+def test_rollout_ids_may_be_integers(service: Receiver, tmp_path: Path) -> None:
+    model, batch = tiny(), padded_batch(LENGTHS)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    run_once(hook, model, batch, rollout_ids=[7, 8, 9, 10])
+    assert wire.check_rollout_header(sent_file(service, hook, tmp_path).header).rollout_ids == ("7", "8", "9", "10")
     hook.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -129,6 +130,12 @@ def numbers(service: Receiver, directory: Path) -> list[tuple[Tensor, Tensor]]:
     return [tuple(torch.from_numpy(f.array(n).copy()) for n in ("logsumexp", "logprobs")) for f in files]  # type: ignore[misc]
 
 
+def capped(softcap: float | None, _module: nn.Module, _args: Any, out: Any) -> None:
+    """What a model of that soft cap returns."""
+    if softcap is not None:
+        out.logits = wire.LogitMap(softcap=softcap).apply(out.logits.float())
+
+
 def noting(monkeypatch: pytest.MonkeyPatch) -> Mock:
     product = Mock(side_effect=score_rows)
     monkeypatch.setattr(staging, "score_rows", product)
@@ -148,8 +155,10 @@ def test_what_the_forward_made_is_what_the_product_would_be(
     softcap: float | None,
 ) -> None:
     product = noting(monkeypatch)
-    model = Through(tiny(tied=False).to(dtype), way)
+    inner = tiny(tied=False).to(dtype)
     logit_map = None if softcap is None else wire.LogitMap(softcap=softcap)
+    inner.register_forward_hook(partial(capped, softcap))
+    model = Through(inner, way)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True, logit_map=logit_map)
     assert sent(service, hook, model, [way] * 3) == [len(BATCH.sequences)] * 3
     assert product.call_count == 1, "the first forward only"

@@ -322,7 +322,8 @@ def test_a_class_that_reads_the_field_otherwise_is_not_guessed_at() -> None:
 
 @pytest.mark.parametrize("family", COUSINS)
 def test_the_logits_of_a_familys_cousins_are_the_map_of_the_last_state_times_the_head(family: str) -> None:
-    paths = {"layers_path": "model.layers", "norm_path": "model.final_layernorm"} if family == "falcon h1" else {}
+    norms = {"falcon h1": "model.final_layernorm", "recurrent gemma": "model.final_norm"}
+    paths = {"layers_path": "model.layers", "norm_path": norms[family]} if family in norms else {}
     seen = observe(tiny(family), **paths)
     rebuilt = seen.registration.logit_map.apply(seen.captured.last @ head_weight(seen.model).T)
     assert torch.allclose(rebuilt, seen.logits.reshape(-1, VOCAB), rtol=1e-5, atol=1e-5)
