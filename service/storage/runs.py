@@ -69,7 +69,7 @@ class RunRecord(BaseModel):
     last_rows: LastRows = "all"  # that its drafters read; records of before it said nothing, and files had all
     bytes: int
     created: float
-    crc32: int | None = None  # of target.safetensors, once that is kept
+    crc32: int | None = None  # of target.safetensors, once that is kept; of before sums were kept nothing is known
 
 
 def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunRecord:
@@ -206,7 +206,8 @@ def load_target(layout: Layout, run: str, *, whole: bool = False) -> MappedFile:
         read_run_header(run, file.header, begins=False)
     except (WireError, FileNotFoundError, IsADirectoryError) as error:
         raise RunDamaged(run, path, error) from error
-    if whole and crc32_of(path) != load_run(layout, run).crc32:
+    known = load_run(layout, run).crc32 if whole else None
+    if known is not None and crc32_of(path) != known:
         raise RunDamaged(run, path, "its bytes are not those that were registered (CRC-32 differs)")
     return file
 
