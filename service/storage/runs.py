@@ -381,16 +381,18 @@ def change_state(
 ) -> RunState:
     """Write down what a person wants of a run, and an event in its history. Blocks.
 
-    `instead_of`: the state that it must be in; RunConflict where it is in another one.
+    One who asks for the state that is there already gives it another reason. `instead_of`: the state that it must be
+    in; RunConflict where it is in another one.
     """
     with locked(layout, run):
         load_run(layout, run)
         before = read_state(layout, run)
         if instead_of not in (None, before.state):
             raise RunConflict(f"run {run!r} is {before.state}, not {instead_of}: nothing was changed")
-        if before.state == state and before.since is not None:
+        if before.since is not None and (before.state, before.reason, before.by) == (state, reason, by):
             return before
-        after = RunState(state, reason, by, time.time())
+        since = before.since if before.state == state else None
+        after = RunState(state, reason, by, since or time.time())
         replace_file(layout.run_state(run), _STATE.dump_json(after))
         Registry(layout).history.record(
             run, {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state}
