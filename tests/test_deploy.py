@@ -230,7 +230,7 @@ def test_compose_names_commands_settings_and_files_that_exist() -> None:
         check_command(services[name]["command"])
         assert (ROOT / services[name]["build"]["dockerfile"]).is_file()
         assert services[name]["environment"]["DRAFTALIGN_REDIS_URL"].startswith("redis://valkey:")
-    assert "readyz" in str(services["api"]["healthcheck"])
+    assert "healthz" in str(services["api"]["healthcheck"])
     assert "DRAFTALIGN_TOKENS:?" in services["api"]["environment"]["DRAFTALIGN_TOKENS"], "no tokens, no service"
 
 

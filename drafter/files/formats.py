@@ -141,7 +141,7 @@ def export_drafter(
     silently compute otherwise.
     """
     if layout not in LAYOUTS:
-        raise CheckpointError(f"a layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
+        raise CheckpointError(f"a layout is one of {', '.join(LAYOUTS)} (vLLM reads the first two), got {layout!r}")
     if layout != "speculators" and stored.config.norm_before_residual:
         raise CheckpointError(
             f"norm_before_residual is true, which readers of the {layout} layout do not know: they would compute "

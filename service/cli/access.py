@@ -59,6 +59,7 @@ def audit(
     settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
     if not Layout(settings.state_dir).audit.is_dir():
         raise ConfigurationError(f"there is no audit log under {settings.state_dir}; give the service's --state-dir")
+    entry = None
     for entry in AuditLog(Layout(settings.state_dir)).read(run):
         said = {name: entry[name] for name in entry if name not in _COLUMNS}
         more = " ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)
@@ -68,6 +69,8 @@ def audit(
         line = f"{when}  {entry['token']}  {entry['run'] or '-'}  {what}  {status}  {more}".rstrip()
         # A path is as a client wrote it: a terminal must not obey it.
         typer.echo("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line))
+    if entry is None:
+        typer.echo("nothing is written down" + (f" of a run {run!r}" if run else ""), err=True)
 
 
 _COLUMNS = ("time", "id", "token", "run", "action", "call", "status", "ended")

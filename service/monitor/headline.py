@@ -179,9 +179,10 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
         yield from _no_worker(facts, waits)
         return
     age = abs(facts.now - facts.heartbeat)  # one from ahead of now was made before the clock was set back
-    # A worker of a run that was paused, or of a service that was stopped, gets as long to come back.
-    begun = (facts.now - at for at in (facts.state.since, facts.api_began) if at is not None and at <= facts.now)
-    if min([age, *begun]) > (_REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS):
+    limit = _REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS
+    # A worker of a run that was paused, or of a service that was stopped, gets time to come back.
+    begun = ((facts.state.since, limit), (facts.api_began, max(limit, _START_SECONDS)))
+    if age > limit and not any(at is not None and 0 <= facts.now - at <= seconds for at, seconds in begun):
         nothing = "nothing is scored or trained"
         yield _found(
             "bad", "worker_silent", "Worker silent", f" for {duration(age)}: {nothing}{waits and '; ' + waits}."
@@ -307,7 +308,7 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
 
 # --- engines and α
 def _of_engines(facts: RunFacts) -> Iterator[Headline]:
-    if facts.watch.hold is not None:
+    if facts.watch.hold is not None and facts.state.worked_on:
         yield _found("bad", "held", "Nothing is published", f": {facts.watch.hold}.")
     sick = [engine for engine in facts.watch.engines if engine.sick]
     for name, state, word in _SICK:
@@ -323,7 +324,7 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
         yield _found("note", "engine_lower", "Lower in an engine", _of_sick(lower, facts.failed_pushes))
     if facts.current is None:
         return
-    if facts.current.tilt is not None and facts.current.tilt.biased:
+    if facts.current.tilt is not None and facts.current.tilt.biased and facts.state.worked_on:
         level: Severity = "bad" if abs(facts.current.tilt.value) > _LARGE_TILT else "warn"
         yield _found(level, "not_lossless", "Not lossless", _of_tilt(facts.current.tilt))
     if facts.last_engine_report is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -130,7 +130,8 @@ class _Snapshots(Collector):
 
     def collect(self) -> Iterable[Metric]:
         families = _Families()
-        for run, snapshot in sorted(self._stores.items()):
+        for run, stored in sorted(self._stores.items()):
+            snapshot = _of_now(stored)
             _add_alpha(families, run, snapshot)
             _add_engines(families, run, snapshot)
             _add_headroom(families, run, snapshot)
@@ -188,6 +189,15 @@ class _Families:
         return iter(self._families.values())
 
 
+def _of_now(snapshot: RunSnapshot) -> RunSnapshot:
+    """Without the verdicts on rollouts, where none are scored: else an alert stays on while a run is paused."""
+    if snapshot.state.worked_on:
+        return snapshot
+    worker = replace(snapshot.worker, heartbeat=None, error="", headroom=None, drift={}, drift_change=None)
+    watch = Watch() if snapshot.state.state == "archived" else replace(snapshot.watch, hold=None)
+    return replace(snapshot, worker=worker, watch=watch)
+
+
 def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     """Gauges of what arrived last."""
     found = current(snapshot.newest, snapshot.acceptances, snapshot.now) or Current()
@@ -196,7 +206,7 @@ def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         families.gauge("draftalign_alpha", text, getattr(found, f"alpha_{drafter}"), run=run, drafter=drafter)
     text = "Alpha of the best drafter that could be served minus alpha of the served one, same rollouts."
     families.gauge("draftalign_publication_lag", text, found.publication_lag, run=run)
-    if found.tilt is not None:
+    if found.tilt is not None and snapshot.state.worked_on:
         text = "Logarithm of the odds of tokens that the drafter proposes, over those that the policy gives them."
         families.gauge("draftalign_sampling_tilt", text, found.tilt.value, run=run)
         text = "1 where that is beyond chance and rounding: speculation is not lossless."
@@ -334,8 +344,7 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     text = "Response tokens that the draft vocabulary waits for."
     families.gauge("draftalign_vocabulary_tokens_wanted", text, vocabulary.wanted, run=run)
     text = "Unix time of the worker's last sign of life."
-    heartbeat = worker.heartbeat if snapshot.state.worked_on else None
-    families.gauge("draftalign_worker_heartbeat_timestamp_seconds", text, heartbeat, run=run)
+    families.gauge("draftalign_worker_heartbeat_timestamp_seconds", text, worker.heartbeat, run=run)
     text = "1 while the worker cannot work on the run; GET /runs/{run} tells why."
     error = None if worker.error == "" else int(worker.error is not None)
     families.gauge("draftalign_worker_error", text, error, run=run)

@@ -346,8 +346,8 @@ class Registry(Versions):
         if (held := self.held(run)) is not None:
             who = "a person" if held.by is None else held.by
             raise LatestHeld(
-                f"run {run!r} holds {held.version}, by {who} ({held.reason}): nothing was published. "
-                f"DELETE /drafter/{held.version}/hold releases it"
+                f"run {run!r} holds {held.version}, by {who} ({held.reason}): nothing was changed. Release it first "
+                f"(`draftalign release`, or DELETE /drafter/{held.version}/hold)"
             )
 
     def _repoint(

@@ -69,7 +69,7 @@ class RunRecord(BaseModel):
     last_rows: LastRows = "all"  # that its drafters read; records of before it said nothing, and files had all
     bytes: int
     created: float
-    crc32: int | None = None  # of target.safetensors, once that is kept
+    crc32: int | None = None  # of target.safetensors, once that is kept; of before sums were kept nothing is known
 
 
 def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunRecord:
@@ -206,7 +206,8 @@ def load_target(layout: Layout, run: str, *, whole: bool = False) -> MappedFile:
         read_run_header(run, file.header, begins=False)
     except (WireError, FileNotFoundError, IsADirectoryError) as error:
         raise RunDamaged(run, path, error) from error
-    if whole and crc32_of(path) != load_run(layout, run).crc32:
+    known = load_run(layout, run).crc32 if whole else None
+    if known is not None and crc32_of(path) != known:
         raise RunDamaged(run, path, "its bytes are not those that were registered (CRC-32 differs)")
     return file
 
@@ -380,16 +381,18 @@ def change_state(
 ) -> RunState:
     """Write down what a person wants of a run, and an event in its history. Blocks.
 
-    `instead_of`: the state that it must be in; RunConflict where it is in another one.
+    One who asks for the state that is there already gives it another reason. `instead_of`: the state that it must be
+    in; RunConflict where it is in another one.
     """
     with locked(layout, run):
         load_run(layout, run)
         before = read_state(layout, run)
         if instead_of not in (None, before.state):
             raise RunConflict(f"run {run!r} is {before.state}, not {instead_of}: nothing was changed")
-        if before.state == state and before.since is not None:
+        if before.since is not None and (before.state, before.reason, before.by) == (state, reason, by):
             return before
-        after = RunState(state, reason, by, time.time())
+        since = before.since if before.state == state else None
+        after = RunState(state, reason, by, since or time.time())
         replace_file(layout.run_state(run), _STATE.dump_json(after))
         Registry(layout).history.record(
             run, {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state}

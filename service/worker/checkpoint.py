@@ -28,7 +28,8 @@ from service.storage.runs import crc32_of
 
 _PREFIX = "checkpoint-"
 _SUMS = "crc32.json"
-_MEND = "put back a copy, or move the directory away: the run then goes on from its newest published drafter"
+_MOVE = "move the directory away: the run then goes on from its newest published drafter"
+_MEND = f"put back a copy, or {_MOVE}"
 
 
 class CheckpointSuperseded(WorkerError):  # noqa: N818 - reads as what happened
@@ -121,7 +122,11 @@ def _check_sums(directory: Path) -> None:
     path = directory / _SUMS
     try:
         wanted = dict(json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError) as error:
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{directory} has no {_SUMS}, so an earlier version of draftalign wrote it; {_MOVE}"
+        ) from error
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); {_MEND}") from error
     found = {name: crc32_of(directory / name) if (directory / name).is_file() else None for name in wanted}
     if damaged := sorted(name for name in wanted if found[name] != wanted[name]):

@@ -74,7 +74,8 @@ class Lineage:
         """Build and freeze the draft vocabulary from token counts [V]; random layers, the target's head."""
         size = self._target.draft_vocab_size or self._settings.draft_vocab_size
         vocabulary = DraftVocabulary.build(counts, min(size, int(counts.numel())), always=self._target.ending_tokens)
-        log.info("draft vocabulary: %d tokens cover %.2f%%", len(vocabulary), 100 * vocabulary.coverage(counts))
+        share = 100 * vocabulary.coverage(counts)
+        log.info("%s: draft vocabulary: %d tokens cover %.2f%%", self._run, len(vocabulary), share)
         config = DrafterConfig.from_target(self._target.config, self._target.aux_layers, len(vocabulary))
         torch.manual_seed(self._settings.seed)
         drafter = Eagle3Drafter(config, vocabulary)
@@ -311,7 +312,7 @@ class Lineage:
             gate=evidence,
             reason=reason,
         )
-        log.info("published %s (policy version %d): %s", manifest.version, policy_version, reason)
+        log.info("%s: published %s (policy version %d): %s", self._run, manifest.version, policy_version, reason)
         return manifest
 
     def refuse(self, policy_version: int, reason: str, evidence: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -19,9 +20,14 @@ Run = Annotated[
     str | None, typer.Option(help="Name of the RL run; unset: the only one there is, or `default`.", show_default=False)
 ]
 Reason = Annotated[str, typer.Option(help="Why, for the page and the history.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what the service answers, as JSON.")]
 LOCAL = "http://127.0.0.1:8400"
 _PAUSE_SECONDS: Final = 0.5
 _CONNECT_SECONDS: Final = 5.0
+_QUIET_SECONDS: Final = 5.0
+_READ_SECONDS: Final = 15.0
+#: Longer than the service waits for locks and reads a drafter: who gives up earlier takes what is done for failed.
+_CHANGE_SECONDS: Final = 120.0
 
 #: What helps where a connection failed with such words.
 _HINTS = {
@@ -69,22 +75,30 @@ def client_of(service: str, **more: Any) -> httpx.Client:
 
 
 def call(
-    method: str, service: str, path: str, timeout: float = 120.0, patience: float = 0.0, **more: Any
+    method: str, service: str, path: str, timeout: float | None = None, patience: float = 0.0, **more: Any
 ) -> httpx.Response:
     """Ask the service; what it refuses is a ConfigurationError. `timeout` in seconds, of an answer; 5 to be reached.
 
-    By default longer than the service waits for locks and reads a drafter: who gives up earlier takes what is done for
-    failed. A service that restarts or has no room is asked again for `patience` seconds.
+    By default 15 s for what is read, 120 s for a change. An answer that takes 5 s is said to be waited for. A service
+    that restarts or has no room is asked again for `patience` seconds.
     """
     import httpx
 
     deadline = time.monotonic() + patience
+    seconds = timeout or (_READ_SECONDS if method == "GET" else _CHANGE_SECONDS)
     while True:
+        waiting = threading.Timer(_QUIET_SECONDS, typer.echo, (f"waiting for {service} ...",), {"err": True})
+        waiting.start()
         try:
-            with client_of(service, timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS)) as client:
+            with client_of(service, timeout=httpx.Timeout(seconds, connect=_CONNECT_SECONDS)) as client:
                 answer = client.request(method, path, **more)
         except httpx.UnsupportedProtocol as error:
             raise ConfigurationError(f"--service {service!r} is no URL; expected one like {LOCAL}") from error
+        except httpx.ConnectTimeout:
+            trouble, passing = (
+                f"takes no connection within {_CONNECT_SECONDS:g} s: does it hang, or a firewall drop it?",
+                True,
+            )
         except httpx.HTTPError as error:
             hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in str(error)), "")
             if isinstance(error, httpx.ReadTimeout) and method != "GET":
@@ -95,6 +109,8 @@ def call(
                 return answer
             trouble = f"answered {answer.status_code}: {_told(answer)}"
             passing = answer.status_code == 429 or answer.status_code >= 500
+        finally:
+            waiting.cancel()
         if not passing or time.monotonic() >= deadline:
             raise ConfigurationError(f"{service} {trouble}")
         time.sleep(_PAUSE_SECONDS)
@@ -110,7 +126,6 @@ def _told(answer: httpx.Response) -> str:
     helps = {
         "no-token": "set DRAFTALIGN_TOKEN",
         "not-found": "is it a draftalign service?",
-        "drafter-held": "`draftalign release` ends the hold",
         "no-drafter-yet": "`draftalign state` says what the run waits for",
         "no-such-run": "`draftalign runs` lists those that are",
     }

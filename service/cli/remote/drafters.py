@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import tempfile
@@ -14,23 +15,26 @@ from urllib.parse import quote
 import typer
 
 from service.cli.drafters.commands import AuxLayers, From, Norm, Source, write_body
-from service.cli.remote.client import LOCAL, Reason, Run, Service, call, client_of, name_of, whoami
+from service.cli.remote.client import LOCAL, AsJson, Reason, Run, Service, call, client_of, name_of, whoami
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rl_hooks.release import Manifest, PublicKeys
 
 #: A drafter version as page and headline have it.
-_NUMBER = re.compile(r"v[0-9]{6,}")
+_NUMBER = re.compile(r"v([0-9]+)")
 
 
-def drafters(service: Service = LOCAL, run: Run = None) -> None:
+def drafters(service: Service = LOCAL, run: Run = None, as_json: AsJson = False) -> None:
     """List the drafter versions of a run, newest first: which is served, of which policy version, and its α.
 
     DRAFTALIGN_TOKEN: token for the service, of scope read.
     """
     run = name_of(service, run)
     found = call("GET", service, "/drafters", params={"run": run}).json()
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
     served = (found["latest"] or {}).get("version")
     held = (found["held"] or {}).get("version")
     for one in reversed(found["versions"]):
@@ -212,15 +216,15 @@ def _offered(service: str, run: str, version: str | None) -> Manifest:
 
 def _whole(service: str, run: str, version: str) -> str:
     """The version that is meant: page and headline leave its digest out."""
-    if not _NUMBER.fullmatch(version):
+    if not (short := _NUMBER.fullmatch(version)):
         return version
     known = [one["version"] for one in call("GET", service, "/drafters", params={"run": run}).json()["versions"]]
     if not known:
         raise ConfigurationError(f"run {run} has no drafter version yet")
-    found = [one for one in known if one.startswith(f"{version}-")]
+    found = [one for one in known if one.startswith(f"v{short[1]:0>6}-")]
     if len(found) != 1:
-        there = ", ".join(found or known)
-        raise ConfigurationError(f"{version} is {len(found)} versions of run {run}; expected one of: {there}")
+        wrong = f"{version} is {len(found)} versions of run {run}" if found else f"run {run} has no version {version}"
+        raise ConfigurationError(f"{wrong}; expected one of: {', '.join(found or known)}")
     return str(found[0])
 
 

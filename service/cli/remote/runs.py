@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 
-from service.cli.remote.client import LOCAL, Reason, Run, Service, call, name_of, whoami
+from service.cli.remote.client import LOCAL, AsJson, Reason, Run, Service, call, name_of, whoami
 from service.errors import ConfigurationError
 from service.storage.layout import BATCH_ID
 
@@ -38,6 +38,7 @@ def runs(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     service: Service = LOCAL,
+    as_json: AsJson = False,
 ) -> None:
     """List the runs with their headlines, or delete one.
 
@@ -45,15 +46,21 @@ def runs(
     """
     if delete is not None:
         if not yes:
-            typer.confirm(f"Delete run {delete}: its rollouts, drafters, checkpoints and history?", abort=True)
+            what = "its rollouts, drafters, checkpoints and history (--yes: without asking)"
+            typer.confirm(f"Delete run {delete}: {what}?", abort=True)
         call("DELETE", service, f"/runs/{quote(delete, safe='')}")
         typer.echo(f"run {delete} is deleted")
         return
     found = call("GET", service, "/runs").json()
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
     if not found:
         typer.echo("no run is registered yet: a trainer's hook or an engine does it with its first rollouts", err=True)
     for one in found:
-        typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {one['headline']['text']}")
+        state = one["state"]
+        said = "" if state == "active" else f"[{state}]  "
+        typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {said}{one['headline']['text']}")
 
 
 def state(
@@ -63,6 +70,7 @@ def state(
     reason: Reason = "by hand",
     service: Service = LOCAL,
     run: Run = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say what state a run is in, or change it; worker and API obey within seconds.
 
@@ -79,7 +87,8 @@ def state(
     else:
         body = {"state": wanted.value, "reason": reason, "by": whoami()}
         found = call("PATCH", service, path, json=body).json()
-    typer.echo(f"run {run} is {found['state']['state']}: {found['headline']['text']}")
+    said = f"run {run} is {found['state']['state']}: {found['headline']['text']}"
+    typer.echo(json.dumps(found) if as_json else said)
 
 
 def dead(
@@ -90,6 +99,7 @@ def dead(
         tuple[str, Path] | None, typer.Option(help="Id of a batch, and where its file is to be written.")
     ] = None,
     service: Service = LOCAL,
+    as_json: AsJson = False,
 ) -> None:
     """List the dead batches, newest first, with why they died; or put one back, discard it, or save its file.
 
@@ -115,20 +125,24 @@ def dead(
         destination.write_bytes(call("GET", service, f"{path}/{batch_id}/file").content)
         typer.echo(f"{destination}  {destination.stat().st_size} bytes")
     else:
-        _list_dead(service, path)
+        _list_dead(service, path, as_json)
 
 
-def _list_dead(service: str, path: str) -> None:
+def _list_dead(service: str, path: str, as_json: bool) -> None:
     older: str | None = ""
     while older is not None:
         page = call("GET", service, path, params={"before": older} if older else {}).json()
+        older = page["older"]
+        if as_json:  # one line a page: there may be many
+            typer.echo(json.dumps(page))
+            continue
         for one in page["dead"]:
             died = datetime.fromtimestamp(one["died"]).astimezone().isoformat(" ", "seconds")
             file = f"{one['bytes']} bytes" if one["has_file"] else "file gone"
             typer.echo(f"{one['batch_id']}  {died}  policy {one['policy_version']}  {one['rollouts']} rollouts  {file}")
             typer.echo(f"    {one['reason']}")
-        older = page["older"]
-    typer.echo(f"{page['total']} dead batches; {page['file_bytes']} bytes of their files are kept")
+    if not as_json:
+        typer.echo(f"{page['total']} dead batches; {page['file_bytes']} bytes of their files are kept")
 
 
 def drift(
@@ -156,6 +170,7 @@ def worth(
     ] = None,
     service: Service = LOCAL,
     run: Run = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what acceptance is worth in time: speed-up and best draft depth by batch size.
 
@@ -163,6 +178,9 @@ def worth(
     """
     asked = {} if generation_share is None else {"generation_share": str(generation_share)}
     found = call("GET", service, f"/runs/{quote(name_of(service, run), safe='')}/worth", params=asked).json()
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
     if found["unknown"]:
         typer.echo(f"unknown: {found['unknown']}")
         return

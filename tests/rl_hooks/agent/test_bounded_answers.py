@@ -31,6 +31,7 @@ from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import DigestError, EngineError, ManifestError
 from rl_hooks.format.drafter import MAX_CONFIG_BYTES, most_bytes, parse_drafter
 from rl_hooks.release import PublicKeys, new_key, parse_manifest
+from rl_hooks.sending.delivery import NO_SUCH_RUN
 
 MIB = 1 << 20
 #: 64 KiB that inflate to this.
@@ -112,7 +113,7 @@ class BadService(Hostile, Service):
 
     def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
         if path.startswith("/runs/") and not (self.mode and path.endswith(self.at)):
-            self.send_json(handler, 404, {"title": "no such run"})
+            self.send_json(handler, 404, {"title": "no such run", "type": NO_SUCH_RUN})
         else:
             super().answer(handler, path, query, body)
 
@@ -562,7 +563,7 @@ def test_the_agent_inside_an_engine_is_bounded_alike(
     inside = InProcessAgent(ServiceSettings(service.url), tmp_path, "host 1 dp0")
     with memory_of(INFLATED // 2):
         inside.begin(link)
-        if at == "/runs/default":  # what it says of the run is no JSON object: a run without a newest policy
+        if at == "/runs/default":  # what it says of the run is no JSON object: it is asked again later
             eventually(lambda: service.sent)
         else:
             eventually(lambda: inside._agent is not None and errors(inside._agent, "service", "AnswerError") >= 2)

@@ -444,6 +444,18 @@ def test_attempts_of_a_trainer_are_shown_one_at_a_time(browser: Browser) -> None
 
 
 @needs_browser
+def test_an_attempt_without_events_does_not_say_that_nothing_was_ever_published(browser: Browser) -> None:
+    first, again = ([came(start + v, v, 3.0) for v in range(30)] for start in (1000, 2000))
+    event = {"event": "published", "time": 1.01, "version": "v000001-aaaaaaaa", "sequence": 1, "policy_version": 3}
+    page = show(replace(stored([*first, *again], (), [event]), published=1), browser)
+    assert (
+        "Nothing published or refused in this attempt; in all attempts: 1 published, 0 refused." in page.texts["events"]
+    )
+    assert "0 published; 0 refused in this attempt" in page.texts["tiles"]
+    assert "Nothing published or refused yet." in show(stored(first), browser).texts["events"]
+
+
+@needs_browser
 def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_old(browser: Browser) -> None:
     with serving({"default": sample_run(30)}, answers=2) as url:
         page = browse(url, browser, seconds=20)

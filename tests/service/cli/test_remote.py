@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -71,7 +73,7 @@ def test_a_rollback_that_takes_long_to_verify_is_waited_for(
         verify(self, run, version)
 
     monkeypatch.setattr(Registry, "verify", slow)
-    assert typed(service, "rollback", first.version) == f"run default serves {first.version}\n"
+    assert typed(service, "rollback", first.version).endswith(f"run default serves {first.version}\n")
 
 
 def test_who_gives_up_on_a_change_is_told_that_it_may_be_done_all_the_same(
@@ -98,8 +100,9 @@ def test_a_version_is_named_as_the_page_names_it(service: RunningService) -> Non
     told = CliRunner().invoke(app, ["hold", "v000009", "--service", service.url])
     assert isinstance(told.exception, ConfigurationError)
     assert str(told.exception) == (
-        f"v000009 is 0 versions of run default; expected one of: {first.version}, {second.version}"
+        f"run default has no version v000009; expected one of: {first.version}, {second.version}"
     )
+    assert typed(service, "rollback", "v1").startswith(f"run default serves {first.version}")
 
 
 def test_a_rollback_by_a_name_that_is_too_long_changes_nothing(service: RunningService) -> None:
@@ -136,7 +139,9 @@ def test_a_refusal_says_what_helps(
     assert refused("hold", "v000001") == "run default has no drafter version yet"
     first, second = service.publish(), service.publish(content=b"second")
     typed(service, "hold", second.version)
-    assert refused("rollback", first.version).endswith("(`draftalign release` ends the hold)")
+    assert refused("rollback", first.version).endswith(
+        f"nothing was changed. Release it first (`draftalign release`, or DELETE /drafter/{second.version}/hold)"
+    )
 
 
 def test_without_a_name_the_only_run_is_meant(serve: Callable[..., RunningService]) -> None:
@@ -213,3 +218,38 @@ def test_a_run_s_state_is_said_and_changed(service: RunningService, state: str) 
     found = service.client.get("/runs/default").json()["state"]
     assert found["state"] == state
     assert typed(service, "state").startswith(f"run default is {state}: ")
+    assert ("[" in typed(service, "runs")) == (state != "active")
+    typed(service, "state", state, "--reason", "another")
+    again = service.client.get("/runs/default").json()["state"]
+    assert again == found | {"reason": "another"}, "since as before"
+
+
+def test_what_the_service_answers_is_printed_for_scripts(service: RunningService) -> None:
+    service.publish()
+    for words, path in (
+        (("runs",), "/runs"),
+        (("state",), "/runs/default"),
+        (("drafters",), "/drafters"),
+        (("dead",), "/runs/default/dead"),
+        (("worth",), "/runs/default/worth"),
+    ):
+        printed, answer = json.loads(typed(service, *words, "--json")), service.client.get(path).json()
+        assert type(printed) is type(answer)
+        first, second = (one[0] if isinstance(one, list) else one for one in (printed, answer))
+        assert first.keys() == second.keys(), words
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_service_that_hangs_is_said_to_be_waited_for(
+    scheme: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel takes its connections; nobody answers on them."""
+    for name, seconds in (("_QUIET", 0.01), ("_CONNECT", 0.5), ("_READ", 0.5)):
+        monkeypatch.setattr(client, f"{name}_SECONDS", seconds)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        url = f"{scheme}://127.0.0.1:{hanging.getsockname()[1]}"
+        with pytest.raises(ConfigurationError) as refused:
+            call("GET", url, "/runs")
+    assert capsys.readouterr().err == f"waiting for {url} ...\n"
+    why = "does not answer: timed out" if scheme == "http" else "takes no connection within 0.5 s: does it hang, or"
+    assert str(refused.value).startswith(f"{url} {why}")

@@ -76,6 +76,9 @@ def test_an_engine_that_is_not_lossless_is_said_with_how_much() -> None:
     assert (small.level, small.state) == ("warn", "not_lossless")
     shy = replace(POINT, tilt=Tilt(-0.3, -0.4, -0.2, 12_000, biased=True))
     assert "accept drafts too freely" not in headline(facts(current=shy)).text
+    paused = headline(facts(current=biased, watch=Watch((), "they disagree"), state=RunState("paused", "the GPU")))
+    assert paused.state == "paused", "nothing is judged any more"
+    assert not [one for one in paused.also if one.startswith(("Not lossless", "Nothing is published"))]
     sound = replace(POINT, tilt=Tilt(0.01, -0.1, 0.12, 12_000, biased=False))
     assert headline(facts(current=sound)) == headline(facts())
 
@@ -480,5 +483,6 @@ def test_a_worker_is_not_called_silent_for_a_pause_or_for_a_time_when_nothing_ra
     assert headline(facts(**silent, state=resumed)).state == "draining"
     assert headline(facts(**silent, state=replace(resumed, since=NOW - 300))).word == "Worker silent"
     assert headline(facts(**silent, api_began=NOW - 2)).state != "worker_silent"
+    assert headline(facts(**silent, api_began=NOW - 25)).state != "worker_silent", "it imports torch"
     late = headline(facts(**silent, api_began=NOW - 100))
     assert late.text.startswith("Worker silent for 8 min")

@@ -326,3 +326,20 @@ def test_a_worker_that_a_person_silenced_raises_no_alarm() -> None:
         assert name not in {found for found, _ in samples(text)}, state
         assert value(text, "draftalign_run_state", run="a", state=state) == 1
     assert value(render({"a": replace(silent, state=RunState("draining"))}), name, run="a") == 10.0
+
+
+def test_what_was_judged_of_rollouts_keeps_no_alert_on_while_none_are_scored() -> None:
+    full = full_snapshot()
+    sure = {"excess": 90.0, "variance": 50.0, "tokens": 400}
+    scores = stored(scores=[{"policy_version": 8, "favour": sure}]).scores
+    full = replace(full, scores=scores, watch=replace(full.watch, hold="they disagree"))
+    judged = ("sampling_biased", "drift_statistic", "drift_cause", "headroom_state", "worker_error")
+    draining = render({"a": full})
+    assert value(draining, "draftalign_sampling_biased", run="a") == 1
+    assert value(draining, "draftalign_publishing_held", run="a") == 1
+    assert {f"draftalign_{name}" for name in judged} <= {found for found, _ in samples(draining)}
+    for state in ("paused", "archived"):
+        names = {found for found, _ in samples(render({"a": replace(full, state=RunState(state))}))}
+        assert not {f"draftalign_{name}" for name in judged} & names, state
+        assert ("draftalign_engine_verdict" in names) == (state == "paused"), "its engines still draft, and report"
+    assert value(render({"a": replace(full, state=RunState("paused"))}), "draftalign_publishing_held", run="a") == 0

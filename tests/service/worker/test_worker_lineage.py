@@ -109,7 +109,10 @@ def test_what_waits_for_a_vocabulary_is_bounded_and_its_tokens_count(
     assert reason == "passed over while the draft vocabulary was gathered"
 
 
-def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decoding(bench: Bench) -> None:
+def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decoding(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     bench.register()
     worker = bench.worker(**OPEN)
     registry = Registry(bench.layout)
@@ -126,6 +129,8 @@ def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decodin
     assert first.gate["alpha_served"] == pytest.approx(1.0), "plain decoding: one token a round"
     assert first.gate["alpha_candidate"] > 1.0
     assert {record.action for record in bench.store.scores().values()} == {"train"}, "the claim that published it, too"
+    assert "default: draft vocabulary: 32 tokens cover" in caplog.text
+    assert f"default: published {first.version} (policy version" in caplog.text
     drafter = read_drafter(bench.layout.drafter("default", first.version))
     assert drafter.vocabulary == worker.learner.lineage.candidate.vocabulary
 

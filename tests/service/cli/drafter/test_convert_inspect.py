@@ -49,7 +49,7 @@ def test_convert_names_the_verifier_and_keeps_it_and_the_tokens_per_round(tmp_pa
 
 def test_convert_writes_over_nothing_and_leaves_nothing_behind(tmp_path: Path, drafter_dir: Path) -> None:
     assert "holds something already" in refused("convert", drafter_dir, tmp_path, "--to", "sglang")
-    assert "a layout is one of" in refused("convert", drafter_dir, tmp_path / "new", "--to", "gguf")
+    assert "(vLLM reads the first two)" in refused("convert", drafter_dir, tmp_path / "new", "--to", "gguf")
     normed = tmp_path / "normed"
     worked("convert", drafter_dir, normed, "--to", "speculators")
     document = json.loads((normed / CONFIG_FILE).read_text()) | {"norm_before_residual": True}
