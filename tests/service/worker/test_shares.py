@@ -557,7 +557,7 @@ def test_workers_of_unequal_memory_hand_no_run_to_and_fro(
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     monkeypatch.setattr(process, "_FAILED_SECONDS", 0.01)
     monkeypatch.setattr(share, "_HAND_OVER_SECONDS", 0.0)
-    monkeypatch.setattr(share, "_LEFT_SECONDS", 0.5)  # longer than a turn of both on a loaded machine
+    monkeypatch.setattr(share, "_LEFT_SECONDS", 2.0)  # longer than a turn of both on a loaded machine
     begin(bench)
     large, small = a_worker(bench), a_worker(bench)
     opening, turning, tried = Lineage.set_candidate, [large], list[str]()
@@ -574,7 +574,7 @@ def test_workers_of_unequal_memory_hand_no_run_to_and_fro(
     monkeypatch.setattr(RunWorker, "cycle", lambda _: True)  # what waits goes on waiting
     large._turn()
     began = time.monotonic()
-    while (now := time.monotonic()) < began + 2.0 or (len(small.served | large.served) < 4 and now < began + 20.0):
+    while (now := time.monotonic()) < began + 5.0 or (len(small.served | large.served) < 4 and now < began + 60.0):
         for worker in (large, small):
             turning[0] = worker
             worker._turn()
