@@ -390,7 +390,7 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
     measured = now.drafter_version is None or now.drafter_version == facts.served_version
     if gain is not None and gain > _BETTER and (low > 1.0 or low == 0.0):
         yield _found("good", "aligned", "Aligned", f": {says}{_beside(now, alpha)}.")
-    elif measured and facts.published <= 1:
+    elif gain is not None and measured and facts.published <= 1:
         text = f": {says}; no candidate has been better than this first drafter yet."
         yield _found("good", "level", "At the start", text)
     elif measured and low >= _WORSE and high <= _BETTER:
@@ -430,8 +430,8 @@ def _beside(now: Current, alpha: float) -> str:
     if abs(beside_frozen - alpha) < 0.005:
         return f"; the first drafter, frozen, would give {frozen:.2f}{span}"
     return (
-        f". On policy {compared.policy_version}, where both were tested last, it was {beside_frozen:.2f} against "
-        f"{frozen:.2f} of the first drafter, frozen{span}"
+        f". On the newest rollouts that tested both it was {beside_frozen:.2f} against {frozen:.2f} of the first "
+        f"drafter, frozen{span}"
     )
 
 

@@ -20,8 +20,8 @@ FEWEST_PROMPTS: Final = 4
 POOLED_CLAIMS: Final = 4
 #: So many prompts bound something: where nobody wins by it, a claim need not wait for more.
 LEAST_PROMPTS: Final = 2
-#: Trainings in a row that nothing could judge, after which prompts are held out: a quarter, so many at least, and half
-#: at most.
+#: Trainings in a row that nothing could judge, after which prompts are held out: a quarter, or this number if
+#: that is more, and never more than half.
 UNJUDGED_TRAININGS: Final = 8
 _LEAST_HELD_OUT: Final = 8
 

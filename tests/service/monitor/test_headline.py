@@ -317,8 +317,8 @@ STATES = [
         (
             "good",
             "aligned",
-            "Aligned: v000007 gives 4.77 tokens per round. On policy 3, where both were tested last, it was 4.18 "
-            "against 2.14 of the first drafter, frozen.",
+            "Aligned: v000007 gives 4.77 tokens per round. On the newest rollouts that tested both it was 4.18 against "
+            "2.14 of the first drafter, frozen.",
         ),
     ),
     (
