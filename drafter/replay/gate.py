@@ -56,6 +56,7 @@ _LARGEST_CLAIM_SD: Final = 0.03
 #: most, and not at all once a look is this number of standard deviations above it.
 _MEMORY_LOOKS: Final = 64
 _BREAK: Final = 3.0
+_NO_DIFFERENCE: Final = "no difference: both drafters do the same with every rollout"
 #: The e-process is a mixture of processes that begin at each look; so many of the last are kept, and the best before.
 _STARTS: Final = 8
 
@@ -71,6 +72,11 @@ class Look:
     alpha_challenger: float
     alpha_served: float
     fault: str = ""  # why nothing can be learnt from it, or nothing
+
+    @property
+    def same(self) -> bool:
+        """Whether both drafters did the same with every rollout: no evidence of a gain, and a gain of exactly 0."""
+        return self.fault == _NO_DIFFERENCE
 
     @property
     def log_gain(self) -> float:
@@ -94,7 +100,7 @@ def compare(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | 
     if ratio.clusters < 2:
         fault = "too little evidence: rollouts of one prompt bound nothing, at least 2 prompts are needed"
     elif abs(ratio.centre) < 1e-9 and error < 1e-9:
-        fault = "no difference: both drafters do the same with every rollout"
+        return Look(0.0, 0.0, ratio.clusters, counted, challenger.alpha, served.alpha, _NO_DIFFERENCE)
     else:
         error = _widened(ratio.centre, max(error, 1e-9), max(ratio.effective - 1.0, 1.0))
     return Look(math.expm1(ratio.centre), error, ratio.clusters, counted, challenger.alpha, served.alpha, fault)
@@ -261,13 +267,20 @@ class Trial:
     look_error: LookError = field(default_factory=LookError)
     claims: ClaimSpread = field(default_factory=ClaimSpread)
     spent: SpentError = field(default_factory=SpentError)
+    same: int = 0  # looks that showed no difference: they spend nothing
 
     def trained(self, share: float = 1.0) -> None:
         """The challenger had that share of a whole training."""
         self.promise.trained(share)
 
     def take(self, look: Look) -> None:
-        """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on."""
+        """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on.
+
+        Where both drafters did the same, the gain to expect is nearer to 0, and none of the error is spent.
+        """
+        if look.same:
+            self.same += 1
+            self.promise.learn(0.0, CLAIM_SD**2)
         if look.fault:
             return
         error2 = self.look_error.take(look)
@@ -295,7 +308,7 @@ class Trial:
             raise ValueError(f"expected a confidence from 0.5 to below 1, got {confidence}")
         if not math.isfinite(min_gain):
             raise ValueError(f"expected a finite min_gain, got {min_gain}")
-        taken = self.spent.looks
+        taken = self.spent.looks + self.same
         if not taken:
             nothing = math.nan
             return Verdict(False, nothing, nothing, nothing, 0, 1.0, "too little evidence: nothing could be compared")
@@ -321,6 +334,7 @@ class Trial:
             **{"spread": of_looks.total, "spread_looks": of_looks.looks},
             **{"claims": claims.variances, "claims_seen": claims.observations, "last": claims.last},
             **asdict(self.spent),
+            "same": self.same,
         }
 
     @classmethod
@@ -333,6 +347,7 @@ class Trial:
             LookError(values["spread"], values["spread_looks"]),
             ClaimSpread(values["claims"], values["claims_seen"], last),
             SpentError(values["looks"], values["single"], starts),
+            values.get("same", 0),  # absent: of before it was kept
         )
 
 

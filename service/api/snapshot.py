@@ -306,6 +306,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         heartbeat=worker.heartbeat,
         worker_error=worker.error,
         action=worker.action,
+        unjudged=worker.unjudged,
         accepted=int(counters.get("accepted_total") or 0),
         queued=queued,
         queue_fill=max(queued / settings.queue_max_items, 0.0 if by_disk else of_bytes),

@@ -25,16 +25,64 @@ from itertools import accumulate, pairwise
 from typing import Final, Generic, Protocol, TypeVar
 
 from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers, sound
-from service.monitor.records import DRAFTERS, AcceptanceRecord, Arrival, DrafterSums, RunEvent, ScoreRecord
+from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, DrafterSums, RunEvent, ScoreRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The served drafter beside the frozen one, on the same rollouts."""
+    """The served drafter beside the frozen one, on the same rollouts.
+
+    `policy_version`: the newest of them. `low`, `high`: the 95 % interval of α_served / α_frozen, by prompt; None where
+    the prompts are too few to tell.
+    """
 
     policy_version: int
     alpha_frozen: float
     alpha_served: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, scores: Sequence[ScoreRecord]) -> Compared | None:
+        """On records that have both; None where there are none."""
+        served, frozen = _pool(scores, "served"), _pool(scores, "frozen")
+        if served is None or frozen is None:
+            return None
+        newest, ratio = scores[-1].policy_version or 0, served.alpha / frozen.alpha
+        known = _ratio_error(scores)
+        if known is None:
+            return cls(newest, frozen.alpha, served.alpha)
+        reach = math.exp(Z_95 * known)
+        return cls(newest, frozen.alpha, served.alpha, ratio / reach, ratio * reach)
+
+
+#: Prompts from which the error of a ratio is told.
+_LEAST_CLUSTERS: Final = 8
+
+
+def _ratio_error(scores: Iterable[ScoreRecord]) -> float | None:
+    """Standard error of log(α_served / α_frozen), clustered by prompt (HC2), as wide as Student's t asks for.
+
+    A record that does not tell its prompts is one cluster. None: there are too few.
+    """
+    clusters: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for record in scores:
+        replayed = {one.version: one.by_prompt for one in record.replayed or ()}
+        served = replayed.get(record.drafter_version or "", {})
+        frozen = replayed[min(replayed)] if replayed else {}  # of all versions that are kept, the oldest
+        pairs = {prompt: (served[prompt][1], frozen[prompt][1]) for prompt in served.keys() & frozen.keys()}
+        ours, first = record.sums("served"), record.sums("frozen")
+        if not pairs and ours is not None and first is not None:
+            pairs = {record.batch_id or "": (ours.rounds, first.rounds)}
+        for prompt, rounds in pairs.items():
+            clusters[prompt] = [sum(both) for both in zip(clusters[prompt], rounds, strict=True)]
+    if len(clusters) < _LEAST_CLUSTERS:
+        return None
+    served_total, frozen_total = (math.fsum(column) for column in zip(*clusters.values(), strict=True))
+    shares = [(a / served_total, b / frozen_total) for a, b in clusters.values()]
+    degrees = max(1.0, 1.0 / math.fsum(((a + b) / 2) ** 2 for a, b in shares) - 1.0)
+    variance = math.fsum((a - b) ** 2 / max(1.0 - (a + b) / 2, 1e-9) for a, b in shares)
+    return math.sqrt(variance) * (1.0 + (Z_95**2 + 1.0) / (4.0 * degrees))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +121,6 @@ class Point:
     published_total: float | None
     refused_total: float | None
     trained_tokens_total: float | None
-
-    @property
-    def compared(self) -> Compared | None:
-        """None where no batch was scored with the frozen drafter."""
-        frozen, served = self.alpha_frozen, self.alpha_served_compared
-        return None if frozen is None or served is None else Compared(self.policy_version, frozen, served)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +300,8 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
     ours = [record for record in acceptances if record.ours]
     live = live_sums(ours)
     with_all = [record for record in scores if record.sums("frozen") is not None]
-    sums = {drafter: _pool(with_all if drafter == "best" else scores, drafter) for drafter in DRAFTERS}
+    best, sums = _best(with_all), {drafter: _pool(scores, drafter) for drafter in DRAFTERS}
+    sums["best"] = None if best is None else best[1]
     alpha = {drafter: None if found is None else found.alpha for drafter, found in sums.items()}
     width = {drafter: None if found is None else found.half_width for drafter, found in sums.items()}
     compared, served = _pool(with_all, "served"), sums["served"]
@@ -280,8 +323,8 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
         alpha_best=alpha["best"],
         alpha_best_half_width=width["best"],
         alpha_served_compared=None if compared is None else compared.alpha,
-        best_version=_heaviest((r.best_version, _tokens(r, "best")) for r in with_all),
-        publication_lag=_publication_lag(with_all),
+        best_version=None if best is None else best[0],
+        publication_lag=None if best is None or compared is None else best[1].alpha - compared.alpha,
         entropy=_ratio((None if r.logprob_sum is None else -r.logprob_sum, r.logprob_tokens) for r in scores),
         reward=_ratio((r.reward_sum, r.reward_count) for r in scores),
         alpha_live=None if live is None else live[0] / live[1],
@@ -300,11 +343,28 @@ def _pool(scores: Iterable[ScoreRecord], drafter: str) -> DrafterSums | None:
     return sum(found, DrafterSums(0.0, 0.0)) if found else None
 
 
-def _publication_lag(scores: Iterable[ScoreRecord]) -> float | None:
-    """α of the best drafter minus α of the served one, on the records that carry both."""
-    both = [r for r in scores if r.sums("best") is not None and r.sums("served") is not None]
-    best, served = _pool(both, "best"), _pool(both, "served")
-    return None if best is None or served is None else best.alpha - served.alpha
+def _best(scores: Iterable[ScoreRecord]) -> tuple[str | None, DrafterSums] | None:
+    """The drafter with the highest α on all these records together, on a tie the served one, and its sums.
+
+    The best of each record, pooled, would be better than any drafter is: each record says who was lucky on it.
+    """
+    each = [_by_name(record) for record in scores if record.sums("best") is not None]
+    names = [name for name in each[0] if all(name in one for one in each)] if each else []
+    pooled = {name: sum((one[name] for one in each), DrafterSums(0.0, 0.0)) for name in names}
+    if not pooled:
+        return None
+    name = max(pooled, key=lambda one: pooled[one].alpha)
+    return None if name in ("served", "frozen", "best") else name, pooled[name]
+
+
+def _by_name(record: ScoreRecord) -> dict[str, DrafterSums]:
+    """Sums of all drafters that a record was scored with, by version; by role where the version is not known."""
+    roles = {"served": record.drafter_version or "served", "candidate": "candidate"}
+    roles |= {"best": record.best_version or "best"} | ({"frozen": "frozen"} if record.replayed is None else {})
+    named = [(name, sums) for role, name in roles.items() if (sums := record.sums(role)) is not None]
+    found = dict(named[::-1])  # on a tie what comes first counts
+    others = {one.version: one.sums for one in record.replayed or () if one.sums.rounds > 0}
+    return {name: found[name] for name, _ in named} | {v: sums for v, sums in others.items() if v not in found}
 
 
 def _tokens(score: ScoreRecord, drafter: str) -> float:

@@ -17,6 +17,8 @@ that is. Training stops when the expected gain no longer pays, and goes on when 
 While idle the worker scores on, and looks: it trains once to see what that gains. Looks are paid from a credit that
 grows by one in `_CLAIMS_PER_LOOK` claims, so no world, however noisy, makes it train more often for nothing. A look is
 due when α of the served drafter has fallen (`Cusum`), when the last one was promising, and when the credit is full.
+That goes on where engines draft nothing, for a poor drafter may be why; not where their step times say that no drafter
+could make them faster.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class Economy:
     drafting_share: float | None = None
     versions_served: float = 5.0  # how long a gain lasts before the policy has moved on
     min_gain: float = 0.005  # a smaller relative gain is not worth a swap, whatever it costs
+    may_pay: bool = False  # engines draft nothing now; with a better drafter they might
 
     @property
     def share(self) -> float:
@@ -101,6 +104,11 @@ _MOST_LOOKS: Final = 2.0
 _LOOKS_AT_FIRST: Final = 1.75
 #: The decision for rollouts that were passed over.
 DEFERRED: Final = Decision(Action.DEFER, "rollouts of a newer policy are there already; training goes to those")
+#: The decision where no training can be judged, and no prompts can be held out for that.
+UNJUDGED: Final = Decision(
+    Action.IDLE,
+    "no prompt is new: nothing can be judged, so nothing is trained until other prompts or another policy version come",
+)
 
 
 #: Claims that the level of α is of: few while publishes move it, more while nothing does.
@@ -228,6 +236,11 @@ class Controller:
             return Decision(Action.PROBE, "the last look goes on with newer rollouts")
         if not self.idle:
             self.idle, self.looks = True, min(self.looks, _LOOKS_AT_FIRST)
+        if economy.may_pay and self.looks >= _MOST_LOOKS:
+            self.looks, self.looking = self.looks - 1.0, True
+            return Decision(
+                Action.PROBE, "engines draft nothing with this drafter; training it now and then all the same"
+            )
         return self._look(price) or Decision(Action.IDLE, expected)
 
     def _train(self, reason: str) -> Decision:

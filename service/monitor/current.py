@@ -10,6 +10,8 @@ Rules:
 * What is pooled is what arrived since the policy version last changed, or a newer drafter first served under it. After
   a trainer went back to version 3, what its first attempt wrote as version 3 is not among it.
 * A figure that the newest batches lack is of the newest ones that have it, among the last 256.
+* Drafters are compared over as many of the newest batches of the served drafter as it takes to know by how much it
+  beats the first one: few prompts would call anything best, and worse.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, ScoreRec
 ENOUGH_ROUNDS: Final = 200
 #: Batches among which a figure that the newest lack is looked for.
 LOOK_BACK: Final = 256
+#: The interval of α_served / α_frozen is narrow enough from there on: the upper bound over the lower.
+_NARROW: Final = 1.03
 #: A tilt is called a bias beyond so many standard errors and beyond that much: 10 % in odds. Features in bfloat16 and
 #: heads that are half a per cent off make less (`tests/drafter/replay/test_lossless.py`).
 _SURE: Final = 4.5
@@ -65,8 +69,9 @@ class Tilt:
 class Current:
     """What is true now. Names are those of a point of `GET /alpha`.
 
-    `compared`: on the newest batches that were scored with both. `live`: the engines' last reports, of as many policy
-    versions as it takes to have `ENOUGH_ROUNDS`; None below that. `tilt`: whether speculation is lossless.
+    `compared`, `publication_lag`, `best_version`: on the newest batches that were scored with all drafters. `live`: the
+    engines' last reports, of as many policy versions as it takes to have `ENOUGH_ROUNDS`; None below that. `tilt`:
+    whether speculation is lossless.
     """
 
     drafter_version: str | None = None
@@ -99,7 +104,7 @@ class Current:
 _ALPHAS: Final = tuple(f"alpha_{drafter}" for drafter in DRAFTERS)
 #: Figures of which each is of the newest batches that have it.
 _FIGURES: Final = (
-    *("drafter_version", "compared", *_ALPHAS, "publication_lag", "best_version", "entropy", "reward", "action"),
+    *("drafter_version", *_ALPHAS, "entropy", "reward", "action"),
     *("published_total", "refused_total", "trained_tokens_total"),
 )
 
@@ -185,8 +190,27 @@ class Newest(list[ScoreRecord]):
             found = {name for name in left if getattr(point, name) is not None}
             holders |= dict.fromkeys(found, point)
             left -= found
-        figures = {name: getattr(holders.get(name), name, None) for name in _FIGURES}
+        figures = {name: getattr(holders.get(name), name, None) for name in _FIGURES} | self._comparison()
         return figures | {f"{n}_half_width": getattr(holders.get(n), f"{n}_half_width", None) for n in _ALPHAS}
+
+    def _comparison(self) -> dict[str, Any]:
+        """Figures that compare drafters, over as many of the newest spells as it takes."""
+        chosen, enough = list[ScoreRecord](), 1
+        for spell in reversed(self.spells):
+            more = [r for r in spell.scores if r.sums("frozen") is not None and r.sums("served") is not None]
+            if chosen and more and more[-1].drafter_version != chosen[-1].drafter_version:
+                break
+            chosen = more + chosen
+            if len(chosen) < enough:
+                continue
+            found, enough = Compared.of(chosen), 2 * len(chosen)
+            if found is not None and found.low is not None and (found.high or 0.0) / found.low < _NARROW:
+                break
+        if not chosen:
+            return {}
+        point = pool_point(chosen[-1].policy_version or 0, chosen, ())
+        lag = {"publication_lag": point.publication_lag, "best_version": point.best_version}
+        return {"compared": Compared.of(chosen), **lag}
 
 
 def _enough_live(reports: Sequence[Sequence[AcceptanceRecord]]) -> LiveAlpha | None:

@@ -65,7 +65,7 @@ class RunFacts:
     seconds. `queue_fill`: of its bounds; `disk_fill`: of the run's share of the disk, where that bounds its queue,
     infinite where there is no room; `redis_fill`: of its memory; `drops_oldest`: what a full queue does, instead of
     refusing. `failed_pushes`: that did not revive the drafter of the engine that is dead. `api_began`: when this API
-    process did.
+    process did. `unjudged`: nothing is trained, for nothing that comes can judge it.
     """
 
     now: float
@@ -74,6 +74,7 @@ class RunFacts:
     heartbeat: float | None = None
     worker_error: str | None = None
     action: str | None = None
+    unjudged: bool = False
     accepted: int = 0
     queued: int = 0
     queue_fill: float = 0.0
@@ -355,9 +356,15 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
     says, troubles = _says(facts, now, alpha), False
     compared = now.compared
     gain = compared.alpha_served / compared.alpha_frozen if compared else None
-    if gain is not None and gain < _WORSE:
+    low, high = (compared.low or 0.0, compared.high or math.inf) if compared else (0.0, math.inf)
+    if high < _WORSE:
         troubles = True
         yield _found("bad", "worse", "Worse than doing nothing", f": {says}{_beside(now, alpha)}.")
+    if facts.unjudged:
+        troubles = True
+        why = "all were trained on under this policy version, so nothing can be judged, and nothing is trained"
+        text = f": {why}; {says}."
+        yield _found("warn", "unjudged", "No prompt is new", text)
     if facts.drift_alarm:
         troubles = True
         fell = "α fell beyond chance"
@@ -368,7 +375,10 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
     elif facts.cause is not None and (mix := facts.cause.terms.get("prompts")) and mix.high < 0 and mix.value < -_MIX:
         text = f": their mix alone puts α {-100 * as_fraction(mix.value):.0f} % lower, which is no drift."
         yield _found("note", "harder_prompts", "Harder prompts", text)
-    if now.publication_lag is not None and now.publication_lag > _BEHIND_SHARE * alpha:
+    known = (
+        math.sqrt(high / low) - 1.0 if low > 0.0 else math.inf
+    )  # half of the interval: two drafters differ so by chance
+    if now.publication_lag is not None and now.publication_lag > max(_BEHIND_SHARE, known) * alpha:
         troubles = True
         better = now.best_version
         name = "the drafter in training" if better == "candidate" else short_version(better) or "the best one kept"
@@ -379,16 +389,16 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
     if troubles:
         return
     measured = now.drafter_version is None or now.drafter_version == facts.served_version
-    if gain is None or (gain <= _BETTER and not measured):  # what serves now is not known to be level
-        yield _found("good", "serving", "Serving", f": {says}.")
-    elif gain > _BETTER:
+    if gain is not None and gain > _BETTER and (low > 1.0 or low == 0.0):
         yield _found("good", "aligned", "Aligned", f": {says}{_beside(now, alpha)}.")
-    else:
-        word, gained = "Level", ", as the first drafter would: training has gained nothing since"
-        if facts.published <= 1:
-            word, gained = "At the start", "; no candidate has been better than this first drafter yet"
-        text = f": {says}{gained}."
-        yield _found("good", "level", word, text)
+    elif gain is not None and measured and facts.published <= 1:
+        text = f": {says}; no candidate has been better than this first drafter yet."
+        yield _found("good", "level", "At the start", text)
+    elif measured and low >= _WORSE and high <= _BETTER:
+        text = f": {says}{_beside(now, alpha)}. Training has gained nothing since."
+        yield _found("good", "level", "Level", text)
+    else:  # what serves now is not known to be better or level
+        yield _found("good", "serving", "Serving", f": {says}.")
 
 
 def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
@@ -414,11 +424,15 @@ def _beside(now: Current, alpha: float) -> str:
     if compared is None:
         return ""
     frozen, beside_frozen = compared.alpha_frozen, compared.alpha_served
+    span = ""
+    if compared.low is not None and compared.high is not None:
+        gain, low, high = (100 * (x - 1) for x in (beside_frozen / frozen, compared.low, compared.high))
+        span = f" ({gain:+.1f} %; {low:+.1f} to {high:+.1f} %)"
     if abs(beside_frozen - alpha) < 0.005:
-        return f"; the first drafter, frozen, would give {frozen:.2f}"
+        return f"; the first drafter, frozen, would give {frozen:.2f}{span}"
     return (
-        f". On policy {compared.policy_version}, where both were tested last, it was {beside_frozen:.2f} against "
-        f"{frozen:.2f} of the first drafter, frozen"
+        f". On the newest rollouts that tested both it was {beside_frozen:.2f} against {frozen:.2f} of the first "
+        f"drafter, frozen{span}"
     )
 
 

@@ -306,7 +306,8 @@ class WorkerGauges:
 
     `rounds_total`, `round_tokens_total`: sums since the run began by drafter, kept by the worker because the score
     records are bounded in number and a counter must never fall. `drift`: by lane, absent until the monitor's warm-up is
-    over. `error`: None while there is none, "" where the worker has not said.
+    over. `unjudged`: nothing is trained, for nothing that comes can judge it. `error`: None while there is none, ""
+    where the worker has not said.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -327,6 +328,7 @@ class WorkerGauges:
     drift_change: Change | None = None
     vocabulary: Vocabulary | None = None
     headroom: Headroom | None = None
+    unjudged: bool = False
     error: str | None = ""
     refused: tuple[int, int] | None = None
     opening: tuple[int, int, int, float] | None = None

@@ -262,6 +262,7 @@ class DraftingTime:
     share: float | None = None  # None: no engine has said enough
     _from: dict[str, tuple[float, float]] = field(default_factory=dict)  # reporter -> when, seconds with drafts by then
     _shares: dict[str, float] = field(default_factory=dict)  # reporter -> of its last window
+    _samples: list[StepSample] = field(default_factory=list)  # of all reporters, as they said last
 
     def feed(self, heard: Mapping[str, tuple[float, Sequence[StepSample]]], window_seconds: float) -> None:
         """Take what each reporter has counted until its last report: when that was, and its step times.
@@ -286,6 +287,17 @@ class DraftingTime:
         self._shares = {name: share for name, share in self._shares.items() if name in begun}
         if self._shares:
             self.share = float(np.median(list(self._shares.values())))
+        self._samples = [one for _, samples in heard.values() for one in samples]
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether a drafter that is always right could make these engines faster, as far as their step times tell.
+
+        Where the drafter is poor, a plan by it has no drafts; that says nothing of a better one.
+        """
+        deepest = max((one.depth for one in self._samples if _sound(one)), default=0)
+        found = worth(self._samples, [1.0] * deepest)
+        return found.unknown is not None or any(one.best_depth > 0 for one in found.batches)
 
 
 def step_speedup(generation_share: float, speedups: Mapping[float, float]) -> float:

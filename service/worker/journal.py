@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from service.monitor.controller import Decision
+from service.monitor.controller import UNJUDGED, Decision
 from service.monitor.drift.cause import cause_of
 from service.monitor.drift.limits import DriftConfig, DriftError
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
@@ -231,6 +231,11 @@ class Journal:
         """The share of their time that engines spend in rounds with drafts; None: they have not said enough."""
         return self._engines.drafting.share
 
+    @property
+    def may_pay(self) -> bool:
+        """Whether engines that draft nothing could be faster with a better drafter, or have not said."""
+        return self.drafting_share == 0.0 and self._engines.drafting.may_pay
+
     def gathered(self, tokens: int, wanted: int, batches: int) -> None:
         """Say how far the draft vocabulary of a run from scratch is."""
         progress = f"{tokens:,} of {wanted:,} response tokens gathered"
@@ -310,6 +315,7 @@ class Journal:
                 "draft_vocab_size": draft_vocab_size,
                 "draft_coverage": self._coverage,
                 "headroom": None if headroom is None else asdict(headroom),
+                "unjudged": decision == UNJUDGED,
                 **self._drift_gauges(),
             }
         )

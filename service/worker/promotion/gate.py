@@ -122,6 +122,14 @@ class Gate:
         self.training.add(seconds, policy_version, share)
         self._trial(CANDIDATE).trained(share)
 
+    def begin_again(self) -> None:
+        """The candidate is the served drafter again. What its trial has spent of the error stays spent."""
+        promise = self._trial(CANDIDATE).promise
+        promise.mean = promise.variance = promise.moved = 0.0
+        self._pools.pop(CANDIDATE, None)
+        self.training.concluded()
+        self.training.unjudged = 0
+
     # --- looks
     def judge(self, fresh: Fresh, served: str | None, wider: Fresh | None = None) -> list[Contest]:
         """Look at all challengers on a claim, best first. `served`: the version that engines are offered.
@@ -135,6 +143,8 @@ class Gate:
             self.begin(served)
         if served is None and self.training.trained_to is None:
             return []
+        if fresh.evidence:
+            self.training.unjudged = 0
         incumbent = _without_drafter(fresh.replays[CANDIDATE]) if served is None else fresh.replays[served]
         index = np.array(fresh.evidence, dtype=np.int64)
         found = []
@@ -186,7 +196,8 @@ class Gate:
 
     def _take(self, version: str, look: Look) -> Contest:
         trial = self._trial(version)
-        trial.take(look)
+        if version != CANDIDATE or not look.same or self.training.seconds is not None:  # else it is the served drafter
+            trial.take(look)
         verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
         verdict = replace(verdict, reason=look.fault or verdict.reason)
         trained_to = self.training.trained_to if version == CANDIDATE else None

@@ -15,10 +15,12 @@ class Training:
     seconds: float | None = None  # of the last training, parts together, until it has been judged
     done: float = 0.0  # share of a whole training that those are
     tested: int = 0  # rollouts that the candidate was judged on since then
+    unjudged: int = 0  # trainings since the last claim that had a prompt to judge by
 
     def add(self, seconds: float | None, policy_version: int, share: float) -> None:
         """Count a share of a training on that policy's rollouts. None: nothing can be learnt from how that went."""
         self.tested, self.trained_to = 0, policy_version
+        self.unjudged += 1
         if seconds is None:
             self.concluded()
         else:
@@ -35,9 +37,11 @@ class Training:
     @property
     def state(self) -> dict[str, Any]:
         """Plain JSON values, as a checkpoint names them."""
-        return {"trained_to": self.trained_to, "untested": self.seconds, "done": self.done, "tested": self.tested}
+        named = {"trained_to": self.trained_to, "untested": self.seconds, "done": self.done, "tested": self.tested}
+        return {**named, "unjudged": self.unjudged}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Of what `state` gave."""
-        return cls(state["trained_to"], state["untested"], state["done"], state["tested"])
+        unjudged = state.get("unjudged", 0)  # absent: of before it was kept
+        return cls(state["trained_to"], state["untested"], state["done"], state["tested"], unjudged)

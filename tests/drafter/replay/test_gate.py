@@ -13,6 +13,7 @@ from benchmarks.gate_error import WORLDS, World, batch, publishes, run
 from drafter.replay import gate
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import Look, Promise, Trial, compare
+from service.worker.promotion.gate import given_up
 
 DEPTH = 4
 
@@ -401,9 +402,18 @@ def fault_of(look: Look) -> str:
     return look.fault
 
 
-def test_the_same_drafter_is_no_evidence() -> None:
+def test_the_same_drafter_is_no_evidence_and_is_known_to_gain_nothing() -> None:
+    """Greedy drafts that agree: none of the error is spent, and a sent drafter gets its verdict."""
     _, served = pair(np.random.default_rng(7), 100, 0.0)
-    assert "no difference" in fault_of(compare(served, served))
+    look, trial = compare(served, served), Trial()
+    assert "no difference" in look.fault
+    assert (look.same, look.gain) == (True, 0.0)
+    for _ in range(16):
+        trial.take(look)
+    assert trial.spent == Trial().spent
+    verdict = Trial.from_json(trial.to_json()).verdict()
+    assert (verdict.promote, verdict.looks, verdict.error) == (False, 16, 1.0)
+    assert given_up(verdict, 0, 0.005) == "it is no better"
 
 
 def test_what_bounds_nothing_is_no_evidence() -> None:

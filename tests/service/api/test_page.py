@@ -114,7 +114,8 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(browser: Browser) -> 
     snapshot = sample_run(60)
     page = show(snapshot, browser)
     assert re.match(
-        r"Aligned: v0000\d\d gives 3\.\d\d tokens per round; the first drafter, frozen, would give 1\.\d\d\.$",
+        r"Aligned: v0000\d\d gives 3\.\d\d tokens per round\. On the newest rollouts that tested both it was 3\.\d\d "
+        r"against 1\.\d\d of the first drafter, frozen\.$",
         page.texts["headline"],
     )
     kinds = [event.event for event in snapshot.history]
@@ -159,7 +160,7 @@ def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(browser: Brow
     before, beside = last.frozen.alpha, last.served.alpha
     page = show(replace(snapshot, scores=[*snapshot.scores[:-3], *passed_over]), browser)
     assert page.texts["headline"].endswith(
-        f" On policy 26, where both were tested last, it was {beside:.2f} against {before:.2f} of the first drafter, "
+        f" On the newest rollouts that tested both it was {beside:.2f} against {before:.2f} of the first drafter, "
         "frozen."
     )
     assert f"Rounds saved{round(100 * (1 - before / beside))} %" in page.texts["tiles"].replace("\n", "")

@@ -82,10 +82,23 @@ def test_publication_lag_is_formed_only_where_all_drafters_were_scored() -> None
     assert points([score(1, **two)])[0]["publication_lag"] is None
 
 
-def test_a_best_below_the_served_drafter_is_reported_as_it_is() -> None:
-    found = {"served": counts(300, 100), "frozen": counts(280, 100), "best": counts(290, 100)}
-    [point] = points([score(1, **found)])
-    assert point["publication_lag"] == pytest.approx(-0.1)
+def test_the_best_is_chosen_of_the_sums_and_not_of_each_batch() -> None:
+    """Served is better in two files of a group each, the candidate in one: together they do the same."""
+    rounds = [(100, 110, "v000002-b"), (100, 110, "v000002-b"), (120, 100, "candidate")]
+    scores = [
+        score(
+            1,
+            **{"served": counts(300, served), "frozen": counts(300, 125), "candidate": counts(300, candidate)},
+            **{"best": counts(300, min(served, candidate)), "best_version": best, "drafter_version": "v000002-b"},
+        )
+        for served, candidate, best in rounds
+    ]
+    [point] = points(scores)
+    assert point["publication_lag"] == 0
+    assert point["best_version"] == "v000002-b", "on a tie, what serves"
+    assert point["alpha_best"] == pytest.approx(900 / 320)
+    [last] = points(scores[2:])
+    assert (last["best_version"], last["publication_lag"]) == ("candidate", pytest.approx(0.5))
 
 
 def test_points_ascend_and_include_versions_that_only_engines_have_counted() -> None:

@@ -296,6 +296,18 @@ def test_a_gain_is_trained_for_only_where_engines_draft(share: float, trains: bo
     assert f"{share:.0%} of their time" in decision.reason
 
 
+def test_where_a_poor_drafter_is_why_engines_draft_nothing_it_is_trained_now_and_then() -> None:
+    """By `worth` a poor drafter's plan has no drafts. It must not stay poor for that."""
+    economy, controller = replace(ECONOMY, drafting_share=0.0, may_pay=True), Controller()
+    actions = []
+    for _ in range(600):
+        actions.append(controller.decide(economy, 1.05, version_seconds=60.0).action)
+        if actions[-1] is not Action.IDLE:
+            controller.learn(gain=0.1, error=0.01, promoted=True, train_seconds=20.0)
+    assert 15 <= actions[4:].count(Action.PROBE) <= 0.05 * 600
+    assert Action.TRAIN not in actions[4:]
+
+
 # --- the level of α
 @pytest.mark.parametrize("claims", [1, 2, 5, 6])
 def test_the_level_of_the_first_claims_is_their_mean_and_variance(claims: int) -> None:

@@ -50,6 +50,48 @@ def test_a_figure_that_the_newest_lack_is_of_the_newest_that_have_it() -> None:
     assert found.alpha_served_half_width is None, "of another batch than its α it would say nothing"
 
 
+def compared(entry: int, ratios: Sequence[float], drafter: str = "v2") -> ScoreRecord:
+    """A batch of so many prompts, each with its α of the served drafter over that of the first one."""
+    first = {f"{entry}/{n}": (300.0, 100.0) for n in range(len(ratios))}
+    served = {name: (300.0, 100.0 / ratio) for (name, _), ratio in zip(first.items(), ratios, strict=True)}
+    replayed = [
+        {"version": version, "sums": sums(by_prompt), "by_prompt": by_prompt}
+        for version, by_prompt in (("v1", first), (drafter, served))
+    ]
+    fields = {"entry_id": f"{entry}-0", "batch_id": str(entry), "policy_version": entry, "drafter_version": drafter}
+    return score(fields | {"served": sums(served), "frozen": sums(first), "replayed": replayed})
+
+
+def sums(by_prompt: dict[str, tuple[float, float]]) -> dict[str, float]:
+    tokens, rounds = (math.fsum(column) for column in zip(*by_prompt.values(), strict=True))
+    return {"tokens": tokens, "rounds": rounds}
+
+
+def test_drafters_are_compared_over_as_many_batches_as_it_takes_to_know() -> None:
+    """The newest file of eight prompts would call a drafter that is 4 % better worse than none."""
+    spread = [0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.32]
+    batches = [compared(n, [1.04 * ratio for ratio in spread]) for n in range(1, 10)]
+    unlucky = compared(10, [0.9 * ratio for ratio in spread])
+    alone = current([unlucky], [])
+    assert alone is not None
+    assert alone.compared is not None
+    assert (alone.compared.low or 0.0) < 0.98 < (alone.compared.high or 0.0), "one file does not tell"
+    found = current([*batches, unlucky], [])
+    assert found is not None
+    assert found.compared is not None
+    assert found.compared.policy_version == 10
+    assert found.compared.alpha_served / found.compared.alpha_frozen > 1.0
+    other = current([*batches, compared(10, [0.9] * 8, "v3")], [])
+    assert other is not None
+    assert other.compared is not None
+    assert other.compared.high == pytest.approx(0.9), "of the drafter that serves, and sure"
+    few = current([compared(1, [0.9] * 7)], [])
+    assert few is not None
+    assert few.compared is not None
+    assert few.compared.alpha_served == pytest.approx(2.7)
+    assert few.compared.low is None, "too few prompts to say by how much"
+
+
 def test_records_that_name_no_queue_entry_come_before_those_that_do() -> None:
     old = ScoreRecord(created=9e12)
     assert sorted([scored("7-1", 1), scored("7-0", 1), old, scored("12-0", 1)], key=lambda one: one.arrival) == [

@@ -35,6 +35,8 @@ POINT = Current(
     best_version="v000007-0a1b2c3d",
 )
 
+KNOWN = Compared(5, 2.14, 4.77, 2.1, 2.3)
+
 
 def facts(**changes: Any) -> RunFacts:
     """A run in which all is well."""
@@ -201,12 +203,21 @@ STATES = [
         ("warn", "engine_depth", "Other depth: agent http://e:8000: it drafts 2."),
     ),
     (
-        facts(current=point(compared=Compared(5, 5.0, 4.77))),
+        facts(current=point(compared=Compared(5, 5.0, 4.77, 0.94, 0.97))),
         (
             "bad",
             "worse",
             "Worse than doing nothing: v000007 gives 4.77 tokens per round; the first drafter, frozen, would give "
-            "5.00.",
+            "5.00 (-4.6 %; -6.0 to -3.0 %).",
+        ),
+    ),
+    (
+        facts(unjudged=True),
+        (
+            "warn",
+            "unjudged",
+            "No prompt is new: all were trained on under this policy version, so nothing can be judged, and nothing is "
+            "trained; v000007 gives 4.77 tokens per round.",
         ),
     ),
     (
@@ -218,7 +229,7 @@ STATES = [
         ),
     ),
     (
-        facts(current=point(publication_lag=0.6, best_version="v000003-0a1b2c3d")),
+        facts(current=point(publication_lag=0.6, best_version="v000003-0a1b2c3d", compared=KNOWN)),
         ("warn", "publication_lag", "Behind: v000007 gives 4.77 tokens per round; v000003 would give 0.60 more."),
     ),
     (
@@ -309,8 +320,8 @@ STATES = [
         (
             "good",
             "aligned",
-            "Aligned: v000007 gives 4.77 tokens per round. On policy 3, where both were tested last, it was 4.18 "
-            "against 2.14 of the first drafter, frozen.",
+            "Aligned: v000007 gives 4.77 tokens per round. On the newest rollouts that tested both it was 4.18 against "
+            "2.14 of the first drafter, frozen.",
         ),
     ),
     (
@@ -330,6 +341,23 @@ STATES = [
         ),
     ),
     (
+        facts(current=point(compared=Compared(5, 4.75, 4.77, 0.99, 1.018))),
+        (
+            "good",
+            "level",
+            "Level: v000007 gives 4.77 tokens per round; the first drafter, frozen, would give 4.75 (+0.4 %; -1.0 to "
+            "+1.8 %). Training has gained nothing since.",
+        ),
+    ),
+    (
+        facts(current=point(compared=Compared(5, 4.75, 4.77, 0.97, 1.04))),
+        ("good", "serving", "Serving: v000007 gives 4.77 tokens per round."),
+    ),
+    (
+        facts(current=point(compared=Compared(5, 5.0, 4.77, 0.9, 1.01))),
+        ("good", "serving", "Serving: v000007 gives 4.77 tokens per round."),
+    ),
+    (
         facts(published=1, current=point(compared=Compared(5, 4.77, 4.77))),
         (
             "good",
@@ -344,6 +372,12 @@ STATES = [
 @pytest.mark.parametrize(("known", "expected"), STATES, ids=[expected[1] for _, expected in STATES])
 def test_every_state_is_said_with_its_number(known: RunFacts, expected: tuple[str, str, str]) -> None:
     assert said(headline(known)) == expected
+
+
+def test_a_lag_that_few_prompts_make_is_not_said() -> None:
+    better = {"publication_lag": 0.6, "best_version": "v000003-0a1b2c3d"}
+    assert headline(facts(current=point(**better, compared=replace(KNOWN, low=1.7)))).state == "aligned"
+    assert headline(facts(current=point(**better))).state == "aligned", "by how much they differ is not known"
 
 
 def test_the_worst_is_said_first_and_the_rest_beside_it() -> None:

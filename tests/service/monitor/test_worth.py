@@ -308,3 +308,16 @@ def test_no_engine_outvotes_the_others_about_the_time_that_goes_to_rounds() -> N
         liars = {"never": [StepSample(8, 0, 10, 1.0)], "nonsense": [StepSample(8, 4, 10, math.inf)]}
         time.feed({name: (now, steps) for name, steps in {**honest, **liars}.items()}, 60.0)
     assert time.share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("draft_seconds", "pays"), [(0.1, True), (1.2, False)])
+def test_whether_any_drafter_could_pay_is_read_from_step_times(draft_seconds: float, pays: bool) -> None:
+    """Of engines that draft nothing now; a draft that takes longer than a step is worth it for nobody."""
+    steps = [StepSample(b, k, 100, 100 * (1.0 + k * draft_seconds)) for k in (0, 4) for b in (1, 4, 16, 64)]
+    time = DraftingTime()
+    assert time.may_pay, "nobody has said"
+    time.feed({"e": (0.0, steps)}, 60.0)
+    more = [replace(one, steps=200, seconds=2 * one.seconds) if one.depth == 0 else one for one in steps]
+    time.feed({"e": (100.0, more)}, 60.0)
+    assert time.share == 0.0
+    assert time.may_pay is pays

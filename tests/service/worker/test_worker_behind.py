@@ -331,7 +331,7 @@ def test_a_look_of_an_idle_worker_goes_on_in_parts_until_it_is_a_whole_training(
         bench.post(f"known {number}", policy_version=0)
         bench.drain(worker)
     controller = worker.learner.controller
-    monkeypatch.setattr(learner, "Economy", lambda *_: Economy(min_gain=0.2))  # nothing ever gains so much
+    monkeypatch.setattr(learner, "Economy", lambda *_, **__: Economy(min_gain=0.2))  # nothing ever gains so much
     controller.gain, controller.variance, controller.looks, controller.idle = 0.0, 0.15**2, 2.0, True
     parts = stepped(monkeypatch, lambda n: bench.post(f"newer {n}", policy_version=n) if n < 4 else None)
     bench.post("first", policy_version=0)
