@@ -32,6 +32,8 @@ from rl_hooks.engines.counters import Counts
 #: how many measured changes that counts for.
 _USUAL_CHANGE: Final = 0.1
 _USUAL_COUNTS_FOR: Final = 4
+#: One that accepts less than this share of what the old one accepts is dead, however little is known of the traffic.
+_DEAD_SHARE: Final = 0.05
 #: Changes that are remembered.
 _CHANGES: Final = 32
 #: Blocks that a stretch is cut into; their variance is not measured where there are fewer than half as many.
@@ -174,6 +176,8 @@ class Canary:
         self._good, self._trial = good, trial
         self._good_at = now - float(document["baseline_age_seconds"])
         self._trial_at = now if document["begun"] else None
+        if self.trial is not None and not good.done:  # by today's rule there is nothing to compare with
+            self._accept(self.trial, trial)
 
     def _asked(self, baseline: Counts) -> float:
         """The α of the version before: what it had, or has by replay now, where that is less."""
@@ -189,6 +193,8 @@ class Canary:
         trial, asked = _total(trials), self._asked(_total(baselines))
         if trial.alpha >= self.rule.ratio * asked:
             return True
+        if trial.alpha - 1.0 < _DEAD_SHARE * (asked - 1.0):
+            return False
         within = log_alpha_variance(trials) + log_alpha_variance(baselines)
         error = max(_certain(math.inf) * math.sqrt(within), self._good.error_of_change(many))
         return False if math.log(trial.alpha / asked) + error < 0 else None
@@ -243,13 +249,14 @@ class _Stretches:
             "done": [[asdict(block) for block in stretch] for stretch in self.done],
             "begun": [asdict(counts) for counts in self._begun],
             "changes": [[many, list(changes)] for many, changes in self.changes.items()],
+            "rounds": self._rule.rounds,
         }
 
     @classmethod
     def load(cls, rule: CanaryRule, document: Mapping[str, Any]) -> Self:
         """Inverse of `dump`; what was kept by another rule is forgotten."""
         stretches, changes = cls(rule), {int(many): found for many, found in document["changes"]}
-        if changes.keys() == stretches.changes.keys():
+        if document["rounds"] == rule.rounds and changes.keys() == stretches.changes.keys():
             stretches.done.extend(tuple(map(Counts.load, stretch)) for stretch in document["done"])
             stretches._begun = list(map(Counts.load, document["begun"]))
             for many, found in changes.items():

@@ -240,6 +240,32 @@ def test_a_new_version_is_not_blamed_for_what_the_policy_did(replayed: float | N
     assert verdict.previous_alpha == min(4.0, replayed or 4.0)
 
 
+@pytest.mark.parametrize("accepted", [0.2, 0.4])
+def test_a_dead_version_is_swapped_back_where_the_old_one_was_weak(accepted: float) -> None:
+    """Nothing is known of the traffic yet, and log α can fall by 0.3 at most."""
+    canary = Canary(CanaryRule())
+    canary.loaded("a", exempt=True)
+    for _ in range(10):
+        canary.count("a", Counts(200, 600, round(200 * accepted), (), None, 1.0), now=0.0)
+    verdict = _verdict(canary, [Counts(200, 600, 1, (), None, 1.0)] * 10)
+    assert verdict is not None
+    assert not verdict.passed
+
+
+@pytest.mark.parametrize("rule", [CanaryRule(rounds=0), CanaryRule(patience=8.0), CanaryRule(rounds=20_000)])
+def test_a_trial_by_another_rule_ends_when_the_agent_restarts(rule: CanaryRule) -> None:
+    """What was kept has stretches of another size, or nothing is to be judged any more."""
+    canary = Canary(CanaryRule())
+    canary.loaded("a", exempt=True)
+    canary.count("a", _counts(2_000, 3), now=0.0)
+    canary.loaded("b", exempt=False)
+    assert canary.count("b", _counts(500, 3), now=0.0) is None
+    again = Canary(rule)
+    again.restore(json.loads(json.dumps(canary.dump(0.0))), 0.0)
+    assert (again.good, again.trial) == ("b", None)
+    assert [again.count("b", _counts(500, 0), now=1.0) for _ in range(50)] == [None] * 50
+
+
 # --- traffic of prompts that are unlike each other
 
 UNLIKE = [world for world in WORLDS if world.name in ("usual", "prompts unlike each other", "64 prompts, unlike")]
