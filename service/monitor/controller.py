@@ -104,7 +104,7 @@ _MOST_LOOKS: Final = 2.0
 _LOOKS_AT_FIRST: Final = 1.75
 #: The decision for rollouts that were passed over.
 DEFERRED: Final = Decision(Action.DEFER, "rollouts of a newer policy are there already; training goes to those")
-#: The decision where no training can be judged, and no prompts can be held out for that.
+#: The decision where nothing that comes can judge a training.
 UNJUDGED: Final = Decision(
     Action.IDLE,
     "no prompt is new: nothing can be judged, so nothing is trained until other prompts or another policy version come",

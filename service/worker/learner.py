@@ -40,7 +40,7 @@ from service.worker.claim import ClaimPlan, ClaimScorer, Fates, Scored
 from service.worker.inbox import Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.promotion.evidence import UNJUDGED_TRAININGS, Fresh, to_hold_out
+from service.worker.promotion.evidence import Fresh
 from service.worker.promotion.gate import Contest, Gate
 from service.worker.promotion.outcomes import Chosen
 from service.worker.recent import KeptBatch, RecentRollouts, Task, windows
@@ -136,9 +136,6 @@ class Learner:
         if state.get("drafting", supposed) != supposed:  # absent: of before it was kept
             self._measure_from_scratch()
         spool = self._layout.spool(self.run)
-        if "held_out" in state:
-            policy_version, prompts = state["held_out"]
-            self.recent.held_out = policy_version, frozenset(prompts)
         self.recent.restore(state["recent"], spool, state["recent_known"], self.target.normalised)
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
@@ -167,7 +164,6 @@ class Learner:
                 "applied": list(applied),
                 "recent": self.recent.names(),
                 "recent_known": self.recent.known(),
-                "held_out": [self.recent.held_out[0], sorted(self.recent.held_out[1])],
                 "gate": self.gate.state,
             },
         )
@@ -260,6 +256,7 @@ class Learner:
             best = contests[0] if contests else None
             if not may_publish:
                 self.gate.training.concluded()
+                self.gate.training.unjudged = 0  # nothing was asked
             elif scored or (best and best.verdict.promote):  # else more is to come before the next training
                 self._conclude(contests, newest_version)
             if passed_over:
@@ -282,7 +279,7 @@ class Learner:
 
         `ends`: as for `train`. Undisturbed: with recent rollouts, and nobody waits for the process to end.
         """
-        newest = [kept for loaded, _ in scored if (kept := self._remember(loaded)) is not None]
+        newest = [self._remember(loaded) for loaded, _ in scored]
         try:
             if math.isfinite(went_back := self.journal.went_back_seconds()):
                 self.recent.forget_abandoned(self.target.head_times, went_back * 1e9)
@@ -311,7 +308,7 @@ class Learner:
         alpha = _served_alpha(scored)
         if alpha is None and any(scores.record.drafter_version is not None for _, scores in scored):
             return Decision(Action.IDLE, "no answer here has a second token, so there is nothing to learn")
-        if self.gate.training.unjudged >= UNJUDGED_TRAININGS and not self._hold_out(scored[-1][0].batch.policy_version):
+        if self.gate.training.is_blind:
             return UNJUDGED
         economy = Economy(self._settings.worker_cost, self.journal.drafting_share, may_pay=self.journal.may_pay)
         return self.controller.decide(
@@ -329,23 +326,8 @@ class Learner:
         curve = LearningCurve() if self.lineage.warming_up else self.controller.curve
         self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest)
 
-    def _hold_out(self, policy_version: int) -> bool:
-        """Keep some prompts from training, as nothing else could judge; False where that is not possible.
-
-        The candidate was trained on them, so it begins again with the served drafter.
-        """
-        prompts = to_hold_out(self.recent.prompts)
-        if self.recent.held_out[0] == policy_version or not prompts:
-            return False
-        log.info("%s: no prompt is new: %d are trained on no more, and judge", self.run, len(prompts))
-        self.recent.hold_out(policy_version, prompts)
-        if (served := self.lineage.served_version()) is not None:
-            self.lineage.train_from(served)
-        self.gate.begin_again()
-        return True
-
-    def _remember(self, loaded: Loaded) -> KeptBatch | None:
-        return self.recent.add_trainable(loaded.path, loaded.batch, loaded.entry.known)
+    def _remember(self, loaded: Loaded) -> KeptBatch:
+        return self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
 
     def _finish(self, scored: Sequence[Scored], fates: Fates) -> None:
         for loaded, _ in scored:
@@ -524,7 +506,7 @@ class Learner:
         """Delete the recent rollouts. What was learnt from them stays."""
         memory = self._empty_memory()
         memory.restore([], self._layout.spool(self.run), {})  # deletes their files
-        memory.limit, memory.held_out = self.recent.limit, self.recent.held_out
+        memory.limit = self.recent.limit
         self.recent = memory
 
     def forget_heads(self, newest_policy: int) -> None:

@@ -47,7 +47,7 @@ class KeptBatch:
     name: str  # file name inside the directory of recent batches
     batch: RolloutBatch
     prompts: frozenset[str]  # `prompt_hashes` of its rollouts
-    known: tuple[int, ...] = ()  # places in the file of rollouts that are not in `batch`
+    known: tuple[int, ...] = ()  # places in the file of rollouts that are not in `batch`: an earlier batch had them
 
     @property
     def policy_version(self) -> int:
@@ -105,7 +105,6 @@ class RecentRollouts:
         self._kept: list[KeptBatch] = []
         self._unsettled: dict[str, Path] = {}  # name -> where the spool still holds the file
         self._dropped: list[str] = []
-        self.held_out: tuple[int, frozenset[str]] = (-1, frozenset())  # prompts, while that policy version answers them
 
     def add(self, path: Path, batch: RolloutBatch, known: tuple[int, ...] = ()) -> KeptBatch:
         """Take in a batch whose file still lies in the spool; `settle` moves it here. `known`: see `KeptBatch`."""
@@ -120,36 +119,6 @@ class RecentRollouts:
         ):
             self._dropped.append(self._kept.pop(0).name)
         return kept
-
-    def add_trainable(self, path: Path, batch: RolloutBatch, known: tuple[int, ...]) -> KeptBatch | None:
-        """`add` less what is held out; None where that is all of it, and `settle` deletes the file."""
-        if (rest := self._trainable(batch, known)) is not None:
-            return self.add(path, *rest)
-        self._kept = [k for k in self._kept if k.name != path.name]
-        self._unsettled[path.name] = path
-        self._dropped.append(path.name)
-        return None
-
-    def hold_out(self, policy_version: int, prompts: frozenset[str]) -> None:
-        """Train no more on these prompts while that policy version answers them."""
-        self.held_out = policy_version, prompts
-        before, self._kept = self._kept, []
-        for kept in before:
-            if (rest := self._trainable(kept.batch, kept.known)) is None:
-                self._dropped.append(kept.name)
-            else:
-                self._keep(kept.name, *rest)
-
-    def _trainable(self, batch: RolloutBatch, known: tuple[int, ...]) -> tuple[RolloutBatch, tuple[int, ...]] | None:
-        """A batch less what is held out, and the places of all that is missing of its file; None: nothing is left."""
-        policy_version, prompts = self.held_out
-        if batch.policy_version != policy_version:
-            return batch, known
-        left_out = [i for i, prompt in enumerate(prompt_hashes(batch)) if prompt in prompts]
-        if len(left_out) == batch.rollouts:
-            return None
-        in_file = [i for i in range(batch.rollouts + len(known)) if i not in known]
-        return without(batch, left_out), tuple(sorted({*known, *(in_file[i] for i in left_out)}))
 
     def _keep(self, name: str, batch: RolloutBatch, known: tuple[int, ...]) -> KeptBatch:
         kept = KeptBatch(name, batch, frozenset(prompt_hashes(batch)), known)
@@ -170,7 +139,7 @@ class RecentRollouts:
         return [kept.name for kept in self._kept]
 
     def known(self) -> dict[str, tuple[int, ...]]:
-        """What a checkpoint must list too: the rollouts of a file that are not trained on, by its name."""
+        """What a checkpoint must list too: the rollouts of a file that an earlier batch had, by its name."""
         return {kept.name: kept.known for kept in self._kept if kept.known}
 
     def settle(self) -> None:

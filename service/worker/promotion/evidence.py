@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Self
@@ -20,20 +20,6 @@ FEWEST_PROMPTS: Final = 4
 POOLED_CLAIMS: Final = 4
 #: So many prompts bound something: where nobody wins by it, a claim need not wait for more.
 LEAST_PROMPTS: Final = 2
-#: Trainings in a row that nothing could judge, after which prompts are held out: a quarter, or this number if
-#: that is more, and never more than half.
-UNJUDGED_TRAININGS: Final = 8
-_LEAST_HELD_OUT: Final = 8
-
-
-def to_hold_out(prompts: Collection[str]) -> frozenset[str]:
-    """Those of the prompts that are trained on no more, so that they can judge; none where they would be too few.
-
-    Where the same prompts come again and again under one policy version, all that comes was trained on. Which ones are
-    held out their hashes say, not what they showed.
-    """
-    count = min(len(prompts) // 2, max(len(prompts) // 4, _LEAST_HELD_OUT))
-    return frozenset(sorted(prompts)[:count]) if count >= FEWEST_PROMPTS else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

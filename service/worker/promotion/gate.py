@@ -122,14 +122,6 @@ class Gate:
         self.training.add(seconds, policy_version, share)
         self._trial(CANDIDATE).trained(share)
 
-    def begin_again(self) -> None:
-        """The candidate is the served drafter again. What its trial has spent of the error stays spent."""
-        promise = self._trial(CANDIDATE).promise
-        promise.mean = promise.variance = promise.moved = 0.0
-        self._pools.pop(CANDIDATE, None)
-        self.training.concluded()
-        self.training.unjudged = 0
-
     # --- looks
     def judge(self, fresh: Fresh, served: str | None, wider: Fresh | None = None) -> list[Contest]:
         """Look at all challengers on a claim, best first. `served`: the version that engines are offered.

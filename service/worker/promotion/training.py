@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
+
+#: Trainings in a row that nothing could judge, after which none is made. Siblings of one step may come in many claims.
+UNJUDGED_TRAININGS: Final = 64
 
 
 @dataclass(slots=True)
@@ -29,6 +32,11 @@ class Training:
     def concluded(self) -> None:
         """What was trained until now is judged, or will not be."""
         self.seconds, self.done = None, 0.0
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether nothing could judge the last `UNJUDGED_TRAININGS`: one more is of no use."""
+        return self.unjudged >= UNJUDGED_TRAININGS
 
     def hungry(self, rollouts: int, more: int = 0) -> bool:
         """Whether it waits for a verdict on so many rollouts and has fewer, with `more` of them."""

@@ -28,7 +28,8 @@ from service.storage.registry import Registry
 from service.worker.inbox import Loaded
 from service.worker.lineage import CANDIDATE
 from service.worker.loop import RunWorker
-from service.worker.promotion.evidence import UNJUDGED_TRAININGS, Fresh, to_hold_out
+from service.worker.promotion import training
+from service.worker.promotion.evidence import Fresh
 from service.worker.promotion.gate import Contest
 from service.worker.scoring import Scores, _in_one_piece, some_siblings
 
@@ -342,10 +343,6 @@ def test_a_claim_that_comes_again_after_an_error_counts_once(bench: Bench, monke
     assert {**gate.state, "untested": None} == {**before, "untested": None}
 
 
-#: Of prompts that come again, in a world in which something carries over from prompt to prompt.
-AGAIN: dict[str, Any] = {"learning_rate": 5e-3, "recent_tokens": 20_000, "gate_min_gain": 0.005}
-
-
 def cycled(bench: Bench, worker: RunWorker, claims: int, prompts: int, first: int = 0) -> None:
     """Claims of half of the same few prompts in turns, all under policy version 0."""
     half = prompts // 2
@@ -354,65 +351,42 @@ def cycled(bench: Bench, worker: RunWorker, claims: int, prompts: int, first: in
         bench.drain(worker)
 
 
-def published(bench: Bench) -> int:
-    return sum(event["event"] == "published" for event in Registry(bench.layout).history.read("default"))
-
-
-def test_where_the_same_prompts_come_again_under_one_policy_version_some_are_held_out(bench: Bench) -> None:
+def test_where_the_same_prompts_come_again_under_one_policy_version_training_ends_and_the_state_says_why(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "UNJUDGED_TRAININGS", 4)
     bench.begin()
-    cycled(bench, bench.worker(**AGAIN), UNJUDGED_TRAININGS + 3, 24)
-    worker = bench.worker(**AGAIN)
-    version, held = worker.learner.recent.held_out
-    assert (version, len(held)) == (0, 8), "also after a restart"
-    cycled(bench, worker, 12, 24, first=50)
-    assert published(bench) > 1
-    assert not held & worker.learner.recent.prompts.keys()
-    assert len(worker.learner.recent.prompts) == 16
-    assert len(list((bench.layout.worker("default") / "recent").iterdir())) == len(worker.learner.recent.names())
-
-
-def test_what_is_held_out_promises_nothing_that_other_prompts_do_not_have(bench: Bench) -> None:
-    """By heart: the candidate begins again with the served drafter, for it was trained on them."""
-    worker = trained(bench)
-    worker.learner.gate.training.unjudged = UNJUDGED_TRAININGS
-    bench.post("again", prompts=range(32))
-    bench.drain(worker)
-    assert len(worker.learner.recent.prompts) == 24
-    found = judged(bench, worker, "judges", siblings(range(32)))
-    assert found.look.prompts == 8
-    assert abs(found.look.gain) < 0.08, "by heart: nothing that carries over"
-    assert not found.verdict.promote
-
-
-def test_where_prompts_are_too_few_to_judge_by_nothing_is_trained_and_the_state_says_why(bench: Bench) -> None:
-    bench.begin()
-    worker = bench.worker(**AGAIN)
-    cycled(bench, worker, UNJUDGED_TRAININGS + 4, 6)
+    worker = bench.worker(recent_tokens=20_000)
+    cycled(bench, worker, 8, 24)
     gauges = bench.store.worker()
     assert gauges.unjudged
-    assert gauges.action == "idle"
-    assert gauges.action_reason == UNJUDGED.reason
+    assert (gauges.action, gauges.action_reason) == ("idle", UNJUDGED.reason)
     before = worker.learner.journal.totals.trained_tokens
-    cycled(bench, worker, 4, 6, first=50)
-    assert worker.learner.journal.totals.trained_tokens == before
+    worker = bench.worker(recent_tokens=20_000)
+    cycled(bench, worker, 2, 24, first=50)
+    assert worker.learner.journal.totals.trained_tokens == before, "also after a restart"
     bench.post("new", prompts=siblings(range(100, 108)))
     bench.drain(worker)
     assert worker.learner.journal.totals.trained_tokens > before
     assert not bench.store.worker().unjudged
 
 
-@given(st.sets(st.text("0123456789abcdef", min_size=8, max_size=8), max_size=60))
-def test_a_quarter_of_the_prompts_is_held_out_and_never_more_than_half(prompts: set[str]) -> None:
-    chosen = to_hold_out(prompts)
-    assert chosen <= prompts
-    assert len(chosen) == (0 if len(prompts) < 8 else min(len(prompts) // 2, max(8, len(prompts) // 4)))
-    assert chosen == to_hold_out(sorted(prompts, reverse=True))
+def test_trainings_while_a_person_holds_a_version_do_not_count_as_those_that_nothing_could_judge(bench: Bench) -> None:
+    worker = trained(bench)
+    worker.learner.gate.training.unjudged = training.UNJUDGED_TRAININGS - 1
+    registry = Registry(bench.layout)
+    latest = registry.latest("default")
+    assert latest is not None
+    registry.hold("default", latest.version, "by hand", "somebody")
+    bench.post("held", prompts=siblings(range(100, 108)))
+    bench.drain(worker)
+    assert worker.learner.gate.training.unjudged <= 1
 
 
 def test_a_candidate_that_does_the_same_is_known_to_gain_nothing(bench: Bench) -> None:
     """Greedy drafts that agree everywhere: without a measured gain a worker would train for ever."""
     bench.begin()
-    worker = bench.worker(**AGAIN | {"learning_rate": 1e-12, "drafting": "greedy"})
+    worker = bench.worker(learning_rate=1e-12, drafting="greedy", recent_tokens=20_000, gate_min_gain=0.005)
     for number in range(8):
         bench.post(f"batch{number}", prompts=siblings(range(100 * number, 100 * number + 8)))
         bench.drain(worker)
