@@ -88,7 +88,9 @@ class EngineBooks:
         try:
             books.canary.restore(document["canary"], now)
         except (KeyError, TypeError, ValueError) as error:
-            log.warning("%s: its canary, which another release wrote, begins anew: %r", document["engine"], error)
+            log.warning(
+                "%s: its canary, which another release wrote, begins from scratch: %r", document["engine"], error
+            )
             books.canary = Canary(rule)
             if fallback is not None:
                 books.canary.loaded(fallback["manifest"]["version"], exempt=True)

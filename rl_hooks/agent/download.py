@@ -57,8 +57,8 @@ LOCK_SECONDS: Final = 120.0
 RECEIPT: Final = "draftalign-receipt.json"
 #: Begins the name of an engine that has no address, and whose name is never used again.
 IN_PROCESS: Final = "in-process:"
-#: An engine whose memory was not written for so long is gone. One that follows by itself writes each second while it
-#: lives, unless it is idle and has a swap to do: should its files go meanwhile, they are downloaded again.
+#: Seconds without a write of its memory after which an engine is gone. One that follows by itself writes each second
+#: while it lives, unless it is idle and has a swap to do: should its files go meanwhile, they are downloaded again.
 _FORGOTTEN_SECONDS: Final = 7 * 86400.0
 _FORGOTTEN_ALONE_SECONDS: Final = 3600.0
 #: Free bytes of the cache's disk that no download takes: engines and trainers write there too.

@@ -89,7 +89,7 @@ def test_a_worker_that_was_never_looked_at_says_so_asleep_without_a_first_look_a
     client = Client()
     client.asleep = True
 
-    async def ask(method: str, args: tuple[Any, ...]) -> list[Any]:
+    async def ask(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return [{one.__name__: one for one in RPC_METHODS}[method](worker, *args)]
 
     client.collective_rpc = ask  # type: ignore[method-assign]
