@@ -88,9 +88,7 @@ class EngineBooks:
         try:
             books.canary.restore(document["canary"], now)
         except (KeyError, TypeError, ValueError) as error:
-            log.warning(
-                "%s: its canary, which another release wrote, begins from scratch: %r", document["engine"], error
-            )
+            log.warning("%s: its canary, of another release, begins from scratch: %r", document["engine"], error)
             books.canary = Canary(rule)
             if fallback is not None:
                 books.canary.loaded(fallback["manifest"]["version"], exempt=True)
