@@ -248,7 +248,7 @@ def test_a_trainer_that_loads_an_earlier_checkpoint_in_the_same_process_opens_an
     assert [[one.policy_version for one in part.scores] for part in found] == [[*range(9), 4], [5, 6, 7]]
 
 
-@pytest.mark.parametrize("lags", [(1,), (3,), (5, 3)])
+@pytest.mark.parametrize("lags", [(1,), (3,), (3, 5)])
 def test_a_trainer_that_captures_late_rollouts_beside_fresh_ones_has_not_gone_back(
     attach: Attach, bench: Bench, lags: tuple[int, ...]
 ) -> None:
@@ -256,7 +256,7 @@ def test_a_trainer_that_captures_late_rollouts_beside_fresh_ones_has_not_gone_ba
     hook = attach(model)
     worker = bench.worker(recent_tokens=100_000)
     for newest in range(6, 12):
-        for lag in (0, *sorted(lags)):
+        for lag in (0, *lags):
             step(hook, model, newest - lag, padded_batch([(3, 9), (7, 4)], seed=100 * newest + lag))
         if newest % 2:  # the worker is a step behind
             bench.drain(worker)
