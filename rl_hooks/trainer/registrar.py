@@ -96,8 +96,8 @@ class Registrar:
     def _goes_on_below(self, policy_version: int) -> bool:
         """Whether the trainer goes on from an earlier checkpoint: 8, 4, 5.
 
-        Not where late rollouts are captured beside fresh ones: 8, 4, 9, or 8, 5, 3, 9. (8, 3, 5, 9 looks the same.) Nor where versions fall by less than three,
-        which the service takes for late ones, too.
+        Not where late rollouts are captured beside fresh ones: 8, 4, 9, or 8, 5, 3, 9 (8, 3, 5, 9 looks the same). Nor
+        where versions fall by less than three, which the service takes for late ones, too.
         """
         back = False
         if policy_version >= self._highest:
