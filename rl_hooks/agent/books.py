@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +10,8 @@ from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
 from rl_hooks.engines.counters import NO_VERSION, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.step_times import StepTimes
+
+log = logging.getLogger("draftalign.agent")
 
 
 class EngineBooks:
@@ -79,9 +82,15 @@ class EngineBooks:
 
     @classmethod
     def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float) -> EngineBooks:
-        """Inverse of `dump`."""
-        books = cls(rule)
+        """Inverse of `dump`. Of a canary that cannot be read only the good version is kept, which is the fallback's."""
+        books, fallback = cls(rule), document["fallback"]
         books.ledger.restore(document["buckets"])
-        books.canary.restore(document["canary"], now)
+        try:
+            books.canary.restore(document["canary"], now)
+        except (KeyError, TypeError, ValueError) as error:
+            log.warning("%s: its canary, of another release, begins from scratch: %r", document["engine"], error)
+            books.canary = Canary(rule)
+            if fallback is not None:
+                books.canary.loaded(fallback["manifest"]["version"], exempt=True)
         books.verdicts = [(CanaryResult(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
         return books

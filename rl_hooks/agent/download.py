@@ -57,8 +57,10 @@ LOCK_SECONDS: Final = 120.0
 RECEIPT: Final = "draftalign-receipt.json"
 #: Begins the name of an engine that has no address, and whose name is never used again.
 IN_PROCESS: Final = "in-process:"
-#: An engine whose memory was not written for a week is gone.
+#: Seconds without a write of its memory after which an engine is gone. One that follows by itself writes each second
+#: while it lives, unless it is idle and has a swap to do: should its files go meanwhile, they are downloaded again.
 _FORGOTTEN_SECONDS: Final = 7 * 86400.0
+_FORGOTTEN_ALONE_SECONDS: Final = 3600.0
 #: Free bytes of the cache's disk that no download takes: engines and trainers write there too.
 MIN_FREE_BYTES: Final = 256 << 20
 #: One file's download: after that the service is asked again what it offers, and the file goes on where it was.
@@ -167,13 +169,14 @@ def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
 def _remembered(memory: Path) -> set[str]:
     """The versions that an engine's memory (`EngineFollower`) names: what it has, was asked to load, would go back to.
 
-    One that was not written for a week is of an engine that is gone. That of an engine alone, which was killed, is
-    deleted then: its name is never used again.
+    One that was not written for a week, or for an hour of an engine that follows by itself, is of an engine that is
+    gone. The latter, which was killed, is deleted then: its name is never used again.
     """
     try:
         document = json.loads(memory.read_bytes())
-        if time.time() - memory.stat().st_mtime > _FORGOTTEN_SECONDS:
-            if str(document["engine"]).startswith(IN_PROCESS):
+        alone = str(document["engine"]).startswith(IN_PROCESS)
+        if time.time() - memory.stat().st_mtime > (_FORGOTTEN_ALONE_SECONDS if alone else _FORGOTTEN_SECONDS):
+            if alone:
                 memory.unlink()
             return set()
         releases = [document[name] for name in ("fallback", "pending") if document[name] is not None]

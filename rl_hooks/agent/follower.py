@@ -136,6 +136,7 @@ class EngineFollower:
         if since.restarted:
             self._forget_process(state, since.known)
         verdict = self._book(found, since, state)
+        self._keep_good()
         if pending is not None and found is Between.OWN_SWAP:
             self._took(pending, since.version)
         return verdict
@@ -167,6 +168,12 @@ class EngineFollower:
         log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
         self.books.canary.interrupted()
         self._process = EngineProcess(replaced=True)
+
+    def _keep_good(self) -> None:
+        """The engine goes back to the canary's good version: also to one that was accepted without a trial."""
+        loaded = self._process.loaded
+        if loaded is not None and loaded.version == self.books.canary.good:
+            self._choice.fallback = loaded
 
     # --- deciding
     def _judge(self, verdict: CanaryResult) -> None:
@@ -215,6 +222,7 @@ class EngineFollower:
         self._process.repeated(since.known, self.seen.known)
         if after is not None and after.exact is not None:
             verdict = self.books.book_exact(before, after, state, since.seconds, self._clock())
+            self._keep_good()
             if verdict is not None:
                 self._judge(verdict)
         else:
@@ -334,7 +342,7 @@ class EngineFollower:
             log.warning("%s: ignoring what an earlier agent left in %s: %r", self.url, self._memory, error)
 
     def _restore(self, document: dict[str, Any]) -> None:
-        """Take all of it or, where a part cannot be read, nothing."""
+        """Take all of it or, where a part other than the canary cannot be read, nothing."""
         now = self._clock()
         books, seen = EngineBooks.restore(self.books.canary.rule, document, now), Seen.restore(document, now)
         pending, mistrusted = load_release(document.get("pending")), document.get("mistrusted")

@@ -3,7 +3,8 @@
 A head that does something of its own (a subclass of Linear, an adapter), or a model that changes its logits in a way
 that is not known here, would give the drafter a wrong target. So logit_map(last @ head^T) is compared with logits that
 the policy's forward made, in some rows and columns of the first captured forward that has both, if one of the first 16
-has. One figure travels to the host; the sender's thread reads it before the file of that forward goes.
+has. A forward of less than 8 rows is left for a later one: the median over so few tokens that follow is no median of
+rounding. One figure travels to the host; the sender's thread reads it before the file of that forward goes.
 
 What rounding can do is never refused: each product rounded to 3 bits (float8 e4m3, the coarsest that a head is
 multiplied in), the logit to bfloat16. Medians are compared, without what a model masks. What is added to all logits of
@@ -26,6 +27,8 @@ from rl_hooks.sending.copies import HostCopies
 _COLUMNS: Final = 1024
 #: Forwards that are looked at: where none of them shows both, as with a fused loss, no later one is expected to.
 _FORWARDS: Final = 16
+#: Rows from which the tokens that follow are judged.
+_ROWS: Final = 8
 #: Rounding, relative: of each product of a logit, and of the logit.
 _OF_A_PRODUCT: Final = 2.0**-4
 _OF_A_LOGIT: Final = 2.0**-7
@@ -80,6 +83,8 @@ class Agreement:
         self._compared += 1
         if own is None or product is None or own.vocab_size != product[2]:
             return
+        if len(product[0]) < _ROWS and self.wanted:
+            return
         ours, rounding = product[0], _OF_A_PRODUCT * product[1].sqrt()
         seen = (own.logits_nc > _MASKED) & (rounding > 0)  # rows that only pad the vocabulary may be zeros
         if own.mapped:
@@ -112,6 +117,6 @@ def _step(vocab_size: int) -> int:
 def _times(off_nc: Tensor, allowed_nc: Tensor) -> Tensor:
     """How many times larger than allowed: of the vocabulary, or of the tokens that follow. NaN is left out."""
     off_nc = (off_nc - off_nc.nanquantile(0.5, 1, keepdim=True)).abs()  # a median of torch may be refused on a GPU
-    parts = (slice(None, -1), slice(-1, None))
+    parts = (slice(None, -1), slice(-1, None))[: 1 if len(off_nc) < _ROWS else 2]
     times = [off_nc[:, part].nanquantile(0.5) / allowed_nc[:, part].nanquantile(0.5) for part in parts]
     return torch.stack(times).nan_to_num(0.0).max()

@@ -76,11 +76,26 @@ def test_every_api_process_tells_of_a_sleeping_engine_what_another_one_swapped_i
     client.versions = ["v2"]  # through another process
     client.asleep = True
     assert asyncio.run(swapper.state())["version"] == "v2"
-    # One that has not looked yet asks nothing: the workers' first look reads weights.
     client.asleep = True
-    client.calls.clear()
-    assert asyncio.run(Swapper(client, tmp_path).state())["version"] is None
-    assert client.calls == []
+    other = asyncio.run(Swapper(client, tmp_path).state())  # of a process that has not asked before
+    assert (other["version"], other["swaps"]) == ("v2", 3), "no restart, which a lower count would be taken for"
+
+
+def test_a_worker_that_was_never_looked_at_says_so_asleep_without_a_first_look_at_its_weights() -> None:
+    def unmapped() -> None:
+        raise AssertionError("memory that is not mapped was read")
+
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_draft_model=unmapped, get_model=unmapped))
+    client = Client()
+    client.asleep = True
+
+    async def ask(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [{one.__name__: one for one in RPC_METHODS}[method](worker, *args)]
+
+    client.collective_rpc = ask  # type: ignore[method-assign]
+    state = asyncio.run(Swapper(client, None).state())
+    assert (state["version"], state["loaded"], state["swaps"]) == (None, False, 0)
+    assert "sleeps" in state["problem"]
 
 
 def test_an_engine_that_falls_asleep_while_the_file_is_read_is_not_touched(tmp_path: Path) -> None:

@@ -49,17 +49,13 @@ class Swapper:
         self._engine = engine
         self._directory = None if directory is None else directory.resolve()  # as the paths that are compared with it
         self._lock = asyncio.Lock()
-        self._looked = False
 
     async def state(self) -> dict[str, Any]:
         """The state of the drafter, from a rank that has one (in a pipeline only the last has)."""
         asleep = await self._sleeps()
-        if asleep and not self._looked:  # the workers' first look reads weights, which may be unmapped
-            return {"version": None, "loaded": False, "swaps": 0, "problem": _ASLEEP}
         # A sleeping engine drafts nothing: which drafter its counts belong to is told without a look at the weights.
         # The workers are asked, because a swap may have come through another API process.
         state = joint_state(await self._call("draftalign_state", asleep))
-        self._looked = True
         return state | {"problem": _ASLEEP} if asleep else state
 
     async def swap(self, path: str, version: str, expected: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -276,6 +276,7 @@ class DrafterSwap:
 
 
 # --- RPC methods, set on vLLM's WorkerBase by the general plugin
+_NEVER_SWAPPED: Final[Mapping[str, Any]] = {"version": None, "loaded": False, "swaps": 0, "problem": None}
 
 
 def _of(worker: Any) -> DrafterSwap:
@@ -295,6 +296,8 @@ def _rpc(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def answering(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        if method is DrafterSwap.state and args == (True,) and not hasattr(worker, "_draftalign_swap"):
+            return dict(_NEVER_SWAPPED)  # it sleeps, and a first look would read weights that may be unmapped
         try:
             return method(_of(worker), *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - `answered` raises it once all ranks have answered

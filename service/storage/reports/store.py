@@ -349,10 +349,14 @@ class AsyncStore:
         """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense.
 
         The first after a registration says at which version that trainer really begins: many register at version 0.
-        `went_back`: a trainer says that its versions have fallen, without a registration.
+        `went_back`: a trainer has seen that its versions fell and go on from there, without a registration. A batch of
+        the lowest came before, so the newest batch's version tells nothing.
         """
         await self._redis.set(self._keys.latest_head, policy_version)
-        if await self._redis.delete(self._keys.awaited_head) or went_back:
+        awaited = await self._redis.delete(self._keys.awaited_head)
+        if went_back:
+            await self._add_return(policy_version)
+        elif awaited:
             await self._note_return(policy_version)
 
     async def note_registration(self, policy_version: int) -> None:
@@ -368,9 +372,12 @@ class AsyncStore:
         newest = await self.latest_policy()
         if newest is None or policy_version >= newest - 2:
             return False
+        await self._add_return(policy_version)
+        return True
+
+    async def _add_return(self, policy_version: int) -> None:
         with contextlib.suppress(OutOfMemoryError):  # curves of two attempts are one then
             await self._redis.xadd(self._keys.returns, {"to": policy_version}, maxlen=_RETURNS, approximate=False)
-        return True
 
     async def returns(self) -> list[tuple[float, int]]:
         """When trainers went back, in Unix seconds of the clock that batches are ordered by, and to which version."""

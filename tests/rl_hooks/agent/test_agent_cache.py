@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,9 +113,18 @@ def test_no_agent_deletes_what_another_ones_engine_would_go_back_to(
     (engines / "damaged.json").write_text("{")
     killed = engines / "killed.json"  # the memory of an engine alone that nobody ends; its name comes never again
     killed.write_text(json.dumps(json.loads(memory.read_text()) | {"engine": "in-process:host 1 dp0 cafe"}))
-    for file in (memory, killed):
-        os.utime(file, (0, 0))
-    assert prune_cache(tmp_path, "default", set()) == sorted([old, new])
+    memory_text = memory.read_text()
+    memory.unlink()
+    assert prune_cache(tmp_path, "default", set()) == [], "it may live"
+    two_hours_ago = time.time() - 7200.0
+    os.utime(killed, (two_hours_ago, two_hours_ago))
+    assert prune_cache(tmp_path, "default", {new}) == [old]
+    assert not killed.exists()
+    memory.write_text(memory_text)
+    os.utime(memory, (two_hours_ago, two_hours_ago))
+    assert prune_cache(tmp_path, "default", set()) == [], "of an agent with an address, whose host may be down"
+    os.utime(memory, (0, 0))
+    assert prune_cache(tmp_path, "default", set()) == [new]
     assert sorted(file.name for file in engines.glob("*.json")) == sorted([memory.name, "damaged.json"])
 
 

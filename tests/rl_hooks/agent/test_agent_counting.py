@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -178,6 +179,24 @@ def test_a_spoilt_memory_is_ignored(service: Service, engine: Engine, tmp_path: 
             eventually(lambda: service.last_report(version).get("rounds", 0) >= 1)
 
 
+def test_a_memory_whose_canary_cannot_be_read_keeps_the_rest(service: Service, engine: Engine, tmp_path: Path) -> None:
+    """An earlier release wrote it in another form."""
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        first, second = _trial(service, engine, 0)
+        eventually(service.verdicts)
+        eventually(lambda: engine.version == first)
+        settle(engine)
+    (memory,) = (tmp_path / "default" / "engines").iterdir()
+    document = json.loads(memory.read_text())
+    memory.write_text(json.dumps(document | {"canary": {"good": first, "trial": None, "baseline": [], "counts": []}}))
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL) as agent:
+        settle(engine)
+        assert agent.followers[engine.url].books.canary.good == first
+        engine.play(1, 1)
+        eventually(lambda: service.last_report(first).get("rounds") == 301)
+    assert engine.swapped == [first, second, first], "the one that failed stays out"
+
+
 def test_a_memory_that_cannot_be_read_is_ignored(
     service: Service, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +324,31 @@ def test_a_version_that_does_worse_is_swapped_back_and_reported(
         "sequence": 2,
     }
     assert [r["drafter_version"] for r in service.reports if "canary" in r] == [second]
+
+
+def test_an_engine_goes_back_to_a_version_that_was_accepted_without_a_trial(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL) as agent:
+        first = service.publish(1)
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.play(300, 3)
+        settle(engine)
+        agent.followers[engine.url]._clock = lambda: time.monotonic() + 7200.0  # nothing recent to compare with
+        second = service.publish(2)
+        eventually(lambda: engine.version == second)
+        settle(engine)
+        engine.play(400, 3)
+        settle(engine)
+        third = service.publish(3)
+        eventually(lambda: engine.version == third)
+        settle(engine)
+        engine.play(200, 0)
+        (verdict,) = eventually(service.verdicts)
+        settle(engine)
+        assert engine.swapped == [first, second, third, second]
+    assert (verdict["version"], verdict["previous"], verdict["outcome"]) == (third, second, "rolled_back")
 
 
 def test_a_trial_survives_a_restart_of_the_agent(service: Service, engine: Engine, tmp_path: Path) -> None:

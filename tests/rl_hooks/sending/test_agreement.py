@@ -107,6 +107,34 @@ def test_what_rounding_does_is_never_refused(way: str, offset: float) -> None:
         assert times(CAP.apply(SOUND[way](*found).float()).bfloat16(), *found, CAP) < 0.6
 
 
+def float8_whole(last: Tensor, head: Tensor) -> Tensor:
+    """With one factor of each matrix, as a float8 head multiplies."""
+    largest = last.abs().max(), head.abs().max()
+    both = ((x * (448 / most)).to(torch.float8_e4m3fn).float() for x, most in zip((last, head), largest, strict=True))
+    return ((next(both) @ next(both).T) * largest[0] * largest[1] / 448**2).bfloat16()
+
+
+def test_where_few_tokens_follow_a_later_forward_is_compared_and_the_sixteenth_by_its_vocabulary() -> None:
+    for seed in (3, 4):  # the next token's logit, alone, is further off here than rounding brings a median
+        draw = torch.Generator().manual_seed(seed)
+        last, head = torch.randn(1, 256, generator=draw), torch.randn(V, 256, generator=draw)
+        next_ids, agreement = torch.randint(0, V, (1,), generator=draw), Agreement(LogitMap(), "lm_head")
+        for number in range(16):
+            assert agreement.wanted, number
+            agreement.see_logits(float8_whole(last, head), next_ids, mapped=True)
+            agreement.see_head(last, head, next_ids)
+            agreement.compare(1.0)
+            agreement.judge()
+        assert not agreement.wanted
+        agreement = Agreement(LogitMap(), "lm_head")
+        for _ in range(16):
+            agreement.see_logits((last @ head.T) * 0.5, next_ids, mapped=True)
+            agreement.see_head(last, head, next_ids)
+            agreement.compare(1.0)
+        with pytest.raises(WrongTargetError):
+            agreement.judge()
+
+
 def test_a_padded_vocabulary_and_a_head_of_zeros_are_not_refused() -> None:
     last, head, next_ids = policy(0.0)
     head[V // 2 :] = 0.0

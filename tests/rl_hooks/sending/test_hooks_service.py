@@ -232,7 +232,7 @@ def test_a_trainer_that_begins_again_at_step_0_meets_no_head_of_the_attempt_that
 def test_a_trainer_that_loads_an_earlier_checkpoint_in_the_same_process_opens_an_attempt(
     attach: Attach, bench: Bench
 ) -> None:
-    """Nothing is registered again: the hook says that its versions have fallen, and sends the head that it went to."""
+    """Nothing is registered again: the hook says so once a second version shows it, and sends its head."""
     model = tiny()
     hook = attach(model)
     worker = bench.worker()
@@ -243,9 +243,29 @@ def test_a_trainer_that_loads_an_earlier_checkpoint_in_the_same_process_opens_an
         step(hook, model, version)
         bench.drain(worker)
     assert hook.stats()["head_updates"] == 1
-    assert [to for _, to in bench.store.returns()] == [4]
+    assert [to for _, to in bench.store.returns()] == [5]
     found = attempts(bench.store.scores().values(), None, bench.store.returns())
-    assert [[one.policy_version for one in part.scores] for part in found] == [list(range(9)), list(range(4, 8))]
+    assert [[one.policy_version for one in part.scores] for part in found] == [[*range(9), 4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("lags", [(1,), (3,), (3, 5)])
+def test_a_trainer_that_captures_late_rollouts_beside_fresh_ones_has_not_gone_back(
+    attach: Attach, bench: Bench, lags: tuple[int, ...]
+) -> None:
+    model = tiny()
+    hook = attach(model)
+    worker = bench.worker(recent_tokens=100_000)
+    for newest in range(6, 12):
+        for lag in (0, *lags):
+            step(hook, model, newest - lag, padded_batch([(3, 9), (7, 4)], seed=100 * newest + lag))
+        if newest % 2:  # the worker is a step behind
+            bench.drain(worker)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.0005)  # by less than it takes to send it
+    bench.drain(worker)
+    assert bench.queue.counters()["dead_total"] == 0
+    assert bench.store.returns() == []
+    assert hook.stats()["head_updates"] == 1, "the first, of another version than was registered"
 
 
 def test_another_policy_under_a_runs_name_is_turned_away_and_costs_the_run_nothing(
