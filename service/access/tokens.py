@@ -15,7 +15,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -179,6 +179,7 @@ class Tokens:
         self._seen, self._believed_at = seen, math.inf
         try:
             found = {entry.sha256: entry.token for entry in read_entries(path)}
+            self._check_apart(path, found)
         except (ConfigurationError, OSError) as error:
             self._keep(path, str(error) if isinstance(error, ConfigurationError) else f"token file {path}: {error}")
             return
@@ -189,6 +190,15 @@ class Tokens:
         if self.trouble is not None or self._of_file:
             log.info("token file %s was read again: %d tokens", path, len(found))
         self.trouble, self._of_file = None, found
+
+    def _check_apart(self, path: Path, found: Mapping[str, Token]) -> None:
+        """Raise ConfigurationError where DRAFTALIGN_TOKENS has one of these too: its scopes may be others."""
+        names = {token.name for token in self._fixed.values()}
+        for digest, token in found.items():
+            if token.name in names or digest in self._fixed:
+                raise ConfigurationError(
+                    f"token file {path}: name {token.name!r} or its hash is in DRAFTALIGN_TOKENS as well; delete one"
+                )
 
     def _keep(self, path: Path, trouble: str) -> None:
         self.trouble = trouble
@@ -211,8 +221,11 @@ def _look(path: Path) -> _Seen:
 def _of_settings(settings: Settings) -> Iterator[tuple[str, Token]]:
     entries, plain = settings.token_entries(), settings.token_scopes()
     # An empty line in the place of each plain one, so that an error counts all.
-    for entry in _parsed([e if e.startswith("{") else "" for e in entries], "DRAFTALIGN_TOKENS, entry"):
-        yield entry.sha256, entry.token
+    parsed = _parsed([e if e.startswith("{") else "" for e in entries], "DRAFTALIGN_TOKENS, entry")
+    lines = {entry.sha256: entry.token for entry in parsed}
+    yield from lines.items()
     numbers = (number for number, entry in enumerate(entries, 1) if not entry.startswith("{"))
     for number, (secret, scopes) in zip(numbers, plain.items(), strict=True):
-        yield hashed(secret.encode()), Token(f"DRAFTALIGN_TOKENS[{number}]", scopes)
+        if (digest := hashed(secret.encode())) in lines:
+            raise ConfigurationError(f"DRAFTALIGN_TOKENS, entry {number}: its hash is there as well; delete one")
+        yield digest, Token(f"DRAFTALIGN_TOKENS[{number}]", scopes)

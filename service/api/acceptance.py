@@ -14,13 +14,13 @@ from pydantic_core import to_json
 
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
 from service.api.auth import Caller, check_covers
-from service.api.context.audited import audit_now
+from service.api.context.audited import audit, audit_now
 from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.drafters import tagged
 from service.api.problems import Problem
 from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
 from service.api.uploads import json_body, parse_body
-from service.errors import RegistryBusy
+from service.errors import LatestMoved, RegistryBusy
 from service.monitor.live.blocks import Block
 from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
@@ -235,7 +235,11 @@ async def _push_again(
         await audit_now(request, "push again", run=run, version=latest.version, reason=reason)
     except Problem:
         return None  # the log says why
-    return await context.locking(context.registry.push_again, run, reason)
+    try:
+        return await context.locking(context.registry.push_again, run, reason, latest.sequence)
+    except LatestMoved:  # while the audit log was written: by another report, or a person
+        audit(request, "push again: not done, latest has just moved")
+        return None
 
 
 async def _check_version(context: ServiceContext, report: AcceptanceReport) -> None:

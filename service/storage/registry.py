@@ -264,12 +264,17 @@ class Registry(Versions):
             self.history.record(run, {"event": "released", "version": version, **facts})
         return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
 
-    def push_again(self, run: str, reason: str) -> Manifest:
-        """Give the served version a new sequence number, so that every engine loads it again."""
+    def push_again(self, run: str, reason: str, sequence: int | None = None) -> Manifest:
+        """Give the served version a new sequence number, so that every engine loads it again.
+
+        Raises `LatestMoved` where `latest` has another one than `sequence` by now.
+        """
         with locked(self._layout, run):
             manifest, held = self.latest(run), (self._pointer(run) or {}).get("held")
             if manifest is None:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
+            if sequence not in (None, manifest.sequence):
+                raise LatestMoved(f"run {run!r} is at sequence {manifest.sequence} by now, not {sequence}")
             # Not "pushed again": a person's rollback with those words overrides an agent's canary, and this must not.
             return self._repoint(run, manifest, f"revived: {reason}", "pushed_again", held=held)
 

@@ -11,8 +11,9 @@ from drafter.errors import BatchRejected, TargetHeadError
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
+from service.monitor.records import arrival
 from service.settings import Settings
-from service.storage.queue.deliveries import EndState
+from service.storage.queue.deliveries import EndState, Entry
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
@@ -53,6 +54,9 @@ class ClaimPlan:
 
 class Fates(Protocol):
     """Where the learner says what became of a batch; `service.worker.inbox.Inbox` is one."""
+
+    def unfinished(self) -> Sequence[Entry]:
+        """What is in the queue, oldest first: of a long one, the head."""
 
     def finish(self, loaded: Loaded, end: EndState) -> None:
         """All that was to be done with it is done."""
@@ -121,7 +125,7 @@ class ClaimScorer:
         batch = loaded.batch
         policy = self._target.at(batch.policy_version, batch=loaded.path)
         late = self._target.has_later_head(batch.policy_version, loaded.path)
-        if late and self._journal.went_back_since(loaded.entry.arrived):
+        if late and arrival(loaded.entry.arrived)[1] <= self._journal.abandoned_until(fates.unfinished()):
             fates.reject(
                 loaded,
                 f"the trainer went back to an earlier policy version after this batch, and the head of policy version "

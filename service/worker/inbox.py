@@ -257,6 +257,10 @@ class Inbox:
         """The newest policy version that waits in the queue behind this batch. None: nothing waits."""
         return self._queue.newest_policy(after=after.entry.entry_id)
 
+    def unfinished(self) -> list[Entry]:
+        """The oldest entries of the queue, those that are worked on included."""
+        return self._queue.unfinished()
+
     # --- what became of a batch
     def finish(self, loaded: Loaded, end: EndState) -> None:
         """Leave a batch to the next checkpoint, which acknowledges it: nothing is left to be done with it."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from service.monitor.alpha import attempts
 from service.monitor.controller import UNJUDGED, Decision
 from service.monitor.drift.cause import cause_of
 from service.monitor.drift.limits import DriftConfig, DriftError
@@ -21,7 +22,7 @@ from service.monitor.drift.succession import Succession
 from service.monitor.headroom import LearningCurve
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.watch import EVIDENCE_SECONDS
-from service.monitor.records import Headroom, ScoreRecord, arrival
+from service.monitor.records import Headroom, ScoreRecord
 from service.monitor.worth import DraftingTime
 from service.settings import Settings
 from service.storage.queue.deliveries import Entry
@@ -35,6 +36,8 @@ _QUIET_TICKS = 50
 #: How much of the engines' time goes to rounds is measured over so long, and so many policy versions.
 _LEAST_WINDOW_SECONDS: Final = 60.0
 _WINDOW_VERSIONS: Final = 4
+#: Batches from which an attempt is no longer provisional: until then one may be late.
+_SURE_ATTEMPT: Final = 3
 #: `served` counted on the batches alone on which all drafters were scored: what `frozen` and `best` are compared with.
 COMPARED: Final = "served_compared"
 
@@ -113,6 +116,7 @@ class Journal:
         self.totals = Totals()
         self._store = store
         self._run = run
+        self._max_lag = settings.max_policy_lag
         self._drift = DriftMonitor(
             DriftConfig(
                 days_between_false_alarms=settings.drift_days_between_alarms,
@@ -217,14 +221,20 @@ class Journal:
         """Take what engines reported; returns why nothing may be published now. `version_seconds`: between two."""
         return self._engines.hear(rule, version_seconds)
 
-    def went_back_since(self, entry_id: str) -> bool:
-        """Whether the trainer went back to an earlier policy version since this queue entry came."""
-        _, came_ms, _ = arrival(entry_id)
-        return self.went_back_seconds() * 1000.0 > came_ms
+    def abandoned_until(self, unfinished: Sequence[Entry]) -> float:
+        """When the last batch came of an attempt that the trainer has given up, in Unix ms; -inf: it never did.
 
-    def went_back_seconds(self) -> float:
-        """When the trainer went back last, in Unix seconds; -inf: it never did."""
-        return max((seconds for seconds, _ in self._store.returns()), default=-math.inf)
+        A registration at an earlier version alone says nothing: many register at 0, and go on where they were. So it is
+        the next attempt's batches that tell, as for the curves (`attempts`). `unfinished`: those that are in the queue.
+        """
+        if not (returns := self._store.returns()):
+            return -math.inf
+        batches = [ScoreRecord(policy_version=entry.policy_version, entry_id=entry.arrived) for entry in unfinished]
+        known = {one.arrival: one for one in (*batches, *self._store.recent_scores())}
+        last = attempts(known.values(), self._max_lag, returns)[-1]
+        if last.opened is None or len(last.scores) < _SURE_ATTEMPT:
+            return -math.inf
+        return round(last.opened.last * 1000.0)
 
     @property
     def drafting_share(self) -> float | None:

@@ -281,10 +281,12 @@ class Learner:
         """
         newest = [self._remember(loaded) for loaded, _ in scored]
         try:
-            if math.isfinite(went_back := self.journal.went_back_seconds()):
-                self.recent.forget_abandoned(self.target.head_times, went_back * 1e9)
-                left = set(self.recent.names())
-                newest = [kept for kept in newest if kept.name in left]
+            self.recent.forget_abandoned(
+                self.target.head_times,  # a batch's file is older than the end of its entry's millisecond
+                lambda: (self.journal.abandoned_until(fates.unfinished()) + 1.0) * 1e6,
+            )
+            left = set(self.recent.names())
+            newest = [kept for kept in newest if kept.name in left]
             trained = decision.action is not Action.IDLE and bool(newest)
             older = [] if isolated else self.recent.but(newest)
             seconds, share = self.train(newest, older, ends) if trained else (0.0, 1.0)

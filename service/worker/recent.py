@@ -183,24 +183,29 @@ class RecentRollouts:
             if stray.name not in names:
                 stray.unlink(missing_ok=True)
 
-    def forget_abandoned(self, heads: Sequence[tuple[int, int]], went_back_ns: float) -> None:
+    def forget_abandoned(self, heads: Sequence[tuple[int, int]], ended_ns: Callable[[], float]) -> None:
         """Drop what came in an attempt that the trainer gave up: the heads of its versions may be the next one's now.
 
-        `heads`: policy version of each received head, and when it came (Unix ns). `went_back_ns`: when the trainer is
-        known to have gone back last. It did so to a version whose head came after a batch of a higher one. Without that
-        knowledge such a head may be a late one: of several engines, each sends the heads that it meets.
+        `heads`: policy version of each received head, and when it came (Unix ns). `ended_ns`: when the abandoned
+        attempt's last batch came. Asked only where the head of a version came after a batch of a higher one, which may
+        also be a late head: of several engines, each sends the heads that it meets.
         """
-        came_ns = {kept.name: self._came_ns(kept.name) for kept in self._kept}
-        came_ns = {name: came for name, came in came_ns.items() if came < went_back_ns}
-        abandoned = set[str]()
-        for version, head_ns in heads:
-            before = [k for k in self._kept if k.policy_version >= version and came_ns.get(k.name, head_ns) < head_ns]
-            if any(kept.policy_version > version for kept in before):
-                abandoned |= {kept.name for kept in before}
-        if abandoned:
+        if not self._outdated(heads, math.inf):
+            return
+        if abandoned := self._outdated(heads, ended_ns()):
             log.info("the trainer went back: %d recent batches of before are not trained on again", len(abandoned))
             self._kept = [kept for kept in self._kept if kept.name not in abandoned]
             self._dropped += sorted(abandoned)
+
+    def _outdated(self, heads: Sequence[tuple[int, int]], until_ns: float) -> set[str]:
+        """What came until then, and before the head of its version or of a lower one, below something that came too."""
+        came_ns = {kept.name: self._came_ns(kept.name) for kept in self._kept}
+        found = set[str]()
+        for version, head_ns in heads:
+            before = [k for k in self._kept if k.policy_version >= version and came_ns[k.name] < min(head_ns, until_ns)]
+            if any(kept.policy_version > version for kept in before):
+                found |= {kept.name for kept in before}
+        return found
 
     def _came_ns(self, name: str) -> float:
         for path in (self._directory / name, self._unsettled.get(name)):

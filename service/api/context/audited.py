@@ -83,6 +83,8 @@ class AuditedCall:
             async with asyncio.timeout(_AUDIT_SECONDS):
                 await self._auditor.intent(self._asked | self._said, makes_room=self._makes_room)
         except (OSError, TimeoutError) as error:
+            if isinstance(error, TimeoutError):  # the line may come later: then this one follows it
+                self._auditor.outcome(self._asked | self._said | {"status": 503, "ended": time.time()})
             log.error("the audit log cannot be written, so nothing is changed: %r", error)
             raise Problem(503, "audit", self._refusal(error)) from error
         self._open = True

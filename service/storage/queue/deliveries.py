@@ -185,6 +185,10 @@ class RolloutQueue:
         args = sweep_bounds(older_than_seconds, max_bytes)
         return [text(blob) for blob in self._sweep(keys=[self._keys.counters, self._keys.dead_files], args=args)]
 
+    def unfinished(self) -> list[Entry]:
+        """The oldest entries that have not ended, at most 256."""
+        return [_entry(message, 0) for message in self._redis.xrange(self._keys.queue, count=256)]
+
     def newest_policy(self, after: str | None = None) -> int | None:
         """Highest policy version of the newest 16 entries that have not ended; None when there are none.
 

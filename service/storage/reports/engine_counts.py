@@ -98,9 +98,10 @@ class Account:
         self.sums[drafter] = [rounds, accepted]
         kept = [b for b in self.blocks if previous is not None or (b.drafter_version, b.policy_version) != key]
         self.blocks = counted(kept, more)
-        if key in self.apart:
+        if more.rounds and key in self.apart:
             self.apart.remove(key)
-        self.apart.append(key)
+        if key not in self.apart:
+            self.apart.append(key)
 
     def newer(self, drafter: str, policy: int | None) -> list[tuple[str, int | None]]:
         """What was counted after this drafter and policy version; nothing where that was not counted, or last."""
@@ -215,6 +216,8 @@ class EngineCounts:
             previous, whole = None, False
         if more.rounds or parted is None:  # else it is reported again, and stays of its attempt
             record = placed if whole else total(more, previous)
+            if not more.rounds and previous is not None:  # reported again: it stays where and when it was counted
+                record = replace(record, created=previous.created)
             if not whole:
                 changes.unplaced[own] = report
             account.add(record, previous, more)

@@ -109,6 +109,11 @@ class Store:
         """Score records by batch id, oldest first."""
         return _scores(self._redis.hgetall(self._keys.scores))
 
+    def recent_scores(self) -> list[ScoreRecord]:
+        """The score records of the `RECENT_SCORES` batches that arrived last, oldest first."""
+        newest = self._redis.zrange(self._keys.recent_scores, -RECENT_SCORES, -1)
+        return _known(ScoreRecord, self._redis.hmget(self._keys.scores, newest) if newest else [])
+
     def accounts(self, since: float) -> dict[str, tuple[float, Account]]:
         """Every engine that has reported since then, and when it did so last (Unix seconds)."""
         last = self._redis.zrangebyscore(self._keys.reported, since, "+inf", withscores=True)

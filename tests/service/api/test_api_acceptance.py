@@ -6,7 +6,7 @@ import errno
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -166,6 +166,25 @@ def test_where_the_audit_log_cannot_be_written_counts_are_taken_and_nothing_is_p
         assert (reply.status_code, reply.json()["dead"], reply.json()["pushed_again"]) == (200, True, None)
         assert [event["event"] for event in engine.service.registry.history.read("default")] == ["published"]
     assert engine.report(400, 0).json()["pushed_again"]
+
+
+def test_an_engine_is_not_pushed_again_where_another_report_did_it_while_the_audit_log_was_written(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else engines that die together are pushed as often, and the pause counts each as a push that did not help."""
+    write = AuditLog.append
+
+    def slow(audit_log: AuditLog, entry: Mapping[str, Any]) -> None:
+        if "status" not in entry:
+            engine.service.registry.push_again("default", "another engine lost it")
+        write(audit_log, entry)
+
+    monkeypatch.setattr(AuditLog, "append", slow)
+    reply = engine.report(400, 0).json()
+    assert (reply["dead"], reply["pushed_again"]) == (True, None)
+    assert [event["event"] for event in engine.service.registry.history.read("default")].count("pushed_again") == 1
+    (line,) = list(AuditLog(engine.service.layout).read("default"))[1:]
+    assert line["action"] == "push again: not done, latest has just moved"
 
 
 def test_small_windows_add_up_to_a_judgement(engine: Engine) -> None:

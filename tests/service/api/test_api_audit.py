@@ -6,19 +6,21 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from access_fixtures import OTHER, OWN, RULES, UNSATISFIED, TokenFile, ask, request_of
+from failover_fixtures import until
 from service_fixtures import HEADERS, RunningService, head_file, run_file
 from typer.testing import CliRunner
 
 from service.access import audit
 from service.access.audit import AuditLog
 from service.api.auth import brings_data
+from service.api.context import audited
 from service.cli.main import app as command_line
 from service.storage.layout import Layout
 
@@ -129,6 +131,27 @@ def test_nothing_is_done_that_cannot_be_written_down(service: RunningService, mo
     assert service.client.get("/runs/second").status_code == 404
     assert len(lines(service)) == before
     service.client.delete("/runs/default").raise_for_status()
+
+
+def test_a_line_that_is_written_too_late_says_that_nothing_was_done(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, answered = AuditLog.append, threading.Event()
+
+    def slow(audit_log: AuditLog, entry: Mapping[str, Any]) -> None:
+        answered.wait(30.0)
+        write(audit_log, entry)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(audited, "_AUDIT_SECONDS", 0.05)
+        patch.setattr(AuditLog, "append", slow)
+        reply = service.client.patch("/runs/default", json={"state": "paused", "reason": "x"})
+        assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:audit")
+        answered.set()
+        until(lambda: len(lines(service)) == 4, "both lines of the late call")
+    (late,) = logged(service)[1:]
+    assert (late["call"], late["status"]) == ("PATCH /runs/default", 503)
+    assert service.client.get("/runs/default").json()["state"]["state"] == "active"
 
 
 def test_a_slow_disk_keeps_only_what_is_written_down_waiting(

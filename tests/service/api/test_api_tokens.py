@@ -17,7 +17,7 @@ from service_fixtures import HEADERS, RunningService, rollout_file, run_file
 from typer.testing import CliRunner
 
 from service.access import tokens as access
-from service.access.tokens import Token, Tokens, new_secret, read_entries
+from service.access.tokens import Token, TokenEntry, Tokens, hashed, new_secret, read_entries
 from service.api.app import create_app
 from service.api.auth import PUBLIC, named_runs
 from service.cli.main import app as command_line
@@ -156,6 +156,22 @@ def test_a_token_file_is_enough_to_bind_and_an_empty_one_lets_nobody_in(
     service = serve(token_file=file)
     assert service.client.get("/runs").status_code == 401
     assert service.client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(("name", "secret"), [("a", "other"), ("b", "one")], ids=["one name", "one secret"])
+def test_a_token_that_file_and_variable_both_have_is_none(tmp_path: Path, name: str, secret: str) -> None:
+    """Which scopes would it have, and who is it in the audit log?"""
+    path = tmp_path / "tokens.jsonl"
+    path.write_text(TokenEntry(name="a", scopes=frozenset({"read"}), sha256=hashed(b"one")).model_dump_json() + "\n")
+    line = TokenEntry(name=name, scopes=frozenset({"admin"}), sha256=hashed(secret.encode())).model_dump_json()
+    with pytest.raises(ConfigurationError, match="name 'a' or its hash is in DRAFTALIGN_TOKENS as well; delete one"):
+        Tokens(Settings(tokens=line, token_file=path))  # type: ignore[arg-type]
+
+
+def test_a_secret_that_the_variable_has_as_a_line_too_is_none() -> None:
+    line = TokenEntry(name="a", scopes=frozenset({"read"}), sha256=hashed(b"one")).model_dump_json()
+    with pytest.raises(ConfigurationError, match="DRAFTALIGN_TOKENS, entry 1: its hash is there as well; delete one"):
+        Tokens(Settings(tokens=f"one:write;{line}"))  # type: ignore[arg-type]
 
 
 def test_both_kinds_of_tokens_work_side_by_side(serve: Callable[..., RunningService], tokens: TokenFile) -> None:

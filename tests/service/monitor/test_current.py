@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -173,22 +174,26 @@ def test_a_trainer_that_dies_early_and_registers_again_mixes_no_curves(
 def test_counts_of_one_drafter_and_policy_version_are_of_the_attempt_in_which_they_were_made(
     bench: Bench, serve: Callable[..., RunningService]
 ) -> None:
-    """The engine knows its policy version, counts on through a second attempt, and reports before the batches come."""
+    """The engine knows its policy version, counts on through a second attempt, and reports before the batches come.
+
+    Another one drafts in the first alone, and reports the same again while the second is under way.
+    """
     bench.begin()
     service, worker = serve(), bench.worker()
     drafter = service.client.get("/drafter/latest").json()["version"]
-    told = dict[int, list[int]]()
+    told = defaultdict[tuple[str, int], list[int]](lambda: [0, 0])
 
-    def rounds(policy: int, rounds: int, accepted: int) -> None:
-        counts = told[policy] = [a + b for a, b in zip(told.get(policy, [0, 0]), (rounds, accepted), strict=True)]
-        told[policy] = counts
-        report = {"run": "default", "reporter": "e1", "drafter_version": drafter, "policy_version": policy}
+    def rounds(policy: int, rounds: int, accepted: int, engine: str = "e1", **more: object) -> None:
+        counts = told[engine, policy]
+        counts[:] = counts[0] + rounds, counts[1] + accepted
+        report = {"run": "default", "reporter": engine, "drafter_version": drafter, "policy_version": policy, **more}
         report |= {"rounds": counts[0], "accepted_tokens": counts[1], "drafted_tokens": 4 * counts[0]}
         assert service.client.post("/acceptance", json=report).status_code == 200
 
-    def attempt(name: str, policies: Sequence[int], count: int, accepted: int) -> None:
+    def attempt(name: str, policies: Sequence[int], count: int, accepted: int, engines: Sequence[str]) -> None:
         for policy in policies:
-            rounds(policy, count, accepted)
+            for engine in engines:
+                rounds(policy, count, accepted, engine)
             bench.post(f"{name}/{policy}", policy_version=policy, rollouts=2)
         bench.drain(worker)
 
@@ -201,19 +206,22 @@ def test_counts_of_one_drafter_and_policy_version_are_of_the_attempt_in_which_th
         assert reply.status_code == 200, reply.text
 
     register()
-    attempt("first", range(6), 300, 600)
+    attempt("first", range(6), 300, 600, ["e1", "e2"])
     register()
-    attempt("second", range(4), 100, 50)
-    wanted = [(policy, 3.0, 300) for policy in range(6)]
+    attempt("second", range(4), 100, 50, ["e1"])
+    wanted = [(policy, 3.0, 600) for policy in range(6)]
     assert live("1") == wanted
     assert live("2") == live("") == [(policy, 1.5, 100) for policy in range(4)]
     rounds(5, 0, 0)  # an agent that has started again reports all that it has
+    for policy in range(6):
+        rounds(policy, 0, 0, "e2", final=True)  # it loads another drafter
     assert live("1") == wanted
-    attempt("second, later", range(4, 7), 100, 50)
+    assert live("2") == [(policy, 1.5, 100) for policy in range(4)]
+    attempt("second, later", range(4, 7), 100, 50, ["e1"])
     assert live("1") == wanted, "as far as the first came"
     assert live("2") == live("") == [(policy, 1.5, 100) for policy in range(7)]
     assert service.client.get("/alpha").json()["current"]["live"] == {"alpha": 1.5, "rounds": 200}
-    [line] = service.client.get("/alpha").json()["servers"]
+    line, _ = service.client.get("/alpha").json()["servers"]
     assert (line["rounds"], line["alpha"]) == (2500, (6 * 900 + 7 * 150) / 2500), "all that it has counted"
     with serve().client as again:
         assert [one["live_rounds"] for one in again.get("/alpha").json()["points"]] == [100] * 7

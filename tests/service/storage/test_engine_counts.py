@@ -96,11 +96,15 @@ class FullRead:
 
     def book(self, record: AcceptanceRecord, latest: int | None) -> tuple[int, int]:
         own = (record.reporter, record.drafter_version)
+        previous = self.records.get((*own, latest if record.policy_version is None else record.policy_version))
+        more = since(record, previous)
         if record.policy_version is None:
             more = since(record, self.unplaced.get(own))
             self.unplaced[own] = record
             placed = replace(more, policy_version=latest, as_of_arrival=True)
-            record = total(placed, self.records.get((*own, latest)))
+            record = total(placed, previous)
+        if previous is not None and not more.rounds:  # it is of when it was counted
+            record = replace(record, created=previous.created)
         self.records[*own, record.policy_version] = record
         same = [r for r in self.records.values() if (r.reporter, r.drafter_version) == own]
         return sum(r.rounds for r in same), sum(accepted(r) for r in same)
