@@ -49,7 +49,7 @@ class Compared:
         if served is None or frozen is None:
             return None
         newest, ratio = scores[-1].policy_version or 0, served.alpha / frozen.alpha
-        known = _ratio_error(scores)
+        known = _ratio_error(scores, "frozen")
         if known is None:
             return cls(newest, frozen.alpha, served.alpha)
         reach = math.exp(known)
@@ -60,32 +60,38 @@ class Compared:
 _LEAST_CLUSTERS: Final = 8
 
 
-def _ratio_error(scores: Sequence[ScoreRecord]) -> float | None:
-    """Half of the 95 % interval of log(α_served / α_frozen), clustered by prompt (HC2), by Student's t.
+def _ratio_error(scores: Sequence[ScoreRecord], drafter: str) -> float | None:
+    """Half of the 95 % interval of log(α_served / α_drafter), clustered by prompt (HC2), by Student's t.
 
-    A record that does not tell its prompts is one cluster. Where all are of one prompt, a policy version is one.
-    None: there are too few.
+    `drafter`: a role or a version. A record that does not tell the prompts of both is one cluster. Where all are of one
+    prompt, a policy version is one. None: there are too few.
     """
     by_prompt, by_policy = (defaultdict[str | int | None, list[float]](lambda: [0.0, 0.0]) for _ in range(2))
     for record in scores:
-        replayed = {one.version: one.by_prompt for one in record.replayed or ()}
-        served = replayed.get(record.drafter_version or "", {})
-        frozen = replayed[min(replayed)] if replayed else {}  # of all versions that are kept, the oldest
-        pairs = {prompt: (served[prompt][1], frozen[prompt][1]) for prompt in served.keys() & frozen.keys()}
-        ours, first = record.sums("served"), record.sums("frozen")
-        if not pairs and ours is not None and first is not None:
-            pairs = {record.batch_id or "": (ours.rounds, first.rounds)}
+        (ours, served), (theirs, other) = _scored(record, "served"), _scored(record, drafter)
+        pairs = {prompt: (served[prompt][1], other[prompt][1]) for prompt in served.keys() & other.keys()}
+        if not pairs and ours is not None and theirs is not None:
+            pairs = {record.batch_id or "": (ours.rounds, theirs.rounds)}
         for prompt, rounds in pairs.items():
             for cluster in by_prompt[prompt], by_policy[record.policy_version]:
                 cluster[:] = [sum(both) for both in zip(cluster, rounds, strict=True)]
     clusters = by_prompt if len(by_prompt) > 1 else by_policy
     if len(clusters) < 2 or max(len(clusters), len(scores)) < _LEAST_CLUSTERS:
         return None
-    served_total, frozen_total = (math.fsum(column) for column in zip(*clusters.values(), strict=True))
-    shares = [(a / served_total, b / frozen_total) for a, b in clusters.values()]
+    served_total, other_total = (math.fsum(column) for column in zip(*clusters.values(), strict=True))
+    shares = [(a / served_total, b / other_total) for a, b in clusters.values()]
     degrees = max(1.0, 1.0 / math.fsum(((a + b) / 2) ** 2 for a, b in shares) - 1.0)
     variance = math.fsum((a - b) ** 2 / max(1.0 - (a + b) / 2, 1e-9) for a, b in shares)
     return math.sqrt(variance) * _student(degrees)
+
+
+def _scored(record: ScoreRecord, drafter: str) -> tuple[DrafterSums | None, Mapping[str, tuple[float, float]]]:
+    """What a record has of a drafter, by role or by version: sums, and tokens and rounds by prompt."""
+    prompts = {one.version: one.by_prompt for one in record.replayed or ()}
+    oldest = min(prompts, default="")  # of all versions that are kept
+    version = {"served": record.drafter_version or "", "frozen": oldest}.get(drafter, drafter)
+    sums = record.sums(drafter) if drafter in DRAFTERS else _by_name(record).get(drafter)
+    return sums, prompts.get(version, {})
 
 
 def _student(degrees: float) -> float:
@@ -358,14 +364,31 @@ def _best(scores: Iterable[ScoreRecord]) -> tuple[str | None, DrafterSums] | Non
     """The drafter with the highest α on all these records together, on a tie the served one, and its sums.
 
     The best of each record, pooled, would be better than any drafter is: each record says who was lucky on it.
+    A version that some records lack counts by the lower end of how much it is better than what served the others.
     """
-    each = [_by_name(record) for record in scores if record.sums("best") is not None]
+    records = [record for record in scores if record.sums("best") is not None]
+    each = [_by_name(record) for record in records]
     names = [name for name in each[0] if all(name in one for one in each)] if each else []
     pooled = {name: sum((one[name] for one in each), DrafterSums(0.0, 0.0)) for name in names}
     if not pooled:
         return None
     name = max(pooled, key=lambda one: pooled[one].alpha)
-    return None if name in ("served", "frozen", "best") else name, pooled[name]
+    best, others = pooled[name], set().union(*each) - {*pooled, "best"}
+    for version in sorted(others, reverse=True):
+        having = [record for record, one in zip(records, each, strict=True) if version in one]
+        likely = _likely(having, version, records)
+        if likely is not None and likely.alpha > best.alpha:
+            name, best = version, likely
+    return None if name in ("served", "frozen", "best") else name, best
+
+
+def _likely(having: Sequence[ScoreRecord], version: str, scores: Sequence[ScoreRecord]) -> DrafterSums | None:
+    """Sums that a version has at least, likely, on all these records, from those that have it; None: nobody knows."""
+    sums = sum((_by_name(record)[version] for record in having), DrafterSums(0.0, 0.0))
+    beside, served, error = _pool(having, "served"), _pool(scores, "served"), _ratio_error(having, version)
+    if beside is None or served is None or error is None:
+        return None
+    return DrafterSums(served.tokens, served.rounds * beside.alpha / sums.alpha * math.exp(error))
 
 
 def _by_name(record: ScoreRecord) -> dict[str, DrafterSums]:
