@@ -33,7 +33,8 @@ class Compared:
     """The served drafter beside the frozen one, on the same rollouts.
 
     `policy_version`: the newest of them. `low`, `high`: the 95 % interval of α_served / α_frozen, by prompt; None where
-    prompts and batches are too few to tell.
+    prompts and batches are too few to tell. `by_chance`: how far apart two equal drafters come to be on them, as a
+    fraction (95 %): these two or, while they are one, served and candidate; None: nobody knows.
     """
 
     policy_version: int
@@ -41,6 +42,7 @@ class Compared:
     alpha_served: float
     low: float | None = None
     high: float | None = None
+    by_chance: float | None = None
 
     @classmethod
     def of(cls, scores: Sequence[ScoreRecord]) -> Compared | None:
@@ -52,8 +54,9 @@ class Compared:
         known = _ratio_error(scores, "frozen")
         if known is None:
             return cls(newest, frozen.alpha, served.alpha)
-        reach = math.exp(known)
-        return cls(newest, frozen.alpha, served.alpha, ratio / reach, ratio * reach)
+        reach, error = math.exp(known), known or _ratio_error(scores, "candidate")
+        by_chance = None if error is None else math.expm1(error)
+        return cls(newest, frozen.alpha, served.alpha, ratio / reach, ratio * reach, by_chance)
 
 
 #: From so many prompts on, or so many batches where their prompts are fewer, the error of a ratio is told.

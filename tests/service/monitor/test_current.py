@@ -118,6 +118,27 @@ def of_prompts(record: ScoreRecord, name: str) -> ScoreRecord:
     return replace(record, replayed=tuple(parts))
 
 
+def test_a_lag_behind_the_candidate_is_of_many_batches_while_the_first_version_serves() -> None:
+    """That version beside itself is known at once, which says nothing of the candidate."""
+    rng = np.random.default_rng(0)
+
+    def first(n: int, more: float) -> ScoreRecord:
+        sums = {"served": 100.0, "frozen": 100.0, "candidate": 100.0 / (more * math.exp(0.08 * rng.normal()))}
+        of = {name: {"tokens": 300.0, "rounds": rounds} for name, rounds in sums.items()}
+        best = {"best": of["candidate"] if sums["candidate"] < 100 else of["served"]}
+        best |= {"best_version": "candidate" if sums["candidate"] < 100 else "v1"}
+        fields = {"entry_id": f"{n}-0", "batch_id": str(n), "policy_version": n, "drafter_version": "v1"}
+        return score(fields | of | best | {"replayed": [{"version": "v1", "sums": of["served"]}]})
+
+    def behind(scores: Sequence[ScoreRecord]) -> list[tuple[float, float | None]]:
+        found = [current(scores[:n], []) for n in range(20, len(scores), 4)]
+        return [(one.publication_lag or 0.0, one.compared.by_chance) for one in found if one and one.compared]
+
+    assert max(lag for lag, _ in behind([first(n, 1.0) for n in range(1, 200)])) < 0.05 * 3
+    lags = behind([first(n, 1.3) for n in range(1, 60)])
+    assert all(0.2 * 3 < lag < 0.4 * 3 and 0.0 < (chance or 0.0) < 0.1 for lag, chance in lags)
+
+
 def test_records_that_name_no_queue_entry_come_before_those_that_do() -> None:
     old = ScoreRecord(created=9e12)
     assert sorted([scored("7-1", 1), scored("7-0", 1), old, scored("12-0", 1)], key=lambda one: one.arrival) == [
