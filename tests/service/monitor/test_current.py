@@ -125,7 +125,7 @@ def test_a_lag_behind_the_candidate_is_of_many_batches_while_the_first_version_s
     def first(n: int, more: float) -> ScoreRecord:
         sums = {"served": 100.0, "frozen": 100.0, "candidate": 100.0 / (more * math.exp(0.08 * rng.normal()))}
         of = {name: {"tokens": 300.0, "rounds": rounds} for name, rounds in sums.items()}
-        best = {"best": of["candidate"] if sums["candidate"] < 100 else of["served"]}
+        best: dict[str, object] = {"best": of["candidate"] if sums["candidate"] < 100 else of["served"]}
         best |= {"best_version": "candidate" if sums["candidate"] < 100 else "v1"}
         fields = {"entry_id": f"{n}-0", "batch_id": str(n), "policy_version": n, "drafter_version": "v1"}
         return score(fields | of | best | {"replayed": [{"version": "v1", "sums": of["served"]}]})
