@@ -367,7 +367,8 @@ def _best(scores: Iterable[ScoreRecord]) -> tuple[str | None, DrafterSums] | Non
     """The drafter with the highest α on all these records together, on a tie the served one, and its sums.
 
     The best of each record, pooled, would be better than any drafter is: each record says who was lucky on it.
-    A version that some records lack counts by the lower end of how much it is better than what served the others.
+    A version that only some records replayed counts by the lower end of how much it is better than what served them.
+    Where just the best of a record is told, it is not among these: it stands there because it was lucky.
     """
     records = [record for record in scores if record.sums("best") is not None]
     each = [_by_name(record) for record in records]
@@ -376,9 +377,10 @@ def _best(scores: Iterable[ScoreRecord]) -> tuple[str | None, DrafterSums] | Non
     if not pooled:
         return None
     name = max(pooled, key=lambda one: pooled[one].alpha)
-    best, others = pooled[name], set().union(*each) - {*pooled, "best"}
-    for version in sorted(others, reverse=True):
-        having = [record for record, one in zip(records, each, strict=True) if version in one]
+    best = pooled[name]
+    replayed = [{one.version for one in record.replayed or () if one.sums.rounds > 0} for record in records]
+    for version in sorted(set().union(*replayed) - pooled.keys(), reverse=True):
+        having = [record for record, versions in zip(records, replayed, strict=True) if version in versions]
         likely = _likely(having, version, records)
         if likely is not None and likely.alpha > best.alpha:
             name, best = version, likely

@@ -120,6 +120,9 @@ def test_a_version_that_some_batches_were_scored_with_counts_beside_what_served_
     for scores in ([turn(n, 1.15) for n in range(14)], [turn(n, 0.9) for n in range(20)]):
         [point] = points(scores)
         assert (point["best_version"], point["publication_lag"]) == ("v000009-b", 0)
+    lucky = [turn(n, 1.15) | {"replayed": None} for n in range(20)]
+    lucky = [one | {"best": counts(300, 90), "best_version": f"v00000{2 + n % 2}-a"} for n, one in enumerate(lucky)]
+    assert points(lucky)[0]["publication_lag"] == 0, "records of before tell the best alone: it was lucky"
 
 
 def test_points_ascend_and_include_versions_that_only_engines_have_counted() -> None:
