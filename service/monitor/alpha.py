@@ -33,7 +33,8 @@ class Compared:
     """The served drafter beside the frozen one, on the same rollouts.
 
     `policy_version`: the newest of them. `low`, `high`: the 95 % interval of α_served / α_frozen, by prompt; None where
-    the prompts are too few to tell.
+    prompts and batches are too few to tell. `by_chance`: how far apart two equal drafters come to be on them, as a
+    fraction (95 %): these two or, while they are one, served and candidate; None: nobody knows.
     """
 
     policy_version: int
@@ -41,6 +42,7 @@ class Compared:
     alpha_served: float
     low: float | None = None
     high: float | None = None
+    by_chance: float | None = None
 
     @classmethod
     def of(cls, scores: Sequence[ScoreRecord]) -> Compared | None:
@@ -49,40 +51,58 @@ class Compared:
         if served is None or frozen is None:
             return None
         newest, ratio = scores[-1].policy_version or 0, served.alpha / frozen.alpha
-        known = _ratio_error(scores)
+        known = _ratio_error(scores, "frozen")
         if known is None:
             return cls(newest, frozen.alpha, served.alpha)
-        reach = math.exp(Z_95 * known)
-        return cls(newest, frozen.alpha, served.alpha, ratio / reach, ratio * reach)
+        reach, error = math.exp(known), known or _ratio_error(scores, "candidate")
+        by_chance = None if error is None else math.expm1(error)
+        return cls(newest, frozen.alpha, served.alpha, ratio / reach, ratio * reach, by_chance)
 
 
-#: Prompts from which the error of a ratio is told.
+#: From so many prompts on, or so many batches where their prompts are fewer, the error of a ratio is told.
 _LEAST_CLUSTERS: Final = 8
 
 
-def _ratio_error(scores: Iterable[ScoreRecord]) -> float | None:
-    """Standard error of log(α_served / α_frozen), clustered by prompt (HC2), as wide as Student's t asks for.
+def _ratio_error(scores: Sequence[ScoreRecord], drafter: str) -> float | None:
+    """Half of the 95 % interval of log(α_served / α_drafter), clustered by prompt (HC2), by Student's t.
 
-    A record that does not tell its prompts is one cluster. None: there are too few.
+    `drafter`: a role or a version. A record that does not tell the prompts of both is one cluster. Where all are of one
+    prompt, a policy version is one. None: there are too few.
     """
-    clusters: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    by_prompt, by_policy = (defaultdict[str | int | None, list[float]](lambda: [0.0, 0.0]) for _ in range(2))
     for record in scores:
-        replayed = {one.version: one.by_prompt for one in record.replayed or ()}
-        served = replayed.get(record.drafter_version or "", {})
-        frozen = replayed[min(replayed)] if replayed else {}  # of all versions that are kept, the oldest
-        pairs = {prompt: (served[prompt][1], frozen[prompt][1]) for prompt in served.keys() & frozen.keys()}
-        ours, first = record.sums("served"), record.sums("frozen")
-        if not pairs and ours is not None and first is not None:
-            pairs = {record.batch_id or "": (ours.rounds, first.rounds)}
+        (ours, served), (theirs, other) = _scored(record, "served"), _scored(record, drafter)
+        pairs = {prompt: (served[prompt][1], other[prompt][1]) for prompt in served.keys() & other.keys()}
+        if not pairs and ours is not None and theirs is not None:
+            pairs = {record.batch_id or "": (ours.rounds, theirs.rounds)}
         for prompt, rounds in pairs.items():
-            clusters[prompt] = [sum(both) for both in zip(clusters[prompt], rounds, strict=True)]
-    if len(clusters) < _LEAST_CLUSTERS:
+            for cluster in by_prompt[prompt], by_policy[record.policy_version]:
+                cluster[:] = [sum(both) for both in zip(cluster, rounds, strict=True)]
+    clusters = by_prompt if len(by_prompt) > 1 else by_policy
+    if len(clusters) < 2 or max(len(clusters), len(scores)) < _LEAST_CLUSTERS:
         return None
-    served_total, frozen_total = (math.fsum(column) for column in zip(*clusters.values(), strict=True))
-    shares = [(a / served_total, b / frozen_total) for a, b in clusters.values()]
+    served_total, other_total = (math.fsum(column) for column in zip(*clusters.values(), strict=True))
+    shares = [(a / served_total, b / other_total) for a, b in clusters.values()]
     degrees = max(1.0, 1.0 / math.fsum(((a + b) / 2) ** 2 for a, b in shares) - 1.0)
     variance = math.fsum((a - b) ** 2 / max(1.0 - (a + b) / 2, 1e-9) for a, b in shares)
-    return math.sqrt(variance) * (1.0 + (Z_95**2 + 1.0) / (4.0 * degrees))
+    return math.sqrt(variance) * _student(degrees)
+
+
+def _scored(record: ScoreRecord, drafter: str) -> tuple[DrafterSums | None, Mapping[str, tuple[float, float]]]:
+    """What a record has of a drafter, by role or by version: sums, and tokens and rounds by prompt."""
+    prompts = {one.version: one.by_prompt for one in record.replayed or ()}
+    oldest = min(prompts, default="")  # of all versions that are kept
+    version = {"served": record.drafter_version or "", "frozen": oldest}.get(drafter, drafter)
+    sums = record.sums(drafter) if drafter in DRAFTERS else _by_name(record).get(drafter)
+    return sums, prompts.get(version, {})
+
+
+def _student(degrees: float) -> float:
+    """The 97.5 % quantile of Student's t by the Cornish-Fisher expansion: within 0.5 % from 4 degrees on, 3 % at 2."""
+    z = Z_95
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,14 +367,33 @@ def _best(scores: Iterable[ScoreRecord]) -> tuple[str | None, DrafterSums] | Non
     """The drafter with the highest α on all these records together, on a tie the served one, and its sums.
 
     The best of each record, pooled, would be better than any drafter is: each record says who was lucky on it.
+    A version that only some records replayed counts by the lower end of how much it is better than what served them.
+    Where just the best of a record is told, it is not among these: it stands there because it was lucky.
     """
-    each = [_by_name(record) for record in scores if record.sums("best") is not None]
+    records = [record for record in scores if record.sums("best") is not None]
+    each = [_by_name(record) for record in records]
     names = [name for name in each[0] if all(name in one for one in each)] if each else []
     pooled = {name: sum((one[name] for one in each), DrafterSums(0.0, 0.0)) for name in names}
     if not pooled:
         return None
     name = max(pooled, key=lambda one: pooled[one].alpha)
-    return None if name in ("served", "frozen", "best") else name, pooled[name]
+    best = pooled[name]
+    replayed = [{one.version for one in record.replayed or () if one.sums.rounds > 0} for record in records]
+    for version in sorted(set().union(*replayed) - pooled.keys(), reverse=True):
+        having = [record for record, versions in zip(records, replayed, strict=True) if version in versions]
+        likely = _likely(having, version, records)
+        if likely is not None and likely.alpha > best.alpha:
+            name, best = version, likely
+    return None if name in ("served", "frozen", "best") else name, best
+
+
+def _likely(having: Sequence[ScoreRecord], version: str, scores: Sequence[ScoreRecord]) -> DrafterSums | None:
+    """Sums that a version has at least, likely, on all these records, from those that have it; None: nobody knows."""
+    sums = sum((_by_name(record)[version] for record in having), DrafterSums(0.0, 0.0))
+    beside, served, error = _pool(having, "served"), _pool(scores, "served"), _ratio_error(having, version)
+    if beside is None or served is None or error is None:
+        return None
+    return DrafterSums(served.tokens, served.rounds * beside.alpha / sums.alpha * math.exp(error))
 
 
 def _by_name(record: ScoreRecord) -> dict[str, DrafterSums]:

@@ -11,7 +11,7 @@ Rules:
   a trainer went back to version 3, what its first attempt wrote as version 3 is not among it.
 * A figure that the newest batches lack is of the newest ones that have it, among the last 256.
 * Drafters are compared over as many of the newest batches of the served drafter as it takes to know by how much it
-  beats the first one: few prompts would call anything best, and worse.
+  beats the first one or, while that serves, the candidate: few prompts would call anything best, and worse.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, ScoreRec
 ENOUGH_ROUNDS: Final = 200
 #: Batches among which a figure that the newest lack is looked for.
 LOOK_BACK: Final = 256
-#: The interval of α_served / α_frozen is narrow enough from there on: the upper bound over the lower.
-_NARROW: Final = 1.03
+#: So little may two equal drafters differ by chance on the batches on which drafters are compared: an interval of 3 %.
+_NARROW: Final = 0.015
 #: A tilt is called a bias beyond so many standard errors and beyond that much: 10 % in odds. Features in bfloat16 and
 #: heads that are half a per cent off make less (`tests/drafter/replay/test_lossless.py`).
 _SURE: Final = 4.5
@@ -204,7 +204,7 @@ class Newest(list[ScoreRecord]):
             if len(chosen) < enough:
                 continue
             found, enough = Compared.of(chosen), 2 * len(chosen)
-            if found is not None and found.low is not None and (found.high or 0.0) / found.low < _NARROW:
+            if found is not None and found.by_chance is not None and found.by_chance < _NARROW:
                 break
         if not chosen:
             return {}

@@ -375,9 +375,7 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
     elif facts.cause is not None and (mix := facts.cause.terms.get("prompts")) and mix.high < 0 and mix.value < -_MIX:
         text = f": their mix alone puts α {-100 * as_fraction(mix.value):.0f} % lower, which is no drift."
         yield _found("note", "harder_prompts", "Harder prompts", text)
-    known = (
-        math.sqrt(high / low) - 1.0 if low > 0.0 else math.inf
-    )  # half of the interval: two drafters differ so by chance
+    known = math.inf if compared is None or compared.by_chance is None else compared.by_chance
     if now.publication_lag is not None and now.publication_lag > max(_BEHIND_SHARE, known) * alpha:
         troubles = True
         better = now.best_version

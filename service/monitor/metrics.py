@@ -205,7 +205,8 @@ def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         text = "Tokens per verification round, bonus token included, of the policy version that arrived last with data."
         families.gauge("draftalign_alpha", text, getattr(found, f"alpha_{drafter}"), run=run, drafter=drafter)
     text = "Alpha of the best drafter that could be served minus alpha of the served one, same rollouts."
-    families.gauge("draftalign_publication_lag", text, found.publication_lag, run=run)
+    lag = found.publication_lag if snapshot.state.worked_on else None
+    families.gauge("draftalign_publication_lag", text, lag, run=run)
     if found.tilt is not None and snapshot.state.worked_on:
         text = "Logarithm of the odds of tokens that the drafter proposes, over those that the policy gives them."
         families.gauge("draftalign_sampling_tilt", text, found.tilt.value, run=run)

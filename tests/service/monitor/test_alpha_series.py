@@ -101,6 +101,30 @@ def test_the_best_is_chosen_of_the_sums_and_not_of_each_batch() -> None:
     assert (last["best_version"], last["publication_lag"]) == ("candidate", pytest.approx(0.5))
 
 
+def test_a_version_that_some_batches_were_scored_with_counts_beside_what_served_them() -> None:
+    """Archived versions are scored in turn; the prompts of the others are harder. Few batches do not tell."""
+
+    def turn(n: int, better: float) -> dict[str, Any]:
+        served = (100 + n % 3) * (2 if n % 2 else 1)
+        return score(
+            1,
+            **{"served": counts(300, served), "frozen": counts(300, 220), "candidate": counts(300, served)},
+            **{"best": counts(300, served), "best_version": "v000009-b", "drafter_version": "v000009-b"},
+            batch_id=str(n),
+            replayed=[{"version": f"v00000{2 + n % 2}-a", "sums": counts(300, served / (better if n % 2 else 0.9))}],
+        )
+
+    [point] = points([turn(n, 1.15) for n in range(20)])
+    assert point["best_version"] == "v000003-a"
+    assert point["publication_lag"] == pytest.approx(0.15 * point["alpha_served_compared"])
+    for scores in ([turn(n, 1.15) for n in range(14)], [turn(n, 0.9) for n in range(20)]):
+        [point] = points(scores)
+        assert (point["best_version"], point["publication_lag"]) == ("v000009-b", 0)
+    lucky = [turn(n, 1.15) | {"replayed": None} for n in range(20)]
+    lucky = [one | {"best": counts(300, 90), "best_version": f"v00000{2 + n % 2}-a"} for n, one in enumerate(lucky)]
+    assert points(lucky)[0]["publication_lag"] == 0, "records of before tell the best alone: it was lucky"
+
+
 def test_points_ascend_and_include_versions_that_only_engines_have_counted() -> None:
     live = [{"reporter": "e", "policy_version": 9, "drafter_version": "v7", "rounds": 10, "emitted_tokens": 10}]
     found = points([score(5, served=counts(4, 2)), score(1, served=counts(4, 2))], live)

@@ -93,6 +93,53 @@ def test_drafters_are_compared_over_as_many_batches_as_it_takes_to_know() -> Non
     assert few.compared.low is None, "too few prompts to say by how much"
 
 
+@pytest.mark.parametrize("prompts", [6, 2, 1])
+def test_few_prompts_that_come_again_tell_a_large_difference(prompts: int) -> None:
+    """A run of a handful of prompts is not called well served where it is served much worse than at its beginning."""
+    rng = np.random.default_rng(0)
+    alphas = 0.7 * np.exp(0.03 * rng.normal(size=(20, prompts)))
+    batches = [of_prompts(compared(n, list(row)), "again") for n, row in enumerate(alphas, 1)]
+    found = current(batches, [])
+    assert found is not None
+    assert found.compared is not None
+    assert found.compared.low is not None
+    assert found.compared.low < 0.7 < (found.compared.high or 0.0) < 0.9
+    early = current(batches[:7], [])
+    assert early is not None
+    assert early.compared is not None
+    assert early.compared.low is None, "they may be the first of many"
+
+
+def of_prompts(record: ScoreRecord, name: str) -> ScoreRecord:
+    """The batch with its prompts called otherwise."""
+    parts = [
+        replace(one, by_prompt={f"{name}/{n}": both for n, both in enumerate(one.by_prompt.values())})
+        for one in record.replayed or ()
+    ]
+    return replace(record, replayed=tuple(parts))
+
+
+def test_a_lag_behind_the_candidate_is_of_many_batches_while_the_first_version_serves() -> None:
+    """That version beside itself is known at once, which says nothing of the candidate."""
+    rng = np.random.default_rng(0)
+
+    def first(n: int, more: float) -> ScoreRecord:
+        sums = {"served": 100.0, "frozen": 100.0, "candidate": 100.0 / (more * math.exp(0.08 * rng.normal()))}
+        of = {name: {"tokens": 300.0, "rounds": rounds} for name, rounds in sums.items()}
+        best: dict[str, object] = {"best": of["candidate"] if sums["candidate"] < 100 else of["served"]}
+        best |= {"best_version": "candidate" if sums["candidate"] < 100 else "v1"}
+        fields = {"entry_id": f"{n}-0", "batch_id": str(n), "policy_version": n, "drafter_version": "v1"}
+        return score(fields | of | best | {"replayed": [{"version": "v1", "sums": of["served"]}]})
+
+    def behind(scores: Sequence[ScoreRecord]) -> list[tuple[float, float | None]]:
+        found = [current(scores[:n], []) for n in range(20, len(scores), 4)]
+        return [(one.publication_lag or 0.0, one.compared.by_chance) for one in found if one and one.compared]
+
+    assert max(lag for lag, _ in behind([first(n, 1.0) for n in range(1, 200)])) < 0.05 * 3
+    lags = behind([first(n, 1.3) for n in range(1, 60)])
+    assert all(0.2 * 3 < lag < 0.4 * 3 and 0.0 < (chance or 0.0) < 0.1 for lag, chance in lags)
+
+
 def test_records_that_name_no_queue_entry_come_before_those_that_do() -> None:
     old = ScoreRecord(created=9e12)
     assert sorted([scored("7-1", 1), scored("7-0", 1), old, scored("12-0", 1)], key=lambda one: one.arrival) == [

@@ -331,9 +331,9 @@ def test_a_worker_that_a_person_silenced_raises_no_alarm() -> None:
 def test_what_was_judged_of_rollouts_keeps_no_alert_on_while_none_are_scored() -> None:
     full = full_snapshot()
     sure = {"excess": 90.0, "variance": 50.0, "tokens": 400}
-    scores = stored(scores=[{"policy_version": 8, "favour": sure}]).scores
+    scores = [*full.scores, *stored(scores=[{"policy_version": 8, "favour": sure}]).scores]
     full = replace(full, scores=scores, watch=replace(full.watch, hold="they disagree"))
-    judged = ("sampling_biased", "drift_statistic", "drift_cause", "headroom_state", "worker_error")
+    judged = ("sampling_biased", "drift_statistic", "drift_cause", "headroom_state", "worker_error", "publication_lag")
     draining = render({"a": full})
     assert value(draining, "draftalign_sampling_biased", run="a") == 1
     assert value(draining, "draftalign_publishing_held", run="a") == 1
