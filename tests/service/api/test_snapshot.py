@@ -141,6 +141,7 @@ def test_the_log_says_the_headline_when_it_becomes_another(
     bench.begin()
     monkeypatch.setattr(service.api.snapshot, "_WATCH_SECONDS", 0.05)
     monkeypatch.setattr(service.monitor.headline, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(service.monitor.headline, "_START_SECONDS", 3.0)
     caplog.set_level(logging.INFO, logger="draftalign.api")
     serve()
     bench.wait(lambda: "default: Waiting for the first rollouts." in caplog.text)
