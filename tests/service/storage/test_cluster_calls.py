@@ -127,6 +127,7 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     assert await api.batch_of("1a") == make_batch(1).batch_id
     assert (await api.arrivals()).oldest is not None
     assert worker.newest_policy() == 4
+    assert [entry.policy_version for entry in worker.unfinished()][-1:] == [4]
 
     assert await api.remembered() > await api.shorten(0) == 0, "of the one that was dropped"
 
@@ -162,6 +163,7 @@ async def reports_live(worker: Any, api: Any) -> None:
     assert await api.newest_change() == "0-0"
     assert worker.put_score("b1", ScoreRecord(batch_id="b1", policy_version=1))
     assert list(worker.scores()) == list(await api.scores()) == list(await api.recent_scores()) == ["b1"]
+    assert worker.recent_scores() == list(worker.scores().values())
     assert await api.times_scored() == 1
     assert len(await api.scores_of(["b1", "b2"])) == 1
     seen = await api.newest_change()
