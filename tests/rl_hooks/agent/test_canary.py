@@ -9,7 +9,7 @@ import random
 import pytest
 
 from benchmarks.canary import WORLDS, trial
-from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule, blocks, log_alpha_variance
+from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule, _certain, blocks, log_alpha_variance
 from rl_hooks.engines.counters import Counts
 
 
@@ -217,6 +217,11 @@ def test_independent_rounds_have_the_variance_of_their_positions() -> None:
     expected = 4.0 * spread / (len(accepted) * (1 + mean) ** 2)  # too few blocks to measure: the design effect
     assert log_alpha_variance([counts]) == pytest.approx(expected)
     assert log_alpha_variance([]) == math.inf
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(4, 3.747), (8, 2.896), (36, 2.434), (math.inf, 2.326)])
+def test_what_is_certain_is_the_quantile_of_students_t(degrees: float, quantile: float) -> None:
+    assert _certain(degrees) == pytest.approx(quantile, rel=0.01)
 
 
 @pytest.mark.parametrize("size", [1, 30, 1000])

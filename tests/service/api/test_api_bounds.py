@@ -33,6 +33,7 @@ from service.storage.queue.keys import Keys
 from service.storage.queue.rollout_queue import parts
 from service.storage.ready import WriteTest
 from service.storage.registry import Registry
+from service.storage.reports.store import Store
 
 
 def kind(reply: httpx.Response) -> str:
@@ -157,6 +158,24 @@ def heads(service: RunningService) -> list[int]:
 
 def put_head(service: RunningService, version: int) -> httpx.Response:
     return service.client.put("/runs/default/head", content=head_file(version), headers=HEADERS)
+
+
+def test_returns_that_a_head_claims_are_bounded_and_of_its_run_only(
+    service: RunningService, redis_client: Redis
+) -> None:
+    """A head may say that its trainer went back: as often as it likes, and anything but 1 says nothing."""
+    service.register()
+    service.register("other")
+
+    def says(what: str) -> int:
+        body = head_file(1, metadata={"went_back": what})
+        return service.client.put("/runs/default/head", content=body, headers=HEADERS).status_code
+
+    assert {says(what) for what in ("0", "", "yes", "true", "1 ", "\x00", "9" * 500)} == {201}
+    assert Store(redis_client, "default").returns() == []
+    assert {says("1") for _ in range(80)} == {201}
+    assert len(Store(redis_client, "default").returns()) == 64
+    assert Store(redis_client, "other").returns() == []
 
 
 def test_heads_that_come_without_rollouts_are_bounded(serve: Callable[..., RunningService]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import record_fixtures
 from pydantic_core import to_jsonable_python
 
-from service.monitor.alpha import alpha_series, attempts
+from service.monitor.alpha import _student, alpha_series, attempts
 from service.monitor.records import DrafterSums, RunEvent
 
 
@@ -47,6 +47,11 @@ def test_sums_are_pooled_before_they_are_divided() -> None:
     assert point["alpha_served"] == pytest.approx(410 / 110)  # the mean of ratios would be 2.5
     assert point["rollouts"] == 4
     assert point["tokens"] == 200
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(2, 4.303), (4, 2.776), (7, 2.365), (30, 2.042)])
+def test_intervals_are_by_students_t(degrees: float, quantile: float) -> None:
+    assert _student(degrees) == pytest.approx(quantile, rel=0.04)
 
 
 def test_what_has_no_data_is_null_and_never_zero() -> None:
