@@ -43,7 +43,8 @@ TESTS = Path(__file__).resolve().parents[2]
 #: `/drafter/{version}/rollback` has GET too: it is a `/drafter/{version}/{file}`.
 NOT_OURS = "positive_data_acceptance,negative_data_rejection,allow_header_conformance"
 
-#: Calls whose good answer needs what is seeded: all of them are to be seen.
+#: Calls whose good answer needs what is seeded. The long form has to see all of them, the short one, of a few random
+#: calls each, at least one.
 WENT_WELL = {
     "POST /drafters 201",
     "GET /runs/{run}/dead/{batch_id}/file 200",
@@ -170,4 +171,5 @@ def test_no_request_and_no_sequence_of_requests_makes_the_api_break_its_own_desc
     if with_tokens:
         assert {who for who, _ in calls} == {"admin", "foreign", "stranger", "nobody"}
     else:
-        assert {call for _, call in calls} >= WENT_WELL
+        missing = WENT_WELL - {call for _, call in calls}
+        assert len(missing) < (len(WENT_WELL) if EXAMPLES < 50 else 1), missing
