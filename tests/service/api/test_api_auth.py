@@ -102,6 +102,21 @@ def test_a_token_can_do_what_its_scopes_say(guarded: RunningService, method: str
         assert name in allowed or method == "HEAD" or reply.json()["detail"].endswith("this token does not have it")
 
 
+@pytest.mark.parametrize(
+    ("line", "field", "status"),
+    [
+        ("OPTIONS * HTTP/1.1", "", 404),
+        ("DELETE /runs/default HTTP/1.1", "Origin: http://[\r\n", 403),
+        ("DELETE /runs/default HTTP/1.1", "Origin: null\r\n", 403),
+    ],
+)
+def test_what_no_browser_sends_is_refused_and_is_no_fault_of_the_service(
+    service: RunningService, line: str, field: str, status: int
+) -> None:
+    reply = service.raw(f"{line}\r\nHost: localhost\r\n{field}Connection: close\r\n\r\n".encode())
+    assert reply.startswith(f"HTTP/1.1 {status} ".encode())
+
+
 def test_two_hosts_are_one_too_many(service: RunningService) -> None:
     request = b"GET /runs/default HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     assert service.raw(request).startswith(b"HTTP/1.1 400 ")
