@@ -14,7 +14,7 @@ import gc
 import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -116,14 +116,23 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
+@contextlib.contextmanager
+def _logged(failure: str) -> Iterator[None]:
+    """Log whatever goes wrong, and go on: the next sweep must come."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        log.warning("%s: %s", failure, error)
+    except Exception:
+        log.exception(failure)
+
+
 async def _reap(context: ServiceContext) -> None:
     while True:
-        try:
+        with _logged("the spool was not swept"):
             gone = await context.reap()
             if gone:
                 log.info("removed %d spooled files that no queue entry names", gone)
-        except (RedisError, OSError) as error:
-            log.warning("the spool was not swept: %s", error)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REAP_SECONDS):
                 await _make_room(context)
@@ -133,10 +142,8 @@ async def _make_room(context: ServiceContext) -> None:
     """Whenever uploads find no room. Runs until it is cancelled."""
     while True:
         await context.disk.room_wanted.wait()
-        try:
+        with _logged("no files of dead batches were deleted"):
             await context.disk.make_room()
-        except (RedisError, OSError) as error:
-            log.warning("no files of dead batches were deleted: %s", error)
         await asyncio.sleep(_MAKE_ROOM_SECONDS)
 
 
@@ -164,7 +171,7 @@ async def readyz(context: Context) -> dict[str, str]:
 @router.get("/metrics", response_class=PlainTextResponse, responses={304: {"description": "Still the same."}})
 async def get_metrics(request: Request, context: Context, caller: Caller) -> Response:
     """Read the metrics, in Prometheus' text format: of the runs that the token is for."""
-    runs = tuple(filter(caller.covers, context.layout.run_names()))
+    runs = tuple(filter(caller.covers, await asyncio.to_thread(context.layout.run_names)))
     await context.check_redis()
     text = await context.answers.get(("metrics", runs), lambda: _metrics(context, runs))
     return tagged(request, text, metrics.CONTENT_TYPE)

@@ -85,7 +85,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     await context.check_redis()
     check_not_withdrawn(context.layout, run)
     if not is_there(context.layout.run_json(run)):
-        _check_number(context, caller)
+        await _check_number(context, caller)
     check_open(context.layout, run, for_rollouts=True)  # whoever registers is about to send some
     refused = await _refused_file(context, run)
 
@@ -118,10 +118,10 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
 
 
-def _check_number(context: ServiceContext, caller: Token) -> None:
+async def _check_number(context: ServiceContext, caller: Token) -> None:
     """Refuse one more run where there are as many as there may be (or a few more, if several begin at one moment)."""
     most = context.settings.max_runs
-    names = context.layout.run_names()
+    names = await asyncio.to_thread(context.layout.run_names)
     share = context.tokens.share_of_runs(caller, most)
     if len(names) >= most:
         found = f"there are {most} runs, as many as there may be"

@@ -359,7 +359,7 @@ async def watch_headlines(context: ServiceContext) -> None:
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         try:
-            runs = context.layout.run_names()
+            runs = await asyncio.to_thread(context.layout.run_names)
         except OSError as error:
             log.debug("the runs cannot be listed: %s", error)
             continue
