@@ -14,6 +14,7 @@ import gc
 import hashlib
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -220,6 +221,14 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._context = context
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where: of port 0 nobody else knows which one it became."""
+        await super().startup(sockets)
+        settings = self._context.settings
+        for listener in self.servers[:1]:
+            port = listener.sockets[0].getsockname()[1]
+            log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, port)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop."""
         self._context.stopping.set()
@@ -257,7 +266,6 @@ def run_api(settings: Settings) -> None:
     gc.collect()
     gc.freeze()  # full collections pass over what lives as long as the process: 20 ms in which nothing is answered
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it calls https http, where the handshake is ours
-    log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, settings.port)
     server.run()
     if not server.started:
         raise ConfigurationError(f"could not listen on {settings.host}:{settings.port}; is the port taken?")

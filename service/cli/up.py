@@ -69,5 +69,6 @@ def run_up(settings: Settings) -> None:
     # On SIGTERM it finishes the optimizer step and writes a checkpoint.
     alone = environment | {"WORLD_SIZE": "1"}  # also where a rank of a trainer has started this
     children.append(Child("worker", ["service.cli", "worker"], alone, patience_seconds=45.0))
-    log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)
+    if settings.port:  # else the API says which one it took
+        log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)
     Supervisor(children).run()

@@ -117,6 +117,14 @@ def test_what_no_browser_sends_is_refused_and_is_no_fault_of_the_service(
     assert reply.startswith(f"HTTP/1.1 {status} ".encode())
 
 
+def test_the_log_says_which_port_was_taken(
+    serve: Callable[..., RunningService], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "draftalign.api")
+    service = serve(port=0)
+    assert f"serves http://127.0.0.1:{service.port}/" in caplog.text
+
+
 def test_two_hosts_are_one_too_many(service: RunningService) -> None:
     request = b"GET /runs/default HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     assert service.raw(request).startswith(b"HTTP/1.1 400 ")
