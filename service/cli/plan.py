@@ -71,9 +71,8 @@ def plan(
             raise ConfigurationError(f"--{name} must be above 0, got {value}")
     if dtype not in get_args(FeatureDtype):
         raise ConfigurationError(f"--dtype must be one of {', '.join(get_args(FeatureDtype))}, got {dtype!r}")
-    for name, share in {"prompt-share": prompt_share, "generation-share": generation_share}.items():
-        if not 0 <= share <= 1:
-            raise ConfigurationError(f"--{name} is a share, from 0 to 1, got {share}")
+    if not 0 <= generation_share <= 1:
+        raise ConfigurationError(f"--generation-share is a share, from 0 to 1, got {generation_share}")
     if (alpha_now is None) != (alpha_gain is None) or (alpha_now is not None and gpu_hour_price is None):
         raise ConfigurationError("--alpha-now and --alpha-gain go together, and with --gpu-hour-price")
     if alpha_now is not None and not 1 <= alpha_now < math.inf:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -192,4 +193,21 @@ def worth(
     if found["costs_from"] is not None:
         typer.echo(f"From {found['costs_from']} sequences a step on, depth {found['depth']} is slower than no drafts.")
     if found["plan"]:
-        typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(found['plan'])}")
+        _say_plan(found["plan"], found["depth"])
+
+
+def _say_plan(plan: Sequence[tuple[int, int, int]], depth: int) -> None:
+    """Print the list for vLLM, and what follows for an engine that gets it."""
+    typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(plan)}")
+    none = [f"{first} to {last}" for first, last, best in plan if best == 0]
+    if none:
+        typer.echo(
+            f"Depth 0 is no speculation: at {', '.join(none)} sequences a step no round is counted, so neither α "
+            "nor an engine's verdict tells of those steps."
+        )
+    if any(best not in (0, depth) for _, _, best in plan):
+        typer.echo(
+            f"An engine that keeps this list has the verdict `depth`, with an alert, while its rounds have other than "
+            f"{depth} tokens on average. α is then compared at the depth that both have; the service goes on to "
+            f"replay, train and judge at {depth}."
+        )
