@@ -130,9 +130,7 @@ async def _check_number(context: ServiceContext, caller: Token) -> None:
     else:
         return
     raise Problem(
-        429,
-        "too-many-runs",
-        f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS",
+        429, "too-many-runs", f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS"
     )
 
 
@@ -416,7 +414,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
 
 
 def check_room(context: ServiceContext, length: int, run: str = "", held: int = 0) -> None:
-    """Refuse an upload that would leave too little free disk, or too little for others (`ServiceContext.share_bytes`).
+    """Refuse an upload that would leave too little free disk, or too little for others (`Disk.share_bytes`).
 
     `held`: bytes of such files that the run has. `run`: '' where it is not known yet, or is not there yet.
     """
@@ -435,8 +433,4 @@ def check_room(context: ServiceContext, length: int, run: str = "", held: int = 
         )
     else:
         return
-    raise Problem(
-        429,
-        "spool-low",
-        f"{found}. Try again when the worker has caught up",
-    )
+    raise Problem(429, "spool-low", f"{found}. Try again when the worker has caught up")

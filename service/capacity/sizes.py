@@ -73,12 +73,7 @@ class Deployment:
 
 
 def file_bytes(
-    drafter: DrafterConfig,
-    rollouts: int,
-    tokens: int,
-    dtype: FeatureDtype,
-    prompt_share: float = 0.0,
-    group: int = 1,
+    drafter: DrafterConfig, rollouts: int, tokens: int, dtype: FeatureDtype, prompt_share: float = 0.0, group: int = 1
 ) -> int:
     """Bytes of a rollout file as the hook lays it out, for equal rollouts; the wire format's own writer and check.
 

@@ -41,10 +41,7 @@ def run_up(settings: Settings) -> None:
         settings.state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"state directory {settings.state_dir} cannot be made: {error}") from error
-    environment = {
-        "DRAFTALIGN_STATE_DIR": str(settings.state_dir),
-        "DRAFTALIGN_PORT": str(settings.port),
-    }
+    environment = {"DRAFTALIGN_STATE_DIR": str(settings.state_dir), "DRAFTALIGN_PORT": str(settings.port)}
     if settings.tls_cert is not None and settings.tls_key is not None:
         tls_context(settings.tls_cert, settings.tls_key)  # here too, for the same reason
         environment |= {"DRAFTALIGN_TLS_CERT": str(settings.tls_cert), "DRAFTALIGN_TLS_KEY": str(settings.tls_key)}

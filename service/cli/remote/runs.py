@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 import typer
@@ -15,22 +14,6 @@ import typer
 from service.cli.remote.client import LOCAL, AsJson, Reason, Run, Service, call, name_of, whoami
 from service.errors import ConfigurationError
 from service.storage.layout import BATCH_ID
-
-
-class WantedState(StrEnum):
-    """What a person may want of a run."""
-
-    ACTIVE = "active"
-    PAUSED = "paused"
-    DRAINING = "draining"
-    ARCHIVED = "archived"
-
-
-class DriftAction(StrEnum):
-    """What can be done about a drift alarm."""
-
-    ACKNOWLEDGE = "acknowledge"
-    RESET = "reset"
 
 
 def runs(
@@ -66,7 +49,8 @@ def runs(
 
 def state(
     wanted: Annotated[
-        WantedState | None, typer.Argument(help="What the run shall be; without it, say what it is.")
+        Literal["active", "paused", "draining", "archived"] | None,
+        typer.Argument(help="What the run shall be; without it, say what it is."),
     ] = None,
     reason: Reason = "by hand",
     service: Service = LOCAL,
@@ -86,7 +70,7 @@ def state(
     if wanted is None:
         found = call("GET", service, path).json()
     else:
-        body = {"state": wanted.value, "reason": reason, "by": whoami()}
+        body = {"state": wanted, "reason": reason, "by": whoami()}
         found = call("PATCH", service, path, json=body).json()
     said = f"run {run} is {found['state']['state']}: {found['headline']['text']}"
     typer.echo(json.dumps(found) if as_json else said)
@@ -148,7 +132,7 @@ def _list_dead(service: str, path: str, as_json: bool) -> None:
 
 def drift(
     action: Annotated[
-        DriftAction,
+        Literal["acknowledge", "reset"],
         typer.Argument(help="`acknowledge`: the cause is dealt with. `reset`: this level is the right one."),
     ],
     service: Service = LOCAL,
@@ -159,7 +143,7 @@ def drift(
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
     run = name_of(service, run)
-    asked = call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}").json()
+    asked = call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action}").json()
     none = "" if asked["alarm"] else "; there is no alarm now"
     typer.echo(f"asked; the worker of run {run} does it within seconds{none}")
 
