@@ -235,9 +235,9 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
+def make_server(settings: Settings) -> Server:
     """An unstarted server."""
-    app = app or create_app(settings)
+    app = create_app(settings)
     places = Places()
     protocol: functools.partial[Any] = functools.partial(BoundedProtocol, places=places)
     if settings.tls_cert is not None and settings.tls_key is not None:
