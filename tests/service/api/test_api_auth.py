@@ -308,7 +308,8 @@ def test_an_idle_connection_is_kept_longer_than_clients_reuse_it(service: Runnin
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n")
             reply = b""
             while not reply.endswith(b'{"status":"ok"}'):  # header and body may come apart
-                assert (part := connection.recv(4096)), reply
+                part = connection.recv(4096)
+                assert part, reply
                 reply += part
             assert reply.startswith(b"HTTP/1.1 200")
 
