@@ -236,13 +236,7 @@ class Session:
     """One RL run attached to the service, and what was counted along it."""
 
     def __init__(
-        self,
-        config: DemoConfig,
-        state_dir: Path,
-        engine: EngineClient,
-        service_url: str,
-        policy: Any,
-        tokenizer: Any,
+        self, config: DemoConfig, state_dir: Path, engine: EngineClient, service_url: str, policy: Any, tokenizer: Any
     ) -> None:
         self.config = config
         self.state_dir = state_dir
@@ -403,14 +397,13 @@ class Session:
 
 def forget_run(redis_url: str) -> None:
     """Leave nothing of the demo's run in a Redis that is not its own."""
-    import redis
-
     from service.storage.queue.keys import Keys
+    from service.storage.ready import connect
 
-    client = redis.Redis.from_url(redis_url)
-    for key in client.scan_iter(match=f"{Keys(RUN).prefix}*"):
-        client.delete(key)
-    client.srem(Keys.RUNS, RUN)
+    with connect(redis_url) as client:
+        for key in client.scan_iter(match=f"{Keys(RUN).prefix}*"):
+            client.delete(key)
+        client.srem(Keys.RUNS, RUN)
 
 
 def scored_points(document: Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from examples.task import EOS, PAD, DrafterRecipe, PretrainRecipe, Task
 
@@ -48,17 +47,11 @@ MAX_ANSWER_TOKENS: Final = 44
 PROMPT_TOKENS: Final = len(PLACES) + 2
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
+class Mixture(NamedTuple):
     """Shares of the two worked styles; the three guess styles divide the rest evenly."""
 
     terse: float
     wordy: float
-
-    def __post_init__(self) -> None:
-        """Refuse shares that are no probabilities."""
-        if min(self.terse, self.wordy) < 0 or self.terse + self.wordy > 1:
-            raise ValueError(f"shares must be non-negative and sum to at most 1, got {self.terse} and {self.wordy}")
 
 
 #: What the policy is finally trained on: one answer in fifteen is worked.

@@ -69,11 +69,14 @@ class Engine:
         self.max_model_tokens = int(model.config.max_position_embeddings)
         self._positions = self.max_model_tokens + depth + 1  # room for the drafts of a last round
         self._target = Target(model, aux_layers, max_sequences, self._positions)
+        #: The layers whose input the drafter reads.
+        self.aux_layers = self._target.aux_layers
         # Shared, not copied: drafters read the policy's live embedding, as in vLLM and SGLang. The service's replay
         # follows it through the heads that the hook sends.
         self._embedding = self._target.embedding().detach()
         self._drafting: Drafting | None = None
-        self._policy_version = policy_version
+        #: Version of the policy's weights.
+        self.policy_version = policy_version
         self._generator = torch.Generator().manual_seed(seed)
         self._max_sequences = max_sequences
         self._tokens = torch.zeros(max_sequences, self._positions, dtype=torch.long)
@@ -87,7 +90,8 @@ class Engine:
         self._wake = threading.Condition()
         self._swap_lock = threading.Lock()
         self._stopping = False
-        self._failure: str | None = None
+        #: The fault that ended the engine's thread, if one did.
+        self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- from any thread --------------------------------------------------------------------------------------------
@@ -135,24 +139,6 @@ class Engine:
 
             return self._between_rounds(apply)
 
-    def randomize_drafter(self, seed: int) -> None:
-        """Fault injection: overwrite the served drafter's weights with noise, as a broken weight sync would."""
-        with self._swap_lock:
-            served = self._drafting
-            if served is None:
-                raise EngineError("there is no drafter to break; swap one in first")
-            dead = Eagle3Drafter(served.drafter.config, served.drafter.vocabulary)
-            generator = torch.Generator().manual_seed(seed)
-            with torch.no_grad():
-                for parameter in dead.parameters():
-                    parameter.normal_(generator=generator)
-            fresh = Drafting(dead, self._embedding, served.version, self._max_sequences, self._positions)
-
-            def apply() -> None:
-                self._drafting = fresh
-
-            self._between_rounds(apply)
-
     def update_policy(self, weights: Mapping[str, Tensor], version: int) -> int:
         """Load whole policy weights between two rounds; return how many sequences were running meanwhile."""
         try:
@@ -162,7 +148,7 @@ class Engine:
 
         def apply() -> int:
             self._target.load(weights)
-            self._policy_version = version
+            self.policy_version = version
             self._counters.policy_updates += 1
             return len(self._running)
 
@@ -180,21 +166,6 @@ class Engine:
         served = self._drafting
         return None if served is None else served.drafter
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose input the drafter reads."""
-        return self._target.aux_layers
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the policy's weights."""
-        return self._policy_version
-
-    @property
-    def failure(self) -> str | None:
-        """The fault that ended the engine's thread, if one did."""
-        return self._failure
-
     def counters(self) -> Counters:
         """A consistent copy of the counters: of one moment between two rounds."""
         with self._wake:
@@ -208,8 +179,8 @@ class Engine:
     # --- checks -----------------------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        if self._stopping or self._failure:
-            raise EngineStoppedError(self._failure or "the engine is stopped")
+        if self._stopping or self.failure:
+            raise EngineStoppedError(self.failure or "the engine is stopped")
 
     def _check_request(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> None:
         V = self._target.vocab_size
@@ -250,7 +221,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - it belongs to the caller, who is waiting for it
                 done.set_exception(error)
 
-        if not self._thread.is_alive() and not self._failure and not self._stopping:
+        if not self._thread.is_alive() and not self.failure and not self._stopping:
             command()  # not started yet: nothing runs
             return done.result()
         with self._wake:
@@ -266,7 +237,7 @@ class Engine:
                     pass
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting callers must hear of it
             _log.exception("the engine failed")
-            self._failure = f"the engine failed: {error}"
+            self.failure = f"the engine failed: {error}"
         self._abandon()
 
     def _turn(self) -> bool:
@@ -288,7 +259,7 @@ class Engine:
 
     def _abandon(self) -> None:
         with self._wake:
-            reason = EngineStoppedError(self._failure or "the engine was stopped")
+            reason = EngineStoppedError(self.failure or "the engine was stopped")
             groups = {id(sequence.group): sequence.group for sequence in (*self._running, *self._waiting)}
             self._running.clear()
             self._waiting.clear()
@@ -325,7 +296,7 @@ class Engine:
             self._running.extend(joining)
             self._counters.prompt_tokens += int(lengths.sum())
             for sequence, token, logprob in zip(joining, emitted.tolist(), logprobs.tolist(), strict=True):
-                self._counters.generation_tokens += sequence.take(token, logprob, self._policy_version)
+                self._counters.generation_tokens += sequence.take(token, logprob, self.policy_version)
         self._retire()
 
     def _round(self) -> None:
@@ -362,7 +333,7 @@ class Engine:
             counters.rounds += 1
             for index, sequence in enumerate(self._running):
                 count = accepted[index] + 1
-                fitted = sequence.take(emitted[index][:count], logprobs[index][:count], self._policy_version)
+                fitted = sequence.take(emitted[index][:count], logprobs[index][:count], self.policy_version)
                 counters.generation_tokens += fitted
                 if not drafted:
                     continue

@@ -54,7 +54,7 @@ class SlotCache:
     def _read(self, stored: Tensor) -> Tensor:
         slots = self._rows[0][:, 0]
         first, count = int(slots[0]), slots.shape[0]
-        # Slots of a batch are consecutive (see `EngineState`), so this is a view.
+        # Slots of a batch are consecutive, so this is a view.
         return stored[first : first + count, : self._reach].transpose(1, 2)
 
     def move(self, source: int, destination: int, length: int) -> None:

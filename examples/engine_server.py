@@ -10,7 +10,6 @@
 | `GET /drafter/state` | which drafter is served, and how |
 | `GET /metrics` | vLLM's counters by their names and meanings |
 | `GET /healthz` | 200 while the engine's thread lives |
-| `POST /debug/randomize_drafter` | fault injection, only with `--allow-faults` |
 
 Errors are RFC 9457 problem documents. top_p and top_k are refused: acceptance is exact for plain temperature only.
 """
@@ -21,7 +20,7 @@ import argparse
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +36,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from starlette.exceptions import HTTPException
@@ -50,6 +49,7 @@ from examples.policy import AUX_LAYERS
 
 MAX_POLICY_BYTES: Final = 256 << 20
 _MAX_COMPLETIONS: Final = 4096
+_Samples = Mapping[tuple[str, ...], int]
 
 
 class GenerateRequest(BaseModel):
@@ -62,22 +62,6 @@ class GenerateRequest(BaseModel):
     max_tokens: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
     eos_id: int | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-
-    @field_validator("top_p")
-    @classmethod
-    def _whole_distribution(cls, value: float | None) -> float | None:
-        if value not in (None, 1.0):
-            raise ValueError(f"is not supported: leave it out or send 1, got {value}")
-        return value
-
-    @field_validator("top_k")
-    @classmethod
-    def _all_tokens(cls, value: int | None) -> int | None:
-        if value not in (None, 0, -1):
-            raise ValueError(f"is not supported: leave it out or send 0, got {value}")
-        return value
 
 
 class SwapRequest(BaseModel):
@@ -115,36 +99,21 @@ class EngineCollector(Collector):
             ("draftalign:drafter_swaps", "Drafters swapped in.", counters.drafter_swaps),
             ("draftalign:policy_updates", "Policy weights loaded.", counters.policy_updates),
         ):
-            yield self._counter(name, text, {(): value})
-        positions: dict[tuple[str, ...], int] = {
-            (str(i),): count for i, count in enumerate(counters.accepted_per_position)
-        }
-        yield self._counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens per draft position.",
-            positions,
-            ("position",),
-        )
-        yield self._counter(
-            "vllm:request_success",
-            "Count of successfully processed requests.",
-            {("stop",): counters.finished_by_stop, ("length",): counters.finished_by_length},
-            ("finished_reason",),
-        )
-        yield self._gauge("vllm:num_requests_running", "Sequences running.", running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences waiting.", waiting)
+            yield self._filled(CounterMetricFamily(name, text, labels=[*self._labels]), {(): value})
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens per draft position."
+        positions: _Samples = {(str(i),): count for i, count in enumerate(counters.accepted_per_position)}
+        yield self._filled(CounterMetricFamily(name, text, labels=[*self._labels, "position"]), positions)
+        name, text = "vllm:request_success", "Count of successfully processed requests."
+        finished: _Samples = {("stop",): counters.finished_by_stop, ("length",): counters.finished_by_length}
+        yield self._filled(CounterMetricFamily(name, text, labels=[*self._labels, "finished_reason"]), finished)
+        for name, value in (("running", running), ("waiting", waiting)):
+            gauge = GaugeMetricFamily(f"vllm:num_requests_{name}", f"Sequences {name}.", labels=[*self._labels])
+            yield self._filled(gauge, {(): value})
 
-    def _counter(
-        self, name: str, text: str, values: dict[tuple[str, ...], int], labels: tuple[str, ...] = ()
-    ) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=(*self._labels, *labels))
+    def _filled(self, family: CounterMetricFamily | GaugeMetricFamily, values: _Samples) -> Metric:
+        """The family with its samples. `values`: by the labels that not all families have."""
         for key, value in values.items():
             family.add_metric((*self._labels.values(), *key), value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: int) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=tuple(self._labels))
-        family.add_metric(tuple(self._labels.values()), value)
         return family
 
 
@@ -157,7 +126,7 @@ def problem(status: int, title: str, detail: str) -> JSONResponse:
     )
 
 
-def create_app(engine: Engine, *, model_name: str = "policy", allow_faults: bool = False) -> FastAPI:
+def create_app(engine: Engine, *, model_name: str = "policy") -> FastAPI:
     """The HTTP side of an engine, which starts and stops with the application."""
 
     @asynccontextmanager
@@ -182,13 +151,6 @@ def create_app(engine: Engine, *, model_name: str = "policy", allow_faults: bool
         if engine.failure:
             return problem(503, "Engine stopped", engine.failure)
         return JSONResponse({"status": "ok"})
-
-    if allow_faults:
-
-        @app.post("/debug/randomize_drafter")
-        def randomize_drafter(seed: int = 0) -> dict[str, str | None]:
-            engine.randomize_drafter(seed)
-            return {"version": engine.drafter_version}
 
     return app
 
@@ -277,7 +239,6 @@ def main() -> None:
     parser.add_argument("--max-sequences", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--allow-faults", action="store_true", help="enable /debug/randomize_drafter")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(arguments.threads)
@@ -295,7 +256,7 @@ def main() -> None:
     )
     if arguments.drafter is not None:
         engine.swap_drafter(arguments.drafter, arguments.drafter_version)
-    app = create_app(engine, model_name=arguments.policy.name, allow_faults=arguments.allow_faults)
+    app = create_app(engine, model_name=arguments.policy.name)
     print(f"serving {arguments.policy} on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=75))
     # uvicorn raises the signal again once it has shut down; for Ctrl-C that is a traceback nobody needs.

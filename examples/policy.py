@@ -11,6 +11,8 @@ figures are measured on the stored weights. `Task.base_policy` holds what the re
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import math
 import random
 import time
@@ -148,19 +150,9 @@ def _optimizers(model: Any, recipe: PretrainRecipe) -> list[torch.optim.Optimize
 
 def save(model: Any, directory: Path, task: Task = elicit.TASK) -> None:
     """Write config, tokenizer and weights: stored in bfloat16, declared float32, which is what they compute in."""
-    import copy
-
-    stored = copy.deepcopy(model).to(torch.bfloat16)
-    stored.config.dtype = torch.float32
-    stored.save_pretrained(directory)
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory)
     task.build_tokenizer().save_pretrained(directory)
     # save_pretrained notes the dtype of the weights; loaders must cast them up, since RL trains them.
-    _declare_float32(directory)
-
-
-def _declare_float32(directory: Path) -> None:
-    import json
-
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config["dtype"] = "float32"

@@ -18,6 +18,7 @@ from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from examples import elicit, policy
 from examples.engine import Engine
+from examples.engine_drafting import Drafting
 from examples.engine_sequences import Completion, Sampling
 from examples.features import Rollout, batch_of
 
@@ -55,6 +56,23 @@ def random_drafter(model: Any, seed: int, draft_vocab_size: int | None = None) -
         drafter = Eagle3Drafter(config, vocabulary)
     drafter.init_from_target(head[vocabulary.ids])
     return drafter
+
+
+def randomize_drafter(engine: Engine, seed: int) -> None:
+    """Overwrite the served drafter's weights with noise, as a broken weight sync would."""
+    served = engine._drafting
+    assert served is not None
+    dead = Eagle3Drafter(served.drafter.config, served.drafter.vocabulary)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in dead.parameters():
+            parameter.normal_(generator=generator)
+    fresh = Drafting(dead, engine._embedding, served.version, engine._max_sequences, engine._positions)
+
+    def apply() -> None:
+        engine._drafting = fresh
+
+    engine._between_rounds(apply)
 
 
 def write(drafter: Eagle3Drafter, directory: Path) -> Path:

@@ -137,9 +137,7 @@ class AcceptanceReply(BaseModel):
 
 
 @router.post(
-    "/acceptance",
-    responses={409: {"description": "The run is archived."}},
-    openapi_extra=json_body(AcceptanceReport),
+    "/acceptance", responses={409: {"description": "The run is archived."}}, openapi_extra=json_body(AcceptanceReport)
 )
 async def post_acceptance(request: Request, context: Context, caller: Caller) -> AcceptanceReply:
     """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""

@@ -14,7 +14,8 @@ import gc
 import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -116,14 +117,23 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
+@contextlib.contextmanager
+def _logged(failure: str) -> Iterator[None]:
+    """Log whatever goes wrong, and go on: the next sweep must come."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        log.warning("%s: %s", failure, error)
+    except Exception:
+        log.exception(failure)
+
+
 async def _reap(context: ServiceContext) -> None:
     while True:
-        try:
+        with _logged("the spool was not swept"):
             gone = await context.reap()
             if gone:
                 log.info("removed %d spooled files that no queue entry names", gone)
-        except (RedisError, OSError) as error:
-            log.warning("the spool was not swept: %s", error)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REAP_SECONDS):
                 await _make_room(context)
@@ -133,10 +143,8 @@ async def _make_room(context: ServiceContext) -> None:
     """Whenever uploads find no room. Runs until it is cancelled."""
     while True:
         await context.disk.room_wanted.wait()
-        try:
+        with _logged("no files of dead batches were deleted"):
             await context.disk.make_room()
-        except (RedisError, OSError) as error:
-            log.warning("no files of dead batches were deleted: %s", error)
         await asyncio.sleep(_MAKE_ROOM_SECONDS)
 
 
@@ -164,7 +172,7 @@ async def readyz(context: Context) -> dict[str, str]:
 @router.get("/metrics", response_class=PlainTextResponse, responses={304: {"description": "Still the same."}})
 async def get_metrics(request: Request, context: Context, caller: Caller) -> Response:
     """Read the metrics, in Prometheus' text format: of the runs that the token is for."""
-    runs = tuple(filter(caller.covers, context.layout.run_names()))
+    runs = tuple(filter(caller.covers, await asyncio.to_thread(context.layout.run_names)))
     await context.check_redis()
     text = await context.answers.get(("metrics", runs), lambda: _metrics(context, runs))
     return tagged(request, text, metrics.CONTENT_TYPE)
@@ -213,15 +221,23 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._context = context
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where: of port 0 nobody else knows which one it became."""
+        await super().startup(sockets)
+        settings = self._context.settings
+        for listener in self.servers[:1]:
+            port = listener.sockets[0].getsockname()[1]
+            log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, port)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop."""
         self._context.stopping.set()
         super().handle_exit(sig, frame)
 
 
-def make_server(settings: Settings, app: FastAPI | None = None) -> Server:
+def make_server(settings: Settings) -> Server:
     """An unstarted server."""
-    app = app or create_app(settings)
+    app = create_app(settings)
     places = Places()
     protocol: functools.partial[Any] = functools.partial(BoundedProtocol, places=places)
     if settings.tls_cert is not None and settings.tls_key is not None:
@@ -250,7 +266,6 @@ def run_api(settings: Settings) -> None:
     gc.collect()
     gc.freeze()  # full collections pass over what lives as long as the process: 20 ms in which nothing is answered
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it calls https http, where the handshake is ours
-    log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, settings.port)
     server.run()
     if not server.started:
         raise ConfigurationError(f"could not listen on {settings.host}:{settings.port}; is the port taken?")

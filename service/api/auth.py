@@ -16,7 +16,7 @@ import re
 from collections import deque
 from collections.abc import Mapping
 from typing import Annotated, Final
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -57,7 +57,7 @@ _NOBODY: Final = Token("nobody", frozenset())
 
 def allowed_scopes(method: str, path: str) -> frozenset[TokenScope]:
     """Scopes any one of which permits the call."""
-    first, *rest = path.split("/")[1:] if path.startswith("/") else [""]
+    first, *rest = path.removeprefix("/").split("/")
     if first == "runs" and rest[1:2] == ["dead"] and len(rest) > 2:
         return _ADMINS  # a dead batch's file: what the policy wrote, word for word
     if method in _READS:
@@ -74,16 +74,16 @@ def named_runs(method: str, path: str, query: bytes) -> list[str] | None:
 
     Deny by default: a new call must be in a table here before a limited token may make it.
     """
-    parts = path.split("/")[1:]
-    if parts[0] == "runs":
-        return parts[1:2]
+    first, *rest = path.removeprefix("/").split("/")  # not always a /: `OPTIONS *`
+    if first == "runs":
+        return rest[:1]
     # As the handlers read it; all values, so that no other one is checked than is used.
     asked = [value for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if name == "run"]
     if (method, path) in _RUN_IN_BODY:
         return asked
-    if parts[0] in _RUN_IN_QUERY:
+    if first in _RUN_IN_QUERY:
         return asked or ["default"]
-    return [] if path in _NO_RUN or path.split("/")[1:2] == ["docs"] else None
+    return [] if path in _NO_RUN or first == "docs" else None
 
 
 def brings_data(method: str, path: str) -> bool:
@@ -277,7 +277,7 @@ def _is_of_another_site(headers: Mapping[bytes, str]) -> bool:
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None or origin is None:
         return site == "cross-site"
-    return urlsplit(origin).netloc.lower() != headers.get(b"host", "").lower()
+    return origin.lower().partition("://")[2] != headers.get(b"host", "").lower()
 
 
 def _is_loopback(host: str) -> bool:

@@ -261,6 +261,15 @@ class ChoiceRequest(BaseModel):
     by: str | None = Field(None, min_length=1, max_length=80, description="Who wants it, for people to read.")
 
 
+async def _choice(request: Request, context: ServiceContext, run: str, action: str, version: str) -> ChoiceRequest:
+    audit(request, action, version=version)
+    context.run(run)
+    check_open(context.layout, run)
+    body = await parse_body(request, ChoiceRequest)
+    audit(request, action, version=version, reason=body.reason)
+    return body
+
+
 _HELD: Final[dict[int | str, dict[str, Any]]] = {
     409: {"description": "A person holds another version, or this one's files no longer match their digests."}
 }
@@ -274,11 +283,7 @@ async def post_rollback(request: Request, context: Context, version: str, run: R
 
     Where it is served already, engines load it again.
     """
-    audit(request, "rollback", version=version)
-    context.run(run)
-    check_open(context.layout, run)
-    body = await parse_body(request, ChoiceRequest)
-    audit(request, "rollback", version=version, reason=body.reason)
+    body = await _choice(request, context, run, "rollback", version)
     manifest = await context.locking(context.registry.rollback, run, version, body.reason, by=body.by)
     log.warning("run %s serves %s again, by %r: %r", run, version, body.by or "a person", body.reason)
     return manifest
@@ -290,11 +295,7 @@ async def put_hold(request: Request, context: Context, version: str, run: RunQue
 
     Rollouts are scored and trained on meanwhile; the gate looks at none of them, and nothing is published.
     """
-    audit(request, "hold", version=version)
-    context.run(run)
-    check_open(context.layout, run)
-    body = await parse_body(request, ChoiceRequest)
-    audit(request, "hold", version=version, reason=body.reason)
+    body = await _choice(request, context, run, "hold", version)
     manifest = await context.locking(context.registry.hold, run, version, body.reason, body.by)
     log.warning("run %s holds %s, by %r: %r", run, version, body.by or "a person", body.reason)
     return manifest

@@ -170,35 +170,32 @@ def _has_body(scope: Scope) -> bool:
     return _header(scope, b"content-length") not in (None, b"0") or _header(scope, b"transfer-encoding") is not None
 
 
+#: Errors of the service by what they are answered with, special kinds before general ones: status, kind, field.
+_ANSWERS: Final[Mapping[type[Exception], tuple[int, str, str | None]]] = {
+    RunNotFound: (404, "no-such-run", "run"),
+    VersionNotFound: (404, "no-such-drafter", None),
+    RunConflict: (409, "run-conflict", None),
+    RunWithdrawn: (503, "run-being-deleted", None),
+    RunClosed: (409, "run-closed", None),
+    RunDamaged: (503, "run-damaged", None),
+    TooManyReporters: (429, "too-many-reporters", "reporter"),
+    RegistryBusy: (503, "registry-busy", None),
+    LatestHeld: (409, "drafter-held", None),
+    ObjectStoreError: (503, "object-store-away", None),
+    RegistryError: (409, "registry", None),
+}
+
+
 def as_problem(error: Exception) -> Problem:
     """Translate an exception of a handler or library."""
+    for its_class, (status, name, field) in _ANSWERS.items():
+        if isinstance(error, its_class):
+            return Problem(status, name, str(error), field=field)
     match error:
         case Problem():
             return error
         case WireError():
             return Problem(422, "bad-file", str(error), field=error.field)
-        case RunNotFound():
-            return Problem(404, "no-such-run", str(error), field="run")
-        case VersionNotFound():
-            return Problem(404, "no-such-drafter", str(error))
-        case RunConflict():
-            return Problem(409, "run-conflict", str(error))
-        case RunWithdrawn():
-            return Problem(503, "run-being-deleted", str(error))
-        case RunClosed():
-            return Problem(409, "run-closed", str(error))
-        case RunDamaged():
-            return Problem(503, "run-damaged", str(error))
-        case TooManyReporters():
-            return Problem(429, "too-many-reporters", str(error), field="reporter")
-        case RegistryBusy():
-            return Problem(503, "registry-busy", str(error))
-        case LatestHeld():
-            return Problem(409, "drafter-held", str(error))
-        case ObjectStoreError():
-            return Problem(503, "object-store-away", str(error))
-        case RegistryError():
-            return Problem(409, "registry", str(error))
         case redis_errors.OutOfMemoryError():
             return Problem(503, "redis-full", "Redis is out of memory; nothing was queued")
         case redis_errors.RedisError() if (reason := why_unusable(error)) is not None:
@@ -251,15 +248,7 @@ def install(app: FastAPI) -> None:
     for kind in (
         Problem,
         WireError,
-        RunNotFound,
-        VersionNotFound,
-        RunConflict,
-        RunWithdrawn,
-        RunClosed,
-        RunDamaged,
-        TooManyReporters,
-        RegistryError,
-        ObjectStoreError,
+        *_ANSWERS,
         redis_errors.OutOfMemoryError,
         redis_errors.ResponseError,
         redis_errors.ConnectionError,

@@ -85,7 +85,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     await context.check_redis()
     check_not_withdrawn(context.layout, run)
     if not is_there(context.layout.run_json(run)):
-        _check_number(context, caller)
+        await _check_number(context, caller)
     check_open(context.layout, run, for_rollouts=True)  # whoever registers is about to send some
     refused = await _refused_file(context, run)
 
@@ -118,10 +118,10 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
 
 
-def _check_number(context: ServiceContext, caller: Token) -> None:
+async def _check_number(context: ServiceContext, caller: Token) -> None:
     """Refuse one more run where there are as many as there may be (or a few more, if several begin at one moment)."""
     most = context.settings.max_runs
-    names = context.layout.run_names()
+    names = await asyncio.to_thread(context.layout.run_names)
     share = context.tokens.share_of_runs(caller, most)
     if len(names) >= most:
         found = f"there are {most} runs, as many as there may be"
@@ -130,9 +130,7 @@ def _check_number(context: ServiceContext, caller: Token) -> None:
     else:
         return
     raise Problem(
-        429,
-        "too-many-runs",
-        f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS",
+        429, "too-many-runs", f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS"
     )
 
 
@@ -416,7 +414,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
 
 
 def check_room(context: ServiceContext, length: int, run: str = "", held: int = 0) -> None:
-    """Refuse an upload that would leave too little free disk, or too little for others (`ServiceContext.share_bytes`).
+    """Refuse an upload that would leave too little free disk, or too little for others (`Disk.share_bytes`).
 
     `held`: bytes of such files that the run has. `run`: '' where it is not known yet, or is not there yet.
     """
@@ -435,8 +433,4 @@ def check_room(context: ServiceContext, length: int, run: str = "", held: int = 
         )
     else:
         return
-    raise Problem(
-        429,
-        "spool-low",
-        f"{found}. Try again when the worker has caught up",
-    )
+    raise Problem(429, "spool-low", f"{found}. Try again when the worker has caught up")

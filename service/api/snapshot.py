@@ -23,25 +23,11 @@ from service.monitor.alpha import Attempt, alpha_series, attempts, placed
 from service.monitor.counts import servers, sound
 from service.monitor.current import current
 from service.monitor.drift.cause import Cause, as_fraction, explain
-from service.monitor.headline import (
-    ENGINE_SILENT_SECONDS,
-    RECENT_BATCHES,
-    Headline,
-    RunFacts,
-    headline,
-)
+from service.monitor.headline import ENGINE_SILENT_SECONDS, RECENT_BATCHES, Headline, RunFacts, headline
 from service.monitor.headroom import longest_pause
 from service.monitor.live.watch import EngineVerdict, failed_pushes
 from service.monitor.metrics import RunSnapshot, advice_of
-from service.monitor.records import (
-    AcceptanceRecord,
-    Arrival,
-    Estimate,
-    Headroom,
-    ServedDrafter,
-    Vocabulary,
-    arrival,
-)
+from service.monitor.records import AcceptanceRecord, Arrival, Estimate, Headroom, ServedDrafter, Vocabulary, arrival
 from service.reading.deltas import Delta
 from service.reading.series import ScoredBatch, Series
 from service.settings import Settings
@@ -359,7 +345,7 @@ async def watch_headlines(context: ServiceContext) -> None:
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         try:
-            runs = context.layout.run_names()
+            runs = await asyncio.to_thread(context.layout.run_names)
         except OSError as error:
             log.debug("the runs cannot be listed: %s", error)
             continue

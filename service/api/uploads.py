@@ -29,8 +29,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Read = TypeVar("Read")
 #: A body slower than this on average is refused: it only holds a connection.
 _MIN_BYTES_PER_SECOND: Final = 4096
-
-
+_MAX_JSON_BYTES: Final = 1 << 16
 #: The body of a route that takes a file, in the OpenAPI document. Handlers read bodies themselves, within bounds.
 FILE_BODY: Final[dict[str, Any]] = {
     "requestBody": {"required": True, "content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
@@ -157,7 +156,7 @@ def _write(upload: Upload, chunk: bytes | memoryview) -> None:
         raise
 
 
-async def read_json_body(request: Request, max_bytes: int = 1 << 16) -> bytes:
+async def _read_json_body(request: Request) -> bytes:
     """Read a small JSON body, up to a limit; FastAPI's own reading has none."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -168,15 +167,15 @@ async def read_json_body(request: Request, max_bytes: int = 1 << 16) -> bytes:
     while more:
         chunk, more = await _next_chunk(request, 10.0, deadline)
         body += chunk
-        if len(body) > max_bytes:
-            raise Problem(413, "too-large", f"the limit for this call is {max_bytes} bytes")
+        if len(body) > _MAX_JSON_BYTES:
+            raise Problem(413, "too-large", f"the limit for this call is {_MAX_JSON_BYTES} bytes")
     return bytes(body)
 
 
 async def parse_body(request: Request, model: type[Model]) -> Model:
     """Read and validate a small JSON body."""
     try:
-        return model.model_validate_json(await read_json_body(request))
+        return model.model_validate_json(await _read_json_body(request))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "body"

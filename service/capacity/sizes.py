@@ -58,8 +58,11 @@ class Deployment:
         for name, value in numbers.items():
             least = 0.0 if name in ("prompt_share", "engines", "post_share") else math.ulp(0.0)
             most = 1.0 if name.endswith("_share") else 1e12
-            if not least <= value <= most or (name == "prompt_share" and value == 1):
-                raise ValueError(f"{name} must be above 0 and at most {most:g}, got {value}")
+            if not least <= value <= most:
+                bounds = f"from 0 to {most:g}" if least == 0 else f"above 0 and at most {most:g}"
+                raise ValueError(f"{name} must be {bounds}, got {value}")
+        if self.prompt_share == 1:
+            raise ValueError("prompt_share must be below 1: nothing is left for the response")
         if self.tokens < 2:
             raise ValueError(f"tokens must be at least 2, a prompt's and a response's, got {self.tokens}")
 
@@ -70,12 +73,7 @@ class Deployment:
 
 
 def file_bytes(
-    drafter: DrafterConfig,
-    rollouts: int,
-    tokens: int,
-    dtype: FeatureDtype,
-    prompt_share: float = 0.0,
-    group: int = 1,
+    drafter: DrafterConfig, rollouts: int, tokens: int, dtype: FeatureDtype, prompt_share: float = 0.0, group: int = 1
 ) -> int:
     """Bytes of a rollout file as the hook lays it out, for equal rollouts; the wire format's own writer and check.
 

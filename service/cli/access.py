@@ -18,10 +18,7 @@ from service.storage.layout import Layout
 
 def token(
     name: Annotated[str, typer.Argument(help="The token's name, as the audit log shall have it.")],
-    scope: Annotated[
-        list[str],
-        typer.Option(help="What it may do: write, report, read or admin; repeat for several."),
-    ],
+    scope: Annotated[list[str], typer.Option(help="What it may do: write, report, read or admin; repeat for several.")],
     run: Annotated[
         list[str] | None, typer.Option(help="Run that it is for, or a pattern like 'math-*'; repeat. Default: all.")
     ] = None,

@@ -187,11 +187,7 @@ def main() -> None:
     level = os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         sys.exit(f"draftalign: DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level[:40]!r}")
-    logging.basicConfig(
-        level=level,
-        format=f"%(asctime)s {name:<8} %(levelname)-7s %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    logging.basicConfig(level=level, format=f"%(asctime)s {name:<8} %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         app()

@@ -97,7 +97,11 @@ class Child:
         self.faults = 1 if alive_seconds > _HEALTHY_SECONDS else self.faults + 1
         log.warning("%s ended (exit code %s) after %.1f s; starting it again%s", self.name, self.process.returncode,
                     alive_seconds, self._said_last())  # fmt: skip
-        self.start()
+        try:
+            self.start()
+        except OSError as error:  # no memory, or no process number, for now; the other children go on
+            log.error("%s cannot be started: %s", self.name, error)
+            self.started = time.monotonic()
 
 
 class Supervisor:

@@ -41,10 +41,7 @@ def run_up(settings: Settings) -> None:
         settings.state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"state directory {settings.state_dir} cannot be made: {error}") from error
-    environment = {
-        "DRAFTALIGN_STATE_DIR": str(settings.state_dir),
-        "DRAFTALIGN_PORT": str(settings.port),
-    }
+    environment = {"DRAFTALIGN_STATE_DIR": str(settings.state_dir), "DRAFTALIGN_PORT": str(settings.port)}
     if settings.tls_cert is not None and settings.tls_key is not None:
         tls_context(settings.tls_cert, settings.tls_key)  # here too, for the same reason
         environment |= {"DRAFTALIGN_TLS_CERT": str(settings.tls_cert), "DRAFTALIGN_TLS_KEY": str(settings.tls_key)}
@@ -69,5 +66,6 @@ def run_up(settings: Settings) -> None:
     # On SIGTERM it finishes the optimizer step and writes a checkpoint.
     alone = environment | {"WORLD_SIZE": "1"}  # also where a rank of a trainer has started this
     children.append(Child("worker", ["service.cli", "worker"], alone, patience_seconds=45.0))
-    log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)
+    if settings.port:  # else the API says which one it took
+        log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)
     Supervisor(children).run()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from service.cli.drafters.commands import layer_numbers
 from service.cli.remote.client import LOCAL, Service, call
 from service.cli.remote.drafters import fetch_to, require_free
 from service.errors import ConfigurationError
@@ -75,7 +76,7 @@ def warmup(
     call("GET", service, "/healthz")  # before a large policy is loaded
     model, texts = _load(policy, device, prompts, template)
     typer.echo(f"{len(texts):,} prompts, {rollouts:,} answers at most; the page: {service}")
-    hook = _attach(model, service, run, drafter, _layers(aux_layers))
+    hook = _attach(model, service, run, drafter, "eagle3" if aux_layers is None else layer_numbers(aux_layers))
     watch = _Watch(service, run, rollouts, typer.echo)
     try:
         sampling = Sampling(batch, max_new_tokens, temperature)
@@ -187,15 +188,6 @@ def _check_sent(hook: DrafterHook) -> None:
     if lost or not flushed:
         why = found["last_failure"] or found["last_error"] or "it does not answer"
         raise ConfigurationError(f"the rollouts do not reach the service ({lost or 'they wait'}): {why}")
-
-
-def _layers(named: str | None) -> Sequence[int] | Literal["eagle3"]:
-    if named is None:
-        return "eagle3"
-    try:
-        return [int(one) for one in named.split(",")]
-    except ValueError:
-        raise ConfigurationError(f"--aux-layers must be layer numbers like 2,18,33, got {named!r}") from None
 
 
 def _template_kwargs(given: str) -> dict[str, Any]:

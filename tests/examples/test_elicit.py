@@ -85,12 +85,6 @@ def test_guesses_are_right_one_time_in_five() -> None:
     assert sum(rewards) / len(rewards) == pytest.approx(0.2, abs=0.03)
 
 
-@pytest.mark.parametrize("shares", [(-0.1, 0.2), (0.8, 0.3)])
-def test_shares_that_are_no_probabilities_are_refused(shares: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="shares must be non-negative"):
-        elicit.Mixture(*shares)
-
-
 @settings(max_examples=30)
 @given(OPERANDS, st.integers(0, 2**32))
 def test_the_tokenizer_gives_one_token_a_word_and_the_text_back(operands: tuple[int, ...], seed: int) -> None:

@@ -17,6 +17,7 @@ from engine_fixtures import (
     elicit_prompts,
     engine,
     random_drafter,
+    randomize_drafter,
     rollouts,
     trained_drafter,
     write,
@@ -182,7 +183,7 @@ def test_each_engine_that_is_wrong_is_named_beside_sound_ones(bench: Bench, tmp_
         "other order": ("engine features", {"fault": features_changed(other_order)}),
         "zeros": ("engine features", {"fault": features_changed(torch.zeros_like)}),
         "feedback": ("engine features", {"fault": feedback_changed(lambda r: 3 * r)}),
-        "lost": ("dead", {"break_it": lambda served: served.randomize_drafter(1)}),
+        "lost": ("dead", {"break_it": lambda served: randomize_drafter(served, 1)}),
         "two": ("depth", {"depth": 2}),
     }
     bench.report("sound 1", sound)

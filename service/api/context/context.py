@@ -227,12 +227,12 @@ class ServiceContext:
         except OSError as error:
             log.warning("no room is kept for what makes more: %s", error)
         await asyncio.to_thread(sweep_deleted, self.layout)
-        for run in self.layout.withdrawn_names():
+        for run in await asyncio.to_thread(self.layout.withdrawn_names):
             try:
                 await self.finish_deletion(run)
             except (redis.exceptions.RedisError, OSError, RegistryBusy) as error:
                 log.warning("run %s is not deleted yet: %s", run, error)
-        registered = self.layout.run_names()
+        registered = await asyncio.to_thread(self.layout.run_names)
         for run in {*self._kept, *self.evidence.runs, *self.disk.runs}.difference(registered):
             self.drop(run)  # another process deleted it
         self._drop_unasked()

@@ -101,7 +101,8 @@ class Disk:
         wanted, self._wanted_bytes = self._wanted_bytes, set()
         self.room_wanted.clear()
         least = self._settings.spool_min_free_bytes - self._spool.free_bytes()
-        held = await asked_of(self._layout.run_names(), lambda run: self._queue(run).dead_file_bytes())
+        runs = await asyncio.to_thread(self._layout.run_names)
+        held = await asked_of(runs, lambda run: self._queue(run).dead_file_bytes())
         total = sum(held.values())
         missing = max((found for length in wanted if (found := least + length) <= total), default=0)
         if missing <= 0:

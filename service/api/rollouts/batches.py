@@ -219,9 +219,7 @@ def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limi
     else:
         found = f"{held.rollouts} of {settings.queue_max_rollouts} rollouts (DRAFTALIGN_QUEUE_MAX_ROLLOUTS)"
     return Problem(
-        429,
-        "queue-full",
-        f"the queue of run {run!r} is full: {found}. Try again when the worker has caught up",
+        429, "queue-full", f"the queue of run {run!r} is full: {found}. Try again when the worker has caught up"
     )
 
 

@@ -64,8 +64,7 @@ def convert(
             raise ConfigurationError("--pickle and --draft-config are for EAGLE-3 drafters, not for --to mtp")
         if to != "mtp":
             imported = _read(source, from_, aux_layers, norm_before_residual, draft_config, pickles=pickle)
-        if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-            raise ConfigurationError(f"{destination} holds something already; name a new directory")
+        check_free(destination)
         created = not destination.exists()
         destination.mkdir(parents=True, exist_ok=True)
         try:
@@ -229,20 +228,22 @@ def _read(
 
     if layout is not None and layout not in LAYOUTS:
         raise ConfigurationError(f"a layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
-    layers = None
-    if aux_layers is not None:
-        parts = aux_layers.split(",")
-        if not all(part.strip().isdecimal() for part in parts):
-            raise ConfigurationError(f"--aux-layers must be numbers such as 2,18,33, got {aux_layers!r}")
-        layers = [int(part) for part in parts]
     return import_drafter(
         source,
         layout=layout,
-        aux_layers=layers,
+        aux_layers=None if aux_layers is None else layer_numbers(aux_layers),
         norm_before_residual=norm_before_residual,
         config_file=draft_config,
         pickles=pickles,
     )
+
+
+def layer_numbers(aux_layers: str) -> list[int]:
+    """What --aux-layers names. Raises ConfigurationError."""
+    parts = aux_layers.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ConfigurationError(f"--aux-layers must be numbers such as 2,18,33, got {aux_layers!r}")
+    return [int(part) for part in parts]
 
 
 def write_body(
@@ -264,6 +265,12 @@ def write_body(
             stored = _read(source, layout, aux_layers, norm_before_residual).stored
             tensors, config = stored.tensors(), export_config(stored.config, stored.dtype)
         save_file(tensors, file, metadata={"format": DRAFTER_FORMAT, "drafter_config": json.dumps(config)})
+
+
+def check_free(destination: Path) -> None:
+    """Raise a ConfigurationError where nothing can be written to this directory."""
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigurationError(f"{destination} holds something already; name a new directory")
 
 
 def _is_mtp(source: Path) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from service.errors import ConfigurationError
 from service.settings import Settings
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from drafter.policy import Policy
+    from rl_hooks.wire import LogitMap
     from service.worker.target import Target
 
 #: Names of a target's token embedding: a run's own, and those of transformers checkpoints.
@@ -32,10 +34,11 @@ class _FixedPolicy:
         from drafter.policy import Policy, TargetHead
 
         self._path = path
+        self._directory = path if path.is_dir() else path.parent
         embed_tokens = self._find(_EMBEDDINGS)
         if embed_tokens is None:
             raise ConfigurationError(f"{path} holds no token embedding; looked for {', '.join(_EMBEDDINGS)}")
-        head = TargetHead(self._lm_head(embed_tokens)) if with_head else None
+        head = TargetHead(self._lm_head(embed_tokens), self._logit_map()) if with_head else None
         self.registered = Policy(0, embed_tokens, head)
 
     def at(self, policy_version: int) -> Policy:
@@ -53,13 +56,38 @@ class _FixedPolicy:
 
     def _tied(self) -> bool:
         """Whether the embedding is the head, by config.json; without one, true of a single file."""
-        from drafter.files.checkpoint import CONFIG_FILE, read_config, read_index
+        from drafter.files.checkpoint import read_index
 
-        directory = self._path if self._path.is_dir() else self._path.parent
-        if (directory / CONFIG_FILE).exists():
-            return read_config(directory / CONFIG_FILE).get("tie_word_embeddings") is True
+        if self._config is not None:
+            return self._config.get("tie_word_embeddings") is True
         # Of several shards, another may hold the head.
-        return not self._path.is_dir() and read_index(directory) is None
+        return not self._path.is_dir() and read_index(self._directory) is None
+
+    def _logit_map(self) -> LogitMap:
+        """What the policy does to its logits after the head, by config.json; without one, nothing."""
+        from torch import nn
+
+        from rl_hooks.errors import UnsupportedModelError
+        from rl_hooks.sending.registration import known_logit_map
+
+        config = self._config or {}
+        kinds = config.get("architectures")
+        name = str(kinds[0]) if isinstance(kinds, list) and kinds else "model of no named architecture"
+        text = config.get("text_config")
+        try:  # it looks at the name of the model's class
+            return known_logit_map(type(name, (nn.Module,), {})(), text if isinstance(text, dict) else config)
+        except (UnsupportedModelError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise ConfigurationError(
+                f"{self._directory}: {error}. Or give --target a run of this policy: its registration says it"
+            ) from error
+
+    @cached_property
+    def _config(self) -> Mapping[str, Any] | None:
+        """The policy's config.json, if it is there."""
+        from drafter.files.checkpoint import CONFIG_FILE, read_config
+
+        path = self._directory / CONFIG_FILE
+        return read_config(path) if path.exists() else None
 
     def _find(self, names: Sequence[str]) -> Tensor | None:
         from rl_hooks.wire import MappedFile

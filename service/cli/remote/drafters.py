@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import typer
 
-from service.cli.drafters.commands import AuxLayers, From, Norm, Source, write_body
+from service.cli.drafters.commands import AuxLayers, From, Norm, Source, check_free, write_body
 from service.cli.remote.client import LOCAL, AsJson, Reason, Run, Service, call, client_of, name_of, whoami
 from service.errors import ConfigurationError
 
@@ -145,8 +145,7 @@ def download(
 def require_free(destination: Path) -> None:
     """Raise a ConfigurationError where nothing can be written to this directory, or the public keys are none."""
     public_keys()
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigurationError(f"{destination} holds something already; name a new directory")
+    check_free(destination)
 
 
 def fetch_to(destination: Path, service: str, run: str, version: str | None = None) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 import typer
@@ -14,22 +14,6 @@ import typer
 from service.cli.remote.client import LOCAL, AsJson, Reason, Run, Service, call, name_of, whoami
 from service.errors import ConfigurationError
 from service.storage.layout import BATCH_ID
-
-
-class WantedState(StrEnum):
-    """What a person may want of a run."""
-
-    ACTIVE = "active"
-    PAUSED = "paused"
-    DRAINING = "draining"
-    ARCHIVED = "archived"
-
-
-class DriftAction(StrEnum):
-    """What can be done about a drift alarm."""
-
-    ACKNOWLEDGE = "acknowledge"
-    RESET = "reset"
 
 
 def runs(
@@ -65,7 +49,8 @@ def runs(
 
 def state(
     wanted: Annotated[
-        WantedState | None, typer.Argument(help="What the run shall be; without it, say what it is.")
+        Literal["active", "paused", "draining", "archived"] | None,
+        typer.Argument(help="What the run shall be; without it, say what it is."),
     ] = None,
     reason: Reason = "by hand",
     service: Service = LOCAL,
@@ -85,7 +70,7 @@ def state(
     if wanted is None:
         found = call("GET", service, path).json()
     else:
-        body = {"state": wanted.value, "reason": reason, "by": whoami()}
+        body = {"state": wanted, "reason": reason, "by": whoami()}
         found = call("PATCH", service, path, json=body).json()
     said = f"run {run} is {found['state']['state']}: {found['headline']['text']}"
     typer.echo(json.dumps(found) if as_json else said)
@@ -147,7 +132,7 @@ def _list_dead(service: str, path: str, as_json: bool) -> None:
 
 def drift(
     action: Annotated[
-        DriftAction,
+        Literal["acknowledge", "reset"],
         typer.Argument(help="`acknowledge`: the cause is dealt with. `reset`: this level is the right one."),
     ],
     service: Service = LOCAL,
@@ -158,7 +143,7 @@ def drift(
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
     run = name_of(service, run)
-    asked = call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action.value}").json()
+    asked = call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action}").json()
     none = "" if asked["alarm"] else "; there is no alarm now"
     typer.echo(f"asked; the worker of run {run} does it within seconds{none}")
 
@@ -192,4 +177,21 @@ def worth(
     if found["costs_from"] is not None:
         typer.echo(f"From {found['costs_from']} sequences a step on, depth {found['depth']} is slower than no drafts.")
     if found["plan"]:
-        typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(found['plan'])}")
+        _say_plan(found["plan"], found["depth"])
+
+
+def _say_plan(plan: Sequence[tuple[int, int, int]], depth: int) -> None:
+    """Print the list for vLLM, and what follows for an engine that gets it."""
+    typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(plan)}")
+    none = [f"{first} to {last}" for first, last, best in plan if best == 0]
+    if none:
+        typer.echo(
+            f"Depth 0 is no speculation: at {', '.join(none)} sequences a step no round is counted, so neither α "
+            "nor an engine's verdict tells of those steps."
+        )
+    if any(best not in (0, depth) for _, _, best in plan):
+        typer.echo(
+            f"An engine that keeps this list has the verdict `depth`, with an alert, while its rounds have other than "
+            f"{depth} tokens on average. α is then compared at the depth that both have; the service goes on to "
+            f"replay, train and judge at {depth}."
+        )

@@ -19,9 +19,11 @@ from record_fixtures import score
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, run_file
 from storage_fixtures import Store
+from typer.testing import CliRunner
 
 from service.access.audit import AuditLog
 from service.api.context import context
+from service.cli.main import app
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES
 from service.monitor.live.watch import EngineVerdict, failed_pushes, push_is_due
@@ -418,6 +420,25 @@ def test_step_times_become_speed_up_and_best_depth(replayed: Engine) -> None:
     assert 'draftalign_speculation_speedup_ratio{batch="64",run="default"}' in client.get("/metrics").text
     replayed.report(10, 9)  # an agent that says nothing of it
     assert client.get("/runs/default/worth").json()["unknown"] is None
+
+
+@pytest.mark.parametrize("drafter_seconds", [5e-4, 5e-3])
+def test_the_command_says_what_follows_for_an_engine_that_gets_its_list(
+    replayed: Engine, drafter_seconds: float
+) -> None:
+    def slow_drafter(batch: int, depth: int) -> float:
+        return 0.01 + 2e-5 * batch * (depth + 1) + drafter_seconds * depth * (1 + batch / 16)
+
+    replayed.report(100, 90, step_times=step_times((0, 2, 4), slow_drafter)).raise_for_status()
+    told = CliRunner().invoke(app, ["worth", "--service", replayed.service.url]).output
+    plan = json.loads(told.partition("num_speculative_tokens_per_batch_size = ")[2].partition("\n")[0])
+    none = [f"{first} to {last}" for first, last, depth in plan if depth == 0]
+    assert len(none) == (drafter_seconds > 1e-3), plan
+    for place in none:
+        assert f"Depth 0 is no speculation: at {place} sequences a step no round is counted" in told
+    assert ("has the verdict `depth`, with an alert, while its rounds have other than 4 tokens" in told) == any(
+        depth not in (0, 4) for *_, depth in plan
+    )
 
 
 def eventually_other(ask: Callable[[], Any], what: str) -> Any:

@@ -32,6 +32,7 @@ from service_fixtures import (
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from service.api.context.context import ServiceContext
+from service.storage.layout import Layout
 from service.storage.lease import Leases
 from service.storage.queue.keys import Keys
 from service.storage.reports.store import AsyncStore
@@ -54,6 +55,26 @@ def test_a_run_is_created_once_and_described(bare: RunningService, redis_client:
     assert bare.layout.run_names() == ["exp-1.a_B"]
     assert bare.spooled() == []
     assert redis_client.smembers(Keys.RUNS) == {b"exp-1.a_B"}
+
+
+def test_runs_are_not_listed_on_the_event_loop(bare: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system a listing takes long, and nothing else would be answered meanwhile."""
+    threads, list_runs = set[threading.Thread](), Layout.run_names
+
+    def noted(layout: Layout) -> list[str]:
+        threads.add(threading.current_thread())
+        return list_runs(layout)
+
+    monkeypatch.setattr(Layout, "run_names", noted)
+    bare.register().raise_for_status()
+    for path in ("/runs", "/metrics"):
+        bare.client.get(path).raise_for_status()
+    asyncio.run_coroutine_threadsafe(
+        bare.server.config.app.state.context.reap(),  # type: ignore[union-attr]
+        bare.server.servers[0].get_loop(),
+    ).result(10)
+    assert threads
+    assert bare._thread not in threads
 
 
 def test_another_target_under_the_same_name_is_a_conflict(service: RunningService) -> None:

@@ -27,6 +27,7 @@ from rl_hooks.wire import CONTENT_TYPE, Tensor
 from service.access.audit import AuditLog
 from service.api.context.context import ServiceContext
 from service.api.problems import in_units
+from service.storage.queue.keys import Keys
 from service.storage.spool import Spool
 
 Serve = Callable[..., RunningService]
@@ -173,6 +174,27 @@ def test_a_head_that_is_sent_again_and_again_makes_no_room_for_others_of_its_run
         put(content=head_file(100))
     assert codes.count(201) in (6, 7, 8)
     assert service.post(rollout_file(("1",), run="other"), "other").status_code == 202
+
+
+def test_a_sweep_that_fails_as_nobody_foresaw_does_not_end_the_sweeps(
+    serve: Serve, disk: Disk, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.app._MAKE_ROOM_SECONDS", 0.01)
+    service = serve()
+    service.register()
+    context = service.server.config.app.state.context  # type: ignore[union-attr]
+    make_room, begun = context.disk.make_room, list[int]()
+
+    async def counted() -> None:
+        begun.append(1)
+        await make_room()
+
+    context.disk.make_room = counted
+    redis_client.hset(Keys("default").counters, "dead_file_bytes", "nonsense")
+    disk(0)
+    for times in (1, 2):
+        assert service.post(rollout_file(("1",)), "default").status_code == 429
+        eventually(lambda times=times: len(begun) >= times, 10.0)  # type: ignore[misc]
 
 
 def test_a_dead_batch_needs_no_more_disk_to_be_put_back(serve: Serve, disk: Disk, redis_client: Redis) -> None:

@@ -227,7 +227,7 @@ def test_the_command_prints_json_that_can_be_read(tmp_path: Any) -> None:
     "wrong",
     [
         ["--step-seconds", "0"], ["--step-seconds", "nan"], ["--tokens-a-rollout", "1"], ["--prompt-share", "1"],
-        ["--sampled-share", "1.5"], ["--ranks", "0"], ["--engines", "-1"], ["--worker-gpus", "0"], ["--dtype", "int4"],
+        ["--sampled-share", "1.5"], ["--ranks", "0"], ["--engines", "-1"], ["--worker-gpus", "0"],
         ["--policy", "no-such-file"], ["--alpha-now", "2"], ["--gpu-hour-price", "nan"], ["--network-gbit", "inf"],
         ["--gpu-hour-price", "3", "--alpha-now", "2", "--alpha-gain", "0.1", "--generation-share", "2"],
     ],
@@ -236,6 +236,13 @@ def test_what_cannot_be_is_refused_in_words(wrong: list[str]) -> None:
     found = run(*wrong)
     assert found.exit_code != 0
     assert type(found.exception).__name__ == "ConfigurationError"
+
+
+def test_another_dtype_than_the_hooks_is_refused_by_name() -> None:
+    found = run("--dtype", "int4")
+    assert found.exit_code == 2
+    assert "int4" in found.output
+    assert "float8_e4m3_all" in found.output
 
 
 def test_the_errors_of_the_plan_over_random_deployments_stay_small() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -187,6 +188,28 @@ def test_revival_waits_longer_after_each_fault_and_forgets_them_once_all_is_well
     now[0] += 31.0
     child.revive()
     assert child.faults == 1
+
+
+def test_a_machine_without_room_for_a_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child("c", ["-c", "raise SystemExit"])
+    child.start()
+    assert child.process is not None
+    child.process.wait(30)
+
+    def full(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("service.cli.supervisor.spawn", full)
+        child.revive()
+        child.revive()
+    assert child.faults == 1, "it is not tried again and again"
+    now = time.monotonic() + 2.0
+    monkeypatch.setattr("service.cli.supervisor.time.monotonic", lambda: now)
+    ended = child.process
+    child.revive()
+    assert child.process is not ended
+    stop(child.process)
 
 
 def test_nothing_to_supervise_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

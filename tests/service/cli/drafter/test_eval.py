@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +191,37 @@ def test_eval_takes_the_embedding_for_the_head_only_where_it_is_said_to_be(
     weight_map = {"model.embed_tokens.weight": MODEL_FILE, "lm_head.weight": "head.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert no_head(alone), "one shard of several"
+
+
+def test_eval_scales_and_caps_the_logits_of_a_checkpoint_as_its_class_does(
+    tmp_path: Path, rollouts: Path, world: World
+) -> None:
+    torch.manual_seed(0)
+    module = MtpDrafter(MtpConfig.from_target(CONFIG | LATENT))
+    directory, model = tmp_path / "module", tmp_path / "model"
+    for made in (directory, model):
+        made.mkdir()
+    write_mtp(directory, module)
+    save_file({"model.embed_tokens.weight": world.embed, "lm_head.weight": world.heads[0]}, model / MODEL_FILE)
+    file = rollouts / "0.safetensors"
+
+    def evaluated(run: Callable[..., str], **config: Any) -> str:
+        (model / CONFIG_FILE).write_text(json.dumps(config))
+        return run("eval", directory, file, "--target", model, "--depth", 2, "--json")
+
+    def gap(**config: Any) -> float:
+        return float(json.loads(evaluated(worked, **config))["logprob_gap_nats"])
+
+    cap = {"final_logit_softcapping": 3.0}
+    want, _ = TargetHead(world.heads[0], wire.LogitMap(softcap=3.0)).logprob_gap(load_batch(file))
+    assert want > 0.1, "these rollouts are of a policy that caps nothing"
+    assert gap(architectures=["Gemma2ForCausalLM"], **cap) == pytest.approx(want, rel=0.2)
+    nested = gap(architectures=["Gemma4ForConditionalGeneration"], text_config=cap)
+    assert nested == pytest.approx(want, rel=0.2)
+    assert gap(architectures=["Gemma2ForCausalLM"]) == pytest.approx(0.0, abs=0.01)
+    said = evaluated(refused, architectures=["OwnForCausalLM"], logit_scale=0.5)
+    assert "logit_scale = 0.5, and what a OwnForCausalLM does with it is not known" in said
+    assert "give --target a run" in said
 
 
 def test_eval_needs_every_shard_that_a_models_index_names(
