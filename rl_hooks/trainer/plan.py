@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import os
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -92,8 +93,8 @@ class RolloutIds:
         self._made = 0
 
     def of(self, policy_version: int, number: int) -> str:
-        """Unique over attachments, ranks, versions and numbers; the same each time it is asked for."""
-        text = f"{self._prefix}/{policy_version}/{self._rank}/{number}"
+        """Unique over attachments, forked processes, ranks, versions and numbers; the same each time it is asked for."""
+        text = f"{self._prefix}/{os.getpid()}/{policy_version}/{self._rank}/{number}"
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def next(self, policy_version: int) -> str:
