@@ -74,6 +74,15 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     return low, middle, high
 
 
+def dropping(model: nn.Module) -> str:
+    """Name of the first module of `model` that drops values at random now; "" where none does."""
+    for name, module in model.named_modules():
+        share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if module.training and isinstance(share, float) and share > 0:
+            return name
+    return ""
+
+
 def find_decoder(
     model: nn.Module, layers_path: str | None = None, norm_path: str | None = None
 ) -> tuple[nn.ModuleList, nn.Module]:

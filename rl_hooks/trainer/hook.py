@@ -33,7 +33,7 @@ from rl_hooks.sending.features import FeatureDtype
 from rl_hooks.sending.registration import RunRegistration, is_sharded, policy_head, refuse_model_parallel, unwrap
 from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.capture import FeatureCapture
+from rl_hooks.trainer.capture import FeatureCapture, dropping
 from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.own_scores import Kind, OwnRows, OwnScores, Scores
 from rl_hooks.trainer.packing import check_forward, how_it_reads
@@ -47,6 +47,12 @@ NEVER_WHOLE: Final = (
     "no rank holds lm_head whole at any place of the forward: rollouts are sent without normalisers, which the service "
     "computes with the head that it has, and no head is sent from here. Let an engine's tap send it, or wrap lm_head "
     "with the root of the model"
+)
+#: Said once where the captured forward has dropout.
+DROPPED: Final = (
+    "the captured forward drops values at random ({name}), so its features and log-probabilities are not those of the "
+    "policy that generated: set dropout to 0 (lora_dropout; disable_dropout=True of TRL), or capture a forward in "
+    "eval mode"
 )
 
 
@@ -103,6 +109,7 @@ class DrafterHook:
         self._choice = RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
         self._ids = RolloutIds(rank)
         self._model = model
+        self._looked_for_dropout = False
         self.run = run
         # Made before the hooks are registered: a refused model is left as it was found.
         refuse_model_parallel(model)
@@ -242,7 +249,8 @@ class DrafterHook:
                 armed.enter_context(self._head.armed(score, self._features.is_past_norm))
                 score_logits = partial(self._staging.score_logits, plan, targets)
                 see = partial(self._staging.see_logits, targets)
-                armed.enter_context(self._own.armed(plan.rows[plan.scored()[0]], score_logits, see))
+                rows = plan.rows[plan.scored()[0]]
+                armed.enter_context(self._own.armed(rows, score_logits, see, self._features.is_past_norm))
                 if self._registrar is not None:
                     armed.enter_context(self._registrar.armed())
                 yield
@@ -318,6 +326,10 @@ class DrafterHook:
         self._agreement.compare(plan.temperature)
         if self._registrar is not None:
             self._registrar.check()
+        if self._model.training and not self._looked_for_dropout:
+            self._looked_for_dropout = True  # once: a large model has many modules
+            if name := dropping(self._model):
+                self.tally.warn("dropout", DROPPED.format(name=name))
         attention, recurrent = how_it_reads(self._model)
         check_forward(captured.boundaries, plan.layout, attention, recurrent=recurrent)
         if scored is None:

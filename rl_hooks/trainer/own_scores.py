@@ -86,6 +86,7 @@ class OwnScores:
         self._armed = False
         self._log_probs = log_probs
         self._norms = 0  # last states in an armed forward
+        self._is_past_norm: Callable[[], bool] = lambda: True
         self._place: OwnRows | None = None  # of which rows returned logits would be; without values
         self._see: See | None = None
         self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -103,16 +104,21 @@ class OwnScores:
 
     @contextmanager
     def armed(
-        self, rows_M: npt.NDArray[np.int64], score: Callable[[OwnRows], Scores], see: See | None = None
+        self,
+        rows_M: npt.NDArray[np.int64],
+        score: Callable[[OwnRows], Scores],
+        see: See | None = None,
+        is_past_norm: Callable[[], bool] = lambda: True,
     ) -> Iterator[None]:
         """Look for them in the forward that happens inside. `rows_M`: of the flattened [B * S], all must be there.
 
         `score` is called on logits at once, where they were expected: trainers change them in place later.
-        `see` is shown lm_head's output, then what a model returned.
+        `see` is shown lm_head's output, then what a model returned. `is_past_norm`: whether the norm's output is the
+        last state by now (NanoChat's norm runs on the embedding first).
         """
         self.clear()
         self._armed, self._rows, self._score, self._see = self._trusted, rows_M, score, see
-        self._norms = 0
+        self._is_past_norm, self._norms = is_past_norm, 0
         self._due, self.expected = self.expected, None
         try:
             yield
@@ -150,7 +156,7 @@ class OwnScores:
         self._handles.clear()
 
     def _at_norm(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._is_past_norm():
             return
         self._norms += 1
         if self._norms > 1:  # of another forward: whose the logits or log-probabilities are can't be told

@@ -136,6 +136,34 @@ def test_a_compiled_forward_is_not_compiled_again_for_each_shape_that_is_capture
     assert len(graphs) <= 2, len(graphs)
 
 
+def test_layers_that_are_compiled_by_themselves_give_the_same_states_and_no_graph_more_with_each_shape() -> None:
+    """As torchtitan and prime-rl compile. The hooks of such a layer are outside of its graph, and small graphs too."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = tiny_qwen3(use_cache=False)
+    capture = FeatureCapture(model, (1, 2))
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    counts = []
+    for length in range(9, 17):
+        batch = padded_batch([(3, length), (7, length - 2)])
+        rows = batch.attention_mask.flatten().nonzero()[:, 0]
+        with torch.no_grad(), capture.armed(rows=rows, shape=tuple(batch.input_ids.shape)):
+            out = model(batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
+        states = capture.pop()
+        for found, expected in zip((*states.aux, states.last), (*out.hidden_states[1:3], out[1][-1]), strict=True):
+            assert torch.equal(found, expected.flatten(0, 1)[rows])
+        with torch.no_grad():
+            model(batch.input_ids, attention_mask=batch.attention_mask)
+        counts.append(len(graphs))
+    assert len({*counts[2:]}) == 1, counts
+
+
 def test_eagle3_layers_are_the_engines_triple_and_refuse_shallow_models() -> None:
     assert eagle3_layers(36) == (2, 18, 33)
     assert eagle3_layers(7) == (2, 3, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,42 @@ def test_what_is_wrong_is_named(service: Receiver, bad: dict[str, Any], said: st
     assert said in failure
     assert len(failure) < 200
     hook.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_children_give_their_rollouts_ids_of_their_own(service: Receiver) -> None:
+    """Else the service takes what they send for what their parent has sent, and drops it."""
+    model = tiny()
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    assert hook.flush(20)
+    torch.set_num_threads(1)
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                run_once(hook, model, padded_batch(LENGTHS), version=0)
+                os._exit(0 if hook.flush(20) and hook.stats()["sent"] == 1 else 1)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    run_once(hook, model, padded_batch(LENGTHS), version=0)
+    assert hook.flush(20)
+    assert len({request.headers["x-rollout-id"] for request in service.rollouts()}) == 3
+    hook.close()
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.1, 1), (0.0, 0)])
+def test_dropout_in_the_captured_forward_is_said_once(
+    service: Receiver, caplog: pytest.LogCaptureFixture, share: float, said: int
+) -> None:
+    model = tiny(attention_dropout=share).train()
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    with caplog.at_level(logging.WARNING, "rl_hooks"):
+        for version in range(2):
+            run_once(hook, model, padded_batch(LENGTHS), version)
+        assert hook.flush(20)
+    hook.close()
+    assert len([r for r in caplog.records if "drops values at random (model.layers.0.self_attn)" in r.message]) == said
 
 
 def test_rollout_ids_may_be_integers(service: Receiver, tmp_path: Path) -> None:
