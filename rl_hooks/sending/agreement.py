@@ -3,8 +3,8 @@
 A head that does something of its own (a subclass of Linear, an adapter), or a model that changes its logits in a way
 that is not known here, would give the drafter a wrong target. So logit_map(last @ head^T) is compared with logits that
 the policy's forward made, in some rows and columns of the first captured forward that has both, if one of the first 16
-has. Of a forward of fewer than 8 rows the tokens that follow are left for a later one: a median over so few is no median
-of rounding. One figure travels to the host; the sender's thread reads it before the file of that forward goes.
+has. Where that is of fewer than 8 rows, the tokens that follow are left for a later one: a median over so few can be
+far off. One figure travels to the host; the sender's thread reads it before the file of that forward goes.
 
 What rounding can do is never refused: each product rounded to 3 bits (float8 e4m3, the coarsest that a head is
 multiplied in), the logit to bfloat16. Medians are compared, without what a model masks. What is added to all logits of

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from rl_hooks import wire
 from rl_hooks.sending.agreement import Agreement
-from rl_hooks.sending.features import FeatureDtype
+from rl_hooks.sending.features import FeatureDtype, checked_dtype
 from rl_hooks.sending.registration import RunRegistration, is_sharded, policy_head, refuse_model_parallel, unwrap
 from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally
@@ -100,7 +100,7 @@ class DrafterHook:
     ) -> None:
         if not wire.RUN_NAME.fullmatch(run):
             raise ValueError(f"run: {run!r} is no run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit")
-        policy_version = checked_version(policy_version)
+        policy_version, dtype = checked_version(policy_version), checked_dtype(dtype)
         self._closed = False
         #: Counters, and the newest failure.
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)

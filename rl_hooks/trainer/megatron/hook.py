@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError, UnsupportedModelError
-from rl_hooks.sending.features import Captured, FeatureDtype
+from rl_hooks.sending.features import Captured, FeatureDtype, checked_dtype
 from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, target_config
 from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally
@@ -93,7 +93,7 @@ class MegatronHook:
         wait_seconds: float = 60.0,
         strict: bool = False,
     ) -> None:
-        policy_version = checked_version(policy_version)
+        policy_version, dtype = checked_version(policy_version), checked_dtype(dtype)
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         self.guard = TrainerGuard(self.tally, strict=strict)
         self.ranks = TensorRanks(group, wait_seconds)

@@ -271,6 +271,20 @@ def test_the_budget_is_of_each_version_where_versions_alternate(service: Receive
     hook.close()
 
 
+def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_gets_the_budgets_of_its_versions_again(
+    service: Receiver,
+) -> None:
+    model, batch = tiny(), padded_batch([(4, 6)] * 2)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=20, strict=True)
+    captured = []
+    for version in (*range(9), 4, 5, 6, 7, 8):
+        run_once(hook, model, batch, version=version)
+        captured.append(hook.stats()["captured_rollouts"])
+    # That the trainer went back shows with the second version.
+    assert captured == [2, 4, 6, 8, 10, 12, 14, 16, 18, 18, 20, 22, 24, 26]
+    hook.close()
+
+
 def test_that_rollouts_are_longer_than_the_budget_is_said_once(
     service: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -324,7 +338,7 @@ def test_a_capture_after_close_is_said_once_and_is_no_failure(
     [
         ({"temperature": None}, "temperature: expected a number, got None"),
         ({"rewards": [1.0, None, 0.0, 0.0]}, "rewards: expected a number, got None"),
-        ({"rewards": torch.ones(4, 2)}, "rewards: expected a number, got tensor"),
+        ({"rewards": torch.ones(4, 2)}, "rewards: expected a number, got [1.0, 1.0]"),
         ({"loss_mask": np.ones((4, 19))}, "loss_mask must be a tensor [4, 19] like input_ids, got ndarray"),
     ],
 )
@@ -372,6 +386,13 @@ def test_dropout_in_the_captured_forward_is_said_once(
         assert hook.flush(20)
     hook.close()
     assert len([r for r in caplog.records if "drops values at random (model.layers.0.self_attn)" in r.message]) == said
+
+
+def test_a_dtype_that_is_none_is_refused_when_attaching_and_the_model_left_as_it_was() -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match="dtype: expected one of bfloat16, float8_e4m3, float8_e4m3_all, got 'fp8'"):
+        DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2, 3), dtype="fp8")  # type: ignore[arg-type]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_rollout_ids_may_be_integers(service: Receiver, tmp_path: Path) -> None:
