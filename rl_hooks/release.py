@@ -123,6 +123,9 @@ def parse_manifest(document: object, run: str) -> Manifest:
     sha256s = {file.name: file.sha256 for file in files}
     if len(sha256s) != len(files):
         raise ManifestError("files: a name appears twice")
+    kind = document.get("kind", "eagle3")
+    if kind not in ("eagle3", "mtp"):
+        raise ManifestError(f"kind: expected eagle3 or mtp, got {str(kind)[:80]!r}; update this agent")
     manifest = Manifest(
         run=run,
         version=_name(document, "version"),
@@ -133,7 +136,7 @@ def parse_manifest(document: object, run: str) -> Manifest:
         config_fingerprint=_text(document, "config_fingerprint"),
         d2t_sha256=_text(document, "d2t_sha256"),
         replayed_alpha=_replayed_alpha(document.get("gate")),
-        kind=_kind(document.get("kind", "eagle3")),
+        kind=str(kind),
         aux_layers=layers_of(document.get("aux_layers")),
     )
     if files_digest(sha256s) != manifest.digest:
@@ -146,12 +149,6 @@ def layers_of(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or len(value) > _MAX_LAYERS:
         return ()
     return tuple(value) if all(type(one) is int and 0 <= one <= _MAX_LAYER for one in value) else ()
-
-
-def _kind(value: object) -> str:
-    if value not in ("eagle3", "mtp"):
-        raise ManifestError(f"kind: expected eagle3 or mtp, got {str(value)[:80]!r}; update this agent")
-    return str(value)
 
 
 def _replayed_alpha(gate: object) -> float | None:

@@ -61,7 +61,8 @@ def attach(
     `UnsupportedTrainerError` for a trainer it cannot wrap, `UnsupportedModelError` and `AuxLayersError` for a model it
     cannot read; nothing is raised later unless `strict`.
     """
-    kind = _kind_of(trainer)
+    asynchronous = any(base.__name__ == "AsyncGRPOTrainer" for base in type(trainer).__mro__)
+    kind: type[Attachment] = AsyncAttachment if asynchronous else GrpoAttachment
     _check_trainer(trainer, kind)
     hook = DrafterHook(
         trainer.model,
@@ -77,11 +78,6 @@ def attach(
         **options,
     )
     return kind(trainer, hook)
-
-
-def _kind_of(trainer: Any) -> type[Attachment]:
-    asynchronous = any(base.__name__ == "AsyncGRPOTrainer" for base in type(trainer).__mro__)
-    return AsyncAttachment if asynchronous else GrpoAttachment
 
 
 def _check_trainer(trainer: Any, kind: type[Attachment]) -> None:

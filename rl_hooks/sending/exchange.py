@@ -19,7 +19,7 @@ import ssl
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 from urllib.parse import urlsplit
 
 #: How long to wait for `100 Continue` before sending the body anyway (RFC 9110 §10.1.1 asks for a limit).
@@ -212,7 +212,7 @@ def _slices(body: Iterable[bytes | memoryview]) -> Iterable[memoryview]:
             yield view[begin : begin + SLICE_BYTES]
 
 
-def _read_reply(reader: io.BufferedReader, sent: int, *, stop_at_continue: bool = False) -> Reply | None:
+def _read_reply(reader: BinaryIO, sent: int, *, stop_at_continue: bool = False) -> Reply | None:
     """Read to the final answer, past interim ones. None: the connection ended, or `100 Continue` came first."""
     for _ in range(_MAX_INTERIM):
         line = reader.readline(_MAX_REPLY_BYTES)
@@ -230,7 +230,7 @@ def _read_reply(reader: io.BufferedReader, sent: int, *, stop_at_continue: bool 
     raise ReplyError(f"more than {_MAX_INTERIM} interim answers")
 
 
-def _read_body(reader: io.BufferedReader, headers: Mapping[str, str]) -> bytes:
+def _read_body(reader: BinaryIO, headers: Mapping[str, str]) -> bytes:
     """At most 64 KiB of the answer: it is only ever a small JSON document."""
     if "chunked" in headers.get("transfer-encoding", "").lower():
         body = b""

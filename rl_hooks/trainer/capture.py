@@ -76,8 +76,9 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
 
 def dropping(model: nn.Module) -> str:
     """Name of the first module of `model` that drops values at random now; "" where none does."""
+    name: str
     for name, module in model.named_modules():
-        share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        share: Any = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
         if module.training and isinstance(share, float) and share > 0:
             return name
     return ""
@@ -121,7 +122,7 @@ class _Forward:
     states: dict[str, Tensor] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     boundaries: dict[str, Tensor | None] = field(default_factory=dict)
-    error: Exception | None = None
+    errors: list[Exception] = field(default_factory=list)
 
 
 class FeatureCapture:
@@ -145,7 +146,6 @@ class FeatureCapture:
     ) -> None:
         layers, self.norm = find_decoder(model, layers_path, norm_path)
         self.aux_layers: tuple[int, ...] = _check_layers(aux_layers, len(layers))
-        self.firings = 0
         #: Time spent inside the hooks, that is, copying the selected rows.
         self.hook_seconds = 0.0
         self._armed = False
@@ -189,12 +189,10 @@ class FeatureCapture:
         """The states of the last armed forward. Raises `CaptureMissedError` if any hook did not fire."""
         forward = self._forward
         self.clear()
-        error, forward.error = forward.error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame, and so those of the trainer: a circle
+        if forward.errors:
+            raise forward.errors.pop(
+                0
+            )  # held by no name here: a traceback that holds itself keeps the trainer's frames
         wanted = [f"layer {index}" for index in self.aux_layers]
         missed = [name for name in [*wanted, "norm"] if name not in forward.states]
         if missed:
@@ -242,9 +240,8 @@ class FeatureCapture:
             self._forward.states[name] = flat
         except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
             # Its frames hold the trainer's tensors.
-            self._forward.error = self._forward.error or error.with_traceback(None)
+            self._forward.errors.append(error.with_traceback(None))
         if not compiling:
-            self.firings += 1
             self.hook_seconds += time.perf_counter() - started
 
 

@@ -92,7 +92,7 @@ class OwnScores:
         self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._score: Callable[[OwnRows], Scores] | None = None
         self._made: Scores | OwnRows | None = None
-        self._error: Exception | None = None
+        self._errors: list[Exception] = []
         self._handles: Final[list[RemovableHandle]] = [
             norm.register_forward_hook(ModuleHook(self._at_norm)),
             lm_head.register_forward_hook(ModuleHook(self._at_head)),
@@ -130,13 +130,10 @@ class OwnScores:
 
         Raises the error of `score`, and RolloutError where the forward did otherwise than expected.
         """
-        made, error, missed = self._made, self._error, self._due is not None and self._made is None
+        made, errors, missed = self._made, self._errors, self._due is not None and self._made is None
         self.clear()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame, and so those of the trainer: a circle
+        if errors:
+            raise errors.pop()  # as in `FeatureCapture.pop`
         if missed:
             self._trusted, self.expected = False, None
             raise RolloutError(
@@ -147,7 +144,8 @@ class OwnScores:
 
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
-        self._made = self._error = self._last = self._due = None
+        self._made = self._last = self._due = None
+        self._errors = []
 
     def close(self) -> None:
         """Remove the hooks. Safe to call twice."""
@@ -186,7 +184,7 @@ class OwnScores:
                 if returned is not None and returned.hold(self._rows):
                     self._see(returned, mapped=True)
             except Exception as error:  # noqa: BLE001 - as in `_look`
-                self._error = error.with_traceback(None)
+                self._errors.append(error.with_traceback(None))
         if self._log_probs and self._armed and self._last is not None:
             self._look("log_probs", partial(_log_probs, self._last, getattr(output, "log_probs", None)))
 
@@ -204,7 +202,7 @@ class OwnScores:
                 # A copy: they are read after the loss, which may change them in place.
                 self._made = self._score(found) if kind == "logits" else replace(found, values=found.values.clone())
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
-            self._error = error.with_traceback(None)  # whose frames hold the trainer's tensors
+            self._errors.append(error.with_traceback(None))  # whose frames hold the trainer's tensors
         finally:
             self._armed, self._score, self._last = False, None, None  # the first call of lm_head counts
             self.seconds += time.perf_counter() - started

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.errors import RolloutError
-from rl_hooks.sending.registration import unwrap
+from rl_hooks.sending.registration import text_config, unwrap
 
 UNPACK: Final = (
     "Say where the rollouts of a packed row begin: cu_seqlens= or position_ids= of `capture`, or nested tensors. Or "
@@ -230,9 +230,7 @@ def boundaries_among(kwargs: Mapping[str, Any]) -> dict[str, Tensor | None]:
 
 def how_it_reads(model: nn.Module) -> tuple[str, bool]:
     """The model's attention as it is now ("" where unknown), and whether layers carry a state from token to token."""
-    inner: Any = unwrap(model)
-    config: Any = getattr(inner, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    inner, text = unwrap(model), text_config(model)
     kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
     recurrent = bool(kinds & _RECURRENT) or bool(getattr(inner, "_is_stateful", False))
     return str(getattr(text, "_attn_implementation", "")), recurrent

@@ -41,7 +41,7 @@ class WholeWeight(Generic[_Made]):
         #: How often the weight had been written to when the forward began; None: not to be known.
         self._writes: int | None = None
         self._made: _Made | None = None
-        self._error: Exception | None = None
+        self._errors: list[Exception] = []
         self._handles: list[RemovableHandle] = []
         for module in modules:
             # Before it, for who shards after our hooks were registered; after it, for who sharded earlier.
@@ -69,13 +69,10 @@ class WholeWeight(Generic[_Made]):
 
     def pop(self) -> _Made | None:
         """What the work returned; None where the weight was never whole. Raises the error of the work."""
-        made, error = self._made, self._error
+        made, errors = self._made, self._errors
         self.clear()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame, and so those of the trainer: a circle
+        if errors:
+            raise errors.pop()  # as in `FeatureCapture.pop`
         return made
 
     def look(self, *, late: bool = False) -> None:
@@ -92,7 +89,8 @@ class WholeWeight(Generic[_Made]):
             work, self._work = self._work, None
             self._made = work(weight.detach())
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
-            self._work, self._error = None, error.with_traceback(None)  # whose frames hold the trainer's tensors
+            self._work = None
+            self._errors.append(error.with_traceback(None))  # whose frames hold the trainer's tensors
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -105,7 +103,7 @@ class WholeWeight(Generic[_Made]):
 
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
-        self._made = self._error = None
+        self._made, self._errors = None, []
 
     def close(self) -> None:
         """Remove the hooks. Safe to call twice."""

@@ -93,7 +93,7 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
         strict = "broken" not in words
 
         def attach() -> DrafterHook:
-            ranks = {"rank": rank, "world_size": world}
+            ranks: dict[str, Any] = {"rank": rank, "world_size": world}
             return DrafterHook(model, service.url, run="r", aux_layers=AUX, **ranks, strict=strict)
 
         hook = attach() if attached and "early" in words else None

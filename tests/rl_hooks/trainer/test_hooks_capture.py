@@ -48,7 +48,7 @@ def test_nothing_is_captured_when_it_is_not_armed() -> None:
     model, batch = tiny_qwen3(), padded_batch([(3, 5)])
     capture = FeatureCapture(model, (1, 2))
     model(batch.input_ids)
-    assert capture.firings == 0
+    assert not capture._forward.states
     with pytest.raises(CaptureMissedError, match=r"layer 1, layer 2, norm.*torch\.compile"):
         capture.pop()
 
@@ -59,10 +59,17 @@ def test_gradient_checkpointing_fires_every_hook_once(reentrant: bool) -> None:
     capture = FeatureCapture(model, (1, 2, 3))
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
+    take, taken = capture._take, []
+
+    def noted(name: str, *rest: Any) -> None:
+        taken.append(name)
+        take(name, *rest)
+
+    vars(capture)["_take"] = noted
     with capture.armed():
         loss = model(batch.input_ids, labels=batch.input_ids).loss
         loss.backward()  # recomputes the layers, still armed
-    assert capture.firings == 4
+    assert taken == ["layer 1", "layer 2", "layer 3", "norm"]
     assert capture.pop().aux[0].shape == (8, HIDDEN)
 
 
@@ -293,9 +300,9 @@ def test_a_deep_copy_of_the_policy_captures_nothing_and_compiles_whole(wrapped: 
     whole: Any = torch.compile(frozen, backend="eager", fullgraph=True)
     with torch.no_grad(), hook._features.armed():
         found = whole(batch.input_ids, use_cache=False).logits
-        assert hook._features.firings == 0
+        assert not hook._features._forward.states
         torch.testing.assert_close(found, model(batch.input_ids).logits)
-        assert hook._features.firings == 4
+        assert len(hook._features._forward.states) == 4
     hook.close(0.0)
 
 
