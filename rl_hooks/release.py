@@ -30,6 +30,7 @@ from rl_hooks.errors import ManifestError, SignatureError
 
 #: A plain name: starts with a letter or digit, so neither a path, nor hidden, nor `..`.
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_TEXT: Final = re.compile(r"(?s).{0,400}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_FILES: Final = 64
 _MAX_LAYERS: Final = 64
@@ -163,10 +164,10 @@ def _offered_file(entry: object) -> OfferedFile:
     return OfferedFile(_name(entry, "name"), _count(entry, "bytes"), _sha256(entry, "sha256"))
 
 
-def _text(table: Mapping[str, Any], key: str) -> str:
+def _text(table: Mapping[str, Any], key: str, form: re.Pattern[str] = _TEXT, expected: str = "a string") -> str:
     value = table.get(key)
-    if not isinstance(value, str) or len(value) > 400:
-        raise ManifestError(f"{key}: expected a string, got {str(value)[:80]!r}")
+    if not isinstance(value, str) or not form.fullmatch(value):
+        raise ManifestError(f"{key}: expected {expected}, got {str(value)[:80]!r}")
     return value
 
 
@@ -178,10 +179,7 @@ def _name(table: Mapping[str, Any], key: str) -> str:
 
 
 def _sha256(table: Mapping[str, Any], key: str) -> str:
-    value = table.get(key)
-    if not isinstance(value, str) or not _SHA256.fullmatch(value):
-        raise ManifestError(f"{key}: expected 64 hexadecimal digits, got {str(value)[:80]!r}")
-    return value
+    return _text(table, key, _SHA256, "64 hexadecimal digits")
 
 
 def _count(table: Mapping[str, Any], key: str) -> int:

@@ -391,10 +391,9 @@ def check_header(found: Found, config: DrafterConfig) -> None:
             f"tensors missing: {named(missing)}; not part of the layout: {named(extra)}. "
             "Rename to the published names (midlayer.*, fc, norm, lm_head, d2t, t2d)"
         )
-    for name, (shape, _) in found.items():
+    for name, (shape, dtype) in found.items():
         if shape != expected[name]:
             raise CheckpointError(f"{name} must be {expected[name]} by its config, got {shape}")
-    for name, (_, dtype) in found.items():
         stored = _MAP_DTYPES.get(name, STORED)
         if dtype not in stored:
             raise CheckpointError(f"{name} must be {' or '.join(stored)}, got {dtype}")

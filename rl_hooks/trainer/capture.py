@@ -61,6 +61,19 @@ class ModuleHook:
         return getattr, (nullcontext, "__exit__")
 
 
+class Hooked:
+    """What has hooks on modules, `_handles`, until `close`."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def close(self) -> None:
+        """Remove the hooks. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's default: the states entering layers 2, L//2 and L-3, as vLLM and SGLang take them."""
     low, middle, high = 2, num_layers // 2, num_layers - 3
@@ -125,7 +138,7 @@ class _Forward:
     errors: list[Exception] = field(default_factory=list)
 
 
-class FeatureCapture:
+class FeatureCapture(Hooked):
     """Captures the states entering `aux_layers` and the final norm's output, in forwards run inside `armed`.
 
     >>> capture = FeatureCapture(model, aux_layers=(1, 2, 3))
@@ -144,6 +157,7 @@ class FeatureCapture:
         layers_path: str | None = None,
         norm_path: str | None = None,
     ) -> None:
+        super().__init__()
         layers, self.norm = find_decoder(model, layers_path, norm_path)
         self.aux_layers: tuple[int, ...] = _check_layers(aux_layers, len(layers))
         #: Time spent inside the hooks, that is, copying the selected rows.
@@ -151,12 +165,9 @@ class FeatureCapture:
         self._armed = False
         self._rows: Tensor | None = None
         self._forward = _Forward()
-        self._handles: list[RemovableHandle] = [
-            layers[index].register_forward_pre_hook(
-                ModuleHook(partial(self._entering, f"layer {index}")), with_kwargs=True
-            )
-            for index in self.aux_layers
-        ]
+        for index in self.aux_layers:
+            hook = ModuleHook(partial(self._entering, f"layer {index}"))
+            self._handles.append(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
         self._handles.append(self.norm.register_forward_hook(ModuleHook(self._normed)))
 
     @contextmanager
@@ -208,12 +219,6 @@ class FeatureCapture:
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
         self._forward = _Forward()
-
-    def close(self) -> None:
-        """Remove the hooks. Safe to call twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def _entering(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._armed and name not in self._forward.states:

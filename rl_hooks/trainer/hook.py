@@ -107,7 +107,8 @@ class DrafterHook:
         #: Runs our own work: times it, and keeps its failures from the trainer.
         self.guard = TrainerGuard(self.tally, strict=strict)
         self._choice = RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
-        self._ids = RolloutIds(rank)
+        #: Names rollouts.
+        self.ids = RolloutIds(rank)
         self._model = model
         self._looked_for_dropout = False
         self.run = run
@@ -162,11 +163,6 @@ class DrafterHook:
         self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose entering state is captured."""
-        return self._features.aux_layers
-
-    @property
     def overhead_seconds(self) -> float:
         """Wall time that the hook took from the trainer, hooks inside the forward included."""
         return self.guard.seconds + self._features.hook_seconds + self._head.seconds + self._own.seconds
@@ -215,7 +211,7 @@ class DrafterHook:
             return
         plan = self.guard(
             plan_batch,
-            self._ids,
+            self.ids,
             self._choice,
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -286,10 +282,6 @@ class DrafterHook:
         if self._registrar is not None:
             self._registrar.close()
         return self.sender.close(timeout_seconds)
-
-    def rollout_id(self, policy_version: int, number: int) -> str:
-        """A rollout's id: unique over attachments, ranks and numbers, and the same each time it is asked for."""
-        return self._ids.of(policy_version, number)
 
     # --- in the forward: score; after it: stage, queue --------------------------------------------------------------
 

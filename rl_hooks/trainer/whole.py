@@ -16,16 +16,15 @@ from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from rl_hooks.errors import RolloutError
 from rl_hooks.sending.registration import is_sharded
-from rl_hooks.trainer.capture import ModuleHook
+from rl_hooks.trainer.capture import Hooked, ModuleHook
 
 _Made = TypeVar("_Made")
 
 
-class WholeWeight(Generic[_Made]):
+class WholeWeight(Hooked, Generic[_Made]):
     """Runs some work on a weight, once in each armed forward, at the first place where the weight is whole.
 
     `read` returns the weight as it is at that moment. It is asked before and after each of `modules`, and once more
@@ -33,6 +32,7 @@ class WholeWeight(Generic[_Made]):
     """
 
     def __init__(self, read: Callable[[], Tensor], modules: Sequence[nn.Module]) -> None:
+        super().__init__()
         #: Wall time of all work.
         self.seconds = 0.0
         self._read: Final = read
@@ -42,7 +42,6 @@ class WholeWeight(Generic[_Made]):
         self._writes: int | None = None
         self._made: _Made | None = None
         self._errors: list[Exception] = []
-        self._handles: list[RemovableHandle] = []
         for module in modules:
             # Before it, for who shards after our hooks were registered; after it, for who sharded earlier.
             self._handles.append(module.register_forward_pre_hook(ModuleHook(self._at)))
@@ -104,12 +103,6 @@ class WholeWeight(Generic[_Made]):
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
         self._made, self._errors = None, []
-
-    def close(self) -> None:
-        """Remove the hooks. Safe to call twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def _at(self, _module: nn.Module, *_: Any) -> None:
         # A compiled forward cannot run it; where weights are whole anyway, it is done after the forward.

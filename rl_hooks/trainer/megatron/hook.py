@@ -165,11 +165,6 @@ class MegatronHook:
             raise UnsupportedModelError(str(wrong)) from None
         return cast("_Made", made)
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose entering state is captured."""
-        return self._staging.aux_layers
-
     @contextmanager
     def capture(
         self,
@@ -273,7 +268,7 @@ class MegatronHook:
             self._send(plan, reading, rows, scored)
 
     def _send(self, plan: BatchPlan, reading: Reading, rows_NX: Tensor, scored: tuple[Tensor, Tensor]) -> None:
-        *aux, last = rows_NX.chunk(len(self.aux_layers) + 1, dim=1)
+        *aux, last = rows_NX.chunk(len(self._staging.aux_layers) + 1, dim=1)
         at = torch.from_numpy(reading.scored).to(rows_NX.device)
         self._staging.submit(plan, Captured(tuple(aux), last), placed(len(plan.rows), at, *scored), at)
 
