@@ -116,23 +116,21 @@ class MegatronHook:
             )
             # Whole on rank 0 only, on the host.
             weights = [self.ranks.whole(weight) for weight in part.weights()] if data_rank == 0 else []
-            embedding, head = (
-                None if weight is None else weight[: part.vocab_size] for weight in weights or (None, None)
-            )
-            registration = self._alone(
-                lambda: (
-                    None
-                    if embedding is None or head is None
-                    else RunRegistration(
-                        as_target(config, embedding, head, tied=part.tied),
-                        aux_layers=part.features.aux_layers,
-                        policy_version=policy_version,
-                        draft_vocab_size=draft_vocab_size,
-                        initial_drafter=initial_drafter,
-                        logit_map=part.logit_map,
-                    )
+
+            def register() -> RunRegistration | None:
+                whole = [weight[: part.vocab_size] for weight in weights if weight is not None]
+                if not whole:
+                    return None
+                return RunRegistration(
+                    as_target(config, *whole, tied=part.tied),
+                    aux_layers=part.features.aux_layers,
+                    policy_version=policy_version,
+                    draft_vocab_size=draft_vocab_size,
+                    initial_drafter=initial_drafter,
+                    logit_map=part.logit_map,
                 )
-            )
+
+            registration = self._alone(register)
         except BaseException:
             self.close()
             raise
