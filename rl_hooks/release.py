@@ -30,6 +30,7 @@ from rl_hooks.errors import ManifestError, SignatureError
 
 #: A plain name: starts with a letter or digit, so neither a path, nor hidden, nor `..`.
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_TEXT: Final = re.compile(r"(?s).{0,400}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_FILES: Final = 64
 _MAX_LAYERS: Final = 64
@@ -123,6 +124,9 @@ def parse_manifest(document: object, run: str) -> Manifest:
     sha256s = {file.name: file.sha256 for file in files}
     if len(sha256s) != len(files):
         raise ManifestError("files: a name appears twice")
+    kind = document.get("kind", "eagle3")
+    if kind not in ("eagle3", "mtp"):
+        raise ManifestError(f"kind: expected eagle3 or mtp, got {str(kind)[:80]!r}; update this agent")
     manifest = Manifest(
         run=run,
         version=_name(document, "version"),
@@ -133,7 +137,7 @@ def parse_manifest(document: object, run: str) -> Manifest:
         config_fingerprint=_text(document, "config_fingerprint"),
         d2t_sha256=_text(document, "d2t_sha256"),
         replayed_alpha=_replayed_alpha(document.get("gate")),
-        kind=_kind(document.get("kind", "eagle3")),
+        kind=str(kind),
         aux_layers=layers_of(document.get("aux_layers")),
     )
     if files_digest(sha256s) != manifest.digest:
@@ -148,12 +152,6 @@ def layers_of(value: object) -> tuple[int, ...]:
     return tuple(value) if all(type(one) is int and 0 <= one <= _MAX_LAYER for one in value) else ()
 
 
-def _kind(value: object) -> str:
-    if value not in ("eagle3", "mtp"):
-        raise ManifestError(f"kind: expected eagle3 or mtp, got {str(value)[:80]!r}; update this agent")
-    return str(value)
-
-
 def _replayed_alpha(gate: object) -> float | None:
     value = gate.get("alpha_served") if isinstance(gate, dict) else None
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and 1.0 <= value < math.inf
@@ -166,10 +164,10 @@ def _offered_file(entry: object) -> OfferedFile:
     return OfferedFile(_name(entry, "name"), _count(entry, "bytes"), _sha256(entry, "sha256"))
 
 
-def _text(table: Mapping[str, Any], key: str) -> str:
+def _text(table: Mapping[str, Any], key: str, form: re.Pattern[str] = _TEXT, expected: str = "a string") -> str:
     value = table.get(key)
-    if not isinstance(value, str) or len(value) > 400:
-        raise ManifestError(f"{key}: expected a string, got {str(value)[:80]!r}")
+    if not isinstance(value, str) or not form.fullmatch(value):
+        raise ManifestError(f"{key}: expected {expected}, got {str(value)[:80]!r}")
     return value
 
 
@@ -181,10 +179,7 @@ def _name(table: Mapping[str, Any], key: str) -> str:
 
 
 def _sha256(table: Mapping[str, Any], key: str) -> str:
-    value = table.get(key)
-    if not isinstance(value, str) or not _SHA256.fullmatch(value):
-        raise ManifestError(f"{key}: expected 64 hexadecimal digits, got {str(value)[:80]!r}")
-    return value
+    return _text(table, key, _SHA256, "64 hexadecimal digits")
 
 
 def _count(table: Mapping[str, Any], key: str) -> int:

@@ -18,9 +18,8 @@ log-probabilities needs no care: the first pass of `_compute_loss` sees the same
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -47,29 +46,20 @@ _REWARD_KEY: Final = "draftalign_reward"
 def attach(
     trainer: Any,
     url: str,
-    *,
-    run: str = "default",
-    token: str | None = None,
-    aux_layers: Sequence[int] | Literal["eagle3"] = "eagle3",
-    initial_drafter: Path | str | None = None,
     **options: Any,
 ) -> Attachment:
     """Send this trainer's rollouts and features to the service at `url`.
 
-    `token`: of scope write; None: DRAFTALIGN_TOKEN of the environment. `options` are those of `DrafterHook`:
-    `sample_fraction`, `max_tokens_per_step`, `dtype`, `head_tolerance`, `queue_bytes`, `strict`, and so on. Raises
+    `options` are those of `DrafterHook`: `run`, `token`, `aux_layers`, `initial_drafter`, `strict`, and so on. Raises
     `UnsupportedTrainerError` for a trainer it cannot wrap, `UnsupportedModelError` and `AuxLayersError` for a model it
     cannot read; nothing is raised later unless `strict`.
     """
-    kind = _kind_of(trainer)
+    asynchronous = any(base.__name__ == "AsyncGRPOTrainer" for base in type(trainer).__mro__)
+    kind: type[Attachment] = AsyncAttachment if asynchronous else GrpoAttachment
     _check_trainer(trainer, kind)
     hook = DrafterHook(
         trainer.model,
         url,
-        run=run,
-        token=token,
-        aux_layers=aux_layers,
-        initial_drafter=initial_drafter,
         policy_version=kind.policy_version(trainer),
         rank=int(trainer.accelerator.process_index),
         world_size=int(trainer.accelerator.num_processes),
@@ -77,11 +67,6 @@ def attach(
         **options,
     )
     return kind(trainer, hook)
-
-
-def _kind_of(trainer: Any) -> type[Attachment]:
-    asynchronous = any(base.__name__ == "AsyncGRPOTrainer" for base in type(trainer).__mro__)
-    return AsyncAttachment if asynchronous else GrpoAttachment
 
 
 def _check_trainer(trainer: Any, kind: type[Attachment]) -> None:
@@ -199,5 +184,5 @@ class GrpoAttachment(Attachment):
             "temperature": self._trainer.args.temperature,
             "top_p": self._trainer.args.top_p,
             "top_k": self._trainer.args.top_k,
-            "rollout_ids": [self.hook.rollout_id(version, number) for number, _ in rows],
+            "rollout_ids": [self.hook.ids.of(version, number) for number, _ in rows],
         }

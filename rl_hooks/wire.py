@@ -337,7 +337,7 @@ class LogitMap:
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether a rollout's reward is one."""
+    """Whether it is a number, and below 1e300."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 

@@ -243,23 +243,21 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     before = document.get("norm_before_residual", False)
     if not isinstance(before, bool):
         raise CheckpointError(f"config.json: norm_before_residual must be true or false, got {before!r}")
-    sizes = {name: _positive(document, name) for name in SIZES}
-    layers = _positive({"num_hidden_layers": 1, **document}, "num_hidden_layers")
-    if layers > _MAX_LAYERS:
-        raise CheckpointError(f"config.json: num_hidden_layers must be at most {_MAX_LAYERS}, got {layers}")
     eps = document.get("rms_norm_eps")
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise CheckpointError(f"config.json: rms_norm_eps must be a small positive number, got {eps!r}")
     try:
+        sizes = {name: count(document, name) for name in SIZES}
+        layers = count({"num_hidden_layers": 1, **document}, "num_hidden_layers")
+        if layers > _MAX_LAYERS:
+            raise DrafterError(f"num_hidden_layers must be at most {_MAX_LAYERS}, got {layers}")  # noqa: TRY301
         return DrafterConfig(
             **sizes,
-            target_hidden_size=_positive(
-                {"target_hidden_size": sizes["hidden_size"], **document}, "target_hidden_size"
-            ),
+            target_hidden_size=count({"target_hidden_size": sizes["hidden_size"], **document}, "target_hidden_size"),
             aux_layers=_aux_layers(document),
             rope_theta=_rope_theta(document),
             rms_norm_eps=eps,
-            max_position_embeddings=_positive(document, "max_position_embeddings"),
+            max_position_embeddings=count(document, "max_position_embeddings"),
             model_type=str(document.get("target_model_type", "llama")),
             norm_before_residual=before,
             num_hidden_layers=layers,
@@ -335,13 +333,6 @@ def with_defaults(document: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | given
 
 
-def _positive(document: Mapping[str, Any], name: str) -> int:
-    value = document.get(name)
-    if type(value) is not int or not 0 < value <= MAX_SIZE:
-        raise CheckpointError(f"config.json: {name} must be a positive integer up to {MAX_SIZE}, got {value!r}")
-    return value
-
-
 def _aux_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
     """Layer ids by what they enter. Both fields, where present, must name the same layers."""
     layers = document.get("eagle_aux_hidden_state_layer_ids")
@@ -373,10 +364,8 @@ def _aux_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rope_theta(document: Mapping[str, Any]) -> float:
-    for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(document.get(name) or {}, Mapping):
-            raise CheckpointError(f"config.json: {name} must be an object, got {document[name]!r}")
-    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+    parameters, scaling = _mapping(document, "rope_parameters"), _mapping(document, "rope_scaling")
+    rope = parameters or scaling
     given = [x for x in (document.get("rope_theta"), rope.get("rope_theta")) if x is not None]
     if not given or any(type(x) not in (int, float) or not 0 < x <= sys.float_info.max or x != given[0] for x in given):
         raise CheckpointError(
@@ -402,10 +391,9 @@ def check_header(found: Found, config: DrafterConfig) -> None:
             f"tensors missing: {named(missing)}; not part of the layout: {named(extra)}. "
             "Rename to the published names (midlayer.*, fc, norm, lm_head, d2t, t2d)"
         )
-    for name, (shape, _) in found.items():
+    for name, (shape, dtype) in found.items():
         if shape != expected[name]:
             raise CheckpointError(f"{name} must be {expected[name]} by its config, got {shape}")
-    for name, (_, dtype) in found.items():
         stored = _MAP_DTYPES.get(name, STORED)
         if dtype not in stored:
             raise CheckpointError(f"{name} must be {' or '.join(stored)}, got {dtype}")

@@ -3,8 +3,8 @@
 A head that does something of its own (a subclass of Linear, an adapter), or a model that changes its logits in a way
 that is not known here, would give the drafter a wrong target. So logit_map(last @ head^T) is compared with logits that
 the policy's forward made, in some rows and columns of the first captured forward that has both, if one of the first 16
-has. A forward of less than 8 rows is left for a later one: the median over so few tokens that follow is no median of
-rounding. One figure travels to the host; the sender's thread reads it before the file of that forward goes.
+has. Where that is of fewer than 8 rows, the tokens that follow are left for a later one: a median over so few can be
+far off. One figure travels to the host; the sender's thread reads it before the file of that forward goes.
 
 What rounding can do is never refused: each product rounded to 3 bits (float8 e4m3, the coarsest that a head is
 multiplied in), the logit to bfloat16. Medians are compared, without what a model masks. What is added to all logits of
@@ -50,12 +50,14 @@ class Agreement:
         self._own: _Own | None = None
         self._product: tuple[Tensor, Tensor, int] | None = None  # [n, c], of the squares, V
         self._found: HostCopies | None = None
+        self._worst = torch.zeros(())  # how many times as far apart as allowed, at most, in the forwards so far
+        self._done = False
         self._compared = 0
 
     @property
     def wanted(self) -> bool:
-        """Whether nothing was compared yet, and may be."""
-        return self._found is None and self._compared < _FORWARDS
+        """Whether some part was not compared yet, and may be."""
+        return not self._done and self._compared < _FORWARDS
 
     @torch.no_grad()
     def see_logits(self, own_nV: Tensor, next_ids_n: Tensor, *, mapped: bool) -> None:
@@ -83,8 +85,7 @@ class Agreement:
         self._compared += 1
         if own is None or product is None or own.vocab_size != product[2]:
             return
-        if len(product[0]) < _ROWS and self.wanted:
-            return
+        self._done = len(product[0]) >= _ROWS
         ours, rounding = product[0], _OF_A_PRODUCT * product[1].sqrt()
         seen = (own.logits_nc > _MASKED) & (rounding > 0)  # rows that only pad the vocabulary may be zeros
         if own.mapped:
@@ -92,7 +93,8 @@ class Agreement:
         own_nc = torch.where(seen, own.logits_nc, torch.nan)
         allowed = rounding + _OF_A_LOGIT * (own_nc.abs() + ours.abs())
         times = [_times(own_nc * factor - ours, allowed) for factor in (1.0, temperature or 1.0)]
-        self._found = HostCopies({"times": torch.stack(times).min()})
+        self._worst = torch.maximum(self._worst.to(ours.device), torch.stack(times).min())
+        self._found = HostCopies({"times": self._worst})
 
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import email.utils
 import functools
 import http.client
+import io
 import json
 import os
 import selectors
@@ -18,8 +19,7 @@ import ssl
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from io import BufferedReader
-from typing import Final
+from typing import Any, BinaryIO, Final
 from urllib.parse import urlsplit
 
 #: How long to wait for `100 Continue` before sending the body anyway (RFC 9110 §10.1.1 asks for a limit).
@@ -102,7 +102,7 @@ def exchange(
 ) -> Reply:
     """Send one request and read its answer. Raises OSError (ReplyError among them) if there is none.
 
-    `timeout_seconds` bounds the connection attempt and each slice of at most 4 MiB.
+    `timeout_seconds` bounds the connection attempt, each slice of at most 4 MiB, and then the whole answer.
     """
     connection = _connect(origin, timeout_seconds)
     try:
@@ -111,22 +111,27 @@ def exchange(
             connection.putheader(name, value)
         connection.endheaders()
         sock = connection.sock
-        with sock.makefile("rb") as reader:
+        incoming = _Incoming(sock, timeout_seconds)
+        with io.BufferedReader(incoming) as reader:
             if _readable(sock, CONTINUE_SECONDS):
+                incoming.begin()
                 early = _read_reply(reader, 0, stop_at_continue=True)
                 if early is not None:
                     return early
             sent = 0
             try:
+                sock.settimeout(timeout_seconds)
                 for piece in _slices(body):
                     sock.sendall(piece)
                     sent += len(piece)
             except OSError:
+                incoming.begin()
                 # The server may have refused in mid-body and hung up: its answer says why, the broken pipe does not.
                 late = _read_reply(reader, sent)
                 if late is None:
                     raise
                 return late
+            incoming.begin()
             reply = _read_reply(reader, sent)
             if reply is None:
                 raise ReplyError("the service closed the connection without an answer")
@@ -135,6 +140,27 @@ def exchange(
         raise ReplyError(f"not an HTTP answer: {error!r}") from error
     finally:
         connection.close()
+
+
+class _Incoming(io.RawIOBase):
+    """What comes from a socket, all of it within some seconds from `begin`, however slowly it drips."""
+
+    def __init__(self, sock: socket.socket, seconds: float) -> None:
+        self._sock, self._seconds = sock, seconds
+        self.begin()
+
+    def begin(self) -> None:
+        self._deadline = time.monotonic() + self._seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left)
+        return self._sock.recv_into(buffer)
 
 
 def _connect(origin: Origin, timeout_seconds: float) -> http.client.HTTPConnection:
@@ -186,7 +212,7 @@ def _slices(body: Iterable[bytes | memoryview]) -> Iterable[memoryview]:
             yield view[begin : begin + SLICE_BYTES]
 
 
-def _read_reply(reader: BufferedReader, sent: int, *, stop_at_continue: bool = False) -> Reply | None:
+def _read_reply(reader: BinaryIO, sent: int, *, stop_at_continue: bool = False) -> Reply | None:
     """Read to the final answer, past interim ones. None: the connection ended, or `100 Continue` came first."""
     for _ in range(_MAX_INTERIM):
         line = reader.readline(_MAX_REPLY_BYTES)
@@ -204,7 +230,7 @@ def _read_reply(reader: BufferedReader, sent: int, *, stop_at_continue: bool = F
     raise ReplyError(f"more than {_MAX_INTERIM} interim answers")
 
 
-def _read_body(reader: BufferedReader, headers: Mapping[str, str]) -> bytes:
+def _read_body(reader: BinaryIO, headers: Mapping[str, str]) -> bytes:
     """At most 64 KiB of the answer: it is only ever a small JSON document."""
     if "chunked" in headers.get("transfer-encoding", "").lower():
         body = b""

@@ -48,6 +48,13 @@ class Captured:
     boundaries: Mapping[str, Tensor | None] = field(default_factory=dict)  # tell where rollouts begin
 
 
+def checked_dtype(dtype: FeatureDtype) -> FeatureDtype:
+    """The same. Raises ValueError for what is none."""
+    if dtype not in get_args(FeatureDtype):
+        raise ValueError(f"dtype: expected one of {', '.join(get_args(FeatureDtype))}, got {dtype!r}")
+    return dtype
+
+
 def row_bytes(layers: int, hidden_size: int, dtype: FeatureDtype) -> int:
     """Bytes of one row of a file, at most: features with their scales, normaliser, two log-probabilities, id, mask."""
     aux = layers * (2 * hidden_size if dtype == "bfloat16" else hidden_size + 4)
@@ -301,8 +308,6 @@ def _cast(captured: Captured, dtype: FeatureDtype) -> dict[str, Tensor]:
         for i, state_NH in enumerate(captured.aux):
             aux[:, i * H : (i + 1) * H] = state_NH
         return {"aux_hidden": aux, "last_hidden": captured.last.to(torch.bfloat16)}
-    if dtype not in ("float8_e4m3", "float8_e4m3_all"):
-        raise ValueError(f"feature dtype must be one of {', '.join(get_args(FeatureDtype))}, got {dtype!r}")
     aux = torch.empty(N, A * H, dtype=torch.float8_e4m3fn, device=device)
     scale_NA = torch.empty(N, A, dtype=torch.float32, device=device)
     for i, state_NH in enumerate(captured.aux):

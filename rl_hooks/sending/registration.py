@@ -119,13 +119,17 @@ def known_logit_map(model: nn.Module, config: Mapping[str, Any]) -> wire.LogitMa
     return wire.LogitMap(scale, softcap)
 
 
-def target_config(model: nn.Module) -> dict[str, Any]:
-    """The language model's transformers config as plain JSON values (the text part of a vision-language model's)."""
+def text_config(model: nn.Module) -> Any:
+    """The language model's transformers config (the text part of a vision-language model's); None without one."""
     config: Any = getattr(unwrap(model), "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def target_config(model: nn.Module) -> dict[str, Any]:
+    """`text_config` as plain JSON values."""
+    config = text_config(model)
     if config is None or not hasattr(config, "to_dict"):
         raise UnsupportedModelError(f"{type(unwrap(model)).__name__} has no transformers config to register")
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
     plain = json.loads(json.dumps(config.to_dict(), default=str))
     missing = [k for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size") if plain.get(k) is None]
     if missing:
@@ -153,7 +157,7 @@ def head_weight(model: nn.Module) -> Tensor:
         )
     if _parameter(head, "bias") is not None:
         raise UnsupportedModelError("lm_head has a bias, which the rollout file cannot describe")
-    weight = _weight(head)
+    weight = _parameter(head, "weight")
     if not isinstance(weight, Tensor):
         raise UnsupportedModelError(f"lm_head.weight must be a [V, H] tensor, got {type(weight).__name__}")
     return weight if is_sharded(weight) else weight.detach()
@@ -162,9 +166,7 @@ def head_weight(model: nn.Module) -> Tensor:
 def policy_head(model: nn.Module) -> Tensor:
     """`head_weight` of a policy in training. Raises `UnsupportedModelError` where a plain tensor is a slice of it."""
     weight = head_weight(model)
-    config: Any = getattr(unwrap(model), "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = int(getattr(text, "vocab_size", None) or 0)
+    size = int(getattr(text_config(model), "vocab_size", None) or 0)
     if not is_sharded(weight) and weight.shape[0] < size:
         raise UnsupportedModelError(
             f"lm_head has {weight.shape[0]} rows, and the config's vocab_size is {size}: it is a slice (tensor "
@@ -186,7 +188,7 @@ def embedding_weight(model: nn.Module) -> Tensor:
             f"the input embedding carries an adapter's factors ({adapter}); leave it out of the adapter's target "
             "modules, or train it whole (modules_to_save)"
         )
-    weight: Tensor = _weight(embedding)
+    weight: Tensor = _parameter(embedding, "weight")
     return weight if is_sharded(weight) else weight.detach()
 
 
@@ -212,13 +214,9 @@ def _adapter(module: Any) -> str:
 def tied(model: nn.Module) -> bool:
     """Whether head and embedding are one matrix."""
     inner: Any = unwrap(model)
-    head, embedding = head_weight(model), _weight(inner.get_input_embeddings())
+    head, embedding = head_weight(model), _parameter(inner.get_input_embeddings(), "weight")
     same_memory = not is_sharded(head) and not is_sharded(embedding) and head.data_ptr() == embedding.data_ptr()
-    return same_memory or _weight(inner.get_output_embeddings()) is embedding
-
-
-def _weight(module: Any) -> Any:
-    return _parameter(module, "weight")
+    return same_memory or _parameter(inner.get_output_embeddings(), "weight") is embedding
 
 
 def _parameter(module: Any, name: str) -> Any:
@@ -307,7 +305,7 @@ class RunRegistration:
         if initial_drafter is not None:
             self._embed_drafter(Path(initial_drafter))
         head, embedding = head_weight(model), embedding_weight(model)
-        self._tied = tied(model)
+        self._head_name = "embed_tokens" if tied(model) else "lm_head"
         if not is_sharded(embedding):
             self.add_embedding(embedding)
         if not is_sharded(head):
@@ -316,20 +314,16 @@ class RunRegistration:
     @property
     def complete(self) -> bool:
         """Whether embedding and head are in it."""
-        return "embed_tokens" in self.tensors and (self._tied or "lm_head" in self.tensors)
-
-    @property
-    def has_head(self) -> bool:
-        """Whether the head is in it."""
-        return ("embed_tokens" if self._tied else "lm_head") in self.tensors
+        return {"embed_tokens", self._head_name} <= self.tensors.keys()
 
     def add_embedding(self, whole_VH: Tensor) -> None:
         """Copy the embedding to the host."""
         self.tensors["embed_tokens"] = as_wire(snapshot(whole_VH))
 
     def add_head(self, whole_VH: Tensor) -> None:
-        """Copy the head to the host: a tied one is the embedding."""
-        self.tensors["embed_tokens" if self._tied else "lm_head"] = as_wire(snapshot(whole_VH))
+        """Copy the head to the host, if it is not there: a tied one is the embedding."""
+        if self._head_name not in self.tensors:
+            self.tensors[self._head_name] = as_wire(snapshot(whole_VH))
 
     def _embed_drafter(self, directory: Path) -> None:
         weights, config = directory / "model.safetensors", directory / "config.json"

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -147,7 +148,7 @@ class RolloutSender:
         if policy_version is not None:
             headers["x-policy-version"] = str(policy_version)
         try:
-            make: Callable[[], Parts] = body if callable(body) else _constant(body)
+            make: Callable[[], Parts] = body if callable(body) else partial(tuple, body)
             size = size_bytes if size_bytes is not None else wire.parts_bytes(make())
         except Exception as error:  # noqa: BLE001 - the trainer must never feel this
             self._note("submit", f"a rollout could not be queued: {error!r}")
@@ -284,7 +285,3 @@ class RolloutSender:
     def _note(self, kind: str, text: str) -> None:
         self._guard()  # a forked child's copy of the parent's tally may be locked
         self._delivery.tally.note(kind, text)
-
-
-def _constant(parts: Parts) -> Callable[[], Parts]:
-    return lambda: parts

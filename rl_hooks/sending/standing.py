@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from rl_hooks.sending.exchange import Origin, exchange
 from rl_hooks.sending.jobs import run_path
+from rl_hooks.wire import is_finite_number
 
 _ASK_SECONDS: Final = 10.0
 #: A trainer that flushes after each step does not ask after each.
@@ -76,7 +77,7 @@ class Standing:
 def _facts(said: Mapping[str, Any], rollouts: Mapping[str, Any]) -> dict[str, float | str]:
     numbers: dict[str, Any] = {name: rollouts.get(key) for name, key in _COUNTS.items()}
     numbers |= {name: said.get(name) for name in ("alpha", "alpha_live", "headroom")}
-    facts: dict[str, float | str] = {name: value for name, value in numbers.items() if _is_number(value)}
+    facts: dict[str, float | str] = {name: value for name, value in numbers.items() if is_finite_number(value)}
     if isinstance(reason := rollouts.get("last_dead_reason"), str) and reason:
         facts["last_dead_reason"] = reason
     if isinstance(version := said.get("drafter"), str):
@@ -84,7 +85,3 @@ def _facts(said: Mapping[str, Any], rollouts: Mapping[str, Any]) -> dict[str, fl
         if number := re.match(r"v([0-9]{1,12})-", version):
             facts["drafter_number"] = int(number[1])
     return facts
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)

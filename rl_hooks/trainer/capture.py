@@ -61,6 +61,19 @@ class ModuleHook:
         return getattr, (nullcontext, "__exit__")
 
 
+class Hooked:
+    """What has hooks on modules, `_handles`, until `close`."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def close(self) -> None:
+        """Remove the hooks. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's default: the states entering layers 2, L//2 and L-3, as vLLM and SGLang take them."""
     low, middle, high = 2, num_layers // 2, num_layers - 3
@@ -72,6 +85,16 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
             f"aux_layers=({', '.join(some)}), or --aux-layers {','.join(some)} of `draftalign warmup`."
         )
     return low, middle, high
+
+
+def dropping(model: nn.Module) -> str:
+    """Name of the first module of `model` that drops values at random now; "" where none does."""
+    name: str
+    for name, module in model.named_modules():
+        share: Any = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if module.training and isinstance(share, float) and share > 0:
+            return name
+    return ""
 
 
 def find_decoder(
@@ -112,10 +135,10 @@ class _Forward:
     states: dict[str, Tensor] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     boundaries: dict[str, Tensor | None] = field(default_factory=dict)
-    error: Exception | None = None
+    errors: list[Exception] = field(default_factory=list)
 
 
-class FeatureCapture:
+class FeatureCapture(Hooked):
     """Captures the states entering `aux_layers` and the final norm's output, in forwards run inside `armed`.
 
     >>> capture = FeatureCapture(model, aux_layers=(1, 2, 3))
@@ -134,20 +157,17 @@ class FeatureCapture:
         layers_path: str | None = None,
         norm_path: str | None = None,
     ) -> None:
+        super().__init__()
         layers, self.norm = find_decoder(model, layers_path, norm_path)
         self.aux_layers: tuple[int, ...] = _check_layers(aux_layers, len(layers))
-        self.firings = 0
         #: Time spent inside the hooks, that is, copying the selected rows.
         self.hook_seconds = 0.0
         self._armed = False
         self._rows: Tensor | None = None
         self._forward = _Forward()
-        self._handles: list[RemovableHandle] = [
-            layers[index].register_forward_pre_hook(
-                ModuleHook(partial(self._entering, f"layer {index}")), with_kwargs=True
-            )
-            for index in self.aux_layers
-        ]
+        for index in self.aux_layers:
+            hook = ModuleHook(partial(self._entering, f"layer {index}"))
+            self._handles.append(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
         self._handles.append(self.norm.register_forward_hook(ModuleHook(self._normed)))
 
     @contextmanager
@@ -180,12 +200,10 @@ class FeatureCapture:
         """The states of the last armed forward. Raises `CaptureMissedError` if any hook did not fire."""
         forward = self._forward
         self.clear()
-        error, forward.error = forward.error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame, and so those of the trainer: a circle
+        if forward.errors:
+            raise forward.errors.pop(
+                0
+            )  # held by no name here: a traceback that holds itself keeps the trainer's frames
         wanted = [f"layer {index}" for index in self.aux_layers]
         missed = [name for name in [*wanted, "norm"] if name not in forward.states]
         if missed:
@@ -201,12 +219,6 @@ class FeatureCapture:
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
         self._forward = _Forward()
-
-    def close(self) -> None:
-        """Remove the hooks. Safe to call twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def _entering(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._armed and name not in self._forward.states:
@@ -233,9 +245,8 @@ class FeatureCapture:
             self._forward.states[name] = flat
         except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
             # Its frames hold the trainer's tensors.
-            self._forward.error = self._forward.error or error.with_traceback(None)
+            self._forward.errors.append(error.with_traceback(None))
         if not compiling:
-            self.firings += 1
             self.hook_seconds += time.perf_counter() - started
 
 

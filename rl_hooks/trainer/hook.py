@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from rl_hooks import wire
 from rl_hooks.sending.agreement import Agreement
-from rl_hooks.sending.features import FeatureDtype
+from rl_hooks.sending.features import FeatureDtype, checked_dtype
 from rl_hooks.sending.registration import RunRegistration, is_sharded, policy_head, refuse_model_parallel, unwrap
 from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.capture import FeatureCapture
+from rl_hooks.trainer.capture import FeatureCapture, dropping
 from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.own_scores import Kind, OwnRows, OwnScores, Scores
 from rl_hooks.trainer.packing import check_forward, how_it_reads
@@ -47,6 +47,12 @@ NEVER_WHOLE: Final = (
     "no rank holds lm_head whole at any place of the forward: rollouts are sent without normalisers, which the service "
     "computes with the head that it has, and no head is sent from here. Let an engine's tap send it, or wrap lm_head "
     "with the root of the model"
+)
+#: Said once where the captured forward has dropout.
+DROPPED: Final = (
+    "the captured forward drops values at random ({name}), so its features and log-probabilities are not those of the "
+    "policy that generated: set dropout to 0 (lora_dropout; disable_dropout=True of TRL), or capture a forward in "
+    "eval mode"
 )
 
 
@@ -94,15 +100,17 @@ class DrafterHook:
     ) -> None:
         if not wire.RUN_NAME.fullmatch(run):
             raise ValueError(f"run: {run!r} is no run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit")
-        policy_version = checked_version(policy_version)
+        policy_version, dtype = checked_version(policy_version), checked_dtype(dtype)
         self._closed = False
         #: Counters, and the newest failure.
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         #: Runs our own work: times it, and keeps its failures from the trainer.
         self.guard = TrainerGuard(self.tally, strict=strict)
         self._choice = RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
-        self._ids = RolloutIds(rank)
+        #: Names rollouts.
+        self.ids = RolloutIds(rank)
         self._model = model
+        self._looked_for_dropout = False
         self.run = run
         # Made before the hooks are registered: a refused model is left as it was found.
         refuse_model_parallel(model)
@@ -155,11 +163,6 @@ class DrafterHook:
         self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose entering state is captured."""
-        return self._features.aux_layers
-
-    @property
     def overhead_seconds(self) -> float:
         """Wall time that the hook took from the trainer, hooks inside the forward included."""
         return self.guard.seconds + self._features.hook_seconds + self._head.seconds + self._own.seconds
@@ -208,7 +211,7 @@ class DrafterHook:
             return
         plan = self.guard(
             plan_batch,
-            self._ids,
+            self.ids,
             self._choice,
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -242,7 +245,8 @@ class DrafterHook:
                 armed.enter_context(self._head.armed(score, self._features.is_past_norm))
                 score_logits = partial(self._staging.score_logits, plan, targets)
                 see = partial(self._staging.see_logits, targets)
-                armed.enter_context(self._own.armed(plan.rows[plan.scored()[0]], score_logits, see))
+                rows = plan.rows[plan.scored()[0]]
+                armed.enter_context(self._own.armed(rows, score_logits, see, self._features.is_past_norm))
                 if self._registrar is not None:
                     armed.enter_context(self._registrar.armed())
                 yield
@@ -279,10 +283,6 @@ class DrafterHook:
             self._registrar.close()
         return self.sender.close(timeout_seconds)
 
-    def rollout_id(self, policy_version: int, number: int) -> str:
-        """A rollout's id: unique over attachments, ranks and numbers, and the same each time it is asked for."""
-        return self._ids.of(policy_version, number)
-
     # --- in the forward: score; after it: stage, queue --------------------------------------------------------------
 
     @contextmanager
@@ -318,6 +318,10 @@ class DrafterHook:
         self._agreement.compare(plan.temperature)
         if self._registrar is not None:
             self._registrar.check()
+        if self._model.training and not self._looked_for_dropout:
+            self._looked_for_dropout = True  # once: a large model has many modules
+            if name := dropping(self._model):
+                self.tally.warn("dropout", DROPPED.format(name=name))
         attention, recurrent = how_it_reads(self._model)
         check_forward(captured.boundaries, plan.layout, attention, recurrent=recurrent)
         if scored is None:

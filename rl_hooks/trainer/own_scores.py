@@ -22,16 +22,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from rl_hooks.errors import RolloutError
-from rl_hooks.trainer.capture import ModuleHook
+from rl_hooks.trainer.capture import Hooked, ModuleHook
 
 #: (normaliser, log p of the next token) of each row of a batch, [N] each.
 Scores = tuple[Tensor, Tensor]
@@ -59,14 +58,7 @@ class OwnRows:
         return rows_M // self.length * self.kept + rows_M % self.length - self.begin
 
 
-class See(Protocol):
-    """What logits are shown to. `mapped`: by what the model does to them after lm_head."""
-
-    def __call__(self, own: OwnRows, *, mapped: bool) -> None:
-        """Take what is wanted of them, now."""
-
-
-class OwnScores:
+class OwnScores(Hooked):
     """Finds such rows in an armed forward: lm_head's output, or `log_probs` of what one of `models` returns.
 
     `log_probs`: whether somebody vouches for these.
@@ -75,6 +67,7 @@ class OwnScores:
     def __init__(
         self, models: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module, *, log_probs: bool = False
     ) -> None:
+        super().__init__()
         #: Wall time of all work.
         self.seconds = 0.0
         #: What the next forward is expected to give: it does not pay to make the product for it.
@@ -86,33 +79,34 @@ class OwnScores:
         self._armed = False
         self._log_probs = log_probs
         self._norms = 0  # last states in an armed forward
+        self._is_past_norm: Callable[[], bool] = lambda: True
         self._place: OwnRows | None = None  # of which rows returned logits would be; without values
-        self._see: See | None = None
+        self._see: Callable[[OwnRows, bool], None] | None = None
         self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._score: Callable[[OwnRows], Scores] | None = None
         self._made: Scores | OwnRows | None = None
-        self._error: Exception | None = None
-        self._handles: Final[list[RemovableHandle]] = [
-            norm.register_forward_hook(ModuleHook(self._at_norm)),
-            lm_head.register_forward_hook(ModuleHook(self._at_head)),
-            *(
-                model.register_forward_hook(ModuleHook(self._at_end))
-                for model in {id(one): one for one in models}.values()
-            ),
-        ]
+        self._errors: list[Exception] = []
+        ends = [(model, self._at_end) for model in dict.fromkeys(models)]
+        for module, call in ((norm, self._at_norm), (lm_head, self._at_head), *ends):
+            self._handles.append(module.register_forward_hook(ModuleHook(call)))
 
     @contextmanager
     def armed(
-        self, rows_M: npt.NDArray[np.int64], score: Callable[[OwnRows], Scores], see: See | None = None
+        self,
+        rows_M: npt.NDArray[np.int64],
+        score: Callable[[OwnRows], Scores],
+        see: Callable[[OwnRows, bool], None] | None = None,
+        is_past_norm: Callable[[], bool] = lambda: True,
     ) -> Iterator[None]:
         """Look for them in the forward that happens inside. `rows_M`: of the flattened [B * S], all must be there.
 
         `score` is called on logits at once, where they were expected: trainers change them in place later.
-        `see` is shown lm_head's output, then what a model returned.
+        `see` is shown lm_head's output, then what a model returned, with True: mapped by what it does after lm_head.
+        `is_past_norm`: whether the norm's output is the last state by now (NanoChat's runs on the embedding first).
         """
         self.clear()
         self._armed, self._rows, self._score, self._see = self._trusted, rows_M, score, see
-        self._norms = 0
+        self._is_past_norm, self._norms = is_past_norm, 0
         self._due, self.expected = self.expected, None
         try:
             yield
@@ -124,13 +118,10 @@ class OwnScores:
 
         Raises the error of `score`, and RolloutError where the forward did otherwise than expected.
         """
-        made, error, missed = self._made, self._error, self._due is not None and self._made is None
+        made, errors, missed = self._made, self._errors, self._due is not None and self._made is None
         self.clear()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame, and so those of the trainer: a circle
+        if errors:
+            raise errors.pop()  # as in `FeatureCapture.pop`
         if missed:
             self._trusted, self.expected = False, None
             raise RolloutError(
@@ -141,16 +132,11 @@ class OwnScores:
 
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
-        self._made = self._error = self._last = self._due = None
-
-    def close(self) -> None:
-        """Remove the hooks. Safe to call twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._made = self._last = self._due = None
+        self._errors = []
 
     def _at_norm(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._is_past_norm():
             return
         self._norms += 1
         if self._norms > 1:  # of another forward: whose the logits or log-probabilities are can't be told
@@ -178,9 +164,9 @@ class OwnScores:
             try:
                 returned = _returned(place, getattr(output, "logits", None))
                 if returned is not None and returned.hold(self._rows):
-                    self._see(returned, mapped=True)
+                    self._see(returned, True)
             except Exception as error:  # noqa: BLE001 - as in `_look`
-                self._error = error.with_traceback(None)
+                self._errors.append(error.with_traceback(None))
         if self._log_probs and self._armed and self._last is not None:
             self._look("log_probs", partial(_log_probs, self._last, getattr(output, "log_probs", None)))
 
@@ -193,12 +179,12 @@ class OwnScores:
             self.expected = kind
             if kind == "logits" and self._see is not None:
                 self._place = replace(found, values=found.values.new_empty((len(found.values), 0)))
-                self._see(found, mapped=False)
+                self._see(found, False)
             if self._due == kind and self._score is not None:
                 # A copy: they are read after the loss, which may change them in place.
                 self._made = self._score(found) if kind == "logits" else replace(found, values=found.values.clone())
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
-            self._error = error.with_traceback(None)  # whose frames hold the trainer's tensors
+            self._errors.append(error.with_traceback(None))  # whose frames hold the trainer's tensors
         finally:
             self._armed, self._score, self._last = False, None, None  # the first call of lm_head counts
             self.seconds += time.perf_counter() - started

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.errors import RolloutError
-from rl_hooks.sending.registration import unwrap
+from rl_hooks.sending.registration import text_config, unwrap
 
 UNPACK: Final = (
     "Say where the rollouts of a packed row begin: cu_seqlens= or position_ids= of `capture`, or nested tensors. Or "
@@ -152,21 +152,21 @@ def lay_out(
     if not packed:
         rollouts = tuple(b * shape[1] + np.flatnonzero(real_BS[b]) for b in range(shape[0]))
         layout = Layout(shape, rollouts, packed=False)
-        check_forward({"attention_mask": attention_mask}, layout, "")
+        _told({"attention_mask": numbers_BS}, layout.owners())
         return layout
-    said: dict[str, Tensor] = {}
+    marks: dict[str, Ints] = {}
     if attention_mask is not None:
-        said["attention_mask"] = torch.from_numpy(numbers_BS)
+        marks["attention_mask"] = numbers_BS
     if position_ids is not None:
         positions_BS = everything.flat("position_ids", position_ids, np.int64).reshape(shape)
-        said["position_ids"] = torch.from_numpy(positions_BS)
+        marks["position_ids"] = positions_BS
     if by_length:
         whole = [np.arange(a, b) for a, b in pairwise(bounds.tolist())]
         found = [places[real_BS.reshape(-1)[places]] for places in whole]
     else:
         found = _by_position(positions_BS, real_BS)
     layout = Layout(shape, tuple(found), packed, lengths)
-    _told(said, layout.owners())
+    _told(marks, layout.owners())
     return layout
 
 
@@ -230,9 +230,7 @@ def boundaries_among(kwargs: Mapping[str, Any]) -> dict[str, Tensor | None]:
 
 def how_it_reads(model: nn.Module) -> tuple[str, bool]:
     """The model's attention as it is now ("" where unknown), and whether layers carry a state from token to token."""
-    inner: Any = unwrap(model)
-    config: Any = getattr(inner, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    inner, text = unwrap(model), text_config(model)
     kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
     recurrent = bool(kinds & _RECURRENT) or bool(getattr(inner, "_is_stateful", False))
     return str(getattr(text, "_attn_implementation", "")), recurrent
@@ -255,10 +253,12 @@ def check_forward(
             "the forward is over a prefix tree, in which rollouts share tokens. Say where it has the tokens of each: "
             "tree_places= of `capture`"
         )
-    told = _told(said, layout.owners())
+    no_marks = ("mask", *_VARLEN[2:])
+    marks = {name: host(one, np.int64) for name, one in said.items() if one is not None and name not in no_marks}
+    told = _told(marks, layout.owners())
     if layout.packed:
-        _refuse_cut(said, layout)
-        _refuse_leak(said, told, layout, attention, recurrent=recurrent)
+        _refuse_cut(marks, layout)
+        _refuse_leak(said, marks, told, layout, attention, recurrent=recurrent)
 
 
 def _refuse_another_tree(
@@ -285,12 +285,13 @@ def _refuse_another_tree(
             )
 
 
-def _told(said: Mapping[str, Tensor | None], owner_BS: Ints) -> dict[str, npt.NDArray[np.bool_]]:
+def _told(marks: Mapping[str, Ints], owner_BS: Ints) -> dict[str, npt.NDArray[np.bool_]]:
     """Where each argument says that a sequence begins, [B, S]. Raises where that is inside a rollout."""
     before_BS = _owner_before(owner_BS)
     told: dict[str, npt.NDArray[np.bool_]] = {}
-    for name, tensor in said.items():
-        if tensor is None or name in ("mask", *_VARLEN[2:]) or (begins_BS := _begins(name, tensor, owner_BS)) is None:
+    for name, values in marks.items():
+        begins_BS = _begins(name, values, owner_BS)
+        if begins_BS is None:
             continue
         told[name] = begins_BS
         inside = np.argwhere(begins_BS & (owner_BS == before_BS) & (owner_BS >= 0))
@@ -302,18 +303,14 @@ def _told(said: Mapping[str, Tensor | None], owner_BS: Ints) -> dict[str, npt.ND
     return told
 
 
-def _refuse_cut(said: Mapping[str, Tensor | None], layout: Layout) -> None:
+def _refuse_cut(marks: Mapping[str, Ints], layout: Layout) -> None:
     """Raise where a forward is longer than the row and has no seam at the row's end: it is of other tokens."""
     S = layout.shape[1]
     if layout.owners()[-1, -1] < 0:
         return  # the row ends in padding: no rollout is cut
     seams: list[bool] = []
-    for name in said:
-        tensor = said[name]
-        if tensor is None or name in ("mask", *_VARLEN[2:]):
-            continue
-        values = host(tensor, np.int64)
-        if name != "position_ids" and name not in _NUMBERS:
+    for name, values in marks.items():
+        if name.startswith("cu_seq"):
             seams += [S in values] if values.max(initial=0) >= S else []
         elif values.shape[-1] > S:
             last, following = values.reshape(-1, values.shape[-1])[0, S - 1 : S + 1]
@@ -334,12 +331,11 @@ def _owner_before(owner_BS: Ints) -> Ints:
     return before
 
 
-def _begins(name: str, tensor: Tensor, owner_BS: Ints) -> npt.NDArray[np.bool_] | None:
+def _begins(name: str, values: Ints, owner_BS: Ints) -> npt.NDArray[np.bool_] | None:
     """Where an argument says that a sequence begins, [B, S]; None where its values are not of these rows."""
     B, S = owner_BS.shape
-    values = host(tensor, np.int64)
     begins = np.zeros((B, S), np.bool_)
-    if name != "position_ids" and name not in _NUMBERS:
+    if name.startswith("cu_seq"):
         inside = values.reshape(-1)
         inside = inside[(inside > 0) & (inside < B * S)]
         begins.reshape(-1)[inside] = True
@@ -363,6 +359,7 @@ def _begins(name: str, tensor: Tensor, owner_BS: Ints) -> npt.NDArray[np.bool_] 
 
 def _refuse_leak(
     said: Mapping[str, Tensor | None],
+    marks: Mapping[str, Ints],
     told: Mapping[str, npt.NDArray[np.bool_]],
     layout: Layout,
     attention: str,
@@ -397,7 +394,7 @@ def _refuse_leak(
         for name in _VARLEN[:2]:
             apart &= begins(name) if name in told else True
         if not all(said.get(name) is not None for name in _VARLEN):
-            apart &= _lowest(said.get("position_ids"), rows, tokens, layout)
+            apart &= _lowest(marks.get("position_ids"), rows, tokens, layout)
     else:  # a mask that cannot be read
         bounds = [begins(name) for name in told if name.startswith("cu_seq")]
         apart = np.logical_and.reduce(bounds) if bounds else begins("position_ids")
@@ -416,12 +413,11 @@ def _refuse_leak(
         )
 
 
-def _lowest(positions: Tensor | None, rows: Ints, tokens: Ints, layout: Layout) -> npt.NDArray[np.bool_]:
+def _lowest(positions: Ints | None, rows: Ints, tokens: Ints, layout: Layout) -> npt.NDArray[np.bool_]:
     """Whether these tokens have the lowest position of the forward: flash attention splits there, in a row alone."""
     if positions is None or layout.shape[0] != 1:
         return np.zeros(len(tokens), np.bool_)
-    values = host(positions, np.int64)
-    values = (values[0] if values.ndim == 3 else values).reshape(-1, values.shape[-1])
+    values = (positions[0] if positions.ndim == 3 else positions).reshape(-1, positions.shape[-1])
     lowest: npt.NDArray[np.bool_] = values[rows, tokens] == values.min()
     return lowest
 

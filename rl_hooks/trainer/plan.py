@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
@@ -26,6 +27,8 @@ from rl_hooks.trainer.packing import Layout, lay_out
 
 #: Policy versions whose spent tokens are known: micro-batches of one step may be of several.
 _VERSIONS: Final = 64
+#: By how much policy versions fall at least where the trainer loaded an earlier checkpoint; by less, a batch is late.
+_FALL: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +95,37 @@ class RolloutIds:
         self._made = 0
 
     def of(self, policy_version: int, number: int) -> str:
-        """Unique over attachments, ranks, versions and numbers; the same each time it is asked for."""
-        text = f"{self._prefix}/{policy_version}/{self._rank}/{number}"
+        """Unique over attachments, processes, ranks, versions and numbers; the same each time that it is asked for."""
+        text = f"{self._prefix}/{os.getpid()}/{policy_version}/{self._rank}/{number}"
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def next(self, policy_version: int) -> str:
         """An id for a rollout that its trainer has not numbered (from 0 on)."""
         self._made += 1
         return self.of(policy_version, -self._made)
+
+
+class VersionOrder:
+    """Tells by the order of policy versions whether the trainer goes on from an earlier checkpoint: 8, 4, 5.
+
+    Not where late rollouts are captured beside fresh ones: 8, 4, 9, or 8, 5, 3, 9 (8, 3, 5, 9 looks the same). Nor
+    where versions fall by less than three, which the service takes for late ones, too.
+    """
+
+    def __init__(self) -> None:
+        self._highest = -1  # since the trainer went back last
+        self._fallen: int | None = None  # far below that; the next version tells whether the trainer went back to it
+
+    def went_back(self, policy_version: int) -> bool:
+        """Whether this version, the next one, shows that the trainer went back."""
+        if policy_version >= self._highest:
+            self._highest, self._fallen = policy_version, None
+        elif self._fallen is not None and policy_version > self._fallen:
+            self._highest, self._fallen = policy_version, None
+            return True
+        elif policy_version <= self._highest - _FALL:
+            self._fallen = policy_version
+        return False
 
 
 class RolloutChoice:
@@ -111,6 +137,7 @@ class RolloutChoice:
         self._fraction, self._max_tokens = sample_fraction, max_tokens_per_step
         self.tally = tally
         self._spent_tokens: dict[int, int] = {}  # by policy version, the newest used last
+        self._versions = VersionOrder()
 
     def choose(
         self,
@@ -123,6 +150,8 @@ class RolloutChoice:
 
         `tokens_B`, `generated_B`: how many tokens each has, and how many of them the policy generated.
         """
+        if self._versions.went_back(policy_version):
+            self._spent_tokens.clear()  # the versions that come again are of other weights
         spent_tokens = self._spent_tokens.pop(policy_version, 0)
         usable = [b for b in range(len(names)) if tokens_B[b] >= 2 and generated_B[b]]
         place = {b: sampling_position(names[b], "sample") for b in usable}
@@ -167,12 +196,12 @@ def checked_version(policy_version: Any) -> int:
     return version
 
 
-def _numbers(name: str, values: Iterable[Any]) -> list[float]:
+def _numbers(name: str, values: Sequence[Any] | Tensor) -> list[float]:
     found = []
-    for value in values:
+    for value in values.tolist() if isinstance(values, Tensor) else values:  # at once: each waits for the device
         try:
             found.append(float(value))
-        except (TypeError, ValueError, RuntimeError):  # the last is of a tensor with several
+        except (TypeError, ValueError, RuntimeError):  # the last: a tensor with several
             raise RolloutError(f"{name}: expected a number, got {str(value)[:80]}") from None
     return found
 

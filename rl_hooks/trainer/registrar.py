@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 
 from rl_hooks.sending.registration import HeadWatch, RunRegistration, embedding_weight, head_job, head_weight, unwrap
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.plan import VersionOrder
 from rl_hooks.trainer.whole import WholeWeight
-
-#: By how much policy versions fall at least where the trainer loaded an earlier checkpoint; by less, a batch is late.
-_FALL: Final = 3
 
 
 class Registrar:
@@ -35,8 +33,7 @@ class Registrar:
         self._tolerance = tolerance
         self._watch: HeadWatch | None = None
         self._asked_version: int | None = None
-        self._highest = -1  # policy version since the trainer went back last
-        self._fallen: int | None = None  # far below that; the next version tells whether the trainer went back to it
+        self._versions = VersionOrder()
         self._went_back = False  # to an earlier checkpoint, in this very process; until its head was sent
         self._embedding: WholeWeight[None] | None = None
         if registration.complete:
@@ -69,15 +66,14 @@ class Registrar:
         if not self.wants(policy_version):
             return  # to ask again would make the host wait for the device
         if (waiting := self._registration) is not None:
-            if not waiting.has_head:
-                waiting.add_head(head_VH)
+            waiting.add_head(head_VH)
             if waiting.complete:
                 waiting.metadata["policy_version"] = str(policy_version)
                 self._register(waiting, head_VH, policy_version)
                 self.close()
             return
         self._asked_version = policy_version
-        self._went_back |= self._goes_on_below(policy_version)
+        self._went_back |= self._versions.went_back(policy_version)
         if self._watch is None:
             return
         due = self._watch.is_due(head_VH, policy_version, joined=self._sender.joined)
@@ -93,23 +89,8 @@ class Registrar:
         if self._embedding is not None:
             self._embedding.close()
 
-    def _goes_on_below(self, policy_version: int) -> bool:
-        """Whether the trainer goes on from an earlier checkpoint: 8, 4, 5.
-
-        Not where late rollouts are captured beside fresh ones: 8, 4, 9, or 8, 5, 3, 9 (8, 3, 5, 9 looks the same). Nor
-        where versions fall by less than three, which the service takes for late ones, too.
-        """
-        back = False
-        if policy_version >= self._highest:
-            self._highest, self._fallen = policy_version, None
-        elif self._fallen is not None and policy_version > self._fallen:
-            self._highest, self._fallen, back = policy_version, None, True
-        elif policy_version <= self._highest - _FALL:
-            self._fallen = policy_version
-        return back
-
     def _register(self, complete: RunRegistration, head_VH: Tensor, policy_version: int) -> None:
         self._watch = HeadWatch(head_VH, self._tolerance, policy_version)
-        self._highest = policy_version
+        self._versions.went_back(policy_version)
         self._sender.submit_job(complete.job(self._sender.run))
         self._registration = None

@@ -112,7 +112,7 @@ class RolloutStaging:
             at, _, next_ids = targets.some(last_NH.device)
             self.agreement.see_head(last_NH.index_select(0, at), head_VH, next_ids)
 
-    def see_logits(self, targets: Targets, own: OwnRows, *, mapped: bool) -> None:
+    def see_logits(self, targets: Targets, own: OwnRows, mapped: bool) -> None:
         """The policy's own: lm_head's output, or (`mapped`) what the model returned."""
         if self.agreement is not None and self.agreement.wanted:
             _, rows, next_ids = targets.some(own.values.device)

@@ -16,16 +16,15 @@ from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from rl_hooks.errors import RolloutError
 from rl_hooks.sending.registration import is_sharded
-from rl_hooks.trainer.capture import ModuleHook
+from rl_hooks.trainer.capture import Hooked, ModuleHook
 
 _Made = TypeVar("_Made")
 
 
-class WholeWeight(Generic[_Made]):
+class WholeWeight(Hooked, Generic[_Made]):
     """Runs some work on a weight, once in each armed forward, at the first place where the weight is whole.
 
     `read` returns the weight as it is at that moment. It is asked before and after each of `modules`, and once more
@@ -33,6 +32,7 @@ class WholeWeight(Generic[_Made]):
     """
 
     def __init__(self, read: Callable[[], Tensor], modules: Sequence[nn.Module]) -> None:
+        super().__init__()
         #: Wall time of all work.
         self.seconds = 0.0
         self._read: Final = read
@@ -41,8 +41,7 @@ class WholeWeight(Generic[_Made]):
         #: How often the weight had been written to when the forward began; None: not to be known.
         self._writes: int | None = None
         self._made: _Made | None = None
-        self._error: Exception | None = None
-        self._handles: list[RemovableHandle] = []
+        self._errors: list[Exception] = []
         for module in modules:
             # Before it, for who shards after our hooks were registered; after it, for who sharded earlier.
             self._handles.append(module.register_forward_pre_hook(ModuleHook(self._at)))
@@ -69,13 +68,10 @@ class WholeWeight(Generic[_Made]):
 
     def pop(self) -> _Made | None:
         """What the work returned; None where the weight was never whole. Raises the error of the work."""
-        made, error = self._made, self._error
+        made, errors = self._made, self._errors
         self.clear()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame, and so those of the trainer: a circle
+        if errors:
+            raise errors.pop()  # as in `FeatureCapture.pop`
         return made
 
     def look(self, *, late: bool = False) -> None:
@@ -92,7 +88,8 @@ class WholeWeight(Generic[_Made]):
             work, self._work = self._work, None
             self._made = work(weight.detach())
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
-            self._work, self._error = None, error.with_traceback(None)  # whose frames hold the trainer's tensors
+            self._work = None
+            self._errors.append(error.with_traceback(None))  # whose frames hold the trainer's tensors
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -105,13 +102,7 @@ class WholeWeight(Generic[_Made]):
 
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
-        self._made = self._error = None
-
-    def close(self) -> None:
-        """Remove the hooks. Safe to call twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._made, self._errors = None, []
 
     def _at(self, _module: nn.Module, *_: Any) -> None:
         # A compiled forward cannot run it; where weights are whole anyway, it is done after the forward.

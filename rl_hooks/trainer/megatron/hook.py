@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError, UnsupportedModelError
-from rl_hooks.sending.features import Captured, FeatureDtype
+from rl_hooks.sending.features import Captured, FeatureDtype, checked_dtype
 from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, target_config
 from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally
@@ -93,7 +93,7 @@ class MegatronHook:
         wait_seconds: float = 60.0,
         strict: bool = False,
     ) -> None:
-        policy_version = checked_version(policy_version)
+        policy_version, dtype = checked_version(policy_version), checked_dtype(dtype)
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         self.guard = TrainerGuard(self.tally, strict=strict)
         self.ranks = TensorRanks(group, wait_seconds)
@@ -116,23 +116,21 @@ class MegatronHook:
             )
             # Whole on rank 0 only, on the host.
             weights = [self.ranks.whole(weight) for weight in part.weights()] if data_rank == 0 else []
-            embedding, head = (
-                None if weight is None else weight[: part.vocab_size] for weight in weights or (None, None)
-            )
-            registration = self._alone(
-                lambda: (
-                    None
-                    if embedding is None or head is None
-                    else RunRegistration(
-                        as_target(config, embedding, head, tied=part.tied),
-                        aux_layers=part.features.aux_layers,
-                        policy_version=policy_version,
-                        draft_vocab_size=draft_vocab_size,
-                        initial_drafter=initial_drafter,
-                        logit_map=part.logit_map,
-                    )
+
+            def register() -> RunRegistration | None:
+                whole = [weight[: part.vocab_size] for weight in weights if weight is not None]
+                if not whole:
+                    return None
+                return RunRegistration(
+                    as_target(config, *whole, tied=part.tied),
+                    aux_layers=part.features.aux_layers,
+                    policy_version=policy_version,
+                    draft_vocab_size=draft_vocab_size,
+                    initial_drafter=initial_drafter,
+                    logit_map=part.logit_map,
                 )
-            )
+
+            registration = self._alone(register)
         except BaseException:
             self.close()
             raise
@@ -164,11 +162,6 @@ class MegatronHook:
         except RolloutError as wrong:
             raise UnsupportedModelError(str(wrong)) from None
         return cast("_Made", made)
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose entering state is captured."""
-        return self._staging.aux_layers
 
     @contextmanager
     def capture(
@@ -273,7 +266,7 @@ class MegatronHook:
             self._send(plan, reading, rows, scored)
 
     def _send(self, plan: BatchPlan, reading: Reading, rows_NX: Tensor, scored: tuple[Tensor, Tensor]) -> None:
-        *aux, last = rows_NX.chunk(len(self.aux_layers) + 1, dim=1)
+        *aux, last = rows_NX.chunk(len(self._staging.aux_layers) + 1, dim=1)
         at = torch.from_numpy(reading.scored).to(rows_NX.device)
         self._staging.submit(plan, Captured(tuple(aux), last), placed(len(plan.rows), at, *scored), at)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rl_hooks import wire
 from rl_hooks.errors import CaptureMissedError, RolloutError, UnsupportedModelError
 from rl_hooks.sending.registration import known_logit_map, unwrap
-from rl_hooks.trainer.capture import FeatureCapture, ModuleHook
+from rl_hooks.trainer.capture import FeatureCapture, Hooked, ModuleHook
 from rl_hooks.trainer.megatron.ranks import TensorRanks, part_scores
 from rl_hooks.trainer.packing import Layout
 
@@ -42,7 +42,7 @@ class Reading:
     next_ids: Ints  # [M], that token
 
 
-class ModelPart:
+class ModelPart(Hooked):
     """One rank's part of the model: what it is, and what an armed forward shows of it."""
 
     def __init__(
@@ -53,6 +53,7 @@ class ModelPart:
         logit_map: wire.LogitMap | None,
         ranks: TensorRanks,
     ) -> None:
+        super().__init__()
         inner: Any = unwrap(model)
         _refuse(inner, config, ranks.size)
         self._model = inner
@@ -127,8 +128,7 @@ class ModelPart:
     def close(self) -> None:
         """Remove the hooks. Safe to call twice."""
         self.features.close()
-        for handle in self._handles:
-            handle.remove()
+        super().close()
 
     def _mine(self, reading: Reading) -> tuple[Tensor, Tensor, tuple[int, int]]:
         """Which of the N rows this rank holds, where in its states [S, B, H], and those states' [S, B]."""

@@ -140,7 +140,7 @@ class AsyncAttachment(Attachment):
             "temperature": self._trainer.args.temperature,
             "top_p": self._trainer.args.top_p,
             "top_k": self._trainer.args.top_k,
-            "rollout_ids": [self.hook.rollout_id(version, int(number)) for number in numbers.tolist()],
+            "rollout_ids": [self.hook.ids.of(version, int(number)) for number in numbers.tolist()],
         }
 
 

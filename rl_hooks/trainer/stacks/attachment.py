@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -79,9 +80,7 @@ class Attachment:
 
     def _loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         request = self.hook.guard(self._request, model, inputs) if self._active else None
-        if request is None:
-            return original(model, inputs, *args, **kwargs)
-        with self.hook.capture(**request):
+        with nullcontext() if request is None else self.hook.capture(**request):
             return original(model, inputs, *args, **kwargs)
 
     def stepped(self) -> None:

@@ -19,6 +19,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -66,30 +67,30 @@ def attach(
     forward, named = actor.forward, inspect.signature(actor.forward).parameters.keys()
     state = {"version": int(options.get("policy_version", 0)), "trained": False}
 
+    def asked(sequences: Tensor, action_mask: Any, attention_mask: Any, more: dict[str, Any]) -> dict[str, Any] | None:
+        """What `capture` is to be told of a pass for experience; None: it is left out."""
+        if more.keys() - named:  # the model's inputs beside the text
+            hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            return None
+        if action_mask is None or attention_mask is None or more.get("ring_attn_group") is not None:
+            hook.tally.warn("left out", "a forward without masks, or of ring attention, was left out")
+            return None
+        told = experience_rollouts(sequences, action_mask, attention_mask, packed=actor.packing_samples)
+        now = state["version"] if version is None else version()
+        return {**told, "policy_version": now, "temperature": actor.temperature}
+
     def captured(
         sequences: Tensor, action_mask: Any = None, attention_mask: Any = None, *args: Any, **more: Any
     ) -> Any:
-        arguments = (sequences, action_mask, attention_mask, *args)
+        told = None
         if torch.is_grad_enabled():
             state["trained"] = True
-            return forward(*arguments, **more)
-        if state["trained"]:  # whatever becomes of this pass
-            state.update(version=state["version"] + 1, trained=False)
-        if more.keys() - named:  # the model's inputs beside the text
-            hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
-            return forward(*arguments, **more)
-        if action_mask is None or attention_mask is None or more.get("ring_attn_group") is not None:
-            hook.tally.warn("left out", "a forward without masks, or of ring attention, was left out")
-            return forward(*arguments, **more)
-        packed = actor.packing_samples
-        told = hook.guard(experience_rollouts, sequences, action_mask, attention_mask, packed=packed)
-        if told is None:
-            return forward(*arguments, **more)
-        now = state["version"] if version is None else hook.guard(version)
-        if now is None:
-            return forward(*arguments, **more)
-        with hook.capture(**told, policy_version=now, temperature=actor.temperature):
-            return forward(*arguments, **more)
+        else:
+            if state["trained"]:  # whatever becomes of this pass
+                state.update(version=state["version"] + 1, trained=False)
+            told = hook.guard(asked, sequences, action_mask, attention_mask, more)
+        with nullcontext() if told is None else hook.capture(**told):
+            return forward(sequences, action_mask, attention_mask, *args, **more)
 
     actor.forward = captured
     return hook

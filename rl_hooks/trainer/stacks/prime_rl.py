@@ -19,6 +19,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -113,9 +114,7 @@ def extend(train: Any) -> None:
     def forward(model: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
         hook = run.hook
         told = None if hook is None else hook.guard(run.told, hook, input_ids)
-        if hook is None or told is None:
-            return run_forward(model, input_ids, *args, **more)
-        with hook.capture(**told):
+        with nullcontext() if hook is None or told is None else hook.capture(**told):
             return run_forward(model, input_ids, *args, **more)
 
     train.setup_model, train.DataLoader, train.forward = setup_model, DataLoader, forward

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -90,9 +91,7 @@ def extend(kind: Any) -> None:
     def forward_backward_micro(self: Any, *args: Any, **more: Any) -> Any:
         policy = self.draftalign
         told = None if policy is None else policy.hook.guard(policy.told, *args, **more)
-        if told is None:
-            return micro(self, *args, **more)
-        with policy.hook.capture(**told):
+        with nullcontext() if told is None else policy.hook.capture(**told):
             return micro(self, *args, **more)
 
     @functools.wraps(update)

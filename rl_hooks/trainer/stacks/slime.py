@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -84,9 +85,7 @@ class _Actor:
             batch, self._batch = self._batch, None
             wanted = batch is not None and torch.is_grad_enabled() is self.gradients
             told = hook.guard(self._told, batch) if wanted else None
-            if told is None:
-                return forward(*inputs, **more)
-            with hook.capture(**told):
+            with nullcontext() if told is None else hook.capture(**told):
                 return forward(*inputs, **more)
 
         module.get_batch = noted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import logging
 import os
@@ -242,6 +243,30 @@ def test_a_broken_service_is_retried_until_it_recovers(misbehaviour: str) -> Non
             time.sleep(0.01)
         service.misbehave = ""
         assert finished(sender)["sent"] == 1
+        sender.close()
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["before the body", "after the body"])
+def test_an_answer_that_drips_without_end_is_given_up_in_time(silent: bool) -> None:
+    def drip(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                while silent and not connection.recv(1 << 16).endswith(b"body"):
+                    pass
+                connection.sendall(b"HTTP/1.1 202 Accepted\r\nx-slow: ")
+                while True:
+                    connection.sendall(b"y")
+                    time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, args=(listener,), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        sender = RolloutSender(url, timeout_seconds=0.5, patience_seconds=0.1)
+        sender.submit([b"body"])
+        stats = finished(sender)
+        assert (stats["dropped_error"], stats["sent"]) == (1, 0)
+        assert "timed out" in str(stats["last_error"])
         sender.close()
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -90,13 +91,18 @@ def train(rank: int, world: int, words: list[str], *, attached: bool, found: dic
     model = make(words)
     with receiver() as service:
         strict = "broken" not in words
-        attach = partial(
-            DrafterHook, model, service.url, run="r", aux_layers=AUX, rank=rank, world_size=world, strict=strict
-        )
+
+        def attach() -> DrafterHook:
+            ranks: dict[str, Any] = {"rank": rank, "world_size": world}
+            return DrafterHook(model, service.url, run="r", aux_layers=AUX, **ranks, strict=strict)
+
         hook = attach() if attached and "early" in words else None
         if "checkpoint" in words:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(model, words, world)
+        if "ddp" in words:
+            model = DistributedDataParallel(model)
+        else:
+            shard(model, words, world)
         if "fused" in words:
             model.forward = types.MethodType(fused, model)
         if attached and hook is None:
@@ -170,7 +176,7 @@ def whole_copy(model: Any, words: list[str]) -> Any:
     copy = make(words)
     with torch.no_grad():
         for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs.full_tensor())
+            mine.copy_(theirs.full_tensor() if isinstance(theirs, DTensor) else theirs)
     return copy.to(torch.bfloat16) if "bf16" in words else copy
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,20 @@ def test_the_budget_is_of_each_version_where_versions_alternate(service: Receive
     hook.close()
 
 
+def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_gets_the_budgets_of_its_versions_again(
+    service: Receiver,
+) -> None:
+    model, batch = tiny(), padded_batch([(4, 6)] * 2)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=20, strict=True)
+    captured = []
+    for version in (*range(9), 4, 5, 6, 7, 8):
+        run_once(hook, model, batch, version=version)
+        captured.append(hook.stats()["captured_rollouts"])
+    # That the trainer went back shows with the second version.
+    assert captured == [2, 4, 6, 8, 10, 12, 14, 16, 18, 18, 20, 22, 24, 26]
+    hook.close()
+
+
 def test_that_rollouts_are_longer_than_the_budget_is_said_once(
     service: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -323,7 +338,7 @@ def test_a_capture_after_close_is_said_once_and_is_no_failure(
     [
         ({"temperature": None}, "temperature: expected a number, got None"),
         ({"rewards": [1.0, None, 0.0, 0.0]}, "rewards: expected a number, got None"),
-        ({"rewards": torch.ones(4, 2)}, "rewards: expected a number, got tensor"),
+        ({"rewards": torch.ones(4, 2)}, "rewards: expected a number, got [1.0, 1.0]"),
         ({"loss_mask": np.ones((4, 19))}, "loss_mask must be a tensor [4, 19] like input_ids, got ndarray"),
     ],
 )
@@ -335,6 +350,49 @@ def test_what_is_wrong_is_named(service: Receiver, bad: dict[str, Any], said: st
     assert said in failure
     assert len(failure) < 200
     hook.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_children_give_their_rollouts_ids_of_their_own(service: Receiver) -> None:
+    """Else the service takes what they send for what their parent has sent, and drops it."""
+    model = tiny()
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    assert hook.flush(20)
+    torch.set_num_threads(1)
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                run_once(hook, model, padded_batch(LENGTHS), version=0)
+                os._exit(0 if hook.flush(20) and hook.stats()["sent"] == 1 else 1)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    run_once(hook, model, padded_batch(LENGTHS), version=0)
+    assert hook.flush(20)
+    assert len({request.headers["x-rollout-id"] for request in service.rollouts()}) == 3
+    hook.close()
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.1, 1), (0.0, 0)])
+def test_dropout_in_the_captured_forward_is_said_once(
+    service: Receiver, caplog: pytest.LogCaptureFixture, share: float, said: int
+) -> None:
+    model = tiny(attention_dropout=share).train()
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    with caplog.at_level(logging.WARNING, "rl_hooks"):
+        for version in range(2):
+            run_once(hook, model, padded_batch(LENGTHS), version)
+        assert hook.flush(20)
+    hook.close()
+    assert len([r for r in caplog.records if "drops values at random (model.layers.0.self_attn)" in r.message]) == said
+
+
+def test_a_dtype_that_is_none_is_refused_when_attaching_and_the_model_left_as_it_was() -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match="dtype: expected one of bfloat16, float8_e4m3, float8_e4m3_all, got 'fp8'"):
+        DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2, 3), dtype="fp8")  # type: ignore[arg-type]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_rollout_ids_may_be_integers(service: Receiver, tmp_path: Path) -> None:

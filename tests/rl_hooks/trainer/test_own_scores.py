@@ -286,7 +286,7 @@ def test_nothing_of_the_forward_is_kept_and_nothing_hooked_is_left(service: Rece
     model = Through(tiny(tied=False), whole)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True)
     sent(service, hook, model, [whole] * 2)
-    assert (hook._own._made, hook._own._last, hook._own._error) == (None, None, None)
+    assert (hook._own._made, hook._own._last, hook._own._errors) == (None, None, [])
     assert hook._own.expected == "logits"
     hook._own.expected = None
     sent(service, hook, model, [without_head])

@@ -1,4 +1,4 @@
-"""What is sent from a policy that its trainer shards (FSDP2, two processes), against a whole model of one process."""
+"""What is sent from a policy of two processes (FSDP2, DDP), against a whole model of one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 #: How trainers wrap: layers and the root (verl, accelerate), with and without freeing; [norm, lm_head] as one unit
-#: (torchtitan, prime-rl); lm_head and the embedding alone; tied; mixed precision; a fused loss; checkpointing.
+#: (torchtitan, prime-rl); lm_head and the embedding alone; tied; mixed precision; a fused loss; checkpointing; DDP.
 WHOLE = [
     "root",
     "root keep early",
@@ -24,6 +24,8 @@ WHOLE = [
     "root bf16",
     "root fused",
     "root checkpoint",
+    "ddp checkpoint",
+    "ddp tied early",
     "root packed",
 ]
 NEVER_WHOLE = "head fused"
