@@ -13,7 +13,7 @@ from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
 from service.monitor.records import arrival
 from service.settings import Settings
-from service.storage.queue.deliveries import EndState, Entry
+from service.storage.queue.deliveries import Entry
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
@@ -58,14 +58,14 @@ class Fates(Protocol):
     def unfinished(self) -> Sequence[Entry]:
         """What is in the queue, oldest first: of a long one, the head."""
 
-    def finish(self, loaded: Loaded, end: EndState) -> None:
+    def finish(self, loaded: Loaded) -> None:
         """All that was to be done with it is done."""
 
     def reject(self, loaded: Loaded, reason: str) -> None:
         """It cannot be used."""
 
     def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
-        """An unforeseen exception ends it; raised again where it cannot be the batch's fault."""
+        """An unforeseen exception ends it or puts it off; raised again where it cannot be the batch's fault."""
 
 
 class ClaimScorer:

@@ -262,7 +262,8 @@ class Learner:
             if passed_over:
                 for loaded, _ in passed_over:
                     self._remember(loaded)
-                self._finish(passed_over, fates)
+                for loaded, _ in passed_over:
+                    fates.finish(loaded)
                 self._record(passed_over, DEFERRED)
         except Exception:  # a full disk, say: the same batches come again, and must not count twice
             if self.gate.served == looked["served"]:
@@ -294,7 +295,8 @@ class Learner:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
             ) from error
-        self._finish(scored, fates)
+        for loaded, _ in scored:
+            fates.finish(loaded)
         self._record(scored, decision, seconds)
         whole = trained and not isolated and not self._stopping()
         if trained:
@@ -331,10 +333,6 @@ class Learner:
     def _remember(self, loaded: Loaded) -> KeptBatch:
         return self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
 
-    def _finish(self, scored: Sequence[Scored], fates: Fates) -> None:
-        for loaded, _ in scored:
-            fates.finish(loaded, "trained")
-
     def _record(self, scored: Sequence[Scored], decision: Decision, seconds: float = 0.0) -> None:
         latest = self.lineage.served_version()
         self.journal.record([(loaded.entry, scores) for loaded, scores in scored], decision, seconds, latest=latest)
@@ -358,6 +356,7 @@ class Learner:
         )
         whole, done, cut = task.tokens, 0, False  # tokens
         if not whole:  # all of the newest are too long
+            self.recent.limit.trained()  # else they would be for ever
             return 0.0, 0.0
 
         def verdict() -> str:

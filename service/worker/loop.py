@@ -8,8 +8,10 @@ Whose fault a failure is
   without the gate. What is raised then is its fault, and it is a dead letter, after `MAX_DELIVERIES` tries at most.
 * Where training or the gate failed, and then nothing that was in hand fails in isolation, it is the fault of the recent
   rollouts that are mixed in. They are deleted: what was learnt from them stays.
-* Redis, the disk, memory, a lost lease and a drafter or head that does not fit are never a batch's fault, however often
-  they fail: that delivery is not counted. A fault of the device ends the process, and counts as any death of it does.
+* Redis, the disk, a lost lease and a drafter or head that does not fit are never a batch's fault, however often they
+  fail: that delivery is not counted. A fault of the device ends the process, and counts as any death of it does.
+* Where memory runs out while one batch is loaded or scored, that is not counted either, and it is put off: but
+  `MEMORY_TRIES` times at most (`Inbox`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -53,11 +56,13 @@ class RegisteredAgain(WorkerError):  # noqa: N818
 class Suspicion:
     """What of a run may be at fault. A failure ends its `RunWorker`, and not this.
 
-    `recent`: whether its recent rollouts may be. `limit`: which are too long.
+    `recent`: whether its recent rollouts may be. `limit`: which are too long to be trained on. `memory_tries`: how
+    often memory ran out for a batch.
     """
 
     recent: bool = False
     limit: LengthLimit = field(default_factory=LengthLimit)
+    memory_tries: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -107,7 +112,8 @@ class RunWorker:
             # With engines that draft another way it measures from scratch.
             self._newest.holds_all = state.get("drafting") == self.drafting.model_dump()
             applied = state["applied"]
-        self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
+        size, tries = self.learner.vocab_size, self._suspicion.memory_tries
+        self.inbox = Inbox(settings, layout, queue, size, applied, ends_for_memory, tries)
         self.learner.report_vocabulary(0)
 
     @property

@@ -203,8 +203,8 @@ class Worker:
             state.closed = self._room.closed(run)
             self._give_back(run)
         elif not self._room.want(run):
-            patient = isinstance(error, torch.OutOfMemoryError)
-            seconds = REFUSED_SECONDS if patient else state.back_off(_FAILED_SECONDS)
+            seconds = state.back_off(_FAILED_SECONDS)  # counted also where it is not the wait: see `Room.ends`
+            seconds = REFUSED_SECONDS if isinstance(error, torch.OutOfMemoryError) else seconds
             self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
             self._share.leave(run, time.monotonic())
 

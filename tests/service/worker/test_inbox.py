@@ -13,7 +13,7 @@ from worker_fixtures import VOCAB, Bench
 
 from drafter.batch import load_batch
 from drafter.training.trainer import DrafterTrainer
-from service.storage.queue.deliveries import MAX_DELIVERIES, EndState, Entry, RolloutQueue
+from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
 from service.worker.inbox import RECENT_BATCHES, ArrivedVersions, Inbox, Loaded, Phase
 from service.worker.learner import Learner
 
@@ -48,18 +48,18 @@ def test_a_batch_is_held_from_its_claim_until_it_is_acknowledged(bench: Bench, i
     (loaded,) = new(inbox)
     claimed = inbox.held
     assert claimed == (loaded.entry.entry_id,)
-    inbox.finish(loaded, "skipped")
+    inbox.finish(loaded)
     inbox.end_turn()
     assert (inbox.held, inbox.done, bench.state(batch)) == (claimed, 1, "queued")
     inbox.commit(lambda _: None)
-    assert (inbox.held, inbox.done, bench.state(batch)) == ((), 0, "skipped")
+    assert (inbox.held, inbox.done, bench.state(batch)) == ((), 0, "trained")
     assert claimed == (loaded.entry.entry_id,), "a snapshot does not change under its reader"
 
 
 def test_nothing_is_acknowledged_before_the_checkpoint_that_holds_it(bench: Bench, inbox: Inbox) -> None:
     batches = [bench.post(name) for name in "ab"]
     for loaded in new(inbox):
-        inbox.finish(loaded, "trained")
+        inbox.finish(loaded)
 
     def full(_: Sequence[str]) -> None:
         raise OSError(28, "No space left on device")
@@ -154,7 +154,7 @@ def test_an_orderly_stop_counts_neither_what_waits_nor_what_is_done(bench: Bench
         bench.post(name)
     waits, done = new(inbox)
     inbox.wait([waits])
-    inbox.finish(done, "trained")
+    inbox.finish(done)
     inbox.uncount(Phase.DONE)
     assert deliveries(opened(bench)) == [1, 1]
 
@@ -210,8 +210,8 @@ class Told:
     def unfinished(self) -> list[Entry]:
         return []
 
-    def finish(self, loaded: Loaded, end: EndState) -> None:
-        self.ends.append((loaded.path.name, end))
+    def finish(self, loaded: Loaded) -> None:
+        self.ends.append((loaded.path.name, "trained"))
 
     def reject(self, loaded: Loaded, reason: str) -> None:
         self.ends.append((loaded.path.name, reason))
