@@ -98,6 +98,17 @@ class WorkerCheckpoint:
         state: dict[str, Any] = json.loads((self._require() / "state.json").read_text())
         return state
 
+    @contextlib.contextmanager
+    def reading_state(self) -> Iterator[None]:
+        """Raise CheckpointError where the state lacks what is read of it inside, or has what nobody knows."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.newest()} holds a state that another version of draftalign wrote "
+                f"({type(error).__name__}: {error}); go back to that version, or {_MOVE}"
+            ) from error
+
     def _require(self) -> Path:
         newest = self.newest()
         if newest is None:

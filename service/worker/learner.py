@@ -126,17 +126,18 @@ class Learner:
 
     def resume(self, checkpoint: WorkerCheckpoint) -> dict[str, Any]:
         """Go on from the newest checkpoint; returns the state in it."""
-        stored = checkpoint.drafter()
-        state = checkpoint.restore(self.lineage.set_candidate(stored))
-        self.controller = Controller.from_json(state["controller"])
-        self.journal.restore(state)
+        trainer = self.lineage.set_candidate(checkpoint.drafter())
         self.lineage.check_vocabulary()
-        self.gate.restore(state["gate"])
+        with checkpoint.reading_state():
+            state = checkpoint.restore(trainer)
+            self.controller = Controller.from_json(state["controller"])
+            self.journal.restore(state)
+            self.gate.restore(state["gate"])
+            recent, known, _ = state["recent"], state["recent_known"], state["applied"]
         supposed = Drafting.supposed(self._settings).model_dump()
         if state.get("drafting", supposed) != supposed:  # absent: of before it was kept
             self._measure_from_scratch()
-        spool = self._layout.spool(self.run)
-        self.recent.restore(state["recent"], spool, state["recent_known"], self.target.normalised)
+        self.recent.restore(recent, self._layout.spool(self.run), known, self.target.normalised)
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
                  self.journal.totals.trained_tokens)  # fmt: skip

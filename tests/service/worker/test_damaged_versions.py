@@ -30,6 +30,7 @@ from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.errors import BlobDamaged, RegistryError, RunDamaged
 from service.storage.registry import Registry
+from service.storage.runs import crc32_of
 from service.storage.spool import Upload, check_blob
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.process.worker import Worker
@@ -263,6 +264,44 @@ def test_what_is_of_before_sums_were_kept_is_not_called_damaged(bench: Bench, wo
         f"{bench.checkpoint()} has no crc32.json, so an earlier version of draftalign wrote it; move the directory "
         "away: the run then goes on from its newest published drafter"
     )
+    shutil.move(bench.checkpoint(), tmp_path)
+    for _ in range(5):
+        restarted._turn()
+    assert not Store(bench.redis, RUN).worker().error
+    assert bench.state(batch) == "trained"
+    restarted._close()
+
+
+@pytest.mark.parametrize(
+    "place", ["controller", "gate", "recent", "recent_known", "applied", "totals", "drift_heeded", "gate.kept",
+              "gate.trials", "gate.level", "totals.batches of old"],
+)  # fmt: skip
+def test_a_checkpoint_of_another_layout_is_named_and_the_run_goes_on_without_it(
+    bench: Bench, worker: Worker, tmp_path: Path, place: str
+) -> None:
+    """Its sums are right: it is as it was written, by a version that kept other things."""
+    bench.post("a")
+    while worker._turn():
+        pass
+    worker._close()
+    path, (first, _, second) = bench.checkpoint() / "state.json", place.partition(".")
+    state = json.loads(path.read_bytes())
+    if second:
+        state[first].pop(second, None)
+        state[first] |= {second: 0} if " " in second else {}
+    else:
+        del state[first]
+    path.write_text(json.dumps(state))
+    sums = json.loads((bench.checkpoint() / "crc32.json").read_bytes())
+    sums[path.relative_to(bench.checkpoint()).as_posix()] = crc32_of(path)
+    (bench.checkpoint() / "crc32.json").write_text(json.dumps(sums))
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    batch = bench.post("b")
+    for _ in range(3):
+        restarted._turn()
+    error = Store(bench.redis, RUN).worker().error or ""
+    assert error.startswith(f"{bench.checkpoint()} holds a state that another version of draftalign wrote (")
+    assert error.endswith("move the directory away: the run then goes on from its newest published drafter")
     shutil.move(bench.checkpoint(), tmp_path)
     for _ in range(5):
         restarted._turn()
