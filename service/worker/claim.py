@@ -61,10 +61,10 @@ class Fates(Protocol):
     def finish(self, loaded: Loaded) -> None:
         """All that was to be done with it is done."""
 
-    def reject(self, loaded: Loaded, reason: str) -> None:
+    def reject(self, entry: Entry, reason: str) -> None:
         """It cannot be used."""
 
-    def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
+    def fail(self, entry: Entry, error: Exception, what: str) -> None:
         """An unforeseen exception ends it or puts it off; raised again where it cannot be the batch's fault."""
 
 
@@ -127,7 +127,7 @@ class ClaimScorer:
         late = self._target.has_later_head(batch.policy_version, loaded.path)
         if late and arrival(loaded.entry.arrived)[1] <= self._journal.abandoned_until(fates.unfinished()):
             fates.reject(
-                loaded,
+                loaded.entry,
                 f"the trainer went back to an earlier policy version after this batch, and the head of policy version "
                 f"{batch.policy_version} is that of its next attempt",
             )
@@ -135,10 +135,10 @@ class ClaimScorer:
         try:
             gap, checked = policy.needed_head().logprob_gap(batch, self._settings.logprob_gap_nats)
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded, error, "cannot be compared with the policy's head")
+            fates.fail(loaded.entry, error, "cannot be compared with the policy's head")
             return None
         if checked and not gap <= self._settings.logprob_gap_nats:
-            fates.reject(loaded, self._gap_reason(gap))
+            fates.reject(loaded.entry, self._gap_reason(gap))
             return None
         current = self._lineage.served_version()
         by = self._lineage.existing(batch.drafter_version) or current
@@ -168,10 +168,10 @@ class ClaimScorer:
                 logprob_gap=gap if checked else None,
             )
         except BatchRejected as error:
-            fates.reject(loaded, str(error))
+            fates.reject(loaded.entry, str(error))
             return None
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded, error, "cannot be scored")
+            fates.fail(loaded.entry, error, "cannot be scored")
             return None
         if comparison == "all":
             scores = replace(scores, versions={**scores.versions, **self._gate.replay_sent(part, loaded.path)})
@@ -224,9 +224,9 @@ class ClaimScorer:
         try:
             return replace(loaded, batch=self._target.normalised(loaded.batch, loaded.path))
         except TargetHeadError as error:
-            fates.reject(loaded, str(error))
+            fates.reject(loaded.entry, str(error))
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded, error, "cannot be normalised with the policy's head")
+            fates.fail(loaded.entry, error, "cannot be normalised with the policy's head")
         return None
 
     def _gap_reason(self, gap: float) -> str:

@@ -233,23 +233,23 @@ class Inbox:
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
             screen(batch)
         except FileNotFoundError:
-            self._end_dead(entry, "blob_missing")
+            self.reject(entry, "blob_missing")
         except BlobDamaged as error:
             log.error("%s: %s", self._queue.run, error)
-            self._end_dead(entry, "blob_damaged")
+            self.reject(entry, "blob_damaged")
         except (WireError, BatchRejected) as error:
-            self._end_dead(entry, str(error))
+            self.reject(entry, str(error))
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
             if isinstance(error, OSError) and not is_out_of_memory(error):  # a bad sector, say
                 self._put_off(entry, error)
             else:
-                self._end_for(entry, error, "cannot be loaded")
+                self.fail(entry, error, "cannot be loaded")
         else:
             return Loaded(entry, path, batch)
         return None
 
     def _newest_policy(self) -> int:
-        """The newest policy version of the last batches, of those too that still wait in the queue."""
+        """Of the last batches, and of those that still wait in the queue."""
         return max(self.versions.newest, self._queue.newest_policy() or 0)
 
     def newest_waiting(self, after: Loaded) -> int | None:
@@ -265,15 +265,8 @@ class Inbox:
         """Leave a batch to the next checkpoint, which acknowledges it: nothing is left to be done with it."""
         self._set(Delivery(loaded.entry, Phase.DONE))
 
-    def reject(self, loaded: Loaded, reason: str) -> None:
+    def reject(self, entry: Entry, reason: str) -> None:
         """End a batch as a dead letter."""
-        self._end_dead(loaded.entry, reason)
-
-    def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
-        """End a batch for an unforeseen exception, or put it off, or raise what cannot be the batch's fault."""
-        self._end_for(loaded.entry, error, what)
-
-    def _end_dead(self, entry: Entry, reason: str) -> None:
         log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
         exists = self._layout.blob(self._queue.run, entry.blob).exists()
         self._queue.dead_letter(entry, reason, keep_file=exists)
@@ -282,14 +275,15 @@ class Inbox:
         for blob in self._queue.sweep_dead(older_than_seconds=seconds, max_bytes=most):
             self._layout.blob(self._queue.run, blob).unlink(missing_ok=True)
 
-    def _end_for(self, entry: Entry, error: Exception, what: str) -> None:
+    def fail(self, entry: Entry, error: Exception, what: str) -> None:
+        """End a batch for an unforeseen exception, or put it off, or raise what cannot be the batch's fault."""
         if is_out_of_memory(error) and not is_device_fault(error):
             self._put_off_for_memory(entry, error, what)
             return
         if not is_batch_fault(error):
             raise error
         log.error("%s: batch %s %s", self._queue.run, entry.batch_id, what, exc_info=error)
-        self._end_dead(entry, f"{what}: {error_text(error)}")
+        self.reject(entry, f"{what}: {error_text(error)}")
 
     def _end(self, entry: Entry) -> None:
         self._memory_tries.pop(entry.batch_id, None)
@@ -303,7 +297,7 @@ class Inbox:
             self._put_off(entry, error, no_memory=True)
             return
         told = f"memory ran out {MEMORY_TRIES} times, so it {what}; raise the memory or send shorter rollouts"
-        self._end_dead(entry, f"{told}: {error_text(error)}")
+        self.reject(entry, f"{told}: {error_text(error)}")
 
     def _put_off(self, entry: Entry, error: Exception, *, no_memory: bool = False) -> None:
         """Leave a batch until it is idle; the others do not wait for it."""

@@ -79,7 +79,7 @@ class _Pace:
             self._passed = 0.95 * self._passed + now - before
 
 
-class _Engines:
+class Engines:
     """What the engines of one run report. Not in a checkpoint: they go on reporting."""
 
     def __init__(self, store: Store, run: str) -> None:
@@ -89,7 +89,10 @@ class _Engines:
         self.drafting = DraftingTime()
 
     def hear(self, rule: LiveRule, version_seconds: float | None) -> str | None:
-        """Why nothing may be published: engines count otherwise than replay says. Said once, and at its end."""
+        """Why nothing may be published: engines count otherwise than replay says. Said once, and at its end.
+
+        `version_seconds`: between two policy versions.
+        """
         try:
             heard = self._store.accounts(time.time() - EVIDENCE_SECONDS)
             found = self._store.watch({name: account for name, (_, account) in heard.items()}, rule).hold
@@ -130,7 +133,7 @@ class Journal:
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._pace = _Pace()
         self._quiet_until = 0  # tick before which a drift alarm is not logged again
-        self._engines = _Engines(store, run)
+        self.engines = Engines(store, run)
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
 
     @property
@@ -217,10 +220,6 @@ class Journal:
         while len(self._unsent) > MAX_SCORES:
             del self._unsent[next(iter(self._unsent))]
 
-    def hear_engines(self, rule: LiveRule, version_seconds: float | None) -> str | None:
-        """Take what engines reported; returns why nothing may be published now. `version_seconds`: between two."""
-        return self._engines.hear(rule, version_seconds)
-
     def abandoned_until(self, unfinished: Sequence[Entry]) -> float:
         """When the last batch came of an attempt that the trainer has given up, in Unix ms; -inf: it never did.
 
@@ -235,16 +234,6 @@ class Journal:
         if last.opened is None or len(last.scores) < _SURE_ATTEMPT:
             return -math.inf
         return round(last.opened.last * 1000.0)
-
-    @property
-    def drafting_share(self) -> float | None:
-        """The share of their time that engines spend in rounds with drafts; None: they have not said enough."""
-        return self._engines.drafting.share
-
-    @property
-    def may_pay(self) -> bool:
-        """Whether engines that draft nothing could be faster with a better drafter, or have not said."""
-        return self.drafting_share == 0.0 and self._engines.drafting.may_pay
 
     def gathered(self, tokens: int, wanted: int, batches: int) -> None:
         """Say how far the draft vocabulary of a run from scratch is."""

@@ -96,18 +96,12 @@ class Learner:
         self._stopping = stopping
         self.target = Target.open(layout, run, settings.device)
         self.lineage = Lineage(settings, layout, run, self.target)
-        self.recent = self._empty_memory()
+        self.recent = RecentRollouts(layout.worker(run) / "recent", capacity_tokens=settings.recent_tokens)
         self.journal = Journal(settings, store, run)
         self.controller = Controller()
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
         self.gate = Gate(settings, self.lineage, self.target)
         self.scorer = ClaimScorer(settings, self.target, self.lineage, self.journal, self.gate)
-
-    def _empty_memory(self) -> RecentRollouts:
-        return RecentRollouts(
-            self._layout.worker(self.run) / "recent",
-            capacity_tokens=self._settings.recent_tokens,
-        )
 
     @property
     def vocab_size(self) -> int:
@@ -120,10 +114,6 @@ class Learner:
         return self.lineage.trainer is not None
 
     # --- start
-    def begin(self) -> None:
-        """Begin with the run's drafter, if it has one."""
-        self.lineage.begin()
-
     def resume(self, checkpoint: WorkerCheckpoint) -> dict[str, Any]:
         """Go on from the newest checkpoint; returns the state in it."""
         trainer = self.lineage.set_candidate(checkpoint.drafter())
@@ -219,7 +209,7 @@ class Learner:
         if plan.to_train and self.controller.defers(newer_waits=waits):
             plan = plan.without_training()
         scored, passed_over = self.scorer.score_claim(plan, fates)
-        held = self.journal.hear_engines(LiveRule(self._settings.depth), version_seconds)
+        held = self.journal.engines.hear(LiveRule(self._settings.depth), version_seconds)
         may_publish = held is None and not self.lineage.held()
         contest = self._look(
             scored, passed_over, fates, plan.newest, before_publishing, may_publish=may_publish, isolated=isolated
@@ -284,7 +274,7 @@ class Learner:
         newest = [self._remember(loaded) for loaded, _ in scored]
         try:
             self.recent.forget_abandoned(
-                self.target.head_times,  # a batch's file is older than the end of its entry's millisecond
+                self.target.received.times(),  # a batch's file is older than the end of its entry's millisecond
                 lambda: (self.journal.abandoned_until(fates.unfinished()) + 1.0) * 1e6,
             )
             left = set(self.recent.names())
@@ -315,7 +305,9 @@ class Learner:
             return Decision(Action.IDLE, "no answer here has a second token, so there is nothing to learn")
         if self.gate.training.is_blind:
             return UNJUDGED
-        economy = Economy(self._settings.worker_cost, self.journal.drafting_share, may_pay=self.journal.may_pay)
+        engines = self.journal.engines.drafting
+        may_pay = engines.share == 0.0 and engines.may_pay  # none drafts: with a better drafter it could be faster
+        economy = Economy(self._settings.worker_cost, engines.share, may_pay=may_pay)
         return self.controller.decide(
             economy,
             alpha,
@@ -503,14 +495,6 @@ class Learner:
         )
         self.gate.training.concluded()
 
-    # --- forgetting
-    def forget_recent(self) -> None:
-        """Delete the recent rollouts. What was learnt from them stays."""
-        memory = self._empty_memory()
-        memory.restore([], self._layout.spool(self.run), {})  # deletes their files
-        memory.limit = self.recent.limit
-        self.recent = memory
-
     def forget_heads(self, newest_policy: int) -> None:
         """Delete heads that neither a kept batch nor one still to come can need."""
         kept = self.recent.oldest_policy_version()
@@ -518,4 +502,4 @@ class Learner:
             return
         lag = self._settings.max_policy_lag
         still_to_come = newest_policy - (_HEADS_KEPT_VERSIONS if lag is None else lag)
-        self.target.forget_before(min(kept, still_to_come), newest=newest_policy)
+        self.target.received.forget_before(min(kept, still_to_come), newest=newest_policy)

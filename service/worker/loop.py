@@ -104,7 +104,7 @@ class RunWorker:
         self._newest = _Newest(time.monotonic())
         queue.ensure_group()
         if self._checkpoint.newest() is None:
-            self.learner.begin()
+            self.learner.lineage.begin()
             self._newest.holds_all = False
             applied: Sequence[str] = ()
         else:
@@ -180,7 +180,7 @@ class RunWorker:
         self.save()  # it moves the newest out of the spool
         self._check_still_ours()
         log.warning("%s: the recent rollouts are dropped: training failed with them, and works without them", self.run)
-        self.learner.forget_recent()
+        self.learner.recent.clear()
         self._suspicion.recent = self._newest.holds_all = False
 
     def _work_on(self, entries: Sequence[Entry]) -> None:
@@ -231,7 +231,7 @@ class RunWorker:
             if is_batch_fault(error) and isolated:
                 self._suspicion.recent = False
                 told = error_text(error)
-                self.inbox.reject(group[0], f"failed its worker {MAX_DELIVERIES} times, at last alone: {told}")
+                self.inbox.reject(group[0].entry, f"failed its worker {MAX_DELIVERIES} times, at last alone: {told}")
             elif is_batch_fault(error):
                 self._suspicion.recent = True
             raise

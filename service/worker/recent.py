@@ -152,6 +152,12 @@ class RecentRollouts:
             (self._directory / name).unlink(missing_ok=True)
         self._dropped.clear()
 
+    def clear(self) -> None:
+        """Delete all that is kept, right after a checkpoint, which has moved it here. What was learnt from it stays."""
+        self._dropped += self.names()
+        self._kept.clear()
+        self.settle()
+
     def restore(
         self,
         names: Sequence[str],

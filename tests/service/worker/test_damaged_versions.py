@@ -332,7 +332,7 @@ def test_a_bit_that_flips_in_a_head_costs_that_head_alone(
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert torch.equal(Target.open(bench.layout, RUN).at(2).needed_head().lm_head, sent[2])
     assert "the head of policy version 2 is not used" in caplog.text
-    Target.open(bench.layout, RUN).forget_before(2, newest=2)
+    Target.open(bench.layout, RUN).received.forget_before(2, newest=2)
     assert not path.with_name("1.crc32").exists()
 
 

@@ -213,11 +213,11 @@ class Told:
     def finish(self, loaded: Loaded) -> None:
         self.ends.append((loaded.path.name, "trained"))
 
-    def reject(self, loaded: Loaded, reason: str) -> None:
-        self.ends.append((loaded.path.name, reason))
+    def reject(self, entry: Entry, reason: str) -> None:
+        self.ends.append((entry.blob, reason))
 
-    def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
-        self.ends.append((loaded.path.name, f"{what}: {error}"))
+    def fail(self, entry: Entry, error: Exception, what: str) -> None:
+        self.ends.append((entry.blob, f"{what}: {error}"))
 
 
 def received(bench: Bench, path: Path, name: str, policy_version: int = 0) -> Loaded:
@@ -229,7 +229,7 @@ def received(bench: Bench, path: Path, name: str, policy_version: int = 0) -> Lo
 def learner(bench: Bench) -> Learner:
     bench.begin()
     made = Learner(bench.settings, bench.layout, bench.store, "default")
-    made.begin()
+    made.lineage.begin()
     return made
 
 
