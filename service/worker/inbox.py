@@ -57,7 +57,8 @@ class Phase(Enum):
     CLAIMED = auto()  # worked on in this turn
     WAITING = auto()  # for the draft vocabulary; its batch stays in memory
     DONE = auto()  # in the drafter's weights or in the recent rollouts; the next checkpoint acknowledges it
-    UNREADABLE = auto()  # its file could not be read, or memory ran out; claimed again once it is idle
+    UNREADABLE = auto()  # its file could not be read; claimed again once it is idle
+    NO_MEMORY = auto()  # memory ran out for it; claimed again once it is idle
     INTERRUPTED = auto()  # something else failed while it was worked on; redelivered at once
 
 
@@ -78,7 +79,6 @@ class Delivery:
     phase: Phase
     loaded: Loaded | None = None  # of a WAITING one
     uncounted: bool = False  # Redis has still to be told that this delivery does not count
-    no_memory: bool = False  # why it is UNREADABLE
 
 
 class ArrivedVersions:
@@ -136,7 +136,6 @@ class Inbox:
         one that cannot be read. `memory_tries`: how often each batch was; it may outlive this inbox.
         """
         self.versions = ArrivedVersions()
-        self.held: tuple[str, ...] = ()  # ids of the entries that no other worker may claim, for the heartbeat
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
         self._settings = settings
         self._layout = layout
@@ -152,18 +151,18 @@ class Inbox:
     def _set(self, delivery: Delivery) -> None:
         self._deliveries.pop(delivery.entry.entry_id, None)
         self._deliveries[delivery.entry.entry_id] = delivery
-        self._publish_held()
 
     def _forget(self, entry: Entry) -> None:
         self._deliveries.pop(entry.entry_id, None)
-        self._publish_held()
-
-    def _publish_held(self) -> None:
-        held = (Phase.CLAIMED, Phase.WAITING, Phase.DONE)
-        self.held = tuple(entry_id for entry_id, d in self._deliveries.items() if d.phase in held)
 
     def _in(self, *phases: Phase) -> list[Delivery]:
-        return [delivery for delivery in self._deliveries.values() if delivery.phase in phases]
+        # `list` copies in one step: the heartbeat's thread asks as well.
+        return [delivery for delivery in list(self._deliveries.values()) if delivery.phase in phases]
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Ids of the entries that no other worker may claim."""
+        return tuple(d.entry.entry_id for d in self._in(Phase.CLAIMED, Phase.WAITING, Phase.DONE))
 
     @property
     def done(self) -> int:
@@ -176,14 +175,14 @@ class Inbox:
         return len(self._in(Phase.WAITING))
 
     @property
-    def unreadable(self) -> list[str]:
+    def put_off(self) -> list[str]:
         """Ids of the entries that are put off: files that cannot be read now, or no memory."""
-        return [delivery.entry.entry_id for delivery in self._in(Phase.UNREADABLE)]
+        return [delivery.entry.entry_id for delivery in self._in(Phase.UNREADABLE, Phase.NO_MEMORY)]
 
     @property
     def short_of_memory(self) -> bool:
         """Whether a batch is put off because memory ran out for it."""
-        return any(delivery.no_memory for delivery in self._in(Phase.UNREADABLE))
+        return bool(self._in(Phase.NO_MEMORY))
 
     # --- claiming
     def renew(self) -> None:
@@ -241,7 +240,7 @@ class Inbox:
             self.reject(entry, str(error))
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
             if isinstance(error, OSError) and not is_out_of_memory(error):  # a bad sector, say
-                self._put_off(entry, error)
+                self._put_off(entry, error, Phase.UNREADABLE)
             else:
                 self.fail(entry, error, "cannot be loaded")
         else:
@@ -294,15 +293,15 @@ class Inbox:
             raise error
         self._memory_tries[entry.batch_id] += 1
         if self._memory_tries[entry.batch_id] < MEMORY_TRIES:
-            self._put_off(entry, error, no_memory=True)
+            self._put_off(entry, error, Phase.NO_MEMORY)
             return
         told = f"memory ran out {MEMORY_TRIES} times, so it {what}; raise the memory or send shorter rollouts"
         self.reject(entry, f"{told}: {error_text(error)}")
 
-    def _put_off(self, entry: Entry, error: Exception, *, no_memory: bool = False) -> None:
+    def _put_off(self, entry: Entry, error: Exception, phase: Phase) -> None:
         """Leave a batch until it is idle; the others do not wait for it."""
         log.error("%s: batch %s is put off: %s", self._queue.run, entry.batch_id, error_text(error))
-        self._set(Delivery(entry, Phase.UNREADABLE, uncounted=True, no_memory=no_memory))
+        self._set(Delivery(entry, phase, uncounted=True))
         self._tell_uncounted()
 
     def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:

@@ -127,7 +127,7 @@ class Journal:
                 strata=settings.drift_strata,
             )
         )
-        self._heeded: dict[str, str] = {}  # requests about the drift alarm that were carried out, by action
+        self.heeded: dict[str, str] = {}  # requests about the drift alarm that were carried out, by action
         self._succession = Succession()
         self._reading: DriftReading | None = None
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
@@ -142,24 +142,19 @@ class Journal:
         return self._succession.watched
 
     @property
-    def heeded(self) -> Mapping[str, str]:
-        """The requests about the drift alarm that were carried out, by action."""
-        return dict(self._heeded)
-
-    @property
     def state(self) -> dict[str, object]:
         """What a checkpoint keeps: plain JSON values."""
         return {
             "totals": asdict(self.totals),
             "drift": self._drift.state.to_json(),
             "succession": asdict(self._succession),
-            "drift_heeded": self._heeded,
+            "drift_heeded": self.heeded,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. A drift state of another kind is dropped: no reason to refuse a run."""
         self.totals = Totals(**state["totals"])
-        self._heeded = dict(state["drift_heeded"])
+        self.heeded = dict(state["drift_heeded"])
         try:
             self._drift = DriftMonitor(self._drift.config, DriftState.from_json(state["drift"]))
             self._succession = Succession(**state["succession"])
@@ -270,7 +265,7 @@ class Journal:
     def heed_people(self) -> bool:
         """Acknowledge or reset the drift alarm where somebody asked for it; returns whether it was."""
         asked = self._store.drift_requests()
-        new = {action: request for action, request in asked.items() if request != self._heeded.get(action)}
+        new = {action: request for action, request in asked.items() if request != self.heeded.get(action)}
         for action in new:
             if action == "reset":
                 self._drift.reset()
@@ -278,7 +273,7 @@ class Journal:
                 self._drift.acknowledge()
             log.info("%s: drift alarm: %s, as a person asked", self._run, action)
         if new:
-            self._heeded |= new
+            self.heeded = self.heeded | new
             old = self._reading
             self._reading = None if old is None or "reset" in new else self._drift.reading(old.value, old.sd)
             self._quiet_until = 0

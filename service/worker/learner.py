@@ -13,11 +13,10 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,12 +237,14 @@ class Learner:
 
         Not `may_publish`: the evidence does not describe the engines, or may not change what they serve.
         """
-        judged = may_publish and not isolated
+        contests = list[Contest]()
+        judged, served = may_publish and not isolated, self.lineage.served_version()
         if judged:
-            self._follow(self.lineage.served_version())
+            self._follow(served)
         looked = self.gate.state
         try:
-            contests = self.judge([*passed_over, *scored], before_publishing=before_publishing) if judged else []
+            if judged:
+                contests = self.judge([*passed_over, *scored], served, before_publishing)
             best = contests[0] if contests else None
             if not may_publish:
                 self.gate.training.concluded()
@@ -358,37 +359,36 @@ class Learner:
             return "cut" if _LEAST_PART * whole <= done < whole and ends() else ""
 
         ranks = trainer.ranks
-        with self._long_ones_blamed(), ranks.in_step():
-            if ranks.world > 1:
-                self.lineage.lead({"train": task.order()})
-            for window in windows(task.drawn(), trainer, self.target):
-                report = trainer.step(window)
-                if report.skipped is None:
-                    self.journal.totals.trained_tokens += report.response_tokens
-                done += report.tokens
-                if ended := ranks.shared(verdict):
-                    cut = ended == "cut"
-                    break
-        seconds = time.perf_counter() - started
-        self.journal.totals.train_seconds += seconds
-        return seconds, done / whole if cut else 1.0
-
-    @contextlib.contextmanager
-    def _long_ones_blamed(self) -> Iterator[None]:
-        """Where memory runs out inside, the next trainings leave long rollouts out."""
         try:
-            yield
-            self.recent.limit.trained()
+            with ranks.in_step():
+                if ranks.world > 1:
+                    self.lineage.lead({"train": task.order()})
+                for window in windows(task.drawn(), trainer, self.target):
+                    report = trainer.step(window)
+                    if report.skipped is None:
+                        self.journal.totals.trained_tokens += report.response_tokens
+                    done += report.tokens
+                    if ended := ranks.shared(verdict):
+                        cut = ended == "cut"
+                        break
         except Exception as error:
             if is_out_of_memory(error) and not is_device_fault(error):
                 self.recent.ran_out_of_memory(self._settings.train_step_tokens)
             raise
+        self.recent.limit.trained()
+        seconds = time.perf_counter() - started
+        self.journal.totals.train_seconds += seconds
+        return seconds, done / whole if cut else 1.0
 
-    def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[], None]) -> list[Contest]:
-        """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""
+    def judge(
+        self, scored: Sequence[Scored], served: str | None, before_publishing: Callable[[], None]
+    ) -> list[Contest]:
+        """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first.
+
+        `served`: the version that engines are offered, as the gate knows.
+        """
         scored = [(loaded, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
         compared = [(loaded.batch, scores) for loaded, scores in scored]
-        served = self.lineage.served_version()
         if not compared:
             return []
         fresh = Fresh.of(compared, self.recent.prompts)
@@ -396,7 +396,6 @@ class Learner:
             return []
         with_all = [(batch, scores) for batch, scores in compared if "frozen" in scores.replays]
         wider = Fresh.of(with_all, self.recent.prompts) if with_all else fresh
-        self._follow(served)
         before = self.gate.state
         entries = sorted((loaded.entry.arrived for loaded, _ in scored), key=arrival)
         realised = self.gate.outcomes.settle(wider) if self.gate.outcomes.measures(entries[0]) else None

@@ -152,7 +152,7 @@ class Room:
         Last those that wait for a file that cannot be read: once closed, they are opened again to look for it.
         """
         inboxes = {run: worker.inbox for run, worker in served(self._runs).items()}
-        waits = {run: inbox.unreadable for run, inbox in inboxes.items()}
+        waits = {run: inbox.put_off for run, inbox in inboxes.items()}
         idle = [run for run, inbox in inboxes.items() if not self._has_work(run, {*inbox.held, *waits[run]})]
         return sorted(idle, key=lambda run: (bool(waits[run]), self._runs[run].worked_at))
 

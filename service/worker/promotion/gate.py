@@ -28,9 +28,8 @@ from drafter.replay.acceptance import Replay
 from drafter.replay.gate import ClaimSpread, Look, Trial, Verdict, compare
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.promotion.archive import Archive
+from service.worker.promotion.archive import Archive, Level
 from service.worker.promotion.evidence import FEWEST_PROMPTS, POOLED_CLAIMS, Fresh, Pool
-from service.worker.promotion.level import Level
 from service.worker.promotion.outcomes import Chosen, Outcomes
 from service.worker.promotion.training import Training
 from service.worker.scoring import replay_each
