@@ -43,7 +43,7 @@ class ClaimPlan:
     def of(cls, fresh: Sequence[Loaded], *, isolated: bool) -> Self:
         """Train on all but what was put back, which is of policies that are gone; `isolated`: on all."""
         belated = [loaded for loaded in fresh if loaded.entry.belated and not isolated]
-        to_train = [loaded for loaded in fresh if loaded not in belated]
+        to_train = [loaded for loaded in fresh if isolated or not loaded.entry.belated]
         newest = max(loaded.batch.policy_version for loaded in (to_train or belated)[-RECENT_BATCHES:])
         return cls(to_train, belated, newest)
 

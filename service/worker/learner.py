@@ -254,9 +254,7 @@ class Learner:
             if passed_over:
                 for loaded, _ in passed_over:
                     self._remember(loaded)
-                for loaded, _ in passed_over:
-                    fates.finish(loaded)
-                self._record(passed_over, DEFERRED)
+                self._finish(passed_over, fates, DEFERRED)
         except Exception:  # a full disk, say: the same batches come again, and must not count twice
             if self.gate.served == looked["served"]:
                 self.gate.restore(looked)
@@ -287,9 +285,7 @@ class Learner:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
             ) from error
-        for loaded, _ in scored:
-            fates.finish(loaded)
-        self._record(scored, decision, seconds)
+        self._finish(scored, fates, decision, seconds)
         whole = trained and not isolated and not self._stopping()
         if trained:
             known = seconds if whole and share else None  # one that was stopped, or had no rollout, says nothing
@@ -327,7 +323,10 @@ class Learner:
     def _remember(self, loaded: Loaded) -> KeptBatch:
         return self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
 
-    def _record(self, scored: Sequence[Scored], decision: Decision, seconds: float = 0.0) -> None:
+    def _finish(self, scored: Sequence[Scored], fates: Fates, decision: Decision, seconds: float = 0.0) -> None:
+        """Leave batches to the next checkpoint, and record their scores. `seconds`: of the training."""
+        for loaded, _ in scored:
+            fates.finish(loaded)
         latest = self.lineage.served_version()
         self.journal.record([(loaded.entry, scores) for loaded, scores in scored], decision, seconds, latest=latest)
 

@@ -214,7 +214,11 @@ class RecentRollouts:
                 self._drop(name)
 
     def _outdated(self, heads: Sequence[tuple[int, int]], until_ns: float) -> set[str]:
-        """What came until then, and before the head of its version or of a lower one, below something that came too."""
+        """Names of the batches of a policy version that was reached again.
+
+        The head of a version outdates what came before it of this version and of higher ones, if anything of a higher
+        one did. What came after `until_ns` stays.
+        """
         kept, came_ns = self._kept.values(), {name: self._came_ns(name) for name in self._kept}
         found = set[str]()
         for version, head_ns in heads:

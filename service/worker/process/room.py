@@ -140,9 +140,10 @@ class Room:
         return 2**state.short <= len(self._runs) and any(other != run for other in self.idle())
 
     def ends(self, run: str) -> bool:
-        """Whether a run ends where there is no memory for one of its batches: others are closed for it, or it says so.
+        """Whether a run is closed where memory runs out for one of its batches.
 
-        Once it has said so, its other batches are not to wait for that one.
+        Then idle runs are closed for it, or it says that there is no memory. Once it has said so, the batch alone is
+        put off, and the run's others do not wait for it.
         """
         return self._may_close_for(run) or not self._runs[run].failures
 

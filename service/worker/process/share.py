@@ -66,7 +66,8 @@ class Share:
     def _is_asked(self, others: Mapping[str, int], served: int) -> bool:
         """Whether it is for this worker to hand a run over, of all that have more than their share.
 
-        Those that have least lack so many; as many of those that have most are asked, by name where they have the same.
+        The workers with too few lack `lacking` runs together. As many of the others hand one over, those with most
+        first; equals are ordered by name.
         """
         share = (served + sum(n for n in others.values() if n < BUSY)) // (1 + len(others))
         lacking = sum(max(0, share - n) for n in others.values())

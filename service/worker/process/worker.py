@@ -61,9 +61,8 @@ _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 #: After an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
-#: Between two looks for runs. A look asks the file system for each run's files again, which takes long on a network's.
-#: So the pause is ten times as long as a look, 10 s at most. Only the first two fifths of a look are timed, because the
-#: rest may open runs: 25 times those.
+#: Between two looks for runs. A look begins with questions to the file system about each run, which take long on a
+#: network's: the pause is 25 times as long as these took (ten times a whole look that opens nothing), 10 s at most.
 _LOOK_FOR_RUNS_SECONDS = 1.0
 _TIMES_LONGER, _MOST_TIMES_LONGER = 25.0, 10.0
 #: A worker whose look is overdue for this time is at a long turn, and is handed no run before its end.
