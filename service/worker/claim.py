@@ -153,29 +153,24 @@ class ClaimScorer:
         try:
             looked = self._looked(loaded)
             part = batch if len(looked) == batch.rollouts else batch.select(looked)
-            scores = score(
-                batch,
-                looked,
-                part,
-                roles,
-                policy,
-                self._replays(loaded, looked, part, roles, policy),
-                depth=self._settings.depth,
-                drafting=self._settings.drafting,
-                batch_id=loaded.entry.batch_id,
-                entry_id=loaded.entry.arrived,
-                drafter_version=by,
-                logprob_gap=gap if checked else None,
-            )
+            replays = self._replays(loaded, looked, part, roles, policy)
+            depth, drafting = self._settings.depth, self._settings.drafting
+            scores = score(batch, looked, part, roles, policy, replays, depth=depth, drafting=drafting)
         except BatchRejected as error:
             fates.reject(loaded.entry, str(error))
             return None
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
             fates.fail(loaded.entry, error, "cannot be scored")
             return None
-        if comparison == "all":
-            scores = replace(scores, versions={**scores.versions, **self._gate.replay_sent(part, loaded.path)})
-        return scores
+        record = replace(
+            scores.record,
+            batch_id=loaded.entry.batch_id,
+            entry_id=loaded.entry.arrived,
+            drafter_version=by,
+            logprob_gap=gap if checked else None,
+        )
+        sent = self._gate.replay_sent(part, loaded.path) if comparison == "all" else {}
+        return replace(scores, record=record, versions={**scores.versions, **sent})
 
     def _looked(self, loaded: Loaded) -> Sequence[int]:
         """Places of the rollouts that are replayed. While newer ones wait, that takes time which training needs."""
@@ -192,7 +187,7 @@ class ClaimScorer:
         policy: Policy,
     ) -> dict[str, Replay]:
         """Of `part`, by version. With several ranks each replays its share of the rollouts."""
-        drafters, ranks = dict(roles.values()), self._lineage.ranks
+        drafters, ranks = dict(roles.values()), self._lineage.needed_trainer.ranks
         depth, drafting = self._settings.depth, self._settings.drafting
         if ranks.world == 1:
             return replay_each(drafters, policy, [part], depth, drafting)

@@ -249,12 +249,12 @@ class Journal:
         outcome: Contest | None = None,
     ) -> None:
         """Say in one line what was done, and set the gauges."""
-        alpha = newest.alpha("served")
+        served = newest.record.sums("served")
         log.info(
             "%s: policy %d  served α %s  draftable %s  %s: %s%s",
             self._run,
             newest.record.policy_version,
-            "-" if alpha is None else f"{alpha:.3f}",
+            "-" if served is None else f"{served.alpha:.3f}",
             "-" if self._coverage is None else f"{self._coverage:.1%}",
             decision.action.value,
             decision.reason,

@@ -309,7 +309,7 @@ class Learner:
             economy,
             alpha,
             version_seconds=version_seconds,
-            warming_up=self.lineage.warming_up,
+            warming_up=self.lineage.needed_trainer.warming_up,
             unfinished=self.gate.training.seconds is not None and self.gate.training.done < _WHOLE,
         )
 
@@ -317,7 +317,7 @@ class Learner:
         """Say in one line what was done, and set the gauges."""
         size = len(self.lineage.candidate.vocabulary)
         # While the learning rate rises, small gains do not say that little is left to gain.
-        curve = LearningCurve() if self.lineage.warming_up else self.controller.curve
+        curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.controller.curve
         self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest)
 
     def _remember(self, loaded: Loaded) -> KeptBatch:

@@ -18,7 +18,7 @@ from drafter.files.checkpoint import config_fingerprint
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.training.ranks import ALONE, Ranks, current
+from drafter.training.ranks import current
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import AtomicDirectory
@@ -130,11 +130,6 @@ class Lineage:
             raise RuntimeError("the lineage has not begun")
         return self.trainer
 
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that hold the candidate; this one alone before the lineage has begun."""
-        return ALONE if self.trainer is None else self.trainer.ranks
-
     def lead(self, order: Mapping[str, Any]) -> None:
         """Have the other ranks do for this run what this one does next, with the candidate as it is here.
 
@@ -142,14 +137,9 @@ class Lineage:
         """
         trainer = self.needed_trainer
         whole = {"run": self._run, "config": asdict(trainer.config), **order}
-        self.ranks.shared(lambda: whole, idle=True)
-        self.ranks.together(lambda: None)  # they map the files
+        trainer.ranks.shared(lambda: whole, idle=True)
+        trainer.ranks.together(lambda: None)  # they map the files
         hand_over(trainer, self._layout.worker(self._run))
-
-    @property
-    def warming_up(self) -> bool:
-        """Whether the candidate's learning rate is still rising."""
-        return self.trainer is not None and self.trainer.warming_up
 
     def served(self) -> Manifest | None:
         """What `GET /drafter/latest` offers now."""

@@ -50,11 +50,6 @@ class Scores:
     strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
     entropies: tuple[float, ...] = ()  # of each rollout: mean negated log-probability of its response tokens, in nats
 
-    def alpha(self, name: str) -> float | None:
-        """Replay α, None when the drafter was not there or the batch had no round."""
-        found = self.replays.get(name)
-        return None if found is None or math.isnan(found.alpha) else found.alpha
-
 
 def replay_each(
     drafters: Mapping[str, DraftModel],
@@ -148,16 +143,11 @@ def score(
     *,
     depth: int,
     drafting: str,
-    batch_id: str,
-    entry_id: str,
-    drafter_version: str | None,
-    logprob_gap: float | None,
 ) -> Scores:
     """The score of a batch with every drafter of `drafters`: role -> (version, drafter).
 
-    `part`: its rollouts at `looked`. `by_version`: their replay with each of the drafters. `batch_id`, `entry_id`: of
-    its queue entry. `drafter_version`: the one that served it. `logprob_gap`: to what the policy's head gives, in nats.
-    What was then done with the batch the record does not say.
+    `part`: its rollouts at `looked`. `by_version`: their replay with each of the drafters. The record does not say
+    which batch it is, nor what was done with it.
 
     Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
     drafters and there where the candidate is.
@@ -198,12 +188,8 @@ def score(
         reward_sum=math.fsum(rewards),
         reward_count=len(rewards),
         created=time.time(),
-        batch_id=batch_id,
-        entry_id=entry_id,
-        drafter_version=drafter_version,
         depth=depth,
         drafting=drafting,
-        logprob_gap=logprob_gap,
         favour=favour,
     )
     return Scores(replays, record, by_version, tuple(looked), prompts, part.strata, _entropies(part))

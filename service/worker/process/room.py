@@ -33,7 +33,8 @@ _CLOSES_NONE_SECONDS: Final = 3600.0
 class Room:
     """Memory for the runs of one worker: which are idle, and closed where another one needs it.
 
-    `sparing`: a process died at work; runs that have nothing to do are not opened.
+    `sparing`: a process died at work; runs that have nothing to do are not opened. `put_off`: idle runs that are opened
+    one a turn, in this order.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Room:
         self._layout, self._runs, self._lock, self._rest = layout, runs, lock, rest
         self._orders = Orders(current())
         self._to_close = 0  # idle runs, before the next turn
-        self._put_off: list[str] = []  # idle runs that are opened one a turn, in this order
+        self.put_off: list[str] = []
         self.sparing = False
 
     def tell_ranks(self) -> None:
@@ -83,23 +84,18 @@ class Room:
         return self._has_work(run, closed.entries) or any(closed.heeded.get(what) != asked[what] for what in asked)
 
     # --- runs without work, one a turn
-    @property
-    def put_off(self) -> int:
-        """How many idle runs are to be opened in the next turns."""
-        return len(self._put_off)
-
     def puts_off(self, run: str, state: Run, file: FileId) -> bool:
         """Whether a run that is to be opened has no work: then it waits for its turn, or for a batch."""
         if self.needs(run):
             return False
         state.closed, state.file = self._spared(run), file  # what people ask has it opened, though its turn is gone
-        self._put_off.append(run)
+        self.put_off.append(run)
         return True
 
     def next_idle(self) -> str | None:
         """The run without work whose turn it is to be opened. None: no such run is left."""
-        while self._put_off:
-            run = self._put_off.pop(0)
+        while self.put_off:
+            run = self.put_off.pop(0)
             state = self._runs.get(run)
             if state is not None and state.closed is not None:  # else it was opened for a batch, or deleted
                 self._open_again(state)
@@ -162,7 +158,7 @@ class Room:
 
         None: all of them. None that is put off is opened without a batch any more: it would take the memory again.
         """
-        self._put_off.clear()
+        self.put_off.clear()
         for run in self.idle()[:most]:
             log.info("run %s is idle, and closed until a batch comes: another one needs the memory", run)
             self._close(run)

@@ -139,7 +139,8 @@ class Worker:
         if self._room.make():
             self._look_at = 0.0
         self._find_runs()
-        self._open_idle()
+        if not self._stopping and (idle := self._room.next_idle()) is not None:
+            self._attend_to(idle, time.monotonic(), due=True)
         worked = False
         began = time.monotonic()
         for run in self._turns.order(self.served):
@@ -275,11 +276,6 @@ class Worker:
             self._rest(run)
             self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
 
-    def _open_idle(self) -> None:
-        """Open one of the runs that have nothing to do."""
-        if not self._stopping and (run := self._room.next_idle()) is not None:
-            self._attend_to(run, time.monotonic(), due=True)
-
     def _attend_to(self, run: str, now: float, *, due: bool = False) -> None:
         try:
             self._look_after(run, self._runs[run], now, due=due)
@@ -309,7 +305,7 @@ class Worker:
         refused = state.retry_at > now and state.file == file
         if state.worker is not None or refused or self._room.stays_closed(run, state, file):
             return
-        taken = due or self._share.may_take(run, len(self.served) + self._room.put_off, now)
+        taken = due or self._share.may_take(run, len(self.served) + len(self._room.put_off), now)
         if not taken or not self._leases.hold(run):
             state.suspicion.recent = False
         elif not is_there(self._layout.run_json(run)):  # it was deleted meanwhile
