@@ -5,6 +5,7 @@ A run that is open and idle keeps its memory as long as nobody needs it: to open
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -75,7 +76,9 @@ class Room:
     def _spared(self, run: str) -> Closed:
         """A run that is not opened because it has nothing to do, unless people asked what its checkpoint lacks."""
         newest = WorkerCheckpoint(self._layout.worker(run)).newest()
-        state = {} if newest is None else json.loads((newest / "state.json").read_text())
+        state: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # damaged: said when it is opened
+            state = {} if newest is None else json.loads((newest / "state.json").read_bytes())
         return Closed(frozenset(), state.get("drift_heeded", {}))
 
     def _is_called(self, run: str, closed: Closed) -> bool:

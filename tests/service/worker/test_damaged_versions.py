@@ -136,6 +136,22 @@ def test_a_bit_that_flips_in_a_checkpoint_is_refused(bench: Bench, worker: Worke
     checkpoint.drafter()
 
 
+@pytest.mark.parametrize("damaged", [b"\xff{", b'{"drift_heeded": '], ids=["text", "JSON"])
+def test_a_run_without_work_whose_checkpoint_is_damaged_says_what_to_do(
+    bench: Bench, worker: Worker, damaged: bytes
+) -> None:
+    bench.post("a")
+    while worker._turn():
+        pass
+    worker._close()
+    (bench.checkpoint() / "state.json").write_bytes(damaged)
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    for _ in range(3):
+        restarted._turn()
+    assert "state.json not as written (CRC-32 differs); put back" in (Store(bench.redis, RUN).worker().error or "")
+    restarted._close()
+
+
 def test_rollouts_that_are_not_as_they_were_uploaded_are_not_trained_on_and_may_be_sent_again(
     bench: Bench, worker: Worker, serve: Callable[..., RunningService], caplog: pytest.LogCaptureFixture
 ) -> None:
