@@ -326,6 +326,24 @@ def test_a_checkpoint_of_another_layout_is_named_and_the_run_goes_on_without_it(
     restarted._close()
 
 
+def test_a_checkpoint_that_a_person_renamed_is_neither_read_nor_deleted(bench: Bench, worker: Worker) -> None:
+    """`move the directory away`, the error says; beside the others is away too."""
+    bench.post("a")
+    while worker._turn():
+        pass
+    worker._close()
+    aside = bench.checkpoint().rename(bench.checkpoint().with_suffix(".old"))
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    for name in "bc":
+        batch = bench.post(name)
+        for _ in range(4):
+            restarted._turn()
+        assert bench.state(batch) == "trained"
+    restarted._close()
+    assert not Store(bench.redis, RUN).worker().error
+    assert (aside / "state.json").is_file()
+
+
 def test_a_bit_that_flips_in_a_head_costs_that_head_alone(
     bench: Bench, serve: Callable[..., RunningService], caplog: pytest.LogCaptureFixture
 ) -> None:
