@@ -47,8 +47,9 @@ RECENT_BATCHES: Final = 8
 _ARRIVALS_KEPT: Final = 16
 #: In memory while the draft vocabulary is gathered, which may need many prompts for a few response tokens.
 _MOST_WAITING_TOKENS: Final = 1 << 20
-#: Each time a batch waits `claim_idle_seconds` (60 s): memory that others need for a while is not laid to it.
-MEMORY_TRIES: Final = 10
+#: Each time a batch waits `claim_idle_seconds`, so an hour together: an engine on the same GPU may have the memory
+#: while it generates.
+MEMORY_TRIES: Final = 60
 
 
 class Phase(Enum):

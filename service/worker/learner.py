@@ -57,12 +57,6 @@ _LEAST_PART = 0.125
 _WHOLE = 0.99
 
 
-def _served_alpha(scored: Sequence[Scored]) -> float | None:
-    """Replay α of the served drafter, pooled over a claim; None where none serves."""
-    sums = [found for _, scores in scored if (found := scores.record.sums("served")) is not None]
-    return sum(sums, DrafterSums(0.0, 0.0)).alpha if sums else None
-
-
 class TrainingStopped(WorkerError):  # noqa: N818 - reads as what happened
     """Training failed half way, so part of it is in the candidate: reload the last checkpoint."""
 
@@ -253,7 +247,7 @@ class Learner:
                 self._conclude(contests, newest_version)
             if passed_over:
                 for loaded, _ in passed_over:
-                    self._remember(loaded)
+                    self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
                 self._finish(passed_over, fates, DEFERRED)
         except Exception:  # a full disk, say: the same batches come again, and must not count twice
             if self.gate.served == looked["served"]:
@@ -270,7 +264,7 @@ class Learner:
 
         `ends`: as for `train`. Undisturbed: with recent rollouts, and nobody waits for the process to end.
         """
-        newest = [self._remember(loaded) for loaded, _ in scored]
+        newest = [self.recent.add(loaded.path, loaded.batch, loaded.entry.known) for loaded, _ in scored]
         try:
             self.recent.forget_abandoned(
                 self.target.received.times(),  # a batch's file is older than the end of its entry's millisecond
@@ -297,7 +291,8 @@ class Learner:
         if held is not None:  # the gains are not known, and what is learnt from such features may have to be unlearnt
             self.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
-        alpha = _served_alpha(scored)
+        served = [sums for _, scores in scored if (sums := scores.record.sums("served")) is not None]
+        alpha = sum(served, DrafterSums(0.0, 0.0)).alpha if served else None
         if alpha is None and any(scores.record.drafter_version is not None for _, scores in scored):
             return Decision(Action.IDLE, "no answer here has a second token, so there is nothing to learn")
         if self.gate.training.is_blind:
@@ -319,9 +314,6 @@ class Learner:
         # While the learning rate rises, small gains do not say that little is left to gain.
         curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.controller.curve
         self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest)
-
-    def _remember(self, loaded: Loaded) -> KeptBatch:
-        return self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
 
     def _finish(self, scored: Sequence[Scored], fates: Fates, decision: Decision, seconds: float = 0.0) -> None:
         """Leave batches to the next checkpoint, and record their scores. `seconds`: of the training."""

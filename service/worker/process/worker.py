@@ -90,9 +90,7 @@ class Worker:
         self._turns = Turns()
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
-        self._heartbeat = Heartbeat(
-            redis, self._layout, self._leases, self._queue, self._runs, self._has, lambda: self._stopping
-        )
+        self._heartbeat = Heartbeat(redis, self._layout, self._leases, self._runs, self._has, lambda: self._stopping)
         self._room = Room(redis, self._layout, self._runs, self._heartbeat.lock, self._rest)
 
     @property
@@ -412,7 +410,8 @@ class Worker:
             state.worker, state.proven, state.worked_at = opened, False, time.monotonic()
             log.info("serving run %s", run)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-            if _is_the_files(error) and not is_out_of_memory(error):
+            unreadable_now = isinstance(error.__cause__, OSError) or is_out_of_memory(error)
+            if isinstance(error, DrafterError | WorkerError) and not unreadable_now:  # what was registered is at fault
                 store.set_worker({"refused": file})
             if not is_device_fault(error):
                 self._deaths.end(run)  # before the run is given back: another worker may begin to open it then
@@ -452,11 +451,6 @@ def _as_far_as_its_keys_go(run: str) -> Iterator[None]:
         if not is_of_one_key(error):
             raise
         log.error("run %s: %s", run, error)
-
-
-def _is_the_files(error: Exception) -> bool:
-    """Whether a run could not be opened for what was registered, and not for a disk that could not read it now."""
-    return isinstance(error, DrafterError | WorkerError) and not isinstance(error.__cause__, OSError)
 
 
 def connect(url: str) -> Redis:

@@ -17,10 +17,10 @@ from drafter.batch import RolloutBatch, load_batch
 from drafter.policy import TargetHead
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer
-from service.worker.inbox import MEMORY_TRIES
 from service.worker.process.worker import Worker
 
 MOST = 200  # tokens of a rollout for which there is memory
+TRIES = 10
 
 
 def longest(batch: RolloutBatch) -> int:
@@ -30,6 +30,7 @@ def longest(batch: RolloutBatch) -> int:
 @pytest.fixture(name="tried", params=["loaded", "compared with its head", "scored on a CPU", "scored on a GPU"])
 def _tried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Memory runs out at rollouts of more than `MOST` tokens. The longest of each batch that was tried."""
+    monkeypatch.setattr("service.worker.inbox.MEMORY_TRIES", TRIES)
     tried: list[int] = []
 
     def within_memory(real: Callable[..., Any], error: Exception, place: int) -> Callable[..., Any]:
@@ -70,8 +71,8 @@ def test_a_batch_that_needs_more_memory_than_there_is_ends_after_some_tries_and_
     assert "memory" in error_of(bench, "default")
     turns(worker, bench, [long])
     assert bench.state(long) == "dead"
-    assert bench.reason(long).startswith(f"memory ran out {MEMORY_TRIES} times")
-    assert MEMORY_TRIES <= sum(n > MOST for n in tried) <= 2 * MEMORY_TRIES + 4
+    assert bench.reason(long).startswith(f"memory ran out {TRIES} times")
+    assert TRIES <= sum(n > MOST for n in tried) <= 2 * TRIES + 4
     turns(worker, bench, [bench.post("later", rollouts=4)])
     assert error_of(bench, "default") is None
     assert not worker._runs["default"].suspicion.memory_tries
