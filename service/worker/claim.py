@@ -190,7 +190,7 @@ class ClaimScorer:
         drafters, ranks = dict(roles.values()), self._lineage.needed_trainer.ranks
         depth, drafting = self._settings.depth, self._settings.drafting
         if ranks.world == 1:
-            return replay_each(drafters, policy, [part], depth, drafting)
+            return replay_each(drafters, policy, part, depth, drafting)
         with ranks.in_step():
             order: dict[str, Any] = {"file": loaded.path.name, "known": loaded.entry.known, "looked": list(looked)}
             order["drafters"] = list(drafters)

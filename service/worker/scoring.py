@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,18 +52,14 @@ class Scores:
 
 
 def replay_each(
-    drafters: Mapping[str, DraftModel],
-    policy: Policy,
-    batches: Iterable[RolloutBatch],
-    depth: int,
-    drafting: Drafting,
+    drafters: Mapping[str, DraftModel], policy: Policy, batch: RolloutBatch, depth: int, drafting: Drafting
 ) -> dict[str, Replay]:
-    """Replay batches with each drafter, drafting for `policy`. Features are copied to its device once for all.
+    """Replay a batch with each drafter, drafting for `policy`. Features are copied to its device once for all.
 
     Where memory runs out, the rollouts of that group are replayed fewer at a time, and in the end one by one.
     """
     found: dict[str, list[Replay]] = {name: [] for name in drafters}
-    waiting = [group for batch in batches for group in batch.groups(TOKENS_AT_ONCE)][::-1]
+    waiting = [*batch.groups(TOKENS_AT_ONCE)][::-1]
     while waiting:
         group = waiting.pop()
         try:
@@ -102,7 +98,7 @@ def replay_shared(
     table = torch.zeros(len(drafters), batch.rollouts, 3 + 2 * depth, dtype=torch.float64)
 
     def own() -> None:
-        found = replay_each(drafters, policy, [batch.select(mine)], depth, drafting)
+        found = replay_each(drafters, policy, batch.select(mine), depth, drafting)
         for place, one in enumerate(found.values()):
             columns = [one.tokens, one.rounds, one.rounds_variance, *one.accepted.T, *one.reached.T]
             table[place, mine] = torch.from_numpy(np.stack(columns, axis=1))

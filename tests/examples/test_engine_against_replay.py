@@ -115,7 +115,7 @@ class Bench:
             batch,
             roles,
             writer,
-            replay_each(dict(roles.values()), writer, [batch], 4, "probabilistic"),
+            replay_each(dict(roles.values()), writer, batch, 4, "probabilistic"),
             depth=4,
             drafting="probabilistic",
         )

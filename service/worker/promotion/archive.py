@@ -125,7 +125,7 @@ class Archive:
         """What a version would have accepted of all these rollouts."""
         drafter, depth, drafting = self._lineage.version(version), self._settings.depth, self._settings.drafting
         parts = [
-            replay_each({version: drafter}, self._target.at(batch.policy_version), [batch], depth, drafting)[version]
+            replay_each({version: drafter}, self._target.at(batch.policy_version), batch, depth, drafting)[version]
             for batch in batches
         ]
         return Replay.concat(parts)

@@ -223,7 +223,7 @@ class Gate:
         policy, settings = self._target.at(batch.policy_version, batch=path), self._settings
         try:
             drafters = {version: self._lineage.version(version)}
-            return replay_each(drafters, policy, [batch], settings.depth, settings.drafting)
+            return replay_each(drafters, policy, batch, settings.depth, settings.drafting)
         except Exception as error:
             if isinstance(error, OSError) or is_out_of_memory(error) or is_device_fault(error):
                 raise
