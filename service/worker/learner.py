@@ -295,6 +295,9 @@ class Learner:
         alpha = sum(served, DrafterSums(0.0, 0.0)).alpha if served else None
         if alpha is None and any(scores.record.drafter_version is not None for _, scores in scored):
             return Decision(Action.IDLE, "no answer here has a second token, so there is nothing to learn")
+        if self.recent.limit.tokens == 0:
+            self.recent.limit.trained()
+            return Decision(Action.IDLE, "nothing is trained on for a while, because memory ran out in each training")
         if self.gate.training.is_blind:
             return UNJUDGED
         engines = self.journal.engines.drafting

@@ -38,6 +38,8 @@ log = logging.getLogger("draftalign.worker")
 
 #: Trainings without the rollouts for which there was no memory, before these are tried again.
 _LIMITED_TRAININGS: Final = 64
+#: Trainings in a row for which memory ran out with nothing to leave out, a minute apart, before nothing is trained on.
+_HOPELESS_TRAININGS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ Drawn = list[tuple[KeptBatch, list[int]]]
 
 @dataclass
 class LengthLimit:
-    """Tokens beyond which rollouts are not trained on, for memory ran out with such ones; None: all are.
+    """Tokens beyond which rollouts are not trained on, for memory ran out with such ones; None: all are, 0: none is.
 
     A window holds whole rollouts: a smaller `step_tokens` does not cut one. After some `trainings` the long ones are
     tried again, for another process may have had the memory.
@@ -74,18 +76,26 @@ class LengthLimit:
 
     tokens: int | None = None
     trainings: int = 0  # until it is lifted
+    hopeless: int = 0  # trainings in a row that failed with nothing to leave out
 
     def tighten(self, lengths: npt.NDArray[np.int64], step_tokens: int) -> bool:
-        """Leave out the longer half of those that have more than `step_tokens`, if others are left then."""
+        """Leave out the longer half of those that have more than `step_tokens`; whether it did.
+
+        Where no others would be left, nothing is left out at first, and in the end all: batches are scored at least.
+        """
         suspects = np.sort(lengths[lengths > step_tokens])
         most = int(suspects[(len(suspects) - 1) // 2]) - 1 if len(suspects) else 0
         if not (lengths <= most).any():
-            return False
+            self.hopeless += 1
+            if self.hopeless < _HOPELESS_TRAININGS:
+                return False
+            most = 0
         self.tokens, self.trainings = most, _LIMITED_TRAININGS
         return True
 
     def trained(self) -> None:
-        """A training went well."""
+        """A training went well, or was left out for this limit."""
+        self.hopeless = 0
         self.trainings -= self.tokens is not None
         if self.trainings <= 0:
             self.tokens = None

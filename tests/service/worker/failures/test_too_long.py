@@ -95,3 +95,26 @@ def test_where_all_newer_rollouts_are_too_long_to_be_trained_on_they_are_tried_a
     turns(worker, bench, [bench.post(f"long{n}", lengths=[900, 901]) for n in range(6)])
     assert limit.tokens is None
     assert worker.served["default"].learner.journal.totals.trained_tokens > 900
+
+
+def test_a_run_whose_every_training_runs_out_of_memory_goes_on_scoring_after_an_hour_and_trains_when_it_can(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.worker.recent._HOPELESS_TRAININGS", 5)
+    monkeypatch.setattr("service.worker.recent._LIMITED_TRAININGS", 2)
+    batches = [bench.post(name, rollouts=4) for name in "abc"]
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(DrafterTrainer, "step", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA")))
+        for _ in range(5):
+            assert bench.state(batches[0]) == "queued"
+            a_minute_later(worker)
+            worker._turn()
+        assert "memory" in error_of(bench, "default")
+        a_minute_later(worker)
+        turns(worker, bench, batches[:1])
+    assert error_of(bench, "default") is None
+    assert "nothing is trained on for a while, because memory ran out" in (bench.store.worker().action_reason or "")
+    assert bench.store.scores()[batches[0]].served, "it was scored"
+    turns(worker, bench, batches)
+    assert [bench.store.scores()[batch].action for batch in batches] == ["idle", "idle", "train"]
+    assert worker.served["default"].learner.journal.totals.trained_tokens
