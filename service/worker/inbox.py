@@ -10,7 +10,7 @@ Delivery is at least once, effect once:
 * A batch that cannot be loaded, or that the learner rejects, is a dead letter with the reason; its file is kept. A file
   that cannot be read now (too many open files, a bad sector; no memory, where none can be made) waits until its entry
   is idle, and the others go on. One for which memory runs out `MEMORY_TRIES` times, in its loading or scoring, is a
-  dead letter: else a rollout that is too long for this worker would wait for ever.
+  dead letter: else a rollout that is too long for this worker would never end.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ class Learner:
         )
         whole, done, cut = task.tokens, 0, False  # tokens
         if not whole:  # all of the newest are too long
-            self.recent.limit.trained()  # else they would be for ever
+            self.recent.limit.trained()  # else the limit would never be lifted
             return 0.0, 0.0
 
         def verdict() -> str:
