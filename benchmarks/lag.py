@@ -150,7 +150,8 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
             found = score(*args)
             clock.spend(costs.batch + costs.replay * (0 if found is None else len(found.versions)))
             if events and found is not None:
-                told = ", ".join(f"{name} {found.alpha(name) or math.nan:.3f}" for name in ("served", "candidate"))
+                sums = {name: found.record.sums(name) for name in ("served", "candidate")}
+                told = ", ".join(f"{n} {math.nan if one is None else one.alpha:.3f}" for n, one in sums.items())
                 print(f"step {clock.now:6.1f}: α of policy {found.record.policy_version}: {told}")
             return found
 

@@ -46,7 +46,11 @@ class WorkerCheckpoint:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
-        return max(self._directory.glob(f"{_PREFIX}*"), default=None, key=lambda p: p.name)
+        return max(self._complete(), default=None, key=lambda p: p.name)
+
+    def _complete(self) -> list[Path]:
+        """All complete ones; one that a person renamed (`checkpoint-000000001.old`) is none."""
+        return [p for p in self._directory.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdecimal()]
 
     def save(self, trainer: DrafterTrainer, state: Mapping[str, Any]) -> None:
         """Write the next checkpoint durably, then remove those before.
@@ -65,7 +69,7 @@ class WorkerCheckpoint:
                 staged.commit(mine, check=self._check_not_superseded)
             finally:
                 self._mine = mine.name if staged.renamed else self._mine
-        for before in self._directory.glob(f"{_PREFIX}*"):  # also one that an earlier life could not remove
+        for before in self._complete():  # also one that an earlier life could not remove
             if before.name < mine.name:  # after SIGSTOP here there may be a successor's newer ones
                 shutil.rmtree(before, ignore_errors=True)
 
@@ -97,6 +101,17 @@ class WorkerCheckpoint:
         trainer.load(self._require() / "trainer")
         state: dict[str, Any] = json.loads((self._require() / "state.json").read_text())
         return state
+
+    @contextlib.contextmanager
+    def reading_state(self) -> Iterator[None]:
+        """Raise CheckpointError where the state lacks what is read of it inside, or has what nobody knows."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.newest()} holds a state that another version of draftalign wrote "
+                f"({type(error).__name__}: {error}); go back to that version, or {_MOVE}"
+            ) from error
 
     def _require(self) -> Path:
         newest = self.newest()

@@ -13,7 +13,7 @@ from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
 from service.monitor.records import arrival
 from service.settings import Settings
-from service.storage.queue.deliveries import EndState, Entry
+from service.storage.queue.deliveries import Entry
 from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
@@ -43,7 +43,7 @@ class ClaimPlan:
     def of(cls, fresh: Sequence[Loaded], *, isolated: bool) -> Self:
         """Train on all but what was put back, which is of policies that are gone; `isolated`: on all."""
         belated = [loaded for loaded in fresh if loaded.entry.belated and not isolated]
-        to_train = [loaded for loaded in fresh if loaded not in belated]
+        to_train = [loaded for loaded in fresh if isolated or not loaded.entry.belated]
         newest = max(loaded.batch.policy_version for loaded in (to_train or belated)[-RECENT_BATCHES:])
         return cls(to_train, belated, newest)
 
@@ -58,14 +58,14 @@ class Fates(Protocol):
     def unfinished(self) -> Sequence[Entry]:
         """What is in the queue, oldest first: of a long one, the head."""
 
-    def finish(self, loaded: Loaded, end: EndState) -> None:
+    def finish(self, loaded: Loaded) -> None:
         """All that was to be done with it is done."""
 
-    def reject(self, loaded: Loaded, reason: str) -> None:
+    def reject(self, entry: Entry, reason: str) -> None:
         """It cannot be used."""
 
-    def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
-        """An unforeseen exception ends it; raised again where it cannot be the batch's fault."""
+    def fail(self, entry: Entry, error: Exception, what: str) -> None:
+        """An unforeseen exception ends it or puts it off; raised again where it cannot be the batch's fault."""
 
 
 class ClaimScorer:
@@ -127,7 +127,7 @@ class ClaimScorer:
         late = self._target.has_later_head(batch.policy_version, loaded.path)
         if late and arrival(loaded.entry.arrived)[1] <= self._journal.abandoned_until(fates.unfinished()):
             fates.reject(
-                loaded,
+                loaded.entry,
                 f"the trainer went back to an earlier policy version after this batch, and the head of policy version "
                 f"{batch.policy_version} is that of its next attempt",
             )
@@ -135,10 +135,10 @@ class ClaimScorer:
         try:
             gap, checked = policy.needed_head().logprob_gap(batch, self._settings.logprob_gap_nats)
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded, error, "cannot be compared with the policy's head")
+            fates.fail(loaded.entry, error, "cannot be compared with the policy's head")
             return None
         if checked and not gap <= self._settings.logprob_gap_nats:
-            fates.reject(loaded, self._gap_reason(gap))
+            fates.reject(loaded.entry, self._gap_reason(gap))
             return None
         current = self._lineage.served_version()
         by = self._lineage.existing(batch.drafter_version) or current
@@ -153,29 +153,24 @@ class ClaimScorer:
         try:
             looked = self._looked(loaded)
             part = batch if len(looked) == batch.rollouts else batch.select(looked)
-            scores = score(
-                batch,
-                looked,
-                part,
-                roles,
-                policy,
-                self._replays(loaded, looked, part, roles, policy),
-                depth=self._settings.depth,
-                drafting=self._settings.drafting,
-                batch_id=loaded.entry.batch_id,
-                entry_id=loaded.entry.arrived,
-                drafter_version=by,
-                logprob_gap=gap if checked else None,
-            )
+            replays = self._replays(loaded, looked, part, roles, policy)
+            depth, drafting = self._settings.depth, self._settings.drafting
+            scores = score(batch, looked, part, roles, policy, replays, depth=depth, drafting=drafting)
         except BatchRejected as error:
-            fates.reject(loaded, str(error))
+            fates.reject(loaded.entry, str(error))
             return None
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded, error, "cannot be scored")
+            fates.fail(loaded.entry, error, "cannot be scored")
             return None
-        if comparison == "all":
-            scores = replace(scores, versions={**scores.versions, **self._gate.replay_sent(part, loaded.path)})
-        return scores
+        record = replace(
+            scores.record,
+            batch_id=loaded.entry.batch_id,
+            entry_id=loaded.entry.arrived,
+            drafter_version=by,
+            logprob_gap=gap if checked else None,
+        )
+        sent = self._gate.replay_sent(part, loaded.path) if comparison == "all" else {}
+        return replace(scores, record=record, versions={**scores.versions, **sent})
 
     def _looked(self, loaded: Loaded) -> Sequence[int]:
         """Places of the rollouts that are replayed. While newer ones wait, that takes time which training needs."""
@@ -192,10 +187,10 @@ class ClaimScorer:
         policy: Policy,
     ) -> dict[str, Replay]:
         """Of `part`, by version. With several ranks each replays its share of the rollouts."""
-        drafters, ranks = dict(roles.values()), self._lineage.ranks
+        drafters, ranks = dict(roles.values()), self._lineage.needed_trainer.ranks
         depth, drafting = self._settings.depth, self._settings.drafting
         if ranks.world == 1:
-            return replay_each(drafters, policy, [part], depth, drafting)
+            return replay_each(drafters, policy, part, depth, drafting)
         with ranks.in_step():
             order: dict[str, Any] = {"file": loaded.path.name, "known": loaded.entry.known, "looked": list(looked)}
             order["drafters"] = list(drafters)
@@ -224,9 +219,9 @@ class ClaimScorer:
         try:
             return replace(loaded, batch=self._target.normalised(loaded.batch, loaded.path))
         except TargetHeadError as error:
-            fates.reject(loaded, str(error))
+            fates.reject(loaded.entry, str(error))
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded, error, "cannot be normalised with the policy's head")
+            fates.fail(loaded.entry, error, "cannot be normalised with the policy's head")
         return None
 
     def _gap_reason(self, gap: float) -> str:

@@ -9,14 +9,15 @@ Delivery is at least once, effect once:
 * Rollouts that came in an earlier batch are left out: the script that enqueues has named them in the entry.
 * A batch that cannot be loaded, or that the learner rejects, is a dead letter with the reason; its file is kept. A file
   that cannot be read now (too many open files, a bad sector; no memory, where none can be made) waits until its entry
-  is idle, and the others go on.
+  is idle, and the others go on. One for which memory runs out `MEMORY_TRIES` times, in its loading or scoring, is a
+  dead letter: else a rollout that is too long for this worker would never end.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -46,6 +47,9 @@ RECENT_BATCHES: Final = 8
 _ARRIVALS_KEPT: Final = 16
 #: In memory while the draft vocabulary is gathered, which may need many prompts for a few response tokens.
 _MOST_WAITING_TOKENS: Final = 1 << 20
+#: Each time a batch waits `claim_idle_seconds`, so an hour together: an engine on the same GPU may have the memory
+#: while it generates.
+MEMORY_TRIES: Final = 60
 
 
 class Phase(Enum):
@@ -55,6 +59,7 @@ class Phase(Enum):
     WAITING = auto()  # for the draft vocabulary; its batch stays in memory
     DONE = auto()  # in the drafter's weights or in the recent rollouts; the next checkpoint acknowledges it
     UNREADABLE = auto()  # its file could not be read; claimed again once it is idle
+    NO_MEMORY = auto()  # memory ran out for it; claimed again once it is idle
     INTERRUPTED = auto()  # something else failed while it was worked on; redelivered at once
 
 
@@ -73,10 +78,8 @@ class Delivery:
 
     entry: Entry
     phase: Phase
-    end: EndState = "trained"  # how a DONE one ends
     loaded: Loaded | None = None  # of a WAITING one
     uncounted: bool = False  # Redis has still to be told that this delivery does not count
-    no_memory: bool = False  # why it is UNREADABLE
 
 
 class ArrivedVersions:
@@ -126,14 +129,14 @@ class Inbox:
         vocab_size: int,
         applied: Iterable[str] = (),
         ends_for_memory: Callable[[], bool] = lambda: True,
+        memory_tries: Counter[str] | None = None,
     ) -> None:
         """`applied`: unacknowledged batches whose effect the last checkpoint holds.
 
-        `ends_for_memory`: whether an error is to be raised where there is no memory for a batch's file: else it is put
-        off like one that cannot be read.
+        `ends_for_memory`: whether an error is to be raised where memory runs out for a batch: else it is put off like
+        one that cannot be read. `memory_tries`: how often each batch was; it may outlive this inbox.
         """
         self.versions = ArrivedVersions()
-        self.held: tuple[str, ...] = ()  # ids of the entries that no other worker may claim, for the heartbeat
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
         self._settings = settings
         self._layout = layout
@@ -142,24 +145,25 @@ class Inbox:
         self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that changed last comes last
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
+        self._memory_tries = Counter[str]() if memory_tries is None else memory_tries
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     # --- the ledger
     def _set(self, delivery: Delivery) -> None:
         self._deliveries.pop(delivery.entry.entry_id, None)
         self._deliveries[delivery.entry.entry_id] = delivery
-        self._publish_held()
 
     def _forget(self, entry: Entry) -> None:
         self._deliveries.pop(entry.entry_id, None)
-        self._publish_held()
-
-    def _publish_held(self) -> None:
-        held = (Phase.CLAIMED, Phase.WAITING, Phase.DONE)
-        self.held = tuple(entry_id for entry_id, d in self._deliveries.items() if d.phase in held)
 
     def _in(self, *phases: Phase) -> list[Delivery]:
-        return [delivery for delivery in self._deliveries.values() if delivery.phase in phases]
+        # `list` copies in one step: the heartbeat's thread asks as well.
+        return [delivery for delivery in list(self._deliveries.values()) if delivery.phase in phases]
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Ids of the entries that no other worker may claim."""
+        return tuple(d.entry.entry_id for d in self._in(Phase.CLAIMED, Phase.WAITING, Phase.DONE))
 
     @property
     def done(self) -> int:
@@ -172,14 +176,14 @@ class Inbox:
         return len(self._in(Phase.WAITING))
 
     @property
-    def unreadable(self) -> list[str]:
-        """Ids of the entries that are put off, because their files cannot be read now."""
-        return [delivery.entry.entry_id for delivery in self._in(Phase.UNREADABLE)]
+    def put_off(self) -> list[str]:
+        """Ids of the entries that are put off: files that cannot be read now, or no memory."""
+        return [delivery.entry.entry_id for delivery in self._in(Phase.UNREADABLE, Phase.NO_MEMORY)]
 
     @property
     def short_of_memory(self) -> bool:
-        """Whether a batch is put off because there was no memory for its file."""
-        return any(delivery.no_memory for delivery in self._in(Phase.UNREADABLE))
+        """Whether a batch is put off because memory ran out for it."""
+        return bool(self._in(Phase.NO_MEMORY))
 
     # --- claiming
     def renew(self) -> None:
@@ -229,28 +233,23 @@ class Inbox:
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
             screen(batch)
         except FileNotFoundError:
-            self._end_dead(entry, "blob_missing")
+            self.reject(entry, "blob_missing")
         except BlobDamaged as error:
             log.error("%s: %s", self._queue.run, error)
-            self._end_dead(entry, "blob_damaged")
+            self.reject(entry, "blob_damaged")
         except (WireError, BatchRejected) as error:
-            self._end_dead(entry, str(error))
-        except Exception as error:
-            no_memory = is_out_of_memory(error)
-            if no_memory and self._ends_for_memory():
-                raise
-            if no_memory or isinstance(error, OSError):  # a bad sector, say: the others do not wait for it
-                log.error("%s: batch %s cannot be read now: %s", self._queue.run, entry.batch_id, error)
-                self._set(Delivery(entry, Phase.UNREADABLE, uncounted=True, no_memory=no_memory))
-                self._tell_uncounted()
+            self.reject(entry, str(error))
+        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
+            if isinstance(error, OSError) and not is_out_of_memory(error):  # a bad sector, say
+                self._put_off(entry, error, Phase.UNREADABLE)
             else:
-                self._end_for(entry, error, "cannot be loaded")
+                self.fail(entry, error, "cannot be loaded")
         else:
             return Loaded(entry, path, batch)
         return None
 
     def _newest_policy(self) -> int:
-        """The newest policy version of the last batches, of those too that still wait in the queue."""
+        """Of the last batches, and of those that still wait in the queue."""
         return max(self.versions.newest, self._queue.newest_policy() or 0)
 
     def newest_waiting(self, after: Loaded) -> int | None:
@@ -262,36 +261,53 @@ class Inbox:
         return self._queue.unfinished()
 
     # --- what became of a batch
-    def finish(self, loaded: Loaded, end: EndState) -> None:
+    def finish(self, loaded: Loaded) -> None:
         """Leave a batch to the next checkpoint, which acknowledges it: nothing is left to be done with it."""
-        self._set(Delivery(loaded.entry, Phase.DONE, end))
+        self._set(Delivery(loaded.entry, Phase.DONE))
 
-    def reject(self, loaded: Loaded, reason: str) -> None:
+    def reject(self, entry: Entry, reason: str) -> None:
         """End a batch as a dead letter."""
-        self._end_dead(loaded.entry, reason)
-
-    def fail(self, loaded: Loaded, error: Exception, what: str) -> None:
-        """End a batch for an unforeseen exception, or raise that again where it cannot be the batch's fault."""
-        self._end_for(loaded.entry, error, what)
-
-    def _end_dead(self, entry: Entry, reason: str) -> None:
         log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
         exists = self._layout.blob(self._queue.run, entry.blob).exists()
         self._queue.dead_letter(entry, reason, keep_file=exists)
-        self._forget(entry)
+        self._end(entry)
         seconds, most = self._settings.dead_letter_seconds, self._settings.dead_letter_bytes
         for blob in self._queue.sweep_dead(older_than_seconds=seconds, max_bytes=most):
             self._layout.blob(self._queue.run, blob).unlink(missing_ok=True)
 
-    def _end_for(self, entry: Entry, error: Exception, what: str) -> None:
+    def fail(self, entry: Entry, error: Exception, what: str) -> None:
+        """End a batch for an unforeseen exception, or put it off, or raise what cannot be the batch's fault."""
+        if is_out_of_memory(error) and not is_device_fault(error):
+            self._put_off_for_memory(entry, error, what)
+            return
         if not is_batch_fault(error):
             raise error
         log.error("%s: batch %s %s", self._queue.run, entry.batch_id, what, exc_info=error)
-        self._end_dead(entry, f"{what}: {error_text(error)}")
+        self.reject(entry, f"{what}: {error_text(error)}")
+
+    def _end(self, entry: Entry) -> None:
+        self._memory_tries.pop(entry.batch_id, None)
+        self._forget(entry)
+
+    def _put_off_for_memory(self, entry: Entry, error: Exception, what: str) -> None:
+        if self._ends_for_memory():
+            raise error
+        self._memory_tries[entry.batch_id] += 1
+        if self._memory_tries[entry.batch_id] < MEMORY_TRIES:
+            self._put_off(entry, error, Phase.NO_MEMORY)
+            return
+        told = f"memory ran out {MEMORY_TRIES} times, so it {what}; raise the memory or send shorter rollouts"
+        self.reject(entry, f"{told}: {error_text(error)}")
+
+    def _put_off(self, entry: Entry, error: Exception, phase: Phase) -> None:
+        """Leave a batch until it is idle; the others do not wait for it."""
+        log.error("%s: batch %s is put off: %s", self._queue.run, entry.batch_id, error_text(error))
+        self._set(Delivery(entry, phase, uncounted=True))
+        self._tell_uncounted()
 
     def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:
         ended = self._queue.ack(entry, end, reason)
-        self._forget(entry)
+        self._end(entry)
         return ended
 
     def wait(self, batches: Sequence[Loaded]) -> None:
@@ -360,7 +376,7 @@ class Inbox:
         done = self._in(Phase.DONE)
         write_checkpoint(sorted(self._applied | {delivery.entry.batch_id for delivery in done}))
         for delivery in done:
-            self._acknowledge(delivery.entry, delivery.end)
+            self._acknowledge(delivery.entry, "trained")
 
 
 def is_batch_fault(error: Exception) -> bool:

@@ -79,7 +79,7 @@ class _Pace:
             self._passed = 0.95 * self._passed + now - before
 
 
-class _Engines:
+class Engines:
     """What the engines of one run report. Not in a checkpoint: they go on reporting."""
 
     def __init__(self, store: Store, run: str) -> None:
@@ -89,7 +89,10 @@ class _Engines:
         self.drafting = DraftingTime()
 
     def hear(self, rule: LiveRule, version_seconds: float | None) -> str | None:
-        """Why nothing may be published: engines count otherwise than replay says. Said once, and at its end."""
+        """Why nothing may be published: engines count otherwise than replay says. Said once, and at its end.
+
+        `version_seconds`: between two policy versions.
+        """
         try:
             heard = self._store.accounts(time.time() - EVIDENCE_SECONDS)
             found = self._store.watch({name: account for name, (_, account) in heard.items()}, rule).hold
@@ -124,13 +127,13 @@ class Journal:
                 strata=settings.drift_strata,
             )
         )
-        self._heeded: dict[str, str] = {}  # requests about the drift alarm that were carried out, by action
+        self.heeded: dict[str, str] = {}  # requests about the drift alarm that were carried out, by action
         self._succession = Succession()
         self._reading: DriftReading | None = None
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._pace = _Pace()
         self._quiet_until = 0  # tick before which a drift alarm is not logged again
-        self._engines = _Engines(store, run)
+        self.engines = Engines(store, run)
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
 
     @property
@@ -139,24 +142,19 @@ class Journal:
         return self._succession.watched
 
     @property
-    def heeded(self) -> Mapping[str, str]:
-        """The requests about the drift alarm that were carried out, by action."""
-        return dict(self._heeded)
-
-    @property
     def state(self) -> dict[str, object]:
         """What a checkpoint keeps: plain JSON values."""
         return {
             "totals": asdict(self.totals),
             "drift": self._drift.state.to_json(),
             "succession": asdict(self._succession),
-            "drift_heeded": self._heeded,
+            "drift_heeded": self.heeded,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. A drift state of another kind is dropped: no reason to refuse a run."""
         self.totals = Totals(**state["totals"])
-        self._heeded = dict(state["drift_heeded"])
+        self.heeded = dict(state["drift_heeded"])
         try:
             self._drift = DriftMonitor(self._drift.config, DriftState.from_json(state["drift"]))
             self._succession = Succession(**state["succession"])
@@ -217,10 +215,6 @@ class Journal:
         while len(self._unsent) > MAX_SCORES:
             del self._unsent[next(iter(self._unsent))]
 
-    def hear_engines(self, rule: LiveRule, version_seconds: float | None) -> str | None:
-        """Take what engines reported; returns why nothing may be published now. `version_seconds`: between two."""
-        return self._engines.hear(rule, version_seconds)
-
     def abandoned_until(self, unfinished: Sequence[Entry]) -> float:
         """When the last batch came of an attempt that the trainer has given up, in Unix ms; -inf: it never did.
 
@@ -235,16 +229,6 @@ class Journal:
         if last.opened is None or len(last.scores) < _SURE_ATTEMPT:
             return -math.inf
         return round(last.opened.last * 1000.0)
-
-    @property
-    def drafting_share(self) -> float | None:
-        """The share of their time that engines spend in rounds with drafts; None: they have not said enough."""
-        return self._engines.drafting.share
-
-    @property
-    def may_pay(self) -> bool:
-        """Whether engines that draft nothing could be faster with a better drafter, or have not said."""
-        return self.drafting_share == 0.0 and self._engines.drafting.may_pay
 
     def gathered(self, tokens: int, wanted: int, batches: int) -> None:
         """Say how far the draft vocabulary of a run from scratch is."""
@@ -265,12 +249,12 @@ class Journal:
         outcome: Contest | None = None,
     ) -> None:
         """Say in one line what was done, and set the gauges."""
-        alpha = newest.alpha("served")
+        served = newest.record.sums("served")
         log.info(
             "%s: policy %d  served α %s  draftable %s  %s: %s%s",
             self._run,
             newest.record.policy_version,
-            "-" if alpha is None else f"{alpha:.3f}",
+            "-" if served is None else f"{served.alpha:.3f}",
             "-" if self._coverage is None else f"{self._coverage:.1%}",
             decision.action.value,
             decision.reason,
@@ -281,7 +265,7 @@ class Journal:
     def heed_people(self) -> bool:
         """Acknowledge or reset the drift alarm where somebody asked for it; returns whether it was."""
         asked = self._store.drift_requests()
-        new = {action: request for action, request in asked.items() if request != self._heeded.get(action)}
+        new = {action: request for action, request in asked.items() if request != self.heeded.get(action)}
         for action in new:
             if action == "reset":
                 self._drift.reset()
@@ -289,7 +273,7 @@ class Journal:
                 self._drift.acknowledge()
             log.info("%s: drift alarm: %s, as a person asked", self._run, action)
         if new:
-            self._heeded |= new
+            self.heeded = self.heeded | new
             old = self._reading
             self._reading = None if old is None or "reset" in new else self._drift.reading(old.value, old.sd)
             self._quiet_until = 0

@@ -13,11 +13,10 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +57,6 @@ _LEAST_PART = 0.125
 _WHOLE = 0.99
 
 
-def _served_alpha(scored: Sequence[Scored]) -> float | None:
-    """Replay α of the served drafter, pooled over a claim; None where none serves."""
-    sums = [found for _, scores in scored if (found := scores.record.sums("served")) is not None]
-    return sum(sums, DrafterSums(0.0, 0.0)).alpha if sums else None
-
-
 class TrainingStopped(WorkerError):  # noqa: N818 - reads as what happened
     """Training failed half way, so part of it is in the candidate: reload the last checkpoint."""
 
@@ -96,18 +89,12 @@ class Learner:
         self._stopping = stopping
         self.target = Target.open(layout, run, settings.device)
         self.lineage = Lineage(settings, layout, run, self.target)
-        self.recent = self._empty_memory()
+        self.recent = RecentRollouts(layout.worker(run) / "recent", capacity_tokens=settings.recent_tokens)
         self.journal = Journal(settings, store, run)
         self.controller = Controller()
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
         self.gate = Gate(settings, self.lineage, self.target)
         self.scorer = ClaimScorer(settings, self.target, self.lineage, self.journal, self.gate)
-
-    def _empty_memory(self) -> RecentRollouts:
-        return RecentRollouts(
-            self._layout.worker(self.run) / "recent",
-            capacity_tokens=self._settings.recent_tokens,
-        )
 
     @property
     def vocab_size(self) -> int:
@@ -120,23 +107,20 @@ class Learner:
         return self.lineage.trainer is not None
 
     # --- start
-    def begin(self) -> None:
-        """Begin with the run's drafter, if it has one."""
-        self.lineage.begin()
-
     def resume(self, checkpoint: WorkerCheckpoint) -> dict[str, Any]:
         """Go on from the newest checkpoint; returns the state in it."""
-        stored = checkpoint.drafter()
-        state = checkpoint.restore(self.lineage.set_candidate(stored))
-        self.controller = Controller.from_json(state["controller"])
-        self.journal.restore(state)
+        trainer = self.lineage.set_candidate(checkpoint.drafter())
         self.lineage.check_vocabulary()
-        self.gate.restore(state["gate"])
+        with checkpoint.reading_state():
+            state = checkpoint.restore(trainer)
+            self.controller = Controller.from_json(state["controller"])
+            self.journal.restore(state)
+            self.gate.restore(state["gate"])
+            recent, known, _ = state["recent"], state["recent_known"], state["applied"]
         supposed = Drafting.supposed(self._settings).model_dump()
         if state.get("drafting", supposed) != supposed:  # absent: of before it was kept
             self._measure_from_scratch()
-        spool = self._layout.spool(self.run)
-        self.recent.restore(state["recent"], spool, state["recent_known"], self.target.normalised)
+        self.recent.restore(recent, self._layout.spool(self.run), known, self.target.normalised)
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
                  self.journal.totals.trained_tokens)  # fmt: skip
@@ -218,7 +202,7 @@ class Learner:
         if plan.to_train and self.controller.defers(newer_waits=waits):
             plan = plan.without_training()
         scored, passed_over = self.scorer.score_claim(plan, fates)
-        held = self.journal.hear_engines(LiveRule(self._settings.depth), version_seconds)
+        held = self.journal.engines.hear(LiveRule(self._settings.depth), version_seconds)
         may_publish = held is None and not self.lineage.held()
         contest = self._look(
             scored, passed_over, fates, plan.newest, before_publishing, may_publish=may_publish, isolated=isolated
@@ -247,12 +231,14 @@ class Learner:
 
         Not `may_publish`: the evidence does not describe the engines, or may not change what they serve.
         """
-        judged = may_publish and not isolated
+        contests = list[Contest]()
+        judged, served = may_publish and not isolated, self.lineage.served_version()
         if judged:
-            self._follow(self.lineage.served_version())
+            self._follow(served)
         looked = self.gate.state
         try:
-            contests = self.judge([*passed_over, *scored], before_publishing=before_publishing) if judged else []
+            if judged:
+                contests = self.judge([*passed_over, *scored], served, before_publishing)
             best = contests[0] if contests else None
             if not may_publish:
                 self.gate.training.concluded()
@@ -261,9 +247,8 @@ class Learner:
                 self._conclude(contests, newest_version)
             if passed_over:
                 for loaded, _ in passed_over:
-                    self._remember(loaded)
-                self._finish(passed_over, fates)
-                self._record(passed_over, DEFERRED)
+                    self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
+                self._finish(passed_over, fates, DEFERRED)
         except Exception:  # a full disk, say: the same batches come again, and must not count twice
             if self.gate.served == looked["served"]:
                 self.gate.restore(looked)
@@ -279,10 +264,10 @@ class Learner:
 
         `ends`: as for `train`. Undisturbed: with recent rollouts, and nobody waits for the process to end.
         """
-        newest = [self._remember(loaded) for loaded, _ in scored]
+        newest = [self.recent.add(loaded.path, loaded.batch, loaded.entry.known) for loaded, _ in scored]
         try:
             self.recent.forget_abandoned(
-                self.target.head_times,  # a batch's file is older than the end of its entry's millisecond
+                self.target.received.times(),  # a batch's file is older than the end of its entry's millisecond
                 lambda: (self.journal.abandoned_until(fates.unfinished()) + 1.0) * 1e6,
             )
             left = set(self.recent.names())
@@ -294,8 +279,7 @@ class Learner:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
             ) from error
-        self._finish(scored, fates)
-        self._record(scored, decision, seconds)
+        self._finish(scored, fates, decision, seconds)
         whole = trained and not isolated and not self._stopping()
         if trained:
             known = seconds if whole and share else None  # one that was stopped, or had no rollout, says nothing
@@ -307,17 +291,23 @@ class Learner:
         if held is not None:  # the gains are not known, and what is learnt from such features may have to be unlearnt
             self.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
-        alpha = _served_alpha(scored)
+        served = [sums for _, scores in scored if (sums := scores.record.sums("served")) is not None]
+        alpha = sum(served, DrafterSums(0.0, 0.0)).alpha if served else None
         if alpha is None and any(scores.record.drafter_version is not None for _, scores in scored):
             return Decision(Action.IDLE, "no answer here has a second token, so there is nothing to learn")
+        if self.recent.limit.tokens == 0:
+            self.recent.limit.trained()
+            return Decision(Action.IDLE, "nothing is trained on for a while, because memory ran out in each training")
         if self.gate.training.is_blind:
             return UNJUDGED
-        economy = Economy(self._settings.worker_cost, self.journal.drafting_share, may_pay=self.journal.may_pay)
+        engines = self.journal.engines.drafting
+        may_pay = engines.share == 0.0 and engines.may_pay  # none drafts: with a better drafter it could be faster
+        economy = Economy(self._settings.worker_cost, engines.share, may_pay=may_pay)
         return self.controller.decide(
             economy,
             alpha,
             version_seconds=version_seconds,
-            warming_up=self.lineage.warming_up,
+            warming_up=self.lineage.needed_trainer.warming_up,
             unfinished=self.gate.training.seconds is not None and self.gate.training.done < _WHOLE,
         )
 
@@ -325,17 +315,13 @@ class Learner:
         """Say in one line what was done, and set the gauges."""
         size = len(self.lineage.candidate.vocabulary)
         # While the learning rate rises, small gains do not say that little is left to gain.
-        curve = LearningCurve() if self.lineage.warming_up else self.controller.curve
+        curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.controller.curve
         self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest)
 
-    def _remember(self, loaded: Loaded) -> KeptBatch:
-        return self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
-
-    def _finish(self, scored: Sequence[Scored], fates: Fates) -> None:
+    def _finish(self, scored: Sequence[Scored], fates: Fates, decision: Decision, seconds: float = 0.0) -> None:
+        """Leave batches to the next checkpoint, and record their scores. `seconds`: of the training."""
         for loaded, _ in scored:
-            fates.finish(loaded, "trained")
-
-    def _record(self, scored: Sequence[Scored], decision: Decision, seconds: float = 0.0) -> None:
+            fates.finish(loaded)
         latest = self.lineage.served_version()
         self.journal.record([(loaded.entry, scores) for loaded, scores in scored], decision, seconds, latest=latest)
 
@@ -358,6 +344,7 @@ class Learner:
         )
         whole, done, cut = task.tokens, 0, False  # tokens
         if not whole:  # all of the newest are too long
+            self.recent.limit.trained()  # else the limit would never be lifted
             return 0.0, 0.0
 
         def verdict() -> str:
@@ -366,37 +353,36 @@ class Learner:
             return "cut" if _LEAST_PART * whole <= done < whole and ends() else ""
 
         ranks = trainer.ranks
-        with self._long_ones_blamed(), ranks.in_step():
-            if ranks.world > 1:
-                self.lineage.lead({"train": task.order()})
-            for window in windows(task.drawn(), trainer, self.target):
-                report = trainer.step(window)
-                if report.skipped is None:
-                    self.journal.totals.trained_tokens += report.response_tokens
-                done += report.tokens
-                if ended := ranks.shared(verdict):
-                    cut = ended == "cut"
-                    break
-        seconds = time.perf_counter() - started
-        self.journal.totals.train_seconds += seconds
-        return seconds, done / whole if cut else 1.0
-
-    @contextlib.contextmanager
-    def _long_ones_blamed(self) -> Iterator[None]:
-        """Where memory runs out inside, the next trainings leave long rollouts out."""
         try:
-            yield
-            self.recent.limit.trained()
+            with ranks.in_step():
+                if ranks.world > 1:
+                    self.lineage.lead({"train": task.order()})
+                for window in windows(task.drawn(), trainer, self.target):
+                    report = trainer.step(window)
+                    if report.skipped is None:
+                        self.journal.totals.trained_tokens += report.response_tokens
+                    done += report.tokens
+                    if ended := ranks.shared(verdict):
+                        cut = ended == "cut"
+                        break
         except Exception as error:
             if is_out_of_memory(error) and not is_device_fault(error):
                 self.recent.ran_out_of_memory(self._settings.train_step_tokens)
             raise
+        self.recent.limit.trained()
+        seconds = time.perf_counter() - started
+        self.journal.totals.train_seconds += seconds
+        return seconds, done / whole if cut else 1.0
 
-    def judge(self, scored: Sequence[Scored], *, before_publishing: Callable[[], None]) -> list[Contest]:
-        """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first."""
+    def judge(
+        self, scored: Sequence[Scored], served: str | None, before_publishing: Callable[[], None]
+    ) -> list[Contest]:
+        """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first.
+
+        `served`: the version that engines are offered, as the gate knows.
+        """
         scored = [(loaded, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
         compared = [(loaded.batch, scores) for loaded, scores in scored]
-        served = self.lineage.served_version()
         if not compared:
             return []
         fresh = Fresh.of(compared, self.recent.prompts)
@@ -404,7 +390,6 @@ class Learner:
             return []
         with_all = [(batch, scores) for batch, scores in compared if "frozen" in scores.replays]
         wider = Fresh.of(with_all, self.recent.prompts) if with_all else fresh
-        self._follow(served)
         before = self.gate.state
         entries = sorted((loaded.entry.arrived for loaded, _ in scored), key=arrival)
         realised = self.gate.outcomes.settle(wider) if self.gate.outcomes.measures(entries[0]) else None
@@ -503,14 +488,6 @@ class Learner:
         )
         self.gate.training.concluded()
 
-    # --- forgetting
-    def forget_recent(self) -> None:
-        """Delete the recent rollouts. What was learnt from them stays."""
-        memory = self._empty_memory()
-        memory.restore([], self._layout.spool(self.run), {})  # deletes their files
-        memory.limit = self.recent.limit
-        self.recent = memory
-
     def forget_heads(self, newest_policy: int) -> None:
         """Delete heads that neither a kept batch nor one still to come can need."""
         kept = self.recent.oldest_policy_version()
@@ -518,4 +495,4 @@ class Learner:
             return
         lag = self._settings.max_policy_lag
         still_to_come = newest_policy - (_HEADS_KEPT_VERSIONS if lag is None else lag)
-        self.target.forget_before(min(kept, still_to_come), newest=newest_policy)
+        self.target.received.forget_before(min(kept, still_to_come), newest=newest_policy)

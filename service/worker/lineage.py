@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,7 @@ from drafter.files.checkpoint import config_fingerprint
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.training.ranks import ALONE, Ranks, current
+from drafter.training.ranks import current
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import AtomicDirectory
@@ -58,17 +57,15 @@ class Lineage:
         self.trainer: DrafterTrainer | None = None
 
     # --- how a lineage begins
-    def begin(self) -> bool:
-        """Begin with the newest published drafter, or with the initial one. False: there is none yet."""
+    def begin(self) -> None:
+        """Begin with the newest published drafter, or with the initial one, if there is any."""
         manifest = self._registry.latest(self._run)
         if manifest is None:
             self._target.check()  # also what no drafter can be sized by, and not once rollouts have been gathered
-        if manifest is None and self._target.initial_drafter is not None:
-            manifest = self._publish_initial()
-        if manifest is None:
-            return False
-        self.set_candidate(self._read(manifest.version))
-        return True
+            if self._target.initial_drafter is not None:
+                manifest = self._publish_initial()
+        if manifest is not None:
+            self.set_candidate(self._read(manifest.version))
 
     def begin_from_scratch(self, counts: torch.Tensor) -> None:
         """Build and freeze the draft vocabulary from token counts [V]; random layers, the target's head."""
@@ -87,7 +84,8 @@ class Lineage:
         """Publish what came with PUT /runs as the run's first version."""
         tensors = self._target.initial_drafter
         config = self._target.initial_drafter_config
-        with self._staged() as staged:
+        with AtomicDirectory(self._registry.stage(self._run)) as directory:
+            staged = directory.path
             with full_disk_as_os_error():
                 save_file(tensors or {}, staged / "model.safetensors")
             if kind_of(config) == "eagle3":
@@ -95,12 +93,6 @@ class Lineage:
             (staged / "config.json").write_text(json.dumps(config, indent=1))
             drafter = read_kind(staged, self._target.registered)  # refuses the unservable
             return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)
-
-    @contextlib.contextmanager
-    def _staged(self) -> Iterator[Path]:
-        """A staging directory, deleted unless it was published."""
-        with AtomicDirectory(self._registry.stage(self._run)) as staged:
-            yield staged.path
 
     def set_candidate(self, drafter: DraftModel) -> DrafterTrainer:
         """Make a drafter the candidate, with a fresh trainer."""
@@ -138,11 +130,6 @@ class Lineage:
             raise RuntimeError("the lineage has not begun")
         return self.trainer
 
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that hold the candidate; this one alone before the lineage has begun."""
-        return ALONE if self.trainer is None else self.trainer.ranks
-
     def lead(self, order: Mapping[str, Any]) -> None:
         """Have the other ranks do for this run what this one does next, with the candidate as it is here.
 
@@ -150,14 +137,9 @@ class Lineage:
         """
         trainer = self.needed_trainer
         whole = {"run": self._run, "config": asdict(trainer.config), **order}
-        self.ranks.shared(lambda: whole, idle=True)
-        self.ranks.together(lambda: None)  # they map the files
+        trainer.ranks.shared(lambda: whole, idle=True)
+        trainer.ranks.together(lambda: None)  # they map the files
         hand_over(trainer, self._layout.worker(self._run))
-
-    @property
-    def warming_up(self) -> bool:
-        """Whether the candidate's learning rate is still rising."""
-        return self.trainer is not None and self.trainer.warming_up
 
     def served(self) -> Manifest | None:
         """What `GET /drafter/latest` offers now."""
@@ -279,10 +261,10 @@ class Lineage:
         if version != CANDIDATE:
             reason = f"re-selected from the archive: {reason}"
             return self._registry.rollback(self._run, version, reason, instead_of=served, gate=evidence)
-        with self._staged() as staged:
+        with AtomicDirectory(self._registry.stage(self._run)) as staged:
             with full_disk_as_os_error():
-                write_kind(staged, self.candidate)
-            manifest = self._announce(self.candidate, staged, policy_version, served, reason, evidence)
+                write_kind(staged.path, self.candidate)
+            manifest = self._announce(self.candidate, staged.path, policy_version, served, reason, evidence)
         self._prune()
         return manifest
 

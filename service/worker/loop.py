@@ -8,8 +8,10 @@ Whose fault a failure is
   without the gate. What is raised then is its fault, and it is a dead letter, after `MAX_DELIVERIES` tries at most.
 * Where training or the gate failed, and then nothing that was in hand fails in isolation, it is the fault of the recent
   rollouts that are mixed in. They are deleted: what was learnt from them stays.
-* Redis, the disk, memory, a lost lease and a drafter or head that does not fit are never a batch's fault, however often
-  they fail: that delivery is not counted. A fault of the device ends the process, and counts as any death of it does.
+* Redis, the disk, a lost lease and a drafter or head that does not fit are never a batch's fault, however often they
+  fail: that delivery is not counted. A fault of the device ends the process, and counts as any death of it does.
+* Where memory runs out while one batch is loaded or scored, that is not counted either, and it is put off: but
+  `MEMORY_TRIES` times at most (`Inbox`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -53,11 +56,13 @@ class RegisteredAgain(WorkerError):  # noqa: N818
 class Suspicion:
     """What of a run may be at fault. A failure ends its `RunWorker`, and not this.
 
-    `recent`: whether its recent rollouts may be. `limit`: which are too long.
+    `recent`: whether its recent rollouts may be. `limit`: which are too long to be trained on. `memory_tries`: how
+    often memory ran out for a batch.
     """
 
     recent: bool = False
     limit: LengthLimit = field(default_factory=LengthLimit)
+    memory_tries: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -99,7 +104,7 @@ class RunWorker:
         self._newest = _Newest(time.monotonic())
         queue.ensure_group()
         if self._checkpoint.newest() is None:
-            self.learner.begin()
+            self.learner.lineage.begin()
             self._newest.holds_all = False
             applied: Sequence[str] = ()
         else:
@@ -107,7 +112,8 @@ class RunWorker:
             # With engines that draft another way it measures from scratch.
             self._newest.holds_all = state.get("drafting") == self.drafting.model_dump()
             applied = state["applied"]
-        self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
+        size, tries = self.learner.vocab_size, self._suspicion.memory_tries
+        self.inbox = Inbox(settings, layout, queue, size, applied, ends_for_memory, tries)
         self.learner.report_vocabulary(0)
 
     @property
@@ -174,7 +180,7 @@ class RunWorker:
         self.save()  # it moves the newest out of the spool
         self._check_still_ours()
         log.warning("%s: the recent rollouts are dropped: training failed with them, and works without them", self.run)
-        self.learner.forget_recent()
+        self.learner.recent.clear()
         self._suspicion.recent = self._newest.holds_all = False
 
     def _work_on(self, entries: Sequence[Entry]) -> None:
@@ -225,7 +231,7 @@ class RunWorker:
             if is_batch_fault(error) and isolated:
                 self._suspicion.recent = False
                 told = error_text(error)
-                self.inbox.reject(group[0], f"failed its worker {MAX_DELIVERIES} times, at last alone: {told}")
+                self.inbox.reject(group[0].entry, f"failed its worker {MAX_DELIVERIES} times, at last alone: {told}")
             elif is_batch_fault(error):
                 self._suspicion.recent = True
             raise

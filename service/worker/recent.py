@@ -38,6 +38,8 @@ log = logging.getLogger("draftalign.worker")
 
 #: Trainings without the rollouts for which there was no memory, before these are tried again.
 _LIMITED_TRAININGS: Final = 64
+#: Trainings in a row for which memory ran out with nothing to leave out, a minute apart, before nothing is trained on.
+_HOPELESS_TRAININGS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ Drawn = list[tuple[KeptBatch, list[int]]]
 
 @dataclass
 class LengthLimit:
-    """Tokens beyond which rollouts are not trained on, for memory ran out with such ones; None: all are.
+    """Tokens beyond which rollouts are not trained on, for memory ran out with such ones; None: all are, 0: none is.
 
     A window holds whole rollouts: a smaller `step_tokens` does not cut one. After some `trainings` the long ones are
     tried again, for another process may have had the memory.
@@ -74,18 +76,26 @@ class LengthLimit:
 
     tokens: int | None = None
     trainings: int = 0  # until it is lifted
+    hopeless: int = 0  # trainings in a row that failed with nothing to leave out
 
     def tighten(self, lengths: npt.NDArray[np.int64], step_tokens: int) -> bool:
-        """Leave out the longer half of those that have more than `step_tokens`, if others are left then."""
+        """Leave out the longer half of those that have more than `step_tokens`; whether it did.
+
+        Where no others would be left, nothing is left out at first, and in the end all: batches are scored at least.
+        """
         suspects = np.sort(lengths[lengths > step_tokens])
         most = int(suspects[(len(suspects) - 1) // 2]) - 1 if len(suspects) else 0
         if not (lengths <= most).any():
-            return False
+            self.hopeless += 1
+            if self.hopeless < _HOPELESS_TRAININGS:
+                return False
+            most = 0
         self.tokens, self.trainings = most, _LIMITED_TRAININGS
         return True
 
     def trained(self) -> None:
-        """A training went well."""
+        """A training went well, or was left out for this limit."""
+        self.hopeless = 0
         self.trainings -= self.tokens is not None
         if self.trainings <= 0:
             self.tokens = None
@@ -102,45 +112,55 @@ class RecentRollouts:
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
         self.limit = LengthLimit()
-        self._kept: list[KeptBatch] = []
+        self._kept: dict[str, KeptBatch] = {}  # by name, oldest first
+        self._tokens = self._bytes = 0  # of these
         self._unsettled: dict[str, Path] = {}  # name -> where the spool still holds the file
-        self._dropped: list[str] = []
+        self._dropped: set[str] = set()
 
     def add(self, path: Path, batch: RolloutBatch, known: tuple[int, ...] = ()) -> KeptBatch:
         """Take in a batch whose file still lies in the spool; `settle` moves it here. `known`: see `KeptBatch`."""
-        self._kept = [k for k in self._kept if k.name != path.name]  # a redelivered one takes its own place
+        self._remove(path.name)  # a redelivered one takes its own place
         kept = self._keep(path.name, batch, known)
         self._unsettled[path.name] = path
-        self._dropped = [name for name in self._dropped if name != path.name]
+        self._dropped.discard(path.name)
         most_bytes = shutil.disk_usage(self._directory).free
-        while len(self._kept) > 1 and (
-            sum(k.batch.tokens for k in self._kept) > self._capacity_tokens
-            or sum(k.states_bytes for k in self._kept) > most_bytes
-        ):
-            self._dropped.append(self._kept.pop(0).name)
+        while len(self._kept) > 1 and (self._tokens > self._capacity_tokens or self._bytes > most_bytes):
+            self._drop(next(iter(self._kept)))
         return kept
 
     def _keep(self, name: str, batch: RolloutBatch, known: tuple[int, ...]) -> KeptBatch:
         kept = KeptBatch(name, batch, frozenset(prompt_hashes(batch)), known)
-        self._kept.append(kept)
+        self._kept[name] = kept
+        self._tokens += batch.tokens
+        self._bytes += kept.states_bytes
         return kept
+
+    def _remove(self, name: str) -> None:
+        if (kept := self._kept.pop(name, None)) is not None:
+            self._tokens -= kept.batch.tokens
+            self._bytes -= kept.states_bytes
+
+    def _drop(self, name: str) -> None:
+        """Train on a batch no more; `settle` deletes its file."""
+        self._remove(name)
+        self._dropped.add(name)
 
     @property
     def prompts(self) -> dict[str, int]:
         """Prompts (hashes) of all that is kept, on which the candidate is trained -> newest policy that answered it."""
         found: dict[str, int] = {}
-        for kept in self._kept:
+        for kept in self._kept.values():
             for prompt in kept.prompts:
                 found[prompt] = max(found.get(prompt, kept.policy_version), kept.policy_version)
         return found
 
     def names(self) -> list[str]:
         """What a checkpoint must list to be able to `restore`."""
-        return [kept.name for kept in self._kept]
+        return list(self._kept)
 
     def known(self) -> dict[str, tuple[int, ...]]:
         """What a checkpoint must list too: the rollouts of a file that an earlier batch had, by its name."""
-        return {kept.name: kept.known for kept in self._kept if kept.known}
+        return {name: kept.known for name, kept in self._kept.items() if kept.known}
 
     def settle(self) -> None:
         """After a checkpoint that lists `names()`: move new files out of the spool, delete what nothing lists now."""
@@ -151,6 +171,12 @@ class RecentRollouts:
         for name in self._dropped:
             (self._directory / name).unlink(missing_ok=True)
         self._dropped.clear()
+
+    def clear(self) -> None:
+        """Delete all that is kept, right after a checkpoint, which has moved it here. What was learnt from it stays."""
+        for name in self.names():
+            self._drop(name)
+        self.settle()
 
     def restore(
         self,
@@ -194,17 +220,21 @@ class RecentRollouts:
             return
         if abandoned := self._outdated(heads, ended_ns()):
             log.info("the trainer went back: %d recent batches of before are not trained on again", len(abandoned))
-            self._kept = [kept for kept in self._kept if kept.name not in abandoned]
-            self._dropped += sorted(abandoned)
+            for name in abandoned:
+                self._drop(name)
 
     def _outdated(self, heads: Sequence[tuple[int, int]], until_ns: float) -> set[str]:
-        """What came until then, and before the head of its version or of a lower one, below something that came too."""
-        came_ns = {kept.name: self._came_ns(kept.name) for kept in self._kept}
+        """Names of the batches of a policy version that was reached again.
+
+        The head of a version outdates what came before it of this version and of higher ones, if anything of a higher
+        one did. What came after `until_ns` stays.
+        """
+        kept, came_ns = self._kept.values(), {name: self._came_ns(name) for name in self._kept}
         found = set[str]()
         for version, head_ns in heads:
-            before = [k for k in self._kept if k.policy_version >= version and came_ns[k.name] < min(head_ns, until_ns)]
-            if any(kept.policy_version > version for kept in before):
-                found |= {kept.name for kept in before}
+            before = [k for k in kept if k.policy_version >= version and came_ns[k.name] < min(head_ns, until_ns)]
+            if any(k.policy_version > version for k in before):
+                found |= {k.name for k in before}
         return found
 
     def _came_ns(self, name: str) -> float:
@@ -216,11 +246,11 @@ class RecentRollouts:
 
     def oldest_policy_version(self) -> int | None:
         """Of all that is kept; None when nothing is."""
-        return min((kept.policy_version for kept in self._kept), default=None)
+        return min((kept.policy_version for kept in self._kept.values()), default=None)
 
     def ran_out_of_memory(self, step_tokens: int) -> None:
         """Memory ran out in a training: leave the longest rollouts out of the next ones, if there are others."""
-        lengths = np.concatenate([_lengths(kept)[_short(kept, self.limit.tokens)] for kept in self._kept])
+        lengths = np.concatenate([_lengths(kept)[_short(kept, self.limit.tokens)] for kept in self._kept.values()])
         if self.limit.tighten(lengths, step_tokens):
             log.warning(
                 "memory ran out in a training with a rollout of %d tokens; in the next %d, those of more than %d are "
@@ -230,7 +260,8 @@ class RecentRollouts:
 
     def but(self, newest: Sequence[KeptBatch]) -> list[KeptBatch]:
         """All that is kept but these, oldest first."""
-        return [kept for kept in self._kept if kept not in newest]
+        names = {kept.name for kept in newest}
+        return [kept for name, kept in self._kept.items() if name not in names]
 
 
 @dataclass(frozen=True, slots=True)

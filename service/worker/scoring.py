@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,25 +50,16 @@ class Scores:
     strata: tuple[str, ...] = ()  # the kind of each rollout's prompt; empty: not known
     entropies: tuple[float, ...] = ()  # of each rollout: mean negated log-probability of its response tokens, in nats
 
-    def alpha(self, name: str) -> float | None:
-        """Replay α, None when the drafter was not there or the batch had no round."""
-        found = self.replays.get(name)
-        return None if found is None or math.isnan(found.alpha) else found.alpha
-
 
 def replay_each(
-    drafters: Mapping[str, DraftModel],
-    policy: Policy,
-    batches: Iterable[RolloutBatch],
-    depth: int,
-    drafting: Drafting,
+    drafters: Mapping[str, DraftModel], policy: Policy, batch: RolloutBatch, depth: int, drafting: Drafting
 ) -> dict[str, Replay]:
-    """Replay batches with each drafter, drafting for `policy`. Features are copied to its device once for all.
+    """Replay a batch with each drafter, drafting for `policy`. Features are copied to its device once for all.
 
     Where memory runs out, the rollouts of that group are replayed fewer at a time, and in the end one by one.
     """
     found: dict[str, list[Replay]] = {name: [] for name in drafters}
-    waiting = [group for batch in batches for group in batch.groups(TOKENS_AT_ONCE)][::-1]
+    waiting = [*batch.groups(TOKENS_AT_ONCE)][::-1]
     while waiting:
         group = waiting.pop()
         try:
@@ -107,7 +98,7 @@ def replay_shared(
     table = torch.zeros(len(drafters), batch.rollouts, 3 + 2 * depth, dtype=torch.float64)
 
     def own() -> None:
-        found = replay_each(drafters, policy, [batch.select(mine)], depth, drafting)
+        found = replay_each(drafters, policy, batch.select(mine), depth, drafting)
         for place, one in enumerate(found.values()):
             columns = [one.tokens, one.rounds, one.rounds_variance, *one.accepted.T, *one.reached.T]
             table[place, mine] = torch.from_numpy(np.stack(columns, axis=1))
@@ -148,16 +139,11 @@ def score(
     *,
     depth: int,
     drafting: str,
-    batch_id: str,
-    entry_id: str,
-    drafter_version: str | None,
-    logprob_gap: float | None,
 ) -> Scores:
     """The score of a batch with every drafter of `drafters`: role -> (version, drafter).
 
-    `part`: its rollouts at `looked`. `by_version`: their replay with each of the drafters. `batch_id`, `entry_id`: of
-    its queue entry. `drafter_version`: the one that served it. `logprob_gap`: to what the policy's head gives, in nats.
-    What was then done with the batch the record does not say.
+    `part`: its rollouts at `looked`. `by_version`: their replay with each of the drafters. The record does not say
+    which batch it is, nor what was done with it.
 
     Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
     drafters and there where the candidate is.
@@ -198,12 +184,8 @@ def score(
         reward_sum=math.fsum(rewards),
         reward_count=len(rewards),
         created=time.time(),
-        batch_id=batch_id,
-        entry_id=entry_id,
-        drafter_version=drafter_version,
         depth=depth,
         drafting=drafting,
-        logprob_gap=logprob_gap,
         favour=favour,
     )
     return Scores(replays, record, by_version, tuple(looked), prompts, part.strata, _entropies(part))

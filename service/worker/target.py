@@ -94,7 +94,11 @@ class ReceivedHeads:
                 yield version, file
 
     def forget_before(self, policy_version: int, *, newest: int) -> None:
-        """Delete what no batch of `policy_version` or later can need; see `Target.forget_before`."""
+        """Delete what no batch of `policy_version` or later can need.
+
+        `newest`: policy version of the newest batch seen. What came after its head stays: a trainer that went back to
+        an earlier checkpoint has sent it, and its batches are still to come.
+        """
         older, known = self._up_to(policy_version), self._up_to(max(policy_version, newest))
         in_force = max((v for v in known if v <= newest), default=None)
         if in_force is None or not older:
@@ -137,7 +141,7 @@ class Target:
         self.draft_vocab_size = int(metadata["draft_vocab_size"]) if "draft_vocab_size" in metadata else None
         self.logit_map = LogitMap.from_metadata(metadata)
         self.embed_tokens = read_tensor(file, "embed_tokens").to(device)  # [V, Ht]
-        self._received = ReceivedHeads(layout, run)
+        self.received = ReceivedHeads(layout, run)
         self._policies: OrderedDict[tuple[int, HeadFile | None], Policy] = OrderedDict()  # least recently used first
 
     @property
@@ -200,12 +204,12 @@ class Target:
 
     def head_of(self, policy_version: int, *, batch: Path | None = None) -> tuple[int, HeadFile | None]:
         """Which head `at` gives, for `with_head`: its policy version, and its file (None: the registered one's)."""
-        for version, file in self._received.in_force(policy_version, batch):
+        for version, file in self.received.in_force(policy_version, batch):
             try:
                 self._cached(version, file)
             except (WireError, TargetHeadError) as error:
                 log.warning("run %s: the head of policy version %d is not used: %s", self._run, version, error)
-                self._received.refuse(version, file)
+                self.received.refuse(version, file)
             else:
                 return version, file
         return self.policy_version, None
@@ -215,15 +219,10 @@ class Target:
         _, file = self.head_of(policy_version, batch=batch)
         return file is not None and batch.exists() and file.changed_ns > batch.stat().st_mtime_ns
 
-    @property
-    def head_times(self) -> list[tuple[int, int]]:
-        """Policy version of each received head, and when it came (Unix ns)."""
-        return self._received.times()
-
     def with_head(self, version: int, file: Sequence[int] | None) -> Policy:
         """The policy with the head that another process's `head_of` named. OSError: another file is there now."""
         upload = None if file is None else HeadFile(*file)
-        if upload is not None and (version, upload) not in self._policies and self._received.upload(version) != upload:
+        if upload is not None and (version, upload) not in self._policies and self.received.upload(version) != upload:
             raise OSError(f"the head of policy version {version} is no longer the file that is trained with")
         return self._cached(version, upload)
 
@@ -237,27 +236,19 @@ class Target:
     def _cached(self, version: int, file: HeadFile | None) -> Policy:
         key = (version, file)
         if key not in self._policies:
-            self._policies[key] = self._load(version) if file is not None else self._load_registered()
+            if file is None:
+                registered = TargetHead(self.lm_head(), self.logit_map)
+                self._policies[key] = Policy(version, self.embed_tokens, registered)
+            else:
+                self._policies[key] = self._load(version)
             while len(self._policies) > _KEPT_HEADS:
                 self._policies.popitem(last=False)
         self._policies.move_to_end(key)
         return self._policies[key]
 
-    def forget_before(self, policy_version: int, *, newest: int) -> None:
-        """Delete received heads that no batch of `policy_version` or later can need.
-
-        `newest`: policy version of the newest batch seen. What came after its head stays: a trainer that went back to
-        an earlier checkpoint has sent it, and its batches are still to come.
-        """
-        self._received.forget_before(policy_version, newest=newest)
-
-    def _load_registered(self) -> Policy:
-        head = TargetHead(self.lm_head(), logit_map=self.logit_map)
-        return Policy(self.policy_version, self.embed_tokens, head)
-
     def _load(self, version: int) -> Policy:
-        check_head_bytes(self._received.path(version))
-        file = MappedFile(self._received.path(version))
+        check_head_bytes(self.received.path(version))
+        file = MappedFile(self.received.path(version))
         head = read_tensor(file, "lm_head")  # [V, Ht]
         if head.shape != self.embed_tokens.shape:
             wanted = list(self.embed_tokens.shape)

@@ -116,15 +116,13 @@ class Bench:
             batch,
             roles,
             writer,
-            replay_each(dict(roles.values()), writer, [batch], 4, "probabilistic"),
+            replay_each(dict(roles.values()), writer, batch, 4, "probabilistic"),
             depth=4,
             drafting="probabilistic",
-            batch_id=f"{policy:032x}",
-            entry_id=f"{policy + 1}-0",
-            drafter_version=VERSION,
-            logprob_gap=None,
         )
-        self._store.put_score(f"{policy:032x}", found.record)
+        batch_id, entry_id = f"{policy:032x}", f"{policy + 1}-0"
+        record = dataclasses.replace(found.record, batch_id=batch_id, entry_id=entry_id, drafter_version=VERSION)
+        self._store.put_score(batch_id, record)
 
     def report(self, reporter: str, counts: Counters, depth: int = 4, policy: int = 0) -> dict[str, Any]:
         document = {

@@ -39,14 +39,13 @@ class Heartbeat:
         redis: Redis,
         layout: Layout,
         leases: Leases,
-        queue: Callable[[str], RolloutQueue],
         runs: Mapping[str, Run],
         has: Callable[[], int],
         stopping: Callable[[], bool],
     ) -> None:
         """`has`: how many runs the worker says that it has; `stopping`: whether it is to end."""
         self.lock = threading.Lock()
-        self._redis, self._layout, self._leases, self._queue = redis, layout, leases, queue
+        self._redis, self._layout, self._leases = redis, layout, leases
         self._runs, self._has, self._stopping = runs, has, stopping
         self._opening: str | None = None  # the run that is being opened, which may take longer than a lease
         self._told: set[type[Exception]] = set()  # kinds of failures that were logged
@@ -117,7 +116,7 @@ class Heartbeat:
             if not self._leases.hold(run):
                 state.lost = True
                 return
-        self._queue(run).heartbeat(CONSUMER, worker.inbox.held)
+        RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.inbox.held)
         Store(self._redis, run).set_worker({})
 
     def _beat_closed(self, run: str, state: Run) -> None:

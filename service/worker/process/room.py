@@ -5,6 +5,7 @@ A run that is open and idle keeps its memory as long as nobody needs it: to open
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -33,7 +34,8 @@ _CLOSES_NONE_SECONDS: Final = 3600.0
 class Room:
     """Memory for the runs of one worker: which are idle, and closed where another one needs it.
 
-    `sparing`: a process died at work; runs that have nothing to do are not opened.
+    `sparing`: a process died at work; runs that have nothing to do are not opened. `put_off`: idle runs that are opened
+    one a turn, in this order.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Room:
         self._layout, self._runs, self._lock, self._rest = layout, runs, lock, rest
         self._orders = Orders(current())
         self._to_close = 0  # idle runs, before the next turn
-        self._put_off: list[str] = []  # idle runs that are opened one a turn, in this order
+        self.put_off: list[str] = []
         self.sparing = False
 
     def tell_ranks(self) -> None:
@@ -74,7 +76,9 @@ class Room:
     def _spared(self, run: str) -> Closed:
         """A run that is not opened because it has nothing to do, unless people asked what its checkpoint lacks."""
         newest = WorkerCheckpoint(self._layout.worker(run)).newest()
-        state = {} if newest is None else json.loads((newest / "state.json").read_text())
+        state: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # damaged: said when it is opened
+            state = {} if newest is None else json.loads((newest / "state.json").read_bytes())
         return Closed(frozenset(), state.get("drift_heeded", {}))
 
     def _is_called(self, run: str, closed: Closed) -> bool:
@@ -83,23 +87,18 @@ class Room:
         return self._has_work(run, closed.entries) or any(closed.heeded.get(what) != asked[what] for what in asked)
 
     # --- runs without work, one a turn
-    @property
-    def put_off(self) -> int:
-        """How many idle runs are to be opened in the next turns."""
-        return len(self._put_off)
-
     def puts_off(self, run: str, state: Run, file: FileId) -> bool:
         """Whether a run that is to be opened has no work: then it waits for its turn, or for a batch."""
         if self.needs(run):
             return False
         state.closed, state.file = self._spared(run), file  # what people ask has it opened, though its turn is gone
-        self._put_off.append(run)
+        self.put_off.append(run)
         return True
 
     def next_idle(self) -> str | None:
         """The run without work whose turn it is to be opened. None: no such run is left."""
-        while self._put_off:
-            run = self._put_off.pop(0)
+        while self.put_off:
+            run = self.put_off.pop(0)
             state = self._runs.get(run)
             if state is not None and state.closed is not None:  # else it was opened for a batch, or deleted
                 self._open_again(state)
@@ -140,9 +139,10 @@ class Room:
         return 2**state.short <= len(self._runs) and any(other != run for other in self.idle())
 
     def ends(self, run: str) -> bool:
-        """Whether a run ends where there is no memory for one of its batches: others are closed for it, or it says so.
+        """Whether a run is closed where memory runs out for one of its batches.
 
-        Once it has said so, its other batches are not to wait for that one.
+        Then idle runs are closed for it, or it says that there is no memory. Once it has said so, the batch alone is
+        put off, and the run's others do not wait for it.
         """
         return self._may_close_for(run) or not self._runs[run].failures
 
@@ -152,7 +152,7 @@ class Room:
         Last those that wait for a file that cannot be read: once closed, they are opened again to look for it.
         """
         inboxes = {run: worker.inbox for run, worker in served(self._runs).items()}
-        waits = {run: inbox.unreadable for run, inbox in inboxes.items()}
+        waits = {run: inbox.put_off for run, inbox in inboxes.items()}
         idle = [run for run, inbox in inboxes.items() if not self._has_work(run, {*inbox.held, *waits[run]})]
         return sorted(idle, key=lambda run: (bool(waits[run]), self._runs[run].worked_at))
 
@@ -161,7 +161,7 @@ class Room:
 
         None: all of them. None that is put off is opened without a batch any more: it would take the memory again.
         """
-        self._put_off.clear()
+        self.put_off.clear()
         for run in self.idle()[:most]:
             log.info("run %s is idle, and closed until a batch comes: another one needs the memory", run)
             self._close(run)

@@ -38,35 +38,36 @@ class Share:
         self._redis = redis
         self._leases = leases
         self._most = math.inf  # runs that this worker may have
-        self._hand_over_at = -math.inf  # it hands no run over before this (monotonic)
-        self._handed_over: str | None = None  # the run that it handed over last, until another worker takes it
-        self._handed_over_at = -math.inf
+        self._hands_none_before = -math.inf  # monotonic
+        self._untaken: str | None = None  # the run that it handed over last, until another worker has taken it
+        self._untaken_since = -math.inf
         self._left_since: dict[str, float] = {}  # runs that are left to other workers (monotonic)
-        self._unfit: dict[str, float] = {}  # when there was no memory for a run (monotonic)
-        self._handed: dict[str, float] = {}  # when a run was handed over, while the others are the same (monotonic)
-        self._known: frozenset[str] = frozenset()
+        self._lacked_memory: dict[str, float] = {}  # when there was no memory for a run (monotonic)
+        self._handed_over: dict[str, float] = {}  # when a run was, while the others are the same (monotonic)
+        self._known: frozenset[str] = frozenset()  # the others
 
     def look(self, served: int, wanted: int, now: float) -> bool:
         """Ask how many runs the others have; returns whether to hand one over. `wanted`: runs to be worked on."""
         others = self._leases.others(served)
         if self._known != others.keys():  # one that came may have more memory
             self._known = frozenset(others)
-            self._handed.clear()
+            self._handed_over.clear()
         self._most = math.ceil(wanted / (1 + len(others))) if others else math.inf
         fewest = min(others.values(), default=BUSY)
         if served <= fewest < BUSY:  # then others have not less than this worker, and take nothing that it handed over
-            self._handed_over = None
+            self._untaken = None
         return (
             served > 1 + fewest
-            and self._handed_over is None
-            and now >= self._hand_over_at
+            and self._untaken is None
+            and now >= self._hands_none_before
             and self._is_asked(others, served)
         )
 
     def _is_asked(self, others: Mapping[str, int], served: int) -> bool:
         """Whether it is for this worker to hand a run over, of all that have more than their share.
 
-        Those that have least lack so many; as many of those that have most are asked, by name where they have the same.
+        The workers with too few lack `lacking` runs together. As many of the others hand one over, those with most
+        first; equals are ordered by name.
         """
         share = (served + sum(n for n in others.values() if n < BUSY)) // (1 + len(others))
         lacking = sum(max(0, share - n) for n in others.values())
@@ -75,32 +76,32 @@ class Share:
 
     def leave(self, run: str, now: float) -> None:
         """Note that there was no memory for a run: others may try it first."""
-        self._unfit[run] = now
+        self._lacked_memory[run] = now
 
     def may_hand_over(self, run: str, now: float) -> bool:
         """Whether this run, which is open here, did not come back from another worker."""
-        return now - self._handed.get(run, -math.inf) > _REMEMBERED_SECONDS
+        return now - self._handed_over.get(run, -math.inf) > _REMEMBERED_SECONDS
 
     def hand_over(self, run: str, now: float) -> None:
         """Note that this run is handed over. The next one waits until another worker has taken it."""
-        self._handed = {one: at for one, at in self._handed.items() if now - at < _REMEMBERED_SECONDS} | {run: now}
-        self._handed_over, self._handed_over_at = run, now
-        self._hand_over_at = now + _HAND_OVER_SECONDS
+        self._handed_over[run] = self._untaken_since = now
+        self._untaken = run
+        self._hands_none_before = now + _HAND_OVER_SECONDS
         self._left_since[run] = now
 
     def may_take(self, run: str, served: int, now: float) -> bool:
         """Whether this worker has less than its share of the runs, or no other one serves this run."""
-        unfit = now - self._unfit.get(run, -math.inf) < _REMEMBERED_SECONDS
-        if math.isinf(self._most) or (served < self._most and run != self._handed_over and not unfit):
+        lacked_memory = now - self._lacked_memory.get(run, -math.inf) < _REMEMBERED_SECONDS
+        if math.isinf(self._most) or (served < self._most and run != self._untaken and not lacked_memory):
             self.forget(run)
             return True
         anothers, since = self._leases.is_anothers(run), self._note_left(run, now)
-        if run == self._handed_over and (anothers or since > self._handed_over_at):  # it may have closed it since
-            self._handed_over = None
-        if anothers or now - since < (2 * _LEFT_SECONDS if unfit else _LEFT_SECONDS):
+        if run == self._untaken and (anothers or since > self._untaken_since):  # it may have closed it since
+            self._untaken = None
+        if anothers or now - since < (2 * _LEFT_SECONDS if lacked_memory else _LEFT_SECONDS):
             return False
-        if run == self._handed_over:
-            self._hand_over_at = now + _UNWANTED_SECONDS
+        if run == self._untaken:
+            self._hands_none_before = now + _UNWANTED_SECONDS
         self.forget(run)
         return True
 
@@ -119,6 +120,6 @@ class Share:
     def forget(self, run: str) -> None:
         """Leave the run to other workers no more: this one takes it, or nobody is to work on it."""
         self._left_since.pop(run, None)
-        self._unfit.pop(run, None)
-        if run == self._handed_over:
-            self._handed_over = None
+        self._lacked_memory.pop(run, None)
+        if run == self._untaken:
+            self._untaken = None

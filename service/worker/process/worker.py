@@ -11,12 +11,8 @@ write is that run's trouble. Only a fault of the device ends the process, becaus
 A run that a person has paused or archived is closed after a checkpoint, so it holds no memory. What an archived one had
 in its queue ends as skipped.
 
-Where memory runs out for a run that has work, those that have been idle longest are closed (`room`), and it is tried
-again; each of them is opened again for its next batch (`Room` has the rule). A run is refused for want of
-memory only where none is idle, or that did not help.
-Runs without work are opened one a turn: to open one may take as long as a claim, and those with work do not wait for
-all of them.
-After the death of a process at work, runs without work are not open beside the run that it was at.
+`Room` decides which idle runs are closed where memory runs out for one that has work, and which runs without work are
+opened: one a turn, because to open one may take as long as a claim.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ from service.settings import Settings
 from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id, is_there
 from service.storage.lease import Leases
-from service.storage.queue.deliveries import RolloutQueue
+from service.storage.queue.deliveries import Entry, RolloutQueue
 from service.storage.ready import is_of_one_key, why_unusable
 from service.storage.reports.drafting import Drafting, settings_of
 from service.storage.reports.store import Store
@@ -65,9 +61,8 @@ _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 #: After an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
-#: Between two looks for runs. A look asks the file system for each run's files again, which takes long on a network's.
-#: So the pause is ten times as long as a look, 10 s at most. Only the first two fifths of a look are timed, because the
-#: rest may open runs: 25 times those.
+#: Between two looks for runs. A look begins with questions to the file system about each run, which take long on a
+#: network's: the pause is 25 times as long as these took (ten times a whole look that opens nothing), 10 s at most.
 _LOOK_FOR_RUNS_SECONDS = 1.0
 _TIMES_LONGER, _MOST_TIMES_LONGER = 25.0, 10.0
 #: A worker whose look is overdue for this time is at a long turn, and is handed no run before its end.
@@ -95,9 +90,7 @@ class Worker:
         self._turns = Turns()
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
-        self._heartbeat = Heartbeat(
-            redis, self._layout, self._leases, self._queue, self._runs, self._has, lambda: self._stopping
-        )
+        self._heartbeat = Heartbeat(redis, self._layout, self._leases, self._runs, self._has, lambda: self._stopping)
         self._room = Room(redis, self._layout, self._runs, self._heartbeat.lock, self._rest)
 
     @property
@@ -144,7 +137,8 @@ class Worker:
         if self._room.make():
             self._look_at = 0.0
         self._find_runs()
-        self._open_idle()
+        if not self._stopping and (idle := self._room.next_idle()) is not None:
+            self._attend_to(idle, time.monotonic(), due=True)
         worked = False
         began = time.monotonic()
         for run in self._turns.order(self.served):
@@ -176,26 +170,28 @@ class Worker:
 
         Raises it again where it is of no single run: where Redis is away, or the device has failed.
         """
+        if is_device_fault(error) or (isinstance(error, RedisError) and not is_of_one_key(error)):
+            raise error
+        self._runs.setdefault(run, Run())  # it may just have been let go
         match error:
-            case RedisError() if not is_of_one_key(error):
-                raise error
             case LeaseLost() | CheckpointSuperseded():
                 self._drop(run, str(error))
             case RegisteredAgain():
                 log.warning("%s", error)
                 self._runs[run].worker = None  # to be opened again at once
-            case _ if is_out_of_memory(error) and not is_device_fault(error):
+            case _ if is_out_of_memory(error):
                 self._want_room(run, error)
             case ServiceError() | DrafterError():
                 self._close_until(run, REFUSED_SECONDS, str(error))
             case OSError():
                 self._leave_alone(run, error)
-            case _:
-                self._fail(run, error)
+            case _:  # nobody foresaw it
+                seconds = self._runs[run].back_off(_FAILED_SECONDS)
+                self._close_until(run, seconds, advised(f"{type(error).__name__}: {error}"), trace=error)
 
     def _want_room(self, run: str, error: Exception) -> None:
         """Close a run for which memory ran out; have it tried again once idle ones are closed, else refuse it."""
-        state = self._runs.setdefault(run, Run())
+        state = self._runs[run]
         state.worker = None  # it goes on from its last checkpoint
         if not self._room.needs(run):
             log.info("run %s has no work, and there is no memory: it is opened when a batch comes", run)
@@ -203,8 +199,8 @@ class Worker:
             state.closed = self._room.closed(run)
             self._give_back(run)
         elif not self._room.want(run):
-            patient = isinstance(error, torch.OutOfMemoryError)
-            seconds = REFUSED_SECONDS if patient else state.back_off(_FAILED_SECONDS)
+            seconds = state.back_off(_FAILED_SECONDS)  # counted also where it is not the wait: see `Room.ends`
+            seconds = REFUSED_SECONDS if isinstance(error, torch.OutOfMemoryError) else seconds
             self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
             self._share.leave(run, time.monotonic())
 
@@ -214,18 +210,6 @@ class Worker:
         state = self._runs[run]
         state.worker, state.suspicion.recent = None, False
 
-    def _fail(self, run: str, error: Exception) -> None:
-        """Close a run for an exception that nobody foresaw; raises it again where the whole process is of no use."""
-        if is_device_fault(error):
-            raise error
-        told = advised(f"{type(error).__name__}: {error}")
-        log.error("run %s: %s; it is closed, and opened again from its last checkpoint", run, told, exc_info=error)
-        state = self._runs.setdefault(run, Run())
-        state.worker = None
-        self._tell(run, state.back_off(_FAILED_SECONDS), told)
-        if not state.suspicion.recent:  # another worker would not know of the suspicion
-            self._give_back(run)
-
     def _leave_alone(self, run: str, error: Exception) -> None:
         """Neither open nor close a run for a while: its files cannot be read or written; nothing was acknowledged."""
         if self._runs[run].retry_at > time.monotonic():
@@ -234,11 +218,14 @@ class Worker:
         log.error("run %s: %s; nothing was acknowledged, trying again in %.0f s", run, error, seconds)
         self._tell(run, seconds, str(error))
 
-    def _close_until(self, run: str, seconds: float, error: str) -> None:
-        log.error("run %s: %s", run, error)
-        self._runs[run].worker = None
-        self._tell(run, seconds, error)  # first: whoever serves it next takes it back
-        self._give_back(run)  # another worker may have more memory, say
+    def _close_until(self, run: str, seconds: float, told: str, *, trace: Exception | None = None) -> None:
+        """Close a run; it is opened again from its last checkpoint, here or by another worker."""
+        log.error("run %s: %s; it is closed for up to %.0f s", run, told, seconds, exc_info=trace)
+        state = self._runs[run]
+        state.worker = None
+        self._tell(run, seconds, told)  # first: whoever serves it next takes it back
+        if not (trace and state.suspicion.recent):  # of the suspicion another worker would not know
+            self._give_back(run)
 
     def _tell(self, run: str, seconds: float, error: str) -> None:
         state = self._runs[run]
@@ -266,14 +253,7 @@ class Worker:
         wanted = sum(self._is_wanted(run, now) for run in names)
         times_longer = min(max(1.0, _TIMES_LONGER * (time.monotonic() - now)), _MOST_TIMES_LONGER)
         if self._share.look(len(self.served), wanted, now):
-            idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
-            # All but the first at work: so those that work most come to be parted.
-            hindmost = self._turns.order(self.served)[:-1]
-            at_work = [run for run in hindmost if run not in idle and self._share.may_hand_over(run, now)]
-            for run in at_work[-1:]:
-                log.info("run %s is left to another worker, which has fewer", run)
-                self._rest(run)
-                self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
+            self._hand_one_over(now)
         for run in names:
             self._runs.setdefault(run, Run())
         for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for
@@ -282,10 +262,17 @@ class Worker:
             self._attend_to(run, now)
         self._look_at = time.monotonic() + _LOOK_FOR_RUNS_SECONDS * times_longer
 
-    def _open_idle(self) -> None:
-        """Open one of the runs that have nothing to do."""
-        if not self._stopping and (run := self._room.next_idle()) is not None:
-            self._attend_to(run, time.monotonic(), due=True)
+    def _hand_one_over(self, now: float) -> None:
+        """Leave a run that has work to another worker, which has fewer runs."""
+        idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
+        # All but the first at work: so those that work most come to be parted.
+        hindmost = self._turns.order(self.served)[:-1]
+        at_work = [run for run in hindmost if run not in idle and self._share.may_hand_over(run, now)]
+        if at_work:
+            run = at_work[-1]
+            log.info("run %s is left to another worker, which has fewer", run)
+            self._rest(run)
+            self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
 
     def _attend_to(self, run: str, now: float, *, due: bool = False) -> None:
         try:
@@ -301,23 +288,9 @@ class Worker:
         file = file_id(self._layout.target(run))
         wanted = read_state(self._layout, run)
         if not wanted.worked_on:
-            if state.worker is not None:
-                log.warning("run %s is not worked on until it is active again, as a person wants it", run)
-            self._rest(run)
-            with self._heartbeat.lock:
-                state.closed = None
-            self._share.forget(run)
-            if state.worker is None and state.retry_at:  # once it is active again, it is tried at once
-                self._deaths.forget(run)
-                state.retry_at = 0.0
+            self._keep_closed(run, state)
             if wanted.state == "archived" and state.empty_until <= now:
-                try:
-                    self._clear(run, state)
-                except Exception as error:
-                    if isinstance(error, RedisError) and not is_of_one_key(error):
-                        raise
-                    log.error("the queue of archived run %s is not cleared: %s", run, error)
-                    state.empty_until = now + _LOOK_AT_ARCHIVED_SECONDS
+                self._clear(run, state)
             return
         if state.worker is not None and state.file != file:
             state.worker = None
@@ -330,7 +303,7 @@ class Worker:
         refused = state.retry_at > now and state.file == file
         if state.worker is not None or refused or self._room.stays_closed(run, state, file):
             return
-        taken = due or self._share.may_take(run, len(self.served) + self._room.put_off, now)
+        taken = due or self._share.may_take(run, len(self.served) + len(self._room.put_off), now)
         if not taken or not self._leases.hold(run):
             state.suspicion.recent = False
         elif not is_there(self._layout.run_json(run)):  # it was deleted meanwhile
@@ -340,6 +313,18 @@ class Worker:
         else:
             with self._heartbeat.opening(run):
                 self._open(run, state, file)
+
+    def _keep_closed(self, run: str, state: Run) -> None:
+        """Close a run that a person does not want to be worked on; once it is active again, it is tried at once."""
+        if state.worker is not None:
+            log.warning("run %s is not worked on until it is active again, as a person wants it", run)
+        self._rest(run)
+        with self._heartbeat.lock:
+            state.closed = None
+        self._share.forget(run)
+        if state.worker is None and state.retry_at:
+            self._deaths.forget(run)
+            state.retry_at = 0.0
 
     def _is_wanted(self, run: str, now: float) -> bool:
         """Whether a run is to be worked on, and can be as far as this worker knows."""
@@ -377,13 +362,20 @@ class Worker:
 
     def _clear(self, run: str, state: Run) -> None:
         """End what the queue of an archived run holds, at most a claim of it at a time, and delete its files."""
-        if not self._leases.hold(run):
-            return
-        queue = self._queue(run)
-        entries = queue.own_pending(CONSUMER) or queue.claim(CONSUMER, self._settings.claim_tokens, 0.0)
-        for entry in entries:
-            queue.ack(entry, "skipped", "the run was archived before it was worked on")
-            self._layout.blob(run, entry.blob).unlink(missing_ok=True)
+        entries: list[Entry] = []
+        try:
+            if not self._leases.hold(run):
+                return
+            queue = self._queue(run)
+            entries = queue.own_pending(CONSUMER) or queue.claim(CONSUMER, self._settings.claim_tokens, 0.0)
+            for entry in entries:
+                queue.ack(entry, "skipped", "the run was archived before it was worked on")
+                self._layout.blob(run, entry.blob).unlink(missing_ok=True)
+        except Exception as error:
+            if isinstance(error, RedisError) and not is_of_one_key(error):
+                raise
+            log.error("the queue of archived run %s is not cleared: %s", run, error)
+            entries = []
         if not entries:
             state.empty_until = time.monotonic() + _LOOK_AT_ARCHIVED_SECONDS
             self._leases.give_back(run)
@@ -418,7 +410,8 @@ class Worker:
             state.worker, state.proven, state.worked_at = opened, False, time.monotonic()
             log.info("serving run %s", run)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-            if _is_the_files(error) and not is_out_of_memory(error):
+            unreadable_now = isinstance(error.__cause__, OSError) or is_out_of_memory(error)
+            if isinstance(error, DrafterError | WorkerError) and not unreadable_now:  # what was registered is at fault
                 store.set_worker({"refused": file})
             if not is_device_fault(error):
                 self._deaths.end(run)  # before the run is given back: another worker may begin to open it then
@@ -458,11 +451,6 @@ def _as_far_as_its_keys_go(run: str) -> Iterator[None]:
         if not is_of_one_key(error):
             raise
         log.error("run %s: %s", run, error)
-
-
-def _is_the_files(error: Exception) -> bool:
-    """Whether a run could not be opened for what was registered, and not for a disk that could not read it now."""
-    return isinstance(error, DrafterError | WorkerError) and not isinstance(error.__cause__, OSError)
 
 
 def connect(url: str) -> Redis:

@@ -28,9 +28,8 @@ from drafter.replay.acceptance import Replay
 from drafter.replay.gate import ClaimSpread, Look, Trial, Verdict, compare
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.promotion.archive import Archive
+from service.worker.promotion.archive import Archive, Level
 from service.worker.promotion.evidence import FEWEST_PROMPTS, POOLED_CLAIMS, Fresh, Pool
-from service.worker.promotion.level import Level
 from service.worker.promotion.outcomes import Chosen, Outcomes
 from service.worker.promotion.training import Training
 from service.worker.scoring import replay_each
@@ -224,7 +223,7 @@ class Gate:
         policy, settings = self._target.at(batch.policy_version, batch=path), self._settings
         try:
             drafters = {version: self._lineage.version(version)}
-            return replay_each(drafters, policy, [batch], settings.depth, settings.drafting)
+            return replay_each(drafters, policy, batch, settings.depth, settings.drafting)
         except Exception as error:
             if isinstance(error, OSError) or is_out_of_memory(error) or is_device_fault(error):
                 raise

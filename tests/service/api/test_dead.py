@@ -588,7 +588,7 @@ def regrouped(bench: Bench, *ids: str, version: int = 0, **options: Any) -> byte
 def remembered(bench: Bench) -> list[str]:
     """Ids of what the worker trains on again, as its successor reads them."""
     recent = bench.worker().learner.recent
-    return sorted(i for kept in recent._kept for i in kept.batch.rollout_ids)
+    return sorted(i for kept in recent._kept.values() for i in kept.batch.rollout_ids)
 
 
 def test_rollouts_that_come_again_in_other_groups_are_trained_on_once(bench: Bench, serve: Serve) -> None:

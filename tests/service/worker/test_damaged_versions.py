@@ -30,6 +30,7 @@ from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.errors import BlobDamaged, RegistryError, RunDamaged
 from service.storage.registry import Registry
+from service.storage.runs import crc32_of
 from service.storage.spool import Upload, check_blob
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.process.worker import Worker
@@ -133,6 +134,22 @@ def test_a_bit_that_flips_in_a_checkpoint_is_refused(bench: Bench, worker: Worke
             checkpoint.drafter()
         path.write_bytes(before)
     checkpoint.drafter()
+
+
+@pytest.mark.parametrize("damaged", [b"\xff{", b'{"drift_heeded": '], ids=["text", "JSON"])
+def test_a_run_without_work_whose_checkpoint_is_damaged_says_what_to_do(
+    bench: Bench, worker: Worker, damaged: bytes
+) -> None:
+    bench.post("a")
+    while worker._turn():
+        pass
+    worker._close()
+    (bench.checkpoint() / "state.json").write_bytes(damaged)
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    for _ in range(3):
+        restarted._turn()
+    assert "state.json not as written (CRC-32 differs); put back" in (Store(bench.redis, RUN).worker().error or "")
+    restarted._close()
 
 
 def test_rollouts_that_are_not_as_they_were_uploaded_are_not_trained_on_and_may_be_sent_again(
@@ -271,6 +288,62 @@ def test_what_is_of_before_sums_were_kept_is_not_called_damaged(bench: Bench, wo
     restarted._close()
 
 
+@pytest.mark.parametrize(
+    "place", ["controller", "gate", "recent", "recent_known", "applied", "totals", "drift_heeded", "gate.kept",
+              "gate.trials", "gate.level", "totals.batches of old"],
+)  # fmt: skip
+def test_a_checkpoint_of_another_layout_is_named_and_the_run_goes_on_without_it(
+    bench: Bench, worker: Worker, tmp_path: Path, place: str
+) -> None:
+    """Its sums are right: it is as it was written, by a version that kept other things."""
+    bench.post("a")
+    while worker._turn():
+        pass
+    worker._close()
+    path, (first, _, second) = bench.checkpoint() / "state.json", place.partition(".")
+    state = json.loads(path.read_bytes())
+    if second:
+        state[first].pop(second, None)
+        state[first] |= {second: 0} if " " in second else {}
+    else:
+        del state[first]
+    path.write_text(json.dumps(state))
+    sums = json.loads((bench.checkpoint() / "crc32.json").read_bytes())
+    sums[path.relative_to(bench.checkpoint()).as_posix()] = crc32_of(path)
+    (bench.checkpoint() / "crc32.json").write_text(json.dumps(sums))
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    batch = bench.post("b")
+    for _ in range(3):
+        restarted._turn()
+    error = Store(bench.redis, RUN).worker().error or ""
+    assert error.startswith(f"{bench.checkpoint()} holds a state that another version of draftalign wrote (")
+    assert error.endswith("move the directory away: the run then goes on from its newest published drafter")
+    shutil.move(bench.checkpoint(), tmp_path)
+    for _ in range(5):
+        restarted._turn()
+    assert not Store(bench.redis, RUN).worker().error
+    assert bench.state(batch) == "trained"
+    restarted._close()
+
+
+def test_a_checkpoint_that_a_person_renamed_is_neither_read_nor_deleted(bench: Bench, worker: Worker) -> None:
+    """`move the directory away`, the error says; beside the others is away too."""
+    bench.post("a")
+    while worker._turn():
+        pass
+    worker._close()
+    aside = bench.checkpoint().rename(bench.checkpoint().with_suffix(".old"))
+    restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    for name in "bc":
+        batch = bench.post(name)
+        for _ in range(4):
+            restarted._turn()
+        assert bench.state(batch) == "trained"
+    restarted._close()
+    assert not Store(bench.redis, RUN).worker().error
+    assert (aside / "state.json").is_file()
+
+
 def test_a_bit_that_flips_in_a_head_costs_that_head_alone(
     bench: Bench, serve: Callable[..., RunningService], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,7 +366,7 @@ def test_a_bit_that_flips_in_a_head_costs_that_head_alone(
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert torch.equal(Target.open(bench.layout, RUN).at(2).needed_head().lm_head, sent[2])
     assert "the head of policy version 2 is not used" in caplog.text
-    Target.open(bench.layout, RUN).forget_before(2, newest=2)
+    Target.open(bench.layout, RUN).received.forget_before(2, newest=2)
     assert not path.with_name("1.crc32").exists()
 
 

@@ -275,7 +275,7 @@ def test_a_run_of_one_prompt_counts_rollouts(bench: Bench) -> None:
 def test_siblings_of_one_prompt_are_one_observation_where_nothing_is_remembered(bench: Bench) -> None:
     """A run that has forgotten its rollouts, or lost them, does not know that it has but one prompt."""
     worker = trained(bench)
-    worker.learner.recent = worker.learner._empty_memory()
+    worker.learner.recent.clear()
     contest = judged(bench, worker, "group", [7] * 32)
     assert contest.look.prompts == 0
     assert "1 prompts in 1 claims so far" in contest.look.fault

@@ -143,7 +143,7 @@ def handed_over(bench: Bench, monkeypatch: pytest.MonkeyPatch, has: int) -> tupl
 
 def an_hour_passes(bench: Bench, worker: Worker, run: str) -> None:
     """In which nobody serves a run that this worker has handed over."""
-    worker._share._handed_over_at -= 3600.0
+    worker._share._untaken_since -= 3600.0
     worker._share._left_since[run] -= 3600.0
     Store(bench.redis, run).set_worker({"heartbeat": time.time() - 7200.0})  # before it was handed over
 

@@ -117,11 +117,11 @@ def test_forgetting_keeps_the_head_that_the_oldest_batch_needs(bench: Bench) -> 
     target = Target.open(bench.layout, "default")
     for version in (1, 3, 5, 7):
         put(bench, version, head(float(version)))
-    target.forget_before(6, newest=7)
+    target.received.forget_before(6, newest=7)
     assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [5, 7]
     assert in_force(target, 6) == 5.0
-    target.forget_before(0, newest=7)
-    target.forget_before(-5, newest=7)
+    target.received.forget_before(0, newest=7)
+    target.received.forget_before(-5, newest=7)
     assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [5, 7]
 
 
@@ -141,9 +141,9 @@ def test_forgetting_keeps_what_came_after_the_newest_batchs_head(bench: Bench) -
     for order, version in enumerate((440, 499, 500, 100, 101)):
         put(bench, version, head(float(version)))
         os.utime(bench.layout.head("default", version), ns=(10**9 * (order + 1),) * 2)
-    target.forget_before(480, newest=500)
+    target.received.forget_before(480, newest=500)
     assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [100, 101, 440, 499, 500]
-    target.forget_before(500, newest=500)
+    target.received.forget_before(500, newest=500)
     assert sorted(int(p.stem) for p in bench.layout.heads("default").iterdir()) == [100, 101, 500]
 
 
@@ -188,7 +188,7 @@ def test_a_later_head_that_cannot_be_used_hides_none(bench: Bench) -> None:
 def test_forgetting_keeps_the_head_that_hides_the_abandoned_ones(bench: Bench) -> None:
     target = Target.open(bench.layout, "default")
     put_in_turn(bench, 1, 5, 3, 8)
-    target.forget_before(6, newest=8)
+    target.received.forget_before(6, newest=8)
     assert [in_force(target, v) for v in (6, 7, 8)] == [3, 3, 8]
     assert not bench.layout.head("default", 1).exists()
 

@@ -275,7 +275,8 @@ def test_after_a_training_that_was_cut_some_siblings_are_looked_at_and_all_are_c
         assert scores.record.served.rounds == pytest.approx(scores.replays["served"].rounds.sum())
         assert scores.replays["ngram"].rollouts == looked
     assert "drift" not in caplog.text, "its monitor takes what it is told"
-    assert sum(kept.batch.rollouts for kept in worker.learner.recent._kept) == 3 * 64, "all of it is trained on"
+    kept = worker.learner.recent._kept.values()
+    assert sum(one.batch.rollouts for one in kept) == 3 * 64, "all of it is trained on"
 
 
 def test_while_batches_are_passed_over_some_siblings_are_looked_at(

@@ -661,7 +661,7 @@ def test_rollouts_without_normalisers_are_scored_trained_and_trained_again_after
     assert score.logprob_gap < 0.01
     worker.close()
     successor = bench.worker(recent_tokens=10_000)
-    assert all(kept.batch.normalised for kept in successor.learner.recent._kept)
+    assert all(kept.batch.normalised for kept in successor.learner.recent._kept.values())
     assert len(successor.learner.recent._kept) == 2
     more = bench.post("more")
     bench.drain(successor)

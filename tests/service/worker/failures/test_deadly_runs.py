@@ -79,7 +79,7 @@ def test_a_run_that_was_set_aside_is_tried_again_later_ever_more_rarely_or_as_a_
     def died(times: int, seconds_ago: float) -> None:
         store.set_worker({"opening": [*file, times, time.time() - seconds_ago]})
         worker._runs.clear()  # it is another process now
-        worker._room._put_off.clear()
+        worker._room.put_off.clear()
         worker._room.sparing = False
 
     died(1, 0.0)

@@ -258,7 +258,7 @@ def _unreadable(bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("service.worker.inbox.load_batch", loading)
     worker._turn()
-    assert worker.served["a"].inbox.unreadable
+    assert worker.served["a"].inbox.put_off
 
 
 @pytest.mark.usefixtures("unreadable")
