@@ -126,12 +126,9 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
         return None
     order = torch.from_numpy(held[:T].copy())
     logprobs = np.zeros(T, dtype=np.float32)
-    logprobs[1:] = rows["logprob"][order].numpy()[: T - 1]
+    logprobs[1:] = _scored(rows["logprob"].numpy(), positions - first, labels, held[: T - 1])
     if not bool(rows["logsumexp"][order].isfinite().all()) or np.isnan(logprobs[generated]).any():
-        raise UnscoredError(
-            "a request is dropped, some of its rows were not scored: a rank failed, or they disagreed, or it was drawn "
-            "with top_p or top_k and preempted"
-        )
+        raise UnscoredError("a request is dropped, some of its rows were not scored: a rank failed, or they disagreed")
     return Collected(
         request=request,
         input_ids=tokens.astype(np.int32),
@@ -142,6 +139,23 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
         logsumexp=_filled(rows["logsumexp"][order], T, 1.0),
         first_position=first,
     )
+
+
+def _scored(
+    logprobs: npt.NDArray[np.float32],
+    places: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    newest: npt.NDArray[np.int64],
+) -> npt.NDArray[np.float32]:
+    """Log p of the newest row of each place; where that was not scored, of the row before a preemption."""
+    found = logprobs[newest]
+    scored = np.flatnonzero(~np.isnan(logprobs) & (labels != REJECTED))
+    earlier = np.full(int(places.max()) + 1, -1)
+    earlier[places[scored]] = scored
+    for place in np.flatnonzero(np.isnan(found)):
+        if (row := earlier[place]) >= 0 and labels[row] == labels[newest[place]]:
+            found[place] = logprobs[row]
+    return found
 
 
 def _generated_tokens(tokens: Sequence[int], request: Request) -> int:

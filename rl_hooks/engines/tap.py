@@ -107,8 +107,8 @@ class Head:
         """`score` of a step's rows, [2, N]: `counts` rows of each request, one after another, and how each is drawn.
 
         What top_p and top_k leave is computed for rows that may predict a generated token: of a prompt, which may be
-        thousands, it would cost the engine time. So log p is NaN in all but the last rows of such a request. Those of
-        a preempted one, whose tokens are computed again at once, are thereby unknown.
+        thousands, it would cost the engine time. So log p is NaN in all but the last rows of such a request; one that
+        was preempted, whose tokens are computed again at once, has the scores of before (`assemble`).
         """
         device = last_NH.device
         temperature_N = _to(device, np.repeat(np.array([one.scored_at for one in samplings], np.float32), counts))

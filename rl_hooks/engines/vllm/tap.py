@@ -36,7 +36,15 @@ from rl_hooks.engines.tap import FeatureTap, Head, Step, labelled_rows
 from rl_hooks.engines.vllm.draft import started_with
 from rl_hooks.engines.vllm.policy import ServedPolicy
 from rl_hooks.engines.vllm.ranks import Joiner, Ranks, Shard
-from rl_hooks.engines.vllm.steps import Named, Read, TapUnsupportedError, drafter_call, named_arguments, request_of
+from rl_hooks.engines.vllm.steps import (
+    Named,
+    Read,
+    TapUnsupportedError,
+    drafter_call,
+    leaves_out_truncated,
+    named_arguments,
+    request_of,
+)
 from rl_hooks.release import PLAIN_NAME
 from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.exchange import Origin
@@ -103,20 +111,19 @@ class ServiceSettings:
 class _Shares:
     """What this rank scores of each step for all ranks, where the head is split: the rows of the sampled requests.
 
-    No rank sees what top_p and top_k leave of a whole distribution. Replay asks for it where drafts are `sampled`: then
-    such requests are left out.
+    `whole_only`: leave out requests with top_p or top_k (`leaves_out_truncated`).
     """
 
     def __init__(
-        self, joiner: Joiner, fraction: float, policy_version: Callable[[], int | None], *, sampled: bool
+        self, joiner: Joiner, fraction: float, policy_version: Callable[[], int | None], *, whole_only: bool
     ) -> None:
-        self.joiner, self._fraction, self._version, self._sampled = joiner, fraction, policy_version, sampled
+        self.joiner, self._fraction, self._version, self._whole_only = joiner, fraction, policy_version, whole_only
         self._temperatures: dict[str, float] = {}  # of the sampled requests under way
         self._steps = self._rows = 0
 
     def leaves_out(self, request: Request) -> bool:
         """Whether this request's log p would be of another distribution than it was drawn from."""
-        return self._sampled and request.sampling.truncated
+        return self._whole_only and request.sampling.truncated
 
     def schedule(self, scheduler_output: Any) -> None:
         """A step's schedule, which all ranks read alike."""
@@ -227,10 +234,8 @@ class VllmTap:
         self._shares: _Shares | None = None
         if ranks.size > 1:
             joiner = Joiner.of(ranks, self.tap.tally)
-            drafting = getattr(worker.vllm_config.speculative_config, "draft_sample_method", None) or "greedy"
-            self._shares = _Shares(
-                joiner, settings.sample_fraction, lambda: watch.version, sampled=drafting != "greedy"
-            )
+            whole_only = leaves_out_truncated(worker.vllm_config)
+            self._shares = _Shares(joiner, settings.sample_fraction, lambda: watch.version, whole_only=whole_only)
         self._wrap(worker.model_runner)
         watch.changing = self.tap.cut
         if (job := self._head_job(version)) is not None and self.sender is not None:

@@ -51,7 +51,10 @@ class Core:
     """The calls of vLLM's EngineCore that are wrapped."""
 
     def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=1, tensor_parallel_size=1),
+            speculative_config=SimpleNamespace(draft_sample_method="greedy"),
+        )
         self.model_executor = Executor()
         self.scheduler = Scheduler(0)
         self._weight_version = "default"
@@ -220,6 +223,29 @@ def test_a_request_that_the_tap_will_refuse_keeps_its_prefix_cache(hooked: Hooke
     request = scheduled(**changes, skip_reading_prefix_cache=False)
     core.add_request(request)
     assert not request.skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("ranks", "drafting", "changes", "skips"),
+    [
+        (2, "probabilistic", {"top_p": 0.9}, False),
+        (2, "probabilistic", {"top_k": 20}, False),
+        (2, "probabilistic", {}, True),
+        (2, "greedy", {"top_p": 0.9}, True),
+        (1, "probabilistic", {"top_p": 0.9}, True),
+    ],
+)
+def test_a_truncated_request_that_the_ranks_cannot_score_keeps_its_prefix_cache(
+    hooked: Hooked, ranks: int, drafting: str, changes: dict[str, Any], skips: bool
+) -> None:
+    core = hooked(linked)()
+    core.vllm_config.parallel_config.tensor_parallel_size = ranks
+    core.vllm_config.speculative_config.draft_sample_method = drafting
+    core.model_executor.answers["draftalign_settle"] = [STATE | {"tap": {}}]
+    core.step()
+    request = scheduled(**changes, skip_reading_prefix_cache=False)
+    core.add_request(request)
+    assert request.skip_reading_prefix_cache is skips
 
 
 def test_the_draft_vocabulary_is_kept_before_the_first_sleep_and_a_sleeping_engine_is_not_read(hooked: Hooked) -> None:
