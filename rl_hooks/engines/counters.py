@@ -314,8 +314,8 @@ def _beginning(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _whole(name: str, value: float) -> int:
-    if not math.isfinite(value) or value < 0:
-        raise MetricsError(f"{name} is {value}; expected a non-negative number")
+    if not 0 <= value < 2.0**53:
+        raise MetricsError(f"{name} is {value}; expected a number from 0 to 2^53")
     return int(value)
 
 

@@ -508,7 +508,8 @@ vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 7.0
     [
         ("", ROUNDS),
         (f"{ROUNDS} NaN\n{DRAFTED} 1\n{ACCEPTED} 1\n", "NaN|nan"),
-        (f"{ROUNDS} -1\n{DRAFTED} 1\n{ACCEPTED} 1\n", "non-negative"),
+        (f"{ROUNDS} -1\n{DRAFTED} 1\n{ACCEPTED} 1\n", "0 to 2"),
+        (f"{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1.7e308\n", "0 to 2"),
         (f'{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1\n{ACCEPTED_PER_POSITION}{{position="x"}} 1\n', "position"),
         (f'{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1\n{ACCEPTED_PER_POSITION}{{position="1000000"}} 1\n', "position"),
         (f"{ROUNDS} {{{{\n", "text format"),
