@@ -166,7 +166,7 @@ class EngineFollower:
     def _forget_process(self, state: EngineState, known: LoadedVersion | None) -> None:
         was = None if known is None else known.version
         log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
-        self.books.canary.interrupted()
+        self.books.canary.interrupted(restarted=True)
         self._process = EngineProcess(replaced=True)
 
     def _keep_good(self) -> None:
