@@ -120,7 +120,11 @@ class InProcessEngine:
 
     def __init__(self, url: str, link: CoreLink, directory: Path) -> None:
         self.url, self._link = url, link
-        self._swapper = Swapper(_Calls(link), directory)
+        self._swapper = Swapper(self, directory)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """What `Swapper` needs of vLLM's engine client."""
+        return await asyncio.wrap_future(self._link.call(method, *args))
 
     async def state(self) -> EngineState:
         """What is loaded now, as the last look between two steps found it."""
@@ -141,13 +145,3 @@ class InProcessEngine:
         if snapshot is None:
             raise MetricsError("this vLLM's scheduler is not known, so its rounds are not counted")
         return snapshot
-
-
-class _Calls:
-    """What `Swapper` needs of vLLM's engine client."""
-
-    def __init__(self, link: CoreLink) -> None:
-        self._link = link
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        return await asyncio.wrap_future(self._link.call(method, *args))

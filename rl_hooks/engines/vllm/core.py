@@ -181,7 +181,7 @@ class CoreLink:
             future.set_exception(failure)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        return answered(method, self.core.model_executor.collective_rpc(method, args=args))
+        return answered(self.core.model_executor.collective_rpc(method, args=args))
 
     def _take(self, states: list[dict[str, Any]]) -> None:
         self.state = joint_state(states)

@@ -342,7 +342,7 @@ def test_an_sglang_server_does_not_choose_how_many_copies_are_made(size: Any, tm
     (tmp_path / "config.json").write_text(json.dumps(drafter_config()))
     body = json.dumps(info).encode()
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(body)))
-    server = SGLangEngine("http://engine", httpx.AsyncClient(transport=transport))
+    server = SGLangEngine("http://engine", httpx.AsyncClient(transport=transport), tmp_path)
     release: Any = SimpleNamespace(path=tmp_path, version="v1", sha256s={})
     with pytest.raises(EngineError, match="expected tp_size of 1 to 1024"):
         asyncio.run(server.swap(release))

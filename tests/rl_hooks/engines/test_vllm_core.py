@@ -18,7 +18,7 @@ from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.protocol import engine_state
 from rl_hooks.engines.vllm.core import CoreLink, hook
-from rl_hooks.engines.vllm.swapper import RpcError
+from rl_hooks.engines.vllm.swapper import SwapProblem
 
 STATE: dict[str, Any] = {"version": None, "sha256": None, "loaded": True, "shared_modules": [], "policy_version": None}
 
@@ -383,11 +383,11 @@ def test_a_rank_that_fails_is_told_after_all_have_answered_and_the_counts_get_wh
     core.step()
     (link,) = begun
     answers = core.model_executor.answers
-    answers["draftalign_apply"] = [{"error": "RuntimeError: no room", "refused": False}, {"previous": None}]
+    answers["draftalign_apply"] = [{"error": "apply: RuntimeError: no room", "status": 503}, {"previous": None}]
     answers["draftalign_settle"] = [STATE | {"version": "half"}]
     future = link.call("draftalign_apply", "v2", "")
     assert core.step() == "outputs"
-    with pytest.raises(RpcError, match="draftalign_apply: RuntimeError: no room"):
+    with pytest.raises(SwapProblem, match="apply: RuntimeError: no room"):
         future.result(5)
     assert link.state["version"] == "half"
     assert link._rounds is not None
