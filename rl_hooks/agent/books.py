@@ -70,7 +70,7 @@ class EngineBooks:
     def set_aside(self, before: Snapshot | None, after: Snapshot | None) -> None:
         """Count the rounds between two scrapes for no version: two drafters share them, for a swap fell between."""
         if before is not None and after is not None:
-            self.ledger.set_aside(after.rounds - before.rounds)
+            self.ledger.set_aside(after.counts.rounds - before.counts.rounds)
 
     def dump(self, now: float) -> dict[str, Any]:
         """The state that the next agent needs, as JSON takes it."""

@@ -29,7 +29,7 @@ from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, Seen, Since, between
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Bucket, Ledger, Snapshot
+from rl_hooks.engines.counters import Bucket, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.errors import AgentError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
@@ -149,11 +149,11 @@ class EngineFollower:
             earlier = None if since.restarted else before
             return self.books.book_exact(earlier, after, state, since.seconds, self._clock(), mistrusted)
         if since.restarted:
-            before = Snapshot.zero(after)
+            before = Snapshot(Counts())
         if before is None:
             return None
         if found in (Between.SAME, Between.RESTART):
-            counts, now = after.since(before, since.seconds), self._clock()
+            counts, now = after.counts.since(before.counts, since.seconds), self._clock()
             if state.version is not None:  # drafts by n-grams or MTP cost what ours do not
                 self.books.step_times.add(before, after)
             return self.books.book(counts, state, after.policy_version, mistrusted, now)

@@ -34,7 +34,7 @@ import numpy as np
 
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Snapshot, read_samples
+from rl_hooks.engines.counters import Counts, Snapshot, read_samples
 from rl_hooks.engines.protocol import EngineHttp, EngineState, counting_only
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
@@ -114,7 +114,7 @@ class SGLangEngine(EngineHttp):
         totals = _totals(await self._page())
         rounds, emitted = totals[ROUNDS], totals[GENERATED] - totals[REQUESTS]
         accepted = max(emitted - rounds, 0)
-        return Snapshot(rounds, max(rounds * self._depth, accepted), accepted, (), emitted, None)
+        return Snapshot(Counts(rounds, max(rounds * self._depth, accepted), accepted, (), emitted))
 
     async def swap(self, release: Release) -> str | None:
         """Swap, or raise SwapRefusedError (never) or EngineError (not now) with the old drafter still in place.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -49,12 +50,7 @@ from rl_hooks.release import PLAIN_NAME
 from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
-from rl_hooks.sending.registration import (
-    HeadWatch,
-    RunRegistration,
-    head_job,
-    head_weight,
-)
+from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, head_weight
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.sender import RolloutSender
 
@@ -212,15 +208,9 @@ class VllmTap:
                 )
                 self.sender = RolloutSender(settings.url, run=settings.run, token=settings.token)
                 self.sender.submit_job(registration.job(settings.run))
-        bounds = (
-            {}
-            if self.sender is None
-            else {
-                "file_bytes": self.sender.file_bytes,
-                "rollout_bytes": self.sender.rollout_bytes,
-            }
-        )
-        self.batcher = Batcher(self._send, **bounds)
+        sender = self.sender
+        bounds = (math.inf, math.inf) if sender is None else (sender.file_bytes, sender.rollout_bytes)
+        self.batcher = Batcher(self._send, file_bytes=bounds[0], rollout_bytes=bounds[1])
         self.tap = FeatureTap(
             self._score_head(),
             self.batcher.add,
@@ -228,7 +218,7 @@ class VllmTap:
             tokens_per_minute=settings.tokens_per_minute,
             weights=watch.weights,
             policy_version=version,
-            moved=watch.found_moved,
+            moved=lambda: watch.noticed(),  # noqa: PLW0108 - it is set later
         )
         self.batcher.tally = self.tap.tally
         self._shares: _Shares | None = None

@@ -494,13 +494,13 @@ vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 7.0
 vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 7.0
 """
     snapshot = Snapshot.parse(text)
-    assert snapshot == Snapshot(20, 60, 33, (18, 10, 5), 53, None)
-    counts = snapshot.since(Snapshot.zero(snapshot), 2.0)
+    assert snapshot == Snapshot(Counts(20, 60, 33, (18, 10, 5), 53))
+    counts = snapshot.counts.since(Counts(), 2.0)
     assert counts.alpha == pytest.approx(1 + 33 / 20)
     assert counts.emitted_tokens == 53
     # An engine that counts exactly this is believed; one that counts first tokens only at the end, otherwise.
-    assert Snapshot.parse(text + "draftalign:spec_decode_emitted_tokens_total 50\n").emitted_tokens == 50
-    assert Snapshot.parse(text.replace("time_to_first_token", "x")).emitted_tokens == 51
+    assert Snapshot.parse(text + "draftalign:spec_decode_emitted_tokens_total 50\n").counts.emitted_tokens == 50
+    assert Snapshot.parse(text.replace("time_to_first_token", "x")).counts.emitted_tokens == 51
 
 
 @pytest.mark.parametrize(

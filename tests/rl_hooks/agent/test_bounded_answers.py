@@ -229,7 +229,7 @@ def test_the_page_of_64_engine_cores_is_read_and_one_of_endless_counters_is_not(
         ]
         return "\n".join([*lines, "# other lines", "python_info 1", ""])
 
-    assert Snapshot.parse(page(64)).rounds == 64
+    assert Snapshot.parse(page(64)).counts.rounds == 64
     labels = ",".join(f'a{i}="1"' for i in range(90_000))
     long = f"vllm:spec_decode_num_drafts_total{{{labels}}} 1\n"
     for endless in (page(640), long):

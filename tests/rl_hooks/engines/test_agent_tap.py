@@ -153,7 +153,7 @@ def held_bytes(tapped: FeatureTap) -> int:
     """Host memory of the rows of the requests under way."""
     found: dict[int, int] = {}
     for chunk in (chunk for tracked in tapped._tracked.values() for chunk in tracked.chunks):
-        for tensor in (*chunk._own.values(), *(chunk._step.wait().values() if chunk._step else ())):
+        for tensor in (*chunk._own.values(), *(chunk._step().values() if chunk._step else ())):
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 

@@ -152,12 +152,12 @@ class Uncopied:
 
 def test_a_slice_that_cannot_be_copied_is_told_before_any_rank_waits_for_it() -> None:
     ranks = Recorded(others=True)
-    ranks._group = Group()
+    ranks.group = Group()
     with pytest.raises(MemoryError):
         ranks.whole(Uncopied(), 3)  # type: ignore[arg-type]
     assert ranks.said == [False]
     ranks = Recorded(others=False)
-    ranks._group = Group()
+    ranks.group = Group()
     with pytest.raises(RuntimeError, match="another rank"):  # and no gather is begun, which this group has not
         ranks.whole(torch.zeros(2, 2), 3)
 
