@@ -125,8 +125,14 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
     if T - prompt < 1:
         return None
     order = torch.from_numpy(held[:T].copy())
+    logprob = rows["logprob"].numpy()
+    # A row that was not scored, as after a preemption, has the score of the row before it with the same label.
+    known = np.flatnonzero(~np.isnan(logprob) & (labels != REJECTED))
+    scored = newest.copy()
+    scored[positions[known] - first] = known
+    scored = np.where(labels[scored] == labels[newest], scored, newest)
     logprobs = np.zeros(T, dtype=np.float32)
-    logprobs[1:] = _scored(rows["logprob"].numpy(), positions - first, labels, held[: T - 1])
+    logprobs[1:] = logprob[scored[: T - 1]]
     if not bool(rows["logsumexp"][order].isfinite().all()) or np.isnan(logprobs[generated]).any():
         raise UnscoredError("a request is dropped, some of its rows were not scored: a rank failed, or they disagreed")
     return Collected(
@@ -139,23 +145,6 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
         logsumexp=_filled(rows["logsumexp"][order], T, 1.0),
         first_position=first,
     )
-
-
-def _scored(
-    logprobs: npt.NDArray[np.float32],
-    places: npt.NDArray[np.int64],
-    labels: npt.NDArray[np.int64],
-    newest: npt.NDArray[np.int64],
-) -> npt.NDArray[np.float32]:
-    """Log p of the newest row of each place; where that was not scored, of the row before a preemption."""
-    found = logprobs[newest]
-    scored = np.flatnonzero(~np.isnan(logprobs) & (labels != REJECTED))
-    earlier = np.full(int(places.max()) + 1, -1)
-    earlier[places[scored]] = scored
-    for place in np.flatnonzero(np.isnan(found)):
-        if (row := earlier[place]) >= 0 and labels[row] == labels[newest[place]]:
-            found[place] = logprobs[row]
-    return found
 
 
 def _generated_tokens(tokens: Sequence[int], request: Request) -> int:

@@ -10,11 +10,8 @@ The tap sends your users' text, as token ids and hidden states: sample with thei
 V1 and V2 are tested on a CPU (tests/vllm_server/test_vllm_server_tap.py). Asynchronous scheduling on GPUs is written
 from vLLM's source (0.32, 0.33) and was not run.
 
-With tensor parallelism each rank holds a slice of the head, and all of the states. At each step all ranks score the
-rows of the same requests, each over its slice (`ranks.Shard`, `ranks.Joiner`); the first rank alone chooses, keeps and
-sends. Which requests these are follows from vLLM's schedule and the settings only, so no rank waits for one that has no
-rows.
-Pipeline parallelism is refused.
+With tensor parallelism all ranks score the rows of the same requests, each over its slice of the head (`_Shares`); the
+first rank alone keeps and sends. Pipeline parallelism is refused.
 """
 
 from __future__ import annotations
@@ -107,6 +104,7 @@ class ServiceSettings:
 class _Shares:
     """What this rank scores of each step for all ranks, where the head is split: the rows of the sampled requests.
 
+    Which these are follows from vLLM's schedule and the settings only, so no rank waits for one that has no rows.
     `whole_only`: leave out requests with top_p or top_k (`leaves_out_truncated`).
     """
 

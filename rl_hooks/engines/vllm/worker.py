@@ -24,7 +24,6 @@ from rl_hooks.engines.candidate import (
     DigestMismatchError,
     DrafterRefusedError,
     check_config,
-    max_model_bytes,
     read_candidate,
     read_file,
     vocabulary_digest,
@@ -35,7 +34,7 @@ from rl_hooks.engines.vllm.modules import float32_weights
 from rl_hooks.engines.vllm.ranks import Ranks
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.engines.vllm.weights import DrafterWeights, LoadedDrafter
-from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint, most_bytes
 from rl_hooks.format.mtp import MtpConfig
 
 log = logging.getLogger("vllm.draftalign")
@@ -237,7 +236,7 @@ class DrafterSwap:
                 sizes, d2t = self.draft.check(), self.draft.offsets()
                 directory, expected = Path(staged.path), staged.expected
                 check_config(directory, sizes, "vllm", expected.get(CONFIG_FILE))
-                model, limit = directory / MODEL_FILE, max_model_bytes(sizes)
+                model, limit = directory / MODEL_FILE, most_bytes(sizes)
                 body, staged.sha256 = read_file(model, limit, expected.get(MODEL_FILE))
                 staged.tensors = read_candidate(body, sizes, d2t, self.draft.dtype(), float32_weights(sizes))
                 self.weights.read_initial()
