@@ -251,7 +251,7 @@ class SwapAgent:
                 await asyncio.sleep(backoff.next_seconds())
 
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
-        self.metrics.error(peer, type(error).__name__)
+        self.metrics.errors.labels(peer, type(error).__name__).inc()
         text = cut(str(error) or repr(error), MAX_LOGGED)
         cause = error.__cause__ if isinstance(error, EngineError) else error
         silent = isinstance(cause, httpx.TransportError)
@@ -285,7 +285,7 @@ class SwapAgent:
                 config.public_keys.check(nonce, response.content, response.headers.get(SIGNATURE_HEADER))
             elif self.offer is not None or status == 304:
                 raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
-        self.metrics.contact(SERVICE)
+        self.metrics.last_contact.labels(SERVICE).set_to_current_time()
         if status == 200 and await self._take(response):
             return
         if status == 404 and self.offer is None:

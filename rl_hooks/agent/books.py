@@ -82,7 +82,7 @@ class EngineBooks:
 
     @classmethod
     def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float) -> EngineBooks:
-        """Inverse of `dump`. Of a canary that cannot be read only the good version is kept, which is the fallback's."""
+        """Inverse of `dump`, which was called at `now`. Of a canary that cannot be read only the fallback is kept."""
         books, fallback = cls(rule), document["fallback"]
         books.ledger.restore(document["buckets"])
         try:

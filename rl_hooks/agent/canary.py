@@ -85,15 +85,9 @@ class CanaryResult:
 
     def document(self) -> dict[str, Any]:
         """The `canary` field of an acceptance report."""
-        return {
-            "version": self.version,
-            "previous": self.previous,
-            "alpha": self.alpha,
-            "previous_alpha": self.previous_alpha,
-            "rounds": self.rounds,
-            "previous_rounds": self.previous_rounds,
-            "outcome": "passed" if self.passed else "rolled_back",
-        }
+        document = asdict(self)
+        passed = document.pop("passed")
+        return document | {"outcome": "passed" if passed else "rolled_back"}
 
 
 class Canary:

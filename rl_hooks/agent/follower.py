@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ class EngineFollower:
         snapshot = await self._scrape()
         # Asked *after* the scrape: if nothing changed since the last tick, all of the difference is one version's.
         state = await self._engine.state()
-        self._metrics.contact(self.url)
+        self._metrics.last_contact.labels(self.url).set_to_current_time()
         verdict = self._account(snapshot, state)
         if verdict is not None:
             self._judge(verdict)
@@ -123,7 +124,7 @@ class EngineFollower:
             return await self._engine.snapshot()
         except MetricsError as error:
             # An engine without counters still gets its drafters.
-            self._metrics.error(self.url, "metrics")
+            self._metrics.errors.labels(self.url, "metrics").inc()
             log.log(logging.DEBUG if str(error) == self._uncounted else logging.ERROR, "%s: %s", self.url, error)
             self._uncounted = str(error)
             return None
@@ -216,7 +217,7 @@ class EngineFollower:
             self._process.did_nothing()
             raise
         except EngineError:
-            self._metrics.swap(self.url, "failed")
+            self._metrics.swaps.labels(self.url, "failed").inc()
             raise
         since = self.seen.look(after, confirmed, self._clock())
         self._process.repeated(since.known, self.seen.known)
@@ -231,7 +232,7 @@ class EngineFollower:
 
     def _give_up(self, release: Release) -> None:
         self._process.given_up.add(release.sequence)
-        self._metrics.swap(self.url, "refused")
+        self._metrics.swaps.labels(self.url, "refused").inc()
 
     async def _load(self, release: Release) -> tuple[Snapshot | None, EngineState]:
         """Have the engine load the downloaded bytes and no others; returns its counters and state afterwards.
@@ -283,7 +284,7 @@ class EngineFollower:
         return await in_thread(self._fetch, release.manifest, again)
 
     def _note_mismatch(self, fault: str) -> None:
-        self._metrics.error(self.url, "digest")
+        self._metrics.errors.labels(self.url, "digest").inc()
         self._say(logging.ERROR, fault)
 
     def _say(self, level: int, fault: str) -> None:
@@ -306,13 +307,13 @@ class EngineFollower:
         self._choice.sequence = max(self._choice.sequence, release.sequence)
         if canary.trial is None:
             self._choice.fallback = release
-        self._metrics.swap(self.url, outcome)
+        self._metrics.swaps.labels(self.url, outcome).inc()
         log.info("%s: %s %s (was %s)", self.url, outcome, release.version, before)
 
     # --- remembering
     def _publish_metrics(self) -> None:
         self._metrics.loaded(self.url, self.loaded_version)
-        self._metrics.unattributed(self.url, self.ledger.unattributed_rounds)
+        self._metrics.unattributed.labels(self.url).set(self.ledger.unattributed_rounds)
         if self.loaded_version is not None:
             self._metrics.alpha(self.url, self.loaded_version, self.ledger.version_counts(self.loaded_version).alpha)
 
@@ -343,8 +344,8 @@ class EngineFollower:
 
     def _restore(self, document: dict[str, Any]) -> None:
         """Take all of it or, where a part other than the canary cannot be read, nothing."""
-        now = self._clock()
-        books, seen = EngineBooks.restore(self.books.canary.rule, document, now), Seen.restore(document, now)
+        now, away = self._clock(), max(0.0, time.time() - self._memory.stat().st_mtime)
+        books, seen = EngineBooks.restore(self.books.canary.rule, document, now - away), Seen.restore(document, now)
         pending, mistrusted = load_release(document.get("pending")), document.get("mistrusted")
         self._choice = ReleaseChoice.restore(document)
         self.books, self.seen = books, seen

@@ -240,8 +240,10 @@ class DrafterSwap:
                 body, staged.sha256 = read_file(model, limit, expected.get(MODEL_FILE))
                 staged.tensors = read_candidate(body, sizes, d2t, self.draft.dtype(), float32_weights(sizes))
                 self.weights.read_initial()
+        except (DrafterRefusedError, DigestMismatchError) as error:
+            staged.fault = type(error)(str(error))  # without the frames, which hold the file's bytes
         except Exception as error:  # noqa: BLE001 - `staged` tells the caller
-            staged.fault = error
+            staged.fault = RuntimeError(f"{type(error).__name__}: {error}")
         finally:
             staged.done.set()
 

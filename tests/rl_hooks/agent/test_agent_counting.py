@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -361,6 +362,27 @@ def test_a_trial_survives_a_restart_of_the_agent(service: Service, engine: Engin
         eventually(lambda: engine.version == first)
         (verdict,) = eventually(service.verdicts)
     assert (verdict["version"], verdict["outcome"]) == (second, "rolled_back")
+
+
+def test_rounds_of_before_an_agent_was_away_for_hours_are_no_baseline(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.play(300, 3)
+        eventually(lambda: service.last_report(first).get("rounds") == 300)
+    (memory,) = (tmp_path / "default" / "engines").glob("*.json")
+    os.utime(memory, times=(time.time() - 7200,) * 2)
+    second = service.publish(2)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        eventually(lambda: engine.version == second)
+        settle(engine)
+        engine.play(300, 0)
+        eventually(lambda: service.last_report(second).get("rounds") == 300)
+        settle(engine, 6)
+    assert (engine.version, service.verdicts()) == (second, [])
 
 
 def test_counts_are_reported_while_every_swap_fails(service: Service, engine: Engine, tmp_path: Path) -> None:
