@@ -100,23 +100,12 @@ class AgentConfig:
             )
 
 
-@dataclass(slots=True)
-class Backoff:
-    """Growing pauses with jitter, so that a fleet of agents does not return all at once."""
+def pause_seconds(failures: int, limit_seconds: float) -> float:
+    """How long to pause after so many failures in a row: longer each time, up to the limit.
 
-    limit_seconds: float
-    first_seconds: float = 0.25
-    failures: int = 0
-
-    def next_seconds(self) -> float:
-        """How long to pause after one more failure: up to twice the last pause, never beyond the limit."""
-        ceiling = min(self.limit_seconds, self.first_seconds * 2.0 ** min(self.failures, 30))
-        self.failures += 1
-        return ceiling * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
-
-    def reset(self) -> None:
-        """After a success."""
-        self.failures = 0
+    By chance up to half of it is left out, so that a fleet of agents does not return all at once.
+    """
+    return min(limit_seconds, 0.125 * 2.0 ** min(failures, 30)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
 
 class SwapAgent:
@@ -229,26 +218,27 @@ class SwapAgent:
         A failure is told when it comes first, and where it is the 8th, 16th, 32nd, ... in a row: of an engine, after
         20 s, 90 s, ... In an engine the log is a trainer's: there a service that is away for hours costs one line.
         """
-        backoff, told = Backoff(limit_seconds), set[str]()
+        failures, told = 0, set[str]()
         while True:
             try:
                 await step()
-                if backoff.failures:
-                    log.info("%s: goes on after %d failures", self._name(peer), backoff.failures)
-                backoff.reset()
+                if failures:
+                    log.info("%s: goes on after %d failures", self._name(peer), failures)
+                failures = 0
                 told.clear()
+                continue
             except (AgentError, httpx.HTTPError, OSError) as error:
-                times, kind = backoff.failures + 1, re.sub(r"\d+", "", repr(error))  # numbers may differ each time
-                again = times > 1 and (
-                    self._engine is not None or (kind in told and (times < 8 or times.bit_count() > 1))
+                failures, kind = failures + 1, re.sub(r"\d+", "", repr(error))  # numbers may differ each time
+                again = failures > 1 and (
+                    self._engine is not None or (kind in told and (failures < 8 or failures.bit_count() > 1))
                 )
                 told.add(kind)
                 self._note(peer, error, again=again)
-                await asyncio.sleep(backoff.next_seconds())
             except Exception as error:  # a bug that one answer brings out must not end the agent
+                failures += 1
                 self._note(peer, error)
                 log.exception("%s: unexpected", peer)
-                await asyncio.sleep(backoff.next_seconds())
+            await asyncio.sleep(pause_seconds(failures, limit_seconds))
 
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
         self.metrics.errors.labels(peer, type(error).__name__).inc()

@@ -80,9 +80,6 @@ class InProcessAgent:
             with contextlib.suppress(CancelledError):  # the engine has ended
                 joining.result()
 
-        while not link.guard(f"joining run {self._settings.run!r}", join):
-            if self._stopped.wait(_RETRY_SECONDS):
-                return
         config = self._config
 
         def follow() -> None:
@@ -91,9 +88,10 @@ class InProcessAgent:
                 log.info("draftalign: this engine follows run %r of %s", config.run, config.service_url)
                 asyncio.run(agent.run())
 
-        while not link.guard("following the service", follow):  # its certificates may come later, say
-            if self._stopped.wait(_RETRY_SECONDS):
-                return
+        for what, act in ((f"joining run {config.run!r}", join), ("following the service", follow)):
+            while not link.guard(what, act):  # the service, or a certificate, may come later
+                if self._stopped.wait(_RETRY_SECONDS):
+                    return
 
     def newest_policy(self, timeout_seconds: float) -> int | None:
         """The newest policy version of the run that the service has seen; None for a new run. Raises OSError.
