@@ -207,7 +207,7 @@ class SwapAgent:
             token=self.config.engine_token,
             swap_timeout_seconds=self.config.swap_timeout_seconds,
         )
-        follower = EngineFollower(engine, self.config.canary, self.metrics, cache, time.monotonic, self._download)
+        follower = EngineFollower(engine, self.config.canary, self.metrics, cache, self._download)
         self.followers[url] = follower
         self._offered[url] = asyncio.Event()
         return follower

@@ -50,19 +50,17 @@ class EngineFollower:
         rule: CanaryRule,
         metrics: AgentMetrics,
         cache: Path,
-        clock: Callable[[], float],
         fetch: Callable[[Manifest, bool], Release],
     ) -> None:
         self.url = engine.url
         self.books = EngineBooks(rule)
-        self.seen = Seen(clock())
+        self.seen = Seen(time.monotonic())
         self._uncounted = ""  # the last error of the counters: it comes up again at every tick
         self._faulty = ""  # the last fault of a version's files, until one was loaded
         self._choice = ReleaseChoice()
         self._process = EngineProcess()
         self._engine = engine
         self._metrics = metrics
-        self._clock = clock
         self._fetch = fetch
         self._memory = cache / "engines" / f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
         self._recall()
@@ -130,7 +128,7 @@ class EngineFollower:
             return None
 
     def _account(self, snapshot: Snapshot | None, state: EngineState) -> CanaryResult | None:
-        since = self.seen.look(snapshot, state, self._clock())
+        since = self.seen.look(snapshot, state, time.monotonic())
         pending, known = self._process.pending, LoadedVersion(state.serving, state.swaps)
         repeated = self._process.repeated(since.known, known)
         found = between(since, known, None if pending is None else pending.version, repeated=repeated)
@@ -148,13 +146,13 @@ class EngineFollower:
             return None
         if after.exact is not None:  # it knows whose each round is
             earlier = None if since.restarted else before
-            return self.books.book_exact(earlier, after, state, since.seconds, self._clock(), mistrusted)
+            return self.books.book_exact(earlier, after, state, since.seconds, time.monotonic(), mistrusted)
         if since.restarted:
             before = Snapshot(Counts())
         if before is None:
             return None
         if found in (Between.SAME, Between.RESTART):
-            counts, now = after.counts.since(before.counts, since.seconds), self._clock()
+            counts, now = after.counts.since(before.counts, since.seconds), time.monotonic()
             if state.version is not None:  # drafts by n-grams or MTP cost what ours do not
                 self.books.step_times.add(before, after)
             return self.books.book(counts, state, after.policy_version, mistrusted, now)
@@ -219,10 +217,10 @@ class EngineFollower:
         except EngineError:
             self._metrics.swaps.labels(self.url, "failed").inc()
             raise
-        since = self.seen.look(after, confirmed, self._clock())
+        since = self.seen.look(after, confirmed, time.monotonic())
         self._process.repeated(since.known, self.seen.known)
         if after is not None and after.exact is not None:
-            verdict = self.books.book_exact(before, after, state, since.seconds, self._clock())
+            verdict = self.books.book_exact(before, after, state, since.seconds, time.monotonic())
             self._keep_good()
             if verdict is not None:
                 self._judge(verdict)
@@ -325,7 +323,7 @@ class EngineFollower:
             **self._choice.dump(),
             "pending": dump_release(self._process.pending),
             "mistrusted": self._process.mistrusted,
-            **self.books.dump(self._clock()),
+            **self.books.dump(time.monotonic()),
         }
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._memory, json.dumps(document).encode(), durable=durable)
@@ -344,7 +342,7 @@ class EngineFollower:
 
     def _restore(self, document: dict[str, Any]) -> None:
         """Take all of it or, where a part other than the canary cannot be read, nothing."""
-        now, away = self._clock(), max(0.0, time.time() - self._memory.stat().st_mtime)
+        now, away = time.monotonic(), max(0.0, time.time() - self._memory.stat().st_mtime)
         books, seen = EngineBooks.restore(self.books.canary.rule, document, now - away), Seen.restore(document, now)
         pending, mistrusted = load_release(document.get("pending")), document.get("mistrusted")
         self._choice = ReleaseChoice.restore(document)

@@ -39,7 +39,7 @@ class InProcessAgent:
     """The agent of one engine core: joins the run, starts the tap, then follows the service in a thread."""
 
     def __init__(self, settings: ServiceSettings, directory: Path, name: str) -> None:
-        self._settings, self._name = settings, name
+        self._settings = settings
         self._config = AgentConfig(
             settings.url,
             (f"{IN_PROCESS}{name}",),
@@ -73,7 +73,7 @@ class InProcessAgent:
     def _follow(self, link: CoreLink) -> None:
         def join() -> None:
             try:
-                newest = self.newest_policy(_ASK_SECONDS)
+                newest = self.newest_policy()
                 joining = self._joining = link.call("draftalign_follow", asdict(self._settings), newest)
             finally:
                 self._asked.set()
@@ -93,7 +93,7 @@ class InProcessAgent:
                 if self._stopped.wait(_RETRY_SECONDS):
                     return
 
-    def newest_policy(self, timeout_seconds: float) -> int | None:
+    def newest_policy(self) -> int | None:
         """The newest policy version of the run that the service has seen; None for a new run. Raises OSError.
 
         What is in between may answer too (a proxy, a login page): only the service's own answer says that a run is new.
@@ -101,7 +101,7 @@ class InProcessAgent:
         """
         headers = {"Authorization": f"Bearer {self._settings.token}"} if self._settings.token else {}
         path = run_path(self._settings.run)
-        reply = exchange(Origin.parse(self._settings.url), "GET", path, headers, (), timeout_seconds=timeout_seconds)
+        reply = exchange(Origin.parse(self._settings.url), "GET", path, headers, (), timeout_seconds=_ASK_SECONDS)
         if reply.status == 404 and reply.fields.get("type") == NO_SUCH_RUN:
             return None
         known = [reply.fields.get(name) for name in ("policy_version", "latest_head", "latest_policy")]

@@ -336,7 +336,7 @@ def test_an_engine_goes_back_to_a_version_that_was_accepted_without_a_trial(
         settle(engine)
         engine.play(300, 3)
         settle(engine)
-        agent.followers[engine.url]._clock = lambda: time.monotonic() + 7200.0  # nothing recent to compare with
+        agent.followers[engine.url].books.canary._good_at -= 7200.0  # nothing recent to compare with
         second = service.publish(2)
         eventually(lambda: engine.version == second)
         settle(engine)
