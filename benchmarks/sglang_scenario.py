@@ -149,7 +149,7 @@ async def scenario(url: str, arguments: argparse.Namespace, home: Path) -> dict[
     clients = [asyncio.create_task(load.client(n, stop)) for n in range(CLIENTS)]
     figures: dict[str, Any] = {"alpha": [], "swap_seconds": [], "refused": []}
     async with httpx.AsyncClient(timeout=60) as http:
-        engine = SGLangEngine(url, http)
+        engine = SGLangEngine(url, http, home / "scenario")
         figures["alpha"].append(("start", await load.alpha(REQUESTS)))
         for name, source in (("worse", arguments.worse), ("good", arguments.good), ("worse-again", arguments.worse)):
             began = time.perf_counter()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.step_times import StepTimes
 from service.monitor.records import StepSample
 from service.monitor.worth import StepTime, pooled, speedups, tokens_per_round
@@ -69,7 +69,8 @@ def reported(time: Time, depth: int, rng: np.random.Generator) -> list[StepSampl
             clock, outputs, steps, waited = clock + seconds, outputs + batch, steps + 1, waited + batch * seconds
             if clock - scraped >= SCRAPE_SECONDS:
                 rounds = int(outputs) if depth else 0
-                now = Snapshot(rounds, rounds * depth, 0, (0,), None, None, (outputs, steps, waited, float(batch)))
+                counts = Counts(rounds, rounds * depth, 0, (0,), None)
+                now = Snapshot(counts, times=(outputs, steps, waited, float(batch)))
                 if before is not None:
                     books.add(before, now)
                 before, scraped = now, clock

@@ -263,7 +263,7 @@ _MTP_CASES: Final[dict[str, Case]] = {
     "DeepSeek's, dense": _good(("sglang",), "deepseek_v3", n_routed_experts=0),
     "DeepSeek's, one q_proj": _good(("sglang",), "deepseek_v3", q_lora_rank=None),
     "DeepSeek's, with YaRN": _good(("sglang",), "deepseek_v3", rope_parameters=_YARN),
-    "DeepSeek's, half-split pairs": _good(("sglang",), "deepseek_v3", rope_interleave=False),
+    "DeepSeek's, half-split pairs": _good(("sglang", "vllm"), "deepseek_v3", rope_interleave=False),
     "DeepSeek's, number of modules not said": _good(("sglang",), "deepseek_v3", num_nextn_predict_layers=ABSENT),
     "GLM's, without biases and norms": _good(("sglang",), "glm4_moe", attention_bias=False, use_qk_norm=False),
     "GLM's, other feedback": _good(("sglang",), "glm4_moe", draftalign={"kind": "mtp", "normed_feedback": True}),

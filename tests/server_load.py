@@ -22,7 +22,7 @@ from drafter.files.checkpoint import config_fingerprint
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from examples.features import Rollout
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import Counts
 
 PROMPTS = elicit_prompts(10, seed=3) + odd_prompts(10, seed=3)
 _EDITS = 0
@@ -35,7 +35,7 @@ class Server(Protocol):
         """Token ids of one greedy completion; raises on any answer but 200."""
         ...
 
-    def counters(self) -> Snapshot:
+    def counters(self) -> Counts:
         """Its counters now."""
         ...
 

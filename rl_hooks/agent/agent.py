@@ -56,14 +56,9 @@ _LIMITS: Final = httpx.Limits(max_connections=100, max_keepalive_connections=20,
 class AgentConfig:
     """Settings of an agent.
 
-    AgentConfig("http://service:8400", ("http://127.0.0.1:8000",))          one engine, run "default"
-    AgentConfig(..., canary=CanaryRule(rounds=0))                           never swap back
-    AgentConfig(..., metrics_port=9105)                                     serve own metrics on loopback
-    AgentConfig(..., engine_kind="sglang")                                  the adapter for the engines
-    AgentConfig(..., ("in-process:rank 0",))                                an engine that is given to SwapAgent
-
-    `token` is the service's and is sent to nobody else; `engine_token` is the engines'. With `public_keys` nothing is
-    taken that the service did not sign for this agent's own request.
+    `engine_urls`: one that begins with "in-process:" is of the engine that is given to `SwapAgent`. `token` is the
+    service's and is sent to nobody else; `engine_token` is the engines'. With `public_keys` nothing is taken that the
+    service did not sign for this agent's own request. `metrics_port`: of the agent's own metrics; None: none.
     """
 
     service_url: str
@@ -105,23 +100,12 @@ class AgentConfig:
             )
 
 
-@dataclass(slots=True)
-class Backoff:
-    """Growing pauses with jitter, so that a fleet of agents does not return all at once."""
+def pause_seconds(failures: int, limit_seconds: float) -> float:
+    """How long to pause after so many failures in a row: longer each time, up to the limit.
 
-    limit_seconds: float
-    first_seconds: float = 0.25
-    failures: int = 0
-
-    def next_seconds(self) -> float:
-        """How long to pause after one more failure: up to twice the last pause, never beyond the limit."""
-        ceiling = min(self.limit_seconds, self.first_seconds * 2.0 ** min(self.failures, 30))
-        self.failures += 1
-        return ceiling * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
-
-    def reset(self) -> None:
-        """After a success."""
-        self.failures = 0
+    By chance up to half of it is left out, so that a fleet of agents does not return all at once.
+    """
+    return min(limit_seconds, 0.125 * 2.0 ** min(failures, 30)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
 
 class SwapAgent:
@@ -188,15 +172,17 @@ class SwapAgent:
                 await _end(tasks)
                 if server is not None:
                     server.close()
-            if self._engine is not None:  # it ends with this process: nobody else will read its last counts
+            # An engine in this process ends with it: nobody else will read its last counts.
+            own = None if self._engine is None else self.followers[config.engine_urls[0]]
+            if own is not None:
                 with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
                     async with asyncio.timeout(1.0):
-                        await self.followers[config.engine_urls[0]].tick(None)
+                        await own.tick(None)
             with contextlib.suppress(httpx.HTTPError, AgentError, TimeoutError):
                 async with asyncio.timeout(2.0):
                     await self._reports.send(service)
-            if self._engine is not None:
-                self.followers[config.engine_urls[0]].forget()
+            if own is not None:
+                own.forget()
 
     def _loops(self, service: httpx.AsyncClient, engines: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
         config = self.config
@@ -221,7 +207,7 @@ class SwapAgent:
             token=self.config.engine_token,
             swap_timeout_seconds=self.config.swap_timeout_seconds,
         )
-        follower = EngineFollower(engine, self.config.canary, self.metrics, cache, time.monotonic, self._download)
+        follower = EngineFollower(engine, self.config.canary, self.metrics, cache, self._download)
         self.followers[url] = follower
         self._offered[url] = asyncio.Event()
         return follower
@@ -232,29 +218,30 @@ class SwapAgent:
         A failure is told when it comes first, and where it is the 8th, 16th, 32nd, ... in a row: of an engine, after
         20 s, 90 s, ... In an engine the log is a trainer's: there a service that is away for hours costs one line.
         """
-        backoff, told = Backoff(limit_seconds), set[str]()
+        failures, told = 0, set[str]()
         while True:
             try:
                 await step()
-                if backoff.failures:
-                    log.info("%s: goes on after %d failures", self._name(peer), backoff.failures)
-                backoff.reset()
+                if failures:
+                    log.info("%s: goes on after %d failures", self._name(peer), failures)
+                failures = 0
                 told.clear()
+                continue
             except (AgentError, httpx.HTTPError, OSError) as error:
-                times, kind = backoff.failures + 1, re.sub(r"\d+", "", repr(error))  # numbers may differ each time
-                again = times > 1 and (
-                    self._engine is not None or (kind in told and (times < 8 or times.bit_count() > 1))
+                failures, kind = failures + 1, re.sub(r"\d+", "", repr(error))  # numbers may differ each time
+                again = failures > 1 and (
+                    self._engine is not None or (kind in told and (failures < 8 or failures.bit_count() > 1))
                 )
                 told.add(kind)
                 self._note(peer, error, again=again)
-                await asyncio.sleep(backoff.next_seconds())
             except Exception as error:  # a bug that one answer brings out must not end the agent
+                failures += 1
                 self._note(peer, error)
                 log.exception("%s: unexpected", peer)
-                await asyncio.sleep(backoff.next_seconds())
+            await asyncio.sleep(pause_seconds(failures, limit_seconds))
 
     def _note(self, peer: str, error: Exception, *, again: bool = False) -> None:
-        self.metrics.error(peer, type(error).__name__)
+        self.metrics.errors.labels(peer, type(error).__name__).inc()
         text = cut(str(error) or repr(error), MAX_LOGGED)
         cause = error.__cause__ if isinstance(error, EngineError) else error
         silent = isinstance(cause, httpx.TransportError)
@@ -288,12 +275,13 @@ class SwapAgent:
                 config.public_keys.check(nonce, response.content, response.headers.get(SIGNATURE_HEADER))
             elif self.offer is not None or status == 304:
                 raise SignatureError(f"signature: GET /drafter/latest answered {status}, which nobody signed")
-        self.metrics.contact(SERVICE)
+        self.metrics.last_contact.labels(SERVICE).set_to_current_time()
         if status == 200 and await self._take(response):
             return
         if status == 404 and self.offer is None:
             await self._wait_for_a_drafter(client, response)
-        await self._prune()
+        if self.offer is not None:  # the engines had time to take it
+            await self._keep({*self._recent})
         await asyncio.sleep(max(0.0, _MIN_POLL_SECONDS - (time.monotonic() - began)))
 
     async def _wait_for_a_drafter(self, client: httpx.AsyncClient, response: Answer) -> None:
@@ -323,24 +311,22 @@ class SwapAgent:
         except ValueError as error:
             raise ManifestError(f"GET /drafter/latest did not answer JSON: {response.text[:200]!r}") from error
         manifest = parse_manifest(document, self.config.run)
-        loaded = max((follower.sequence for follower in self.followers.values()), default=-1)
-        if manifest.sequence < loaded:
-            raise ManifestError(
-                f"sequence {manifest.sequence} is older than {loaded}, which is loaded already; latest never goes back "
-                "(was the service's state directory replaced? then restart the agent with an empty cache)"
-            )
-        if self.offer is not None and manifest.sequence <= self.offer.sequence:
-            if manifest.sequence == self.offer.sequence and manifest.version == self.offer.version:
+        newest, offer = max((follower.sequence for follower in self.followers.values()), default=-1), self.offer
+        if offer is not None:
+            if (manifest.sequence, manifest.version) == (offer.sequence, offer.version):
                 return False
+            newest = max(newest, offer.sequence + 1)  # what has this one's number is another version
+        if manifest.sequence < newest:
             raise ManifestError(
-                f"sequence went from {self.offer.sequence} to {manifest.sequence}; latest never goes back "
-                "(was the service's state directory replaced? then restart the agent with an empty cache)"
+                f"sequence {manifest.sequence}: expected {newest} or more after what was offered or loaded before; "
+                "latest never goes back (was the service's state directory replaced? then restart the agent with an "
+                "empty cache)"
             )
         try:
             release = await in_thread(self._download, manifest)
         except (NoRoomError, OSError) as error:
             if isinstance(error, NoRoomError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
-                await self._make_room(manifest.version)
+                await self._keep({manifest.version} if offer is None else {manifest.version, offer.version})
             raise
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
         version = release.version
@@ -361,16 +347,8 @@ class SwapAgent:
         ) as client:
             return fetch_release(client, manifest, config.cache_dir, again=again, stopped=self._stopped.is_set)
 
-    async def _prune(self) -> None:
-        """Once the engines had time to take the newest version, delete those that none of them uses."""
-        if self.offer is not None:
-            await self._keep({*self._recent})
-
-    async def _make_room(self, wanted: str) -> None:
-        """The disk is full: delete all but what is downloaded, what is offered, and what engines would go back to."""
-        await self._keep({wanted} if self.offer is None else {wanted, self.offer.version})
-
     async def _keep(self, versions: set[str]) -> None:
+        """Delete all versions but these and what engines use or would go back to."""
         # Asked here and not in the thread: the engines' tasks change what they use.
         in_use = versions.union(*(follower.versions_in_use() for follower in self.followers.values()))
         await in_thread(prune_cache, self.config.cache_dir, self.config.run, in_use)

@@ -70,7 +70,7 @@ class EngineBooks:
     def set_aside(self, before: Snapshot | None, after: Snapshot | None) -> None:
         """Count the rounds between two scrapes for no version: two drafters share them, for a swap fell between."""
         if before is not None and after is not None:
-            self.ledger.set_aside(after.rounds - before.rounds)
+            self.ledger.set_aside(after.counts.rounds - before.counts.rounds)
 
     def dump(self, now: float) -> dict[str, Any]:
         """The state that the next agent needs, as JSON takes it."""
@@ -82,7 +82,7 @@ class EngineBooks:
 
     @classmethod
     def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float) -> EngineBooks:
-        """Inverse of `dump`. Of a canary that cannot be read only the good version is kept, which is the fallback's."""
+        """Inverse of `dump`, which was called at `now`. Of a canary that cannot be read only the fallback is kept."""
         books, fallback = cls(rule), document["fallback"]
         books.ledger.restore(document["buckets"])
         try:

@@ -3,12 +3,16 @@
 Both must be measured on the same traffic. So the old version's α is taken over its last rounds in this engine, and a
 baseline that is too old gives no verdict.
 
-Rounds of one prompt are alike, and an engine serves few prompts at a time: 2,000 rounds may be ten prompts. So the
+Rounds of one prompt are alike, and an engine serves few prompts at a time: 2,000 rounds may be two prompts. So the
 error is taken from what the traffic does by itself. Stretches of `rounds` rounds are kept; how α changes from one to
 the next, under one version, is how it changes under an equal one. Until such changes were seen, a usual one is assumed
-(`_USUAL_CHANGE`). The error is at least what blocks within the stretches say. A trial is looked at after 1, 2, 4, ...
-stretches, beside as many of the old version: it passes if its α is at least `ratio` of the old one's, and is swapped
-back where it is certainly lower. One that is never certain passes after `patience` stretches.
+(`_USUAL_CHANGE`). The error is at least what blocks within the stretches say, and how much alike neighbouring blocks
+are. A trial is looked at after 1, 2, 4, ... stretches, beside as many of the old version: it passes if its α is at
+least `ratio` of the old one's, and is swapped back where it is certainly lower. One that is never certain passes after
+`patience` stretches.
+
+An engine that has restarted may draw at another temperature. Until it has done `rounds` rounds with the old version
+again, a new one is swapped back only where it is dead.
 
 An engine may draft fewer tokens the more requests it serves (vLLM's `num_speculative_tokens_per_batch_size`), and α
 falls with them. Where the two sides were drafted at different depths, both are therefore taken at a depth of 1: by the
@@ -23,7 +27,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Final, Self
 
 from rl_hooks.engines.counters import Counts
@@ -40,6 +44,8 @@ _CHANGES: Final = 32
 _BLOCKS: Final = 8
 #: Variance of clustered rounds over that of independent ones, where there are too few blocks to measure it.
 _DESIGN_EFFECT: Final = 4.0
+#: Correlation of neighbouring blocks, at most.
+_MOST_ALIKE: Final = 0.9
 #: By how much the depths of two sides may differ: ends of requests and of the context cut some drafts short.
 _SAME_DEPTH: Final = 0.05
 
@@ -79,15 +85,9 @@ class CanaryResult:
 
     def document(self) -> dict[str, Any]:
         """The `canary` field of an acceptance report."""
-        return {
-            "version": self.version,
-            "previous": self.previous,
-            "alpha": self.alpha,
-            "previous_alpha": self.previous_alpha,
-            "rounds": self.rounds,
-            "previous_rounds": self.previous_rounds,
-            "outcome": "passed" if self.passed else "rolled_back",
-        }
+        document = asdict(self)
+        passed = document.pop("passed")
+        return document | {"outcome": "passed" if passed else "rolled_back"}
 
 
 class Canary:
@@ -120,9 +120,10 @@ class Canary:
         else:
             self.trial, self._trial = version, _Stretches(self.rule)
 
-    def interrupted(self) -> None:
-        """The engine restarted or another client swapped it: a running trial has no baseline any more, and ends."""
+    def interrupted(self, *, restarted: bool = False) -> None:
+        """The engine restarted, or another client swapped it: a running trial ends."""
         self.trial = None
+        self._good.of_before |= restarted
 
     def count(self, version: str, counts: Counts, now: float) -> CanaryResult | None:
         """Take in counts of the loaded version; a verdict comes once, when the trial has seen enough rounds."""
@@ -195,12 +196,29 @@ class Canary:
             return True
         if trial.alpha - 1.0 < _DEAD_SHARE * (asked - 1.0):
             return False
+        if self._good.of_before:
+            return None
         within = log_alpha_variance(trials) + log_alpha_variance(baselines)
-        error = max(_certain(math.inf) * math.sqrt(within), self._good.error_of_change(many))
+        error = max(_certain(math.inf) * math.sqrt(within), self._error_of_change(many))
         return False if math.log(trial.alpha / asked) + error < 0 else None
 
+    def _error_of_change(self, many: int) -> float:
+        """By how much log α falls by itself from so many stretches to the next, under one version, in 1 of 100 cases.
+
+        Until it was seen often over so many, it is taken to change as over fewer, where that is more than usual.
+        """
+        expected, measured, counts_for = _USUAL_CHANGE**2, 0.0, 0.0
+        for scale in self.rule.looks[: self.rule.looks.index(many) + 1]:
+            changes = [*self._good.changes[scale], *self._trial.changes[scale]]
+            squares = sum(change**2 for change in changes) / scale  # for each shares its stretches with its neighbours
+            counts_for = _USUAL_COUNTS_FOR + len(changes) / scale
+            measured = (_USUAL_COUNTS_FOR * expected + squares) / counts_for
+            expected = max(_USUAL_CHANGE**2, measured)
+        return _certain(counts_for) * math.sqrt(measured)
+
     def _accept(self, version: str, stretches: _Stretches) -> None:
-        stretches.changes = self._good.changes
+        for many, changes in self._good.changes.items():
+            stretches.changes[many] = deque([*changes, *stretches.changes[many]], maxlen=_CHANGES)
         self.good, self.trial, self._good = version, None, stretches
 
 
@@ -208,13 +226,15 @@ class _Stretches:
     """Rounds of one version in stretches, the newest last; each is kept in blocks.
 
     `changes`: how much log α changed from so many stretches to the next so many, by how many; of earlier versions too.
-    Neighbours are compared, so what RL does to α in the long run does not count.
+    Neighbours are compared, so what RL does to α in the long run does not count. `of_before`: the engine has restarted
+    since; the next stretch replaces these.
     """
 
     def __init__(self, rule: CanaryRule) -> None:
         self._rule = rule
         self.done: deque[tuple[Counts, ...]] = deque(maxlen=2 * rule.looks[-1])
         self._begun: list[Counts] = []
+        self.of_before = False
         self.changes = {many: deque[float](maxlen=_CHANGES) for many in rule.looks}
 
     def add(self, counts: Counts) -> bool:
@@ -223,6 +243,9 @@ class _Stretches:
             self._begun.append(replace(counts, by_prompt={}))
         if sum(part.rounds for part in self._begun) < max(self._rule.rounds, 1):
             return False
+        if self.of_before:
+            self.done.clear()
+            self.of_before = False
         self.done.append(tuple(blocks(self._begun, max(self._rule.rounds // _BLOCKS, 1))))
         self._begun = []
         for many, changes in self.changes.items():
@@ -236,13 +259,6 @@ class _Stretches:
         """The blocks of the newest stretches, as many as there are, and of what came after them."""
         return [*chain(*list(self.done)[-many:]), *self._begun]
 
-    def error_of_change(self, many: int) -> float:
-        """By how much log α falls by itself from so many stretches to the next in 1 of 100 cases."""
-        known = len(self.changes[many]) / many  # for each shares its stretches with its neighbours
-        squares = sum(change**2 for change in self.changes[many]) / many
-        counted = _USUAL_COUNTS_FOR + known
-        return _certain(counted) * math.sqrt((_USUAL_COUNTS_FOR * _USUAL_CHANGE**2 + squares) / counted)
-
     def dump(self) -> dict[str, Any]:
         """As JSON takes it."""
         return {
@@ -250,6 +266,7 @@ class _Stretches:
             "begun": [asdict(counts) for counts in self._begun],
             "changes": [[many, list(changes)] for many, changes in self.changes.items()],
             "rounds": self._rule.rounds,
+            "of_before": self.of_before,
         }
 
     @classmethod
@@ -259,6 +276,7 @@ class _Stretches:
         if document["rounds"] == rule.rounds and changes.keys() == stretches.changes.keys():
             stretches.done.extend(tuple(map(Counts.load, stretch)) for stretch in document["done"])
             stretches._begun = list(map(Counts.load, document["begun"]))
+            stretches.of_before = bool(document.get("of_before"))
             for many, found in changes.items():
                 stretches.changes[many].extend(map(float, found))
         return stretches
@@ -326,16 +344,23 @@ def blocks(parts: Sequence[Counts], rounds: int) -> list[Counts]:
 
 
 def log_alpha_variance(sides: Sequence[Counts]) -> float:
-    """Variance of log α (delta method, ratio of sums over blocks); at least the variance of independent rounds."""
+    """Variance of log α (delta method, ratio of sums over blocks); at least the variance of independent rounds.
+
+    Neighbouring blocks may be of one prompt: their correlation counts, as of an autoregressive process of first order.
+    """
     total = sum(sides, Counts())
     if not total.rounds:
         return math.inf
     independent = _round_variance(total) / (total.rounds * total.alpha**2)
     if len(sides) < _BLOCKS // 2:
         return independent * _DESIGN_EFFECT
-    residuals = sum(((part.accepted_tokens + part.rounds) - total.alpha * part.rounds) ** 2 for part in sides)
-    clustered = len(sides) / (len(sides) - 1) * residuals / (total.alpha * total.rounds) ** 2
-    return max(clustered, independent)
+    residuals = [(part.accepted_tokens + part.rounds) - total.alpha * part.rounds for part in sides]
+    squares = sum(residual**2 for residual in residuals)
+    alike = sum(a * b for a, b in pairwise(residuals)) / squares if squares else 0.0
+    alike += (1 + 3 * alike) / len(sides)  # in so few blocks it seems lower than it is (Kendall 1954)
+    alike = min(max(alike, 0.0), _MOST_ALIKE)
+    clustered = len(sides) / (len(sides) - 1) * squares / (total.alpha * total.rounds) ** 2
+    return max(clustered * (1 + alike) / (1 - alike), independent)
 
 
 def _round_variance(counts: Counts) -> float:

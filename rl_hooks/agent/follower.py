@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, Seen, Since, between
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Bucket, Ledger, Snapshot
+from rl_hooks.engines.counters import Bucket, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.errors import AgentError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
@@ -49,19 +50,17 @@ class EngineFollower:
         rule: CanaryRule,
         metrics: AgentMetrics,
         cache: Path,
-        clock: Callable[[], float],
         fetch: Callable[[Manifest, bool], Release],
     ) -> None:
         self.url = engine.url
         self.books = EngineBooks(rule)
-        self.seen = Seen(clock())
+        self.seen = Seen(time.monotonic())
         self._uncounted = ""  # the last error of the counters: it comes up again at every tick
         self._faulty = ""  # the last fault of a version's files, until one was loaded
         self._choice = ReleaseChoice()
         self._process = EngineProcess()
         self._engine = engine
         self._metrics = metrics
-        self._clock = clock
         self._fetch = fetch
         self._memory = cache / "engines" / f"{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
         self._recall()
@@ -91,7 +90,7 @@ class EngineFollower:
         snapshot = await self._scrape()
         # Asked *after* the scrape: if nothing changed since the last tick, all of the difference is one version's.
         state = await self._engine.state()
-        self._metrics.contact(self.url)
+        self._metrics.last_contact.labels(self.url).set_to_current_time()
         verdict = self._account(snapshot, state)
         if verdict is not None:
             self._judge(verdict)
@@ -123,13 +122,13 @@ class EngineFollower:
             return await self._engine.snapshot()
         except MetricsError as error:
             # An engine without counters still gets its drafters.
-            self._metrics.error(self.url, "metrics")
+            self._metrics.errors.labels(self.url, "metrics").inc()
             log.log(logging.DEBUG if str(error) == self._uncounted else logging.ERROR, "%s: %s", self.url, error)
             self._uncounted = str(error)
             return None
 
     def _account(self, snapshot: Snapshot | None, state: EngineState) -> CanaryResult | None:
-        since = self.seen.look(snapshot, state, self._clock())
+        since = self.seen.look(snapshot, state, time.monotonic())
         pending, known = self._process.pending, LoadedVersion(state.serving, state.swaps)
         repeated = self._process.repeated(since.known, known)
         found = between(since, known, None if pending is None else pending.version, repeated=repeated)
@@ -147,13 +146,13 @@ class EngineFollower:
             return None
         if after.exact is not None:  # it knows whose each round is
             earlier = None if since.restarted else before
-            return self.books.book_exact(earlier, after, state, since.seconds, self._clock(), mistrusted)
+            return self.books.book_exact(earlier, after, state, since.seconds, time.monotonic(), mistrusted)
         if since.restarted:
-            before = Snapshot.zero(after)
+            before = Snapshot(Counts())
         if before is None:
             return None
         if found in (Between.SAME, Between.RESTART):
-            counts, now = after.since(before, since.seconds), self._clock()
+            counts, now = after.counts.since(before.counts, since.seconds), time.monotonic()
             if state.version is not None:  # drafts by n-grams or MTP cost what ours do not
                 self.books.step_times.add(before, after)
             return self.books.book(counts, state, after.policy_version, mistrusted, now)
@@ -166,7 +165,7 @@ class EngineFollower:
     def _forget_process(self, state: EngineState, known: LoadedVersion | None) -> None:
         was = None if known is None else known.version
         log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
-        self.books.canary.interrupted()
+        self.books.canary.interrupted(restarted=True)
         self._process = EngineProcess(replaced=True)
 
     def _keep_good(self) -> None:
@@ -216,12 +215,12 @@ class EngineFollower:
             self._process.did_nothing()
             raise
         except EngineError:
-            self._metrics.swap(self.url, "failed")
+            self._metrics.swaps.labels(self.url, "failed").inc()
             raise
-        since = self.seen.look(after, confirmed, self._clock())
+        since = self.seen.look(after, confirmed, time.monotonic())
         self._process.repeated(since.known, self.seen.known)
         if after is not None and after.exact is not None:
-            verdict = self.books.book_exact(before, after, state, since.seconds, self._clock())
+            verdict = self.books.book_exact(before, after, state, since.seconds, time.monotonic())
             self._keep_good()
             if verdict is not None:
                 self._judge(verdict)
@@ -231,7 +230,7 @@ class EngineFollower:
 
     def _give_up(self, release: Release) -> None:
         self._process.given_up.add(release.sequence)
-        self._metrics.swap(self.url, "refused")
+        self._metrics.swaps.labels(self.url, "refused").inc()
 
     async def _load(self, release: Release) -> tuple[Snapshot | None, EngineState]:
         """Have the engine load the downloaded bytes and no others; returns its counters and state afterwards.
@@ -283,7 +282,7 @@ class EngineFollower:
         return await in_thread(self._fetch, release.manifest, again)
 
     def _note_mismatch(self, fault: str) -> None:
-        self._metrics.error(self.url, "digest")
+        self._metrics.errors.labels(self.url, "digest").inc()
         self._say(logging.ERROR, fault)
 
     def _say(self, level: int, fault: str) -> None:
@@ -306,13 +305,13 @@ class EngineFollower:
         self._choice.sequence = max(self._choice.sequence, release.sequence)
         if canary.trial is None:
             self._choice.fallback = release
-        self._metrics.swap(self.url, outcome)
+        self._metrics.swaps.labels(self.url, outcome).inc()
         log.info("%s: %s %s (was %s)", self.url, outcome, release.version, before)
 
     # --- remembering
     def _publish_metrics(self) -> None:
         self._metrics.loaded(self.url, self.loaded_version)
-        self._metrics.unattributed(self.url, self.ledger.unattributed_rounds)
+        self._metrics.unattributed.labels(self.url).set(self.ledger.unattributed_rounds)
         if self.loaded_version is not None:
             self._metrics.alpha(self.url, self.loaded_version, self.ledger.version_counts(self.loaded_version).alpha)
 
@@ -324,7 +323,7 @@ class EngineFollower:
             **self._choice.dump(),
             "pending": dump_release(self._process.pending),
             "mistrusted": self._process.mistrusted,
-            **self.books.dump(self._clock()),
+            **self.books.dump(time.monotonic()),
         }
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._memory, json.dumps(document).encode(), durable=durable)
@@ -343,8 +342,8 @@ class EngineFollower:
 
     def _restore(self, document: dict[str, Any]) -> None:
         """Take all of it or, where a part other than the canary cannot be read, nothing."""
-        now = self._clock()
-        books, seen = EngineBooks.restore(self.books.canary.rule, document, now), Seen.restore(document, now)
+        now, away = time.monotonic(), max(0.0, time.time() - self._memory.stat().st_mtime)
+        books, seen = EngineBooks.restore(self.books.canary.rule, document, now - away), Seen.restore(document, now)
         pending, mistrusted = load_release(document.get("pending")), document.get("mistrusted")
         self._choice = ReleaseChoice.restore(document)
         self.books, self.seen = books, seen

@@ -39,7 +39,7 @@ class InProcessAgent:
     """The agent of one engine core: joins the run, starts the tap, then follows the service in a thread."""
 
     def __init__(self, settings: ServiceSettings, directory: Path, name: str) -> None:
-        self._settings, self._name = settings, name
+        self._settings = settings
         self._config = AgentConfig(
             settings.url,
             (f"{IN_PROCESS}{name}",),
@@ -73,16 +73,13 @@ class InProcessAgent:
     def _follow(self, link: CoreLink) -> None:
         def join() -> None:
             try:
-                newest = self.newest_policy(_ASK_SECONDS)
+                newest = self.newest_policy()
                 joining = self._joining = link.call("draftalign_follow", asdict(self._settings), newest)
             finally:
                 self._asked.set()
             with contextlib.suppress(CancelledError):  # the engine has ended
                 joining.result()
 
-        while not link.guard(f"joining run {self._settings.run!r}", join):
-            if self._stopped.wait(_RETRY_SECONDS):
-                return
         config = self._config
 
         def follow() -> None:
@@ -91,11 +88,12 @@ class InProcessAgent:
                 log.info("draftalign: this engine follows run %r of %s", config.run, config.service_url)
                 asyncio.run(agent.run())
 
-        while not link.guard("following the service", follow):  # its certificates may come later, say
-            if self._stopped.wait(_RETRY_SECONDS):
-                return
+        for what, act in ((f"joining run {config.run!r}", join), ("following the service", follow)):
+            while not link.guard(what, act):  # the service, or a certificate, may come later
+                if self._stopped.wait(_RETRY_SECONDS):
+                    return
 
-    def newest_policy(self, timeout_seconds: float) -> int | None:
+    def newest_policy(self) -> int | None:
         """The newest policy version of the run that the service has seen; None for a new run. Raises OSError.
 
         What is in between may answer too (a proxy, a login page): only the service's own answer says that a run is new.
@@ -103,7 +101,7 @@ class InProcessAgent:
         """
         headers = {"Authorization": f"Bearer {self._settings.token}"} if self._settings.token else {}
         path = run_path(self._settings.run)
-        reply = exchange(Origin.parse(self._settings.url), "GET", path, headers, (), timeout_seconds=timeout_seconds)
+        reply = exchange(Origin.parse(self._settings.url), "GET", path, headers, (), timeout_seconds=_ASK_SECONDS)
         if reply.status == 404 and reply.fields.get("type") == NO_SUCH_RUN:
             return None
         known = [reply.fields.get(name) for name in ("policy_version", "latest_head", "latest_policy")]
@@ -120,7 +118,11 @@ class InProcessEngine:
 
     def __init__(self, url: str, link: CoreLink, directory: Path) -> None:
         self.url, self._link = url, link
-        self._swapper = Swapper(_Calls(link), directory)
+        self._swapper = Swapper(self, directory)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """What `Swapper` needs of vLLM's engine client."""
+        return await asyncio.wrap_future(self._link.call(method, *args))
 
     async def state(self) -> EngineState:
         """What is loaded now, as the last look between two steps found it."""
@@ -141,13 +143,3 @@ class InProcessEngine:
         if snapshot is None:
             raise MetricsError("this vLLM's scheduler is not known, so its rounds are not counted")
         return snapshot
-
-
-class _Calls:
-    """What `Swapper` needs of vLLM's engine client."""
-
-    def __init__(self, link: CoreLink) -> None:
-        self._link = link
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        return await asyncio.wrap_future(self._link.call(method, *args))

@@ -23,7 +23,7 @@ class AgentMetrics:
             ["engine", "version"],
             registry=self.registry,
         )
-        self._swaps = Counter(
+        self.swaps = Counter(
             "draftalign_agent_swaps",
             "Swaps by outcome: swapped, restored (after an engine restart), rolled_back, refused, failed.",
             ["engine", "outcome"],
@@ -35,16 +35,16 @@ class AgentMetrics:
             ["engine", "drafter_version"],
             registry=self.registry,
         )
-        self._contact = Gauge(
+        self.last_contact = Gauge(
             "draftalign_agent_last_contact_timestamp_seconds",
             "Unix time of the last useful answer of the service or of an engine.",
             ["peer"],
             registry=self.registry,
         )
-        self._errors = Counter(
+        self.errors = Counter(
             "draftalign_agent_errors", "Failures by peer and kind.", ["peer", "kind"], registry=self.registry
         )
-        self._unattributed = Gauge(
+        self.unattributed = Gauge(
             "draftalign_agent_unattributed_rounds",
             "Rounds around a swap or restart, which belong to no single drafter version.",
             ["engine"],
@@ -72,22 +72,6 @@ class AgentMetrics:
         while len(versions) > MAX_VERSIONS:
             self._alpha.remove(engine, versions.popitem(last=False)[0])
         self._alpha.labels(engine, version).set(alpha)
-
-    def swap(self, engine: str, outcome: str) -> None:
-        """Count one swap."""
-        self._swaps.labels(engine, outcome).inc()
-
-    def error(self, peer: str, kind: str) -> None:
-        """Count one failure."""
-        self._errors.labels(peer, kind).inc()
-
-    def contact(self, peer: str) -> None:
-        """Note that `peer` has just answered."""
-        self._contact.labels(peer).set_to_current_time()
-
-    def unattributed(self, engine: str, rounds: int) -> None:
-        """Set the rounds that were set aside."""
-        self._unattributed.labels(engine).set(rounds)
 
 
 class MetricsServer:

@@ -94,7 +94,7 @@ class Seen:
         return cls(
             now,
             None if known is None else LoadedVersion(**known),
-            None if snapshot is None else Snapshot.load(snapshot),
+            Snapshot.load(snapshot) if snapshot and "counts" in snapshot else None,  # of an earlier release: no counts
         )
 
 

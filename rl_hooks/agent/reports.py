@@ -98,10 +98,10 @@ class Reports:
             if response.status_code not in _UNACCEPTABLE:
                 raise error
             # The same report would be refused again. A later one has other counts and may be accepted.
-            self._metrics.error("report", type(error).__name__)
+            self._metrics.errors.labels("report", type(error).__name__).inc()
             self.say(follower.url, logging.WARNING, str(error))
         bucket.reported = mark
-        self._metrics.contact(SERVICE)
+        self._metrics.last_contact.labels(SERVICE).set_to_current_time()
 
     def _warn(self, engine: str, response: Answer) -> None:
         """Log the service's warning about a report, once."""

@@ -7,7 +7,6 @@ Pure: bytes and configurations in, tensors or a refusal out. Legend: D draft voc
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,12 +73,6 @@ def read_file(path: Path, max_bytes: int, expected_sha256: str | None) -> tuple[
             "see the same disk"
         )
     return body, found
-
-
-def max_model_bytes(sizes: Sizes) -> int:
-    """More than the model file of such a drafter could need."""
-    elements = sum(map(math.prod, drafter.weight_shapes(sizes).values())) + 3 * sizes.vocab_size  # d2t and t2d at most
-    return 8 * elements + (1 << 20)
 
 
 def running_sizes(config: Mapping[str, Any], layers: tuple[int, ...]) -> DrafterConfig:

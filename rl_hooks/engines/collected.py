@@ -125,13 +125,16 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
     if T - prompt < 1:
         return None
     order = torch.from_numpy(held[:T].copy())
+    logprob = rows["logprob"].numpy()
+    # A row that was not scored, as after a preemption, has the score of the row before it with the same label.
+    known = np.flatnonzero(~np.isnan(logprob) & (labels != REJECTED))
+    scored = newest.copy()
+    scored[positions[known] - first] = known
+    scored = np.where(labels[scored] == labels[newest], scored, newest)
     logprobs = np.zeros(T, dtype=np.float32)
-    logprobs[1:] = rows["logprob"][order].numpy()[: T - 1]
+    logprobs[1:] = logprob[scored[: T - 1]]
     if not bool(rows["logsumexp"][order].isfinite().all()) or np.isnan(logprobs[generated]).any():
-        raise UnscoredError(
-            "a request is dropped, some of its rows were not scored: a rank failed, or they disagreed, or it was drawn "
-            "with top_p or top_k and preempted"
-        )
+        raise UnscoredError("a request is dropped, some of its rows were not scored: a rank failed, or they disagreed")
     return Collected(
         request=request,
         input_ids=tokens.astype(np.int32),

@@ -146,12 +146,8 @@ class Snapshot:
     each engine core; None where it does not tell.
     """
 
-    rounds: int
-    drafted_tokens: int
-    accepted_tokens: int
-    accepted_per_position: tuple[int, ...]
-    emitted_tokens: int | None
-    policy_version: int | None
+    counts: Counts
+    policy_version: int | None = None
     times: tuple[float, float, float, float] | None = None
     #: The same by drafter and policy version, where the engine knows whose each round is; else None.
     exact: ExactCounts | None = None
@@ -160,63 +156,31 @@ class Snapshot:
     def parse(cls, text: str) -> Self:
         """Read a /metrics page. Raises MetricsError naming a missing counter: absent is not zero."""
         samples = read_samples(text, _NAMES)
-        return cls(
-            rounds=_total(samples, ROUNDS),
-            drafted_tokens=_total(samples, DRAFTED),
-            accepted_tokens=_total(samples, ACCEPTED),
-            accepted_per_position=_per_position(samples),
-            emitted_tokens=_emitted(samples),
-            policy_version=_gauge(samples, POLICY_VERSION),
-            times=_times(samples),
-        )
-
-    @classmethod
-    def zero(cls, like: Snapshot) -> Self:
-        """Counters of an engine that has just started and exposes what `like` exposes."""
-        emitted = None if like.emitted_tokens is None else 0
-        return cls(0, 0, 0, (0,) * len(like.accepted_per_position), emitted, like.policy_version)
+        rounds, drafted, accepted = (_total(samples, name) for name in (ROUNDS, DRAFTED, ACCEPTED))
+        counts = Counts(rounds, drafted, accepted, _per_position(samples), _emitted(samples))
+        return cls(counts, _gauge(samples, POLICY_VERSION), _times(samples))
 
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict` after a trip through JSON."""
-        times, exact = document.get("times"), document.get("exact")
+        times, exact = document["times"], document["exact"]
         return cls(
-            **{
-                **document,
-                "accepted_per_position": tuple(document["accepted_per_position"]),
-                "times": tuple(times) if isinstance(times, list) and len(times) == len(_TIMES) else None,
-                "exact": None if exact is None else tuple((v, p, Counts.load(counts)) for v, p, counts in exact),
-            }
+            Counts.load(document["counts"]),
+            document["policy_version"],
+            tuple(times) if isinstance(times, list) and len(times) == len(_TIMES) else None,
+            None if exact is None else tuple((v, p, Counts.load(counts)) for v, p, counts in exact),
         )
 
     @classmethod
     def of_exact(cls, exact: ExactCounts, gone: Counts, policy_version: int | None) -> Self:
         """Of an engine that counts by version; `gone`: what it counted for versions that it no longer lists."""
         total = sum((replace(counts, by_prompt={}) for _, _, counts in exact), gone)
-        return cls(
-            total.rounds,
-            total.drafted_tokens,
-            total.accepted_tokens,
-            total.accepted_per_position,
-            total.emitted_tokens,
-            policy_version,
-            exact=exact,
-        )
+        return cls(total, policy_version, exact=exact)
 
     def has_fallen(self, since: Snapshot) -> bool:
         """Whether a counter is below its earlier value: the engine has restarted."""
-        pairs = [(self.rounds, since.rounds), (self.accepted_tokens, since.accepted_tokens)]
-        pairs += [(self.drafted_tokens, since.drafted_tokens)]
-        return any(now < before for now, before in pairs)
-
-    def since(self, earlier: Snapshot, seconds: float) -> Counts:
-        """The counts between two snapshots of one engine process, `seconds` apart."""
-        return self._counts().since(earlier._counts(), seconds)
-
-    def _counts(self) -> Counts:
-        return Counts(
-            self.rounds, self.drafted_tokens, self.accepted_tokens, self.accepted_per_position, self.emitted_tokens
-        )
+        now, before = ((one.rounds, one.accepted_tokens, one.drafted_tokens) for one in (self.counts, since.counts))
+        return any(a < b for a, b in zip(now, before, strict=True))
 
 
 @dataclass(slots=True)
@@ -314,8 +278,8 @@ def _beginning(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _whole(name: str, value: float) -> int:
-    if not math.isfinite(value) or value < 0:
-        raise MetricsError(f"{name} is {value}; expected a non-negative number")
+    if not 0 <= value < 2.0**53:
+        raise MetricsError(f"{name} is {value}; expected a number from 0 to 2^53")
     return int(value)
 
 

@@ -25,7 +25,5 @@ def connect(
 ) -> Engine:
     """Make the adapter for one engine; nothing is sent yet. `cache` is the run's directory in the agent's cache."""
     if kind == "sglang":
-        engine = SGLangEngine(url, client, token=token, swap_timeout_seconds=swap_timeout_seconds)
-        engine.remember_from(cache)
-        return engine
+        return SGLangEngine(url, client, cache, token=token, swap_timeout_seconds=swap_timeout_seconds)
     return SwapEngine(url, client, token=token, swap_timeout_seconds=swap_timeout_seconds)

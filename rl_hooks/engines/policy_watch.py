@@ -75,7 +75,8 @@ def _number(named: str | None) -> int | None:
 class PolicyWatch:
     """Notices in one vLLM worker that the policy's weights have changed, and numbers them once asked to.
 
-    `changing` is called before weights change (as far as that is announced), `noticed` after any sign of a change.
+    `changing` is called before weights change (as far as that is announced), `noticed` after any sign of a change, from
+    any thread: the next `settle` counts it.
     `agree` tells whether all ranks say what this one says: each sees a slice of the weights, and all count alike.
     """
 
@@ -108,10 +109,6 @@ class PolicyWatch:
         """From now on, number the weights: they are what the service knows as `newest`, or what vLLM calls them."""
         self._versions = PolicyVersions.start(named, newest)
         return self._versions.current
-
-    def found_moved(self) -> None:
-        """A look has found other weights; the next `settle` counts them, if it has not counted them yet. Any thread."""
-        self.noticed()
 
     def settle(self, named: str | None) -> bool:
         """Bring the version up to date; the weights must be readable. Call it before a forward reads them.

@@ -43,7 +43,8 @@ class StepTimes:
         if before.times is None or after.times is None:
             return
         outputs, steps, waited, _ = (now - then for now, then in zip(after.times, before.times, strict=True))
-        rounds, drafted = after.rounds - before.rounds, after.drafted_tokens - before.drafted_tokens
+        rounds = after.counts.rounds - before.counts.rounds
+        drafted = after.counts.drafted_tokens - before.counts.drafted_tokens
         if steps < _FEWEST_STEPS or outputs <= 0 or waited <= 0 or min(rounds, drafted) < 0:
             return
         batch, seconds, depth = outputs / steps, waited / outputs, drafted / rounds if rounds else 0.0

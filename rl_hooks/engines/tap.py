@@ -107,8 +107,8 @@ class Head:
         """`score` of a step's rows, [2, N]: `counts` rows of each request, one after another, and how each is drawn.
 
         What top_p and top_k leave is computed for rows that may predict a generated token: of a prompt, which may be
-        thousands, it would cost the engine time. So log p is NaN in all but the last rows of such a request. Those of
-        a preempted one, whose tokens are computed again at once, are thereby unknown.
+        thousands, it would cost the engine time. So log p is NaN in all but the last rows of such a request; one that
+        was preempted, whose tokens are computed again at once, has the scores of before (`assemble`).
         """
         device = last_NH.device
         temperature_N = _to(device, np.repeat(np.array([one.scored_at for one in samplings], np.float32), counts))
@@ -128,43 +128,32 @@ class Head:
         return scores
 
 
-class _Scored:
+def _with_scores(copies: HostCopies, scores: Callable[[], Tensor]) -> dict[str, Tensor]:
     """Copies of a step whose scores come from several ranks, later."""
-
-    def __init__(self, copies: HostCopies, scores: Callable[[], Tensor]) -> None:
-        self._copies, self._scores = copies, scores
-        self._host: dict[str, Tensor] | None = None
-
-    def wait(self) -> dict[str, Tensor]:
-        if self._host is None:
-            host = dict(self._copies.wait())
-            host["logsumexp"], host["logprob"] = self._scores()[:, host.pop("rows")]
-            self._host = host
-        return self._host
+    host = dict(copies.wait())
+    host["logsumexp"], host["logprob"] = scores()[:, host.pop("rows")]
+    return host
 
 
 class _Chunk:
-    """Rows of one request from one step, on their way to the host. Its methods are for the tap's thread."""
+    """Rows of one request from one step, on their way to the host. `step` waits for the whole step's."""
 
-    def __init__(self, copies: HostCopies | _Scored, rows: slice) -> None:
-        self._step: HostCopies | _Scored | None = copies
+    def __init__(self, step: Callable[[], dict[str, Tensor]], rows: slice) -> None:
+        self._step: Callable[[], dict[str, Tensor]] | None = step
         self._rows = rows
         self._own: dict[str, Tensor] = {}
 
-    def detach(self) -> None:
-        """Keep the request's own rows only: those of its whole step would stay as long as its slowest request."""
-        if self._step is not None:
-            self._own = {name: tensor[self._rows].clone() for name, tensor in self._step.wait().items()}
-            self._step = None
-
     def host(self) -> dict[str, Tensor]:
-        self.detach()
+        """The rows. For the tap's thread, soon: until then those of the whole step stay."""
+        if self._step is not None:
+            self._own = {name: tensor[self._rows].clone() for name, tensor in self._step().items()}
+            self._step = None
         return self._own
 
 
-def _detach(chunks: Iterable[_Chunk]) -> None:
+def _to_host(chunks: Iterable[_Chunk]) -> None:
     for chunk in chunks:
-        chunk.detach()
+        chunk.host()
 
 
 @dataclass(slots=True)
@@ -360,18 +349,18 @@ class FeatureTap:
             "aux": torch.cat([state[rows_N] for state in step.aux], dim=-1),
             "last": last,
         }
-        copies: HostCopies | _Scored
+        wait: Callable[[], dict[str, Tensor]]
         if step.scores is not None:
-            copies = _Scored(HostCopies(taken | {"rows": rows_N}), step.scores)
+            wait = functools.cache(functools.partial(_with_scores, HostCopies(taken | {"rows": rows_N}), step.scores))
         else:
             samplings = [self._tracked[step.request_ids[i]].request.sampling for i in chosen]
             logsumexp, logprob = self.head.score_step(last, labels, samplings, counts)
-            copies = HostCopies(taken | {"logsumexp": logsumexp, "logprob": logprob})
+            wait = HostCopies(taken | {"logsumexp": logsumexp, "logprob": logprob}).wait
         ends = np.cumsum(counts).tolist()
-        chunks = [_Chunk(copies, slice(end - n, end)) for n, end in zip(counts.tolist(), ends, strict=True)]
+        chunks = [_Chunk(wait, slice(end - n, end)) for n, end in zip(counts.tolist(), ends, strict=True)]
         for i, chunk, count in zip(chosen, chunks, counts.tolist(), strict=True):
             self._append(step.request_ids[i], chunk, count)
-        self._sender.call(lambda: _detach(chunks))
+        self._sender.call(lambda: _to_host(chunks))
         long = [name for i in chosen if self._is_long(name := step.request_ids[i])]
         self.tally.add("cut_long", len(long))
         self.end(long)

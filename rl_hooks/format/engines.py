@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from rl_hooks.format.drafter import Sizes
-from rl_hooks.format.mtp import MtpConfig
+from rl_hooks.format.mtp import LatentSizes, MtpConfig
 
 EngineName = Literal["vllm", "sglang"]
 #: Policies whose MTP layer the vLLM plugin knows from inside.
@@ -20,7 +20,13 @@ def limits(engine: EngineName, sizes: Sizes) -> list[str]:
     if isinstance(sizes, MtpConfig):
         if engine == "sglang":
             return ["SGLang (as of 0.5.23) takes no MTP module while it serves"]
-        return [] if (unknown := unknown_to_vllm(sizes.model_type)) is None else [unknown]
+        if unknown := unknown_to_vllm(sizes.model_type):
+            return [unknown]
+        if isinstance(sizes.attention, LatentSizes) and not sizes.attention.interleaved:
+            return [
+                "rope_interleave is false, which vLLM (as of 0.32) does not read: it would compute another function"
+            ]
+        return []
     found = []
     if engine == "sglang" and sizes.norm_before_residual:
         found.append(

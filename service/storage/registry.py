@@ -61,7 +61,10 @@ class Registry(Versions):
 
     # --- reading
     def latest(self, run: str) -> Manifest | None:
-        """Manifest of the served version, or None before the first publish."""
+        """Manifest of the served version, or None before the first publish.
+
+        Its `gate` is what was found when `latest` moved to it: nothing, where a person went back to it.
+        """
         pointer = self._pointer(run)
         while pointer is not None:
             try:
@@ -73,7 +76,9 @@ class Registry(Versions):
                     raise RunDamaged(run, path, f"it is gone, and {pointer['version']} is served") from error
                 pointer = moved
             else:
-                return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
+                found = None if pointer.get("event") == "rolled_back" else manifest.gate
+                moved_by = {name: pointer[name] for name in ("sequence", "reason")}
+                return manifest.model_copy(update=moved_by | {"gate": pointer.get("gate", found)})
         return None
 
     def held(self, run: str) -> HeldVersion | None:

@@ -16,7 +16,7 @@ from engine_fixtures import EOS_ID
 from hooks_fixtures import free_port
 
 from examples.policy import BASE_POLICY
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import Counts
 from rl_hooks.engines.sglang.adapter import GENERATED, LOADER, REQUESTS, ROUNDS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ class SGLangProcess:
         assert answer.get("success", True), answer
         return answer  # type: ignore[no-any-return]
 
-    def counters(self) -> Snapshot:
+    def counters(self) -> Counts:
         """Its counters now; a request counts when it ends."""
         text = self.client.get("/metrics").raise_for_status().text
         total = dict.fromkeys((ROUNDS, GENERATED, REQUESTS), 0.0)
@@ -119,4 +119,4 @@ class SGLangProcess:
             if name in total:
                 total[name] += float(line.rsplit(" ", 1)[1])
         rounds, emitted = int(total[ROUNDS]), int(total[GENERATED] - total[REQUESTS])
-        return Snapshot(rounds, rounds * DEPTH, emitted - rounds, (), emitted, None)
+        return Counts(rounds, rounds * DEPTH, emitted - rounds, (), emitted)

@@ -44,7 +44,8 @@ def with_engine(server: SGLangProcess, call: Callable[[SGLangEngine], Any]) -> A
 
     async def run() -> Any:
         async with httpx.AsyncClient(timeout=60) as client:
-            return await call(SGLangEngine(server.url, client, session_timeout_seconds=30))
+            cache = Path(server.environment["DRAFTALIGN_DRAFTER_DIR"]) / "default"
+            return await call(SGLangEngine(server.url, client, cache, session_timeout_seconds=30))
 
     return asyncio.run(run())
 
@@ -197,10 +198,9 @@ def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangProcess
     (drafters / "default").mkdir(exist_ok=True)
 
     async def killed(engine: SGLangEngine) -> None:
-        engines = drafters / "default" / "engines"
         await engine._post("/pause_generation", {"mode": "in_place"})
         await engine._begin()
-        engine._mark(engines, "session")
+        engine._mark("session")
 
     with_engine(server, killed)
     answers: list[list[int]] = []
@@ -210,7 +210,6 @@ def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangProcess
     assert answers == []
 
     async def next_one(engine: SGLangEngine) -> None:
-        engine.remember_from(drafters / "default")
         await engine.state()
 
     with_engine(server, next_one)

@@ -22,7 +22,7 @@ from examples.features import batch_of
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import Counts
 from service.monitor.records import DrafterSums, ScoreRecord
 from service.storage.reports.keys import StoreKeys
 
@@ -153,7 +153,7 @@ def test_a_drafter_that_only_alpha_shows_dead_is_pushed_again_by_the_service(
     assert load.changed == {}
 
 
-def alpha_since(server: VllmServer, before: Snapshot) -> float:
+def alpha_since(server: VllmServer, before: Counts) -> float:
     """Acceptance length since `before`."""
     after = server.counters()
     return 1 + (after.accepted_tokens - before.accepted_tokens) / (after.rounds - before.rounds)

@@ -70,7 +70,7 @@ def test_every_policy_is_served_exactly_and_its_rounds_are_those_of_replay(clien
         # All of it: an embedding without its tied head, or a layer left behind, would show.
         assert largest_difference(model, rollouts) < 1e-4
         rounds = sum(c["rounds"] for c in completions)
-        assert rounds == after.rounds - before.rounds
+        assert rounds == after.counts.rounds - before.counts.rounds
         assert after.policy_version == version
         # The engine shares the policy's embedding.
         expected = replay(

@@ -45,8 +45,8 @@ class Client:
         self.calls.append(method)
         self.asleep = method == self.asleep_after
         if method == "draftalign_staged":
-            nothing = {"refused": None, "other_bytes": None, "failed": None}
-            return [{"done": True, "sha256": "aa", **nothing} for _ in self.versions]
+            answers: list[dict[str, Any]] = [{"done": True, "sha256": "aa"} for _ in self.versions]
+            return [*answers[:-1], self.failures.get(method, answers[-1])]
         if method == "draftalign_state":
             return [
                 {"version": v, "sha256": v, "loaded": True, "swaps": 3, "shared_modules": [], "problem": None}
@@ -151,16 +151,18 @@ def test_a_swap_names_the_digests_of_both_files_or_none(
 @pytest.mark.parametrize(
     ("worker", "status", "detail"),
     [
-        ({"error": "its shapes differ", "refused": True}, 409, "its shapes differ"),
-        ({"error": "OSError: no disk", "refused": False}, 503, "draftalign_apply: OSError: no disk"),
+        ({"error": "its shapes differ", "status": 409}, 409, "its shapes differ"),
+        ({"error": "other bytes", "status": 412}, 412, "other bytes"),
+        ({"error": "apply: OSError: no disk", "status": 503}, 503, "apply: OSError: no disk"),
     ],
 )
+@pytest.mark.parametrize("method", ["draftalign_staged", "draftalign_apply"])
 def test_a_workers_failure_is_an_answer_and_becomes_a_problem(
-    tmp_path: Path, worker: dict[str, Any], status: int, detail: str
+    tmp_path: Path, method: str, worker: dict[str, Any], status: int, detail: str
 ) -> None:
     (tmp_path / "v2").mkdir()
     client = Client("v1", "v1")
-    client.failures["draftalign_apply"] = worker
+    client.failures[method] = worker
     with pytest.raises(SwapProblem) as caught:
         asyncio.run(Swapper(client, tmp_path).swap("v2", "v2"))
     assert (caught.value.status, caught.value.detail) == (status, detail)
@@ -193,7 +195,7 @@ def test_a_swap_that_a_further_data_parallel_core_refuses_fails(tmp_path: Path) 
     (tmp_path / "v2").mkdir()
     first, second = Client("v1"), Client("v1")
     swapper = Swapper(ParallelClient(first, second), tmp_path)
-    second.failures["draftalign_apply"] = {"error": "its shapes differ", "refused": True}
+    second.failures["draftalign_apply"] = {"error": "its shapes differ", "status": 409}
     with pytest.raises(SwapProblem, match="its shapes differ") as caught:
         asyncio.run(swapper.swap("v2", "v2"))
     assert caught.value.status == 409
@@ -226,10 +228,10 @@ def test_no_call_of_a_worker_raises() -> None:
     for method in RPC_METHODS:
         required = [p for p in inspect.signature(method).parameters.values() if p.default is p.empty]
         answer = method(worker, *("x" for _ in required[1:]))
-        assert answer["refused"] is False
+        assert answer["status"] == 503
         assert "AttributeError" in answer["error"]
     begun = SimpleNamespace(_draftalign_swap=object())
-    assert method(begun, "one argument too many")["error"].startswith("TypeError")
+    assert method(begun, "one argument too many")["error"].startswith("end: TypeError")
 
 
 def worker_of(drafter: str) -> Any:

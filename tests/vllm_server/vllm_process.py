@@ -18,7 +18,7 @@ from engine_fixtures import EOS_ID
 from hooks_fixtures import free_port
 
 from examples.policy import BASE_POLICY
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import Counts, Snapshot
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DRAFTALIGN_VLLM_PYTHON", REPOSITORY / ".venv-vllm/bin/python"))
@@ -177,6 +177,6 @@ class VllmServer:
         body = {"method": "tests_" + method, "args": list(args)}
         return self.client.post("/test/rpc", json=body).raise_for_status().json()[0]
 
-    def counters(self) -> Snapshot:
+    def counters(self) -> Counts:
         """Its counters now."""
-        return Snapshot.parse(self.client.get("/metrics").raise_for_status().text)
+        return Snapshot.parse(self.client.get("/metrics").raise_for_status().text).counts

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import logging
@@ -33,7 +34,7 @@ import numpy as np
 
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Snapshot, read_samples
+from rl_hooks.engines.counters import Counts, Snapshot, read_samples
 from rl_hooks.engines.protocol import EngineHttp, EngineState, counting_only
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
@@ -57,12 +58,16 @@ _MAX_RANKS: Final = 1024
 
 
 class SGLangEngine(EngineHttp):
-    """One SGLang server. `token` is its `--admin-api-key` (or `--api-key` where there is no other)."""
+    """One SGLang server. `token` is its `--admin-api-key` (or `--api-key` where there is no other).
+
+    `cache`: the run's directory. SGLang does not know the name of its drafter: that is remembered here.
+    """
 
     def __init__(
         self,
         url: str,
         client: httpx.AsyncClient,
+        cache: Path,
         *,
         token: str | None = None,
         swap_timeout_seconds: float = 120.0,
@@ -70,10 +75,16 @@ class SGLangEngine(EngineHttp):
     ) -> None:
         super().__init__(url, client, token=token, swap_timeout_seconds=swap_timeout_seconds)
         self._session_timeout_seconds = session_timeout_seconds
+        self._directory = cache / "engines"
+        self._memory = self._directory / f"sglang-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
-        self._memory: Path | None = None
         self._left: str | None = None  # state after an interrupted swap: "paused", or with an open "session" too
         self._depth = 0
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            document = json.loads(self._memory.read_text())  # of an earlier agent; else the newest is loaded once more
+            self._left = document.get("left")
+            started, version, swaps = document["loaded"]
+            self._loaded = (str(started), str(version), int(swaps))
 
     # --- called by the follower
     async def state(self) -> EngineState:
@@ -103,7 +114,7 @@ class SGLangEngine(EngineHttp):
         totals = _totals(await self._page())
         rounds, emitted = totals[ROUNDS], totals[GENERATED] - totals[REQUESTS]
         accepted = max(emitted - rounds, 0)
-        return Snapshot(rounds, max(rounds * self._depth, accepted), accepted, (), emitted, None)
+        return Snapshot(Counts(rounds, max(rounds * self._depth, accepted), accepted, (), emitted))
 
     async def swap(self, release: Release) -> str | None:
         """Swap, or raise SwapRefusedError (never) or EngineError (not now) with the old drafter still in place.
@@ -121,7 +132,7 @@ class SGLangEngine(EngineHttp):
             )
         check_release(release, info)
         ranks = _ranks(info)
-        outcome = release.path.parent / "engines" / f"swap-{uuid.uuid4().hex}"
+        outcome = self._directory / f"swap-{uuid.uuid4().hex}"
         outcome.mkdir(parents=True)
         try:
             await self._update(release, outcome, ranks)
@@ -130,20 +141,20 @@ class SGLangEngine(EngineHttp):
             for path in outcome.iterdir():
                 path.unlink()
             outcome.rmdir()
-        before = self._loaded
-        swaps = before[2] + 1 if before is not None and before[0] == process_identity(info) else 1
-        self._remember(release, (process_identity(info), release.version, swaps))
+        before, started = self._loaded, process_identity(info)
+        swaps = before[2] + 1 if before is not None and before[0] == started else 1
+        self._loaded = (started, release.version, swaps)
+        self._remember()
         return sha256
 
     # --- the sequence
     async def _update(self, release: Release, outcome: Path, ranks: int) -> None:
-        engines = release.path.parent / "engines"
         try:
-            self._mark(engines, "paused")  # before the call, so that it is known even if the agent is killed now
+            self._mark("paused")  # before the call, so that it is known even if the agent is killed now
             await self._post("/pause_generation", {"mode": "in_place"})
             await self._begin()
             try:
-                self._mark(engines, "session")
+                self._mark("session")
                 request: dict[str, Any] = {"path": str(release.path), "version": release.version}
                 request |= {"outcome": str(outcome), "sha256": dict(release.sha256s)}
                 body = {
@@ -156,12 +167,12 @@ class SGLangEngine(EngineHttp):
                 await self._post("/update_weights_from_tensor", body, timeout_seconds=self._swap_timeout_seconds)
             finally:
                 await self._end()
-                self._mark(engines, "paused")
+                self._mark("paused")
         finally:
             # Also if our session could not be closed: it holds only the drafter, which no text depends on.
             await self._post("/continue_generation", {"torch_empty_cache": False})
             if self._left != "session":
-                self._mark(engines, None)
+                self._mark(None)
 
     async def _begin(self) -> None:
         """Open a session; first wait until the trainer's session, which writes a policy, is closed.
@@ -206,13 +217,17 @@ class SGLangEngine(EngineHttp):
         if self._left == "session":
             await self._end()
         await self._post("/continue_generation", {"torch_empty_cache": False})
-        if self._memory is not None:
-            self._mark(self._memory.parent, None)
+        self._mark(None)
 
-    def _mark(self, engines: Path, left: str | None) -> None:
+    def _mark(self, left: str | None) -> None:
         """Record the server's state, for the next agent if this one dies now."""
         self._left = left
-        self._write(engines)
+        self._remember()
+
+    def _remember(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        document = {"engine": self.url, "loaded": self._loaded, "left": self._left}
+        replace_file(self._memory, json.dumps(document).encode(), durable=False)
 
     def _judge(self, release: Release, outcome: Path, ranks: int) -> str:
         """Read the outcome that the loader of each rank has written; returns the digest that all of them read."""
@@ -234,30 +249,6 @@ class SGLangEngine(EngineHttp):
         if len({one["sha256"] for one in said}) != 1:
             raise EngineError(f"{self.url}: its ranks read different files for {release.version}")
         return str(said[0]["sha256"])
-
-    # --- memory: SGLang does not know the name of its drafter
-    def _remember(self, release: Release, loaded: tuple[str, str, int]) -> None:
-        self._loaded = loaded
-        self._write(release.path.parent / "engines")
-
-    def _write(self, engines: Path) -> None:
-        engines.mkdir(parents=True, exist_ok=True)
-        path = engines / f"sglang-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
-        document = {"engine": self.url, "loaded": self._loaded, "left": self._left}
-        replace_file(path, json.dumps(document).encode(), durable=False)
-        self._memory = path
-
-    def remember_from(self, cache: Path) -> None:
-        """Read which drafter an earlier agent has loaded; `cache` is the directory of the run."""
-        path = cache / "engines" / f"sglang-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
-        self._memory = path
-        try:
-            document = json.loads(path.read_text())
-            self._left = document.get("left")
-            started, version, swaps = document["loaded"]
-            self._loaded = (str(started), str(version), int(swaps))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self._loaded = None  # then the newest drafter is loaded once more
 
     async def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> None:
         answer = await self._call("POST", path, json=dict(body), **options)

@@ -29,12 +29,11 @@ from rl_hooks.engines.candidate import (
     DigestMismatchError,
     DrafterRefusedError,
     check_config,
-    max_model_bytes,
     read_candidate,
     read_file,
     running_sizes,
 )
-from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, most_bytes
 from rl_hooks.format.eagle3 import DrafterConfig
 
 log = logging.getLogger("draftalign.sglang")
@@ -99,7 +98,7 @@ def _load(model: nn.Module, directory: Path, expected: Mapping[str, str]) -> dic
     running = running_drafter(model)
     d2t = running_d2t(model, running)
     check_config(directory, running, "sglang", expected.get(CONFIG_FILE))
-    body, sha256 = read_file(directory / MODEL_FILE, max_model_bytes(running), expected.get(MODEL_FILE))
+    body, sha256 = read_file(directory / MODEL_FILE, most_bytes(running), expected.get(MODEL_FILE))
     weights = read_candidate(body, running, d2t, _dtype(model))
     own = _own_parameters(model)
     kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in own.items()}

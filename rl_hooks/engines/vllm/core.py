@@ -24,7 +24,7 @@ from typing import Any, Final
 from rl_hooks.engines.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.tap import MAX_TOKENS
 from rl_hooks.engines.vllm.rounds import RoundCounter
-from rl_hooks.engines.vllm.steps import is_plain
+from rl_hooks.engines.vllm.steps import is_plain, leaves_out_truncated, sampling_of
 from rl_hooks.engines.vllm.swapper import answered, joint_state
 from rl_hooks.sending.sampling import sampling_position
 
@@ -70,8 +70,11 @@ class CoreLink:
             return  # a KV connector's tokens come without rows, whatever the prefix cache does
         if sampling_position(request.request_id, "tap") >= self.sample_fraction:
             return
-        if is_plain(request) and len(request.prompt_token_ids) <= MAX_TOKENS:  # the others are not tapped
-            request.skip_reading_prefix_cache = True
+        if not is_plain(request) or len(request.prompt_token_ids) > MAX_TOKENS:  # not tapped
+            return
+        if sampling_of(request.sampling_params).truncated and leaves_out_truncated(self.core.vllm_config):
+            return
+        request.skip_reading_prefix_cache = True
 
     def before_step(self) -> None:
         """Do what there is to do between two steps."""
@@ -178,7 +181,7 @@ class CoreLink:
             future.set_exception(failure)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        return answered(method, self.core.model_executor.collective_rpc(method, args=args))
+        return answered(self.core.model_executor.collective_rpc(method, args=args))
 
     def _take(self, states: list[dict[str, Any]]) -> None:
         self.state = joint_state(states)

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from rl_hooks.engines.candidate import DrafterRefusedError, max_model_bytes, read_candidate, read_file, running_sizes
+from rl_hooks.engines.candidate import DrafterRefusedError, read_candidate, read_file, running_sizes
 from rl_hooks.engines.vllm.modules import (
     module_elements,
     read_own_module,
@@ -25,7 +25,7 @@ from rl_hooks.engines.vllm.modules import (
     shared_modules,
     unread_weights,
 )
-from rl_hooks.format.drafter import MODEL_FILE, Sizes
+from rl_hooks.format.drafter import MODEL_FILE, Sizes, most_bytes
 from rl_hooks.format.mtp import MtpConfig
 
 log = logging.getLogger("vllm.draftalign")
@@ -116,7 +116,7 @@ class RunningDraft:
             if isinstance(sizes, MtpConfig):
                 return read_own_module(directory, sizes, self.dtype())
             directory = started_with(self._worker)
-            body, _ = read_file(directory / MODEL_FILE, max_model_bytes(sizes), None)
+            body, _ = read_file(directory / MODEL_FILE, most_bytes(sizes), None)
             return read_candidate(body, sizes, d2t, self.dtype())
         except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
             log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
@@ -156,9 +156,8 @@ class RunningDraft:
         unread = unread_weights(self.sizes())
         weights = [*tensors.items(), *((name, torch.ones(shape)) for name, shape in unread.items())]
         if self._offsets is not None:
-            weights.append(
-                ("d2t", self._offsets)
-            )  # the reload takes every parameter off the model, and a sleep may have lost it
+            # The reload takes every parameter off the model, and a sleep may have lost this one.
+            weights.append(("d2t", self._offsets))
         _synchronize(self._worker)
         with set_current_vllm_config(config), self._detached(), _repacked_experts(draft, self._worker):
             initialize_layerwise_reload(draft)

@@ -8,12 +8,10 @@
 | `POST /drafter/swap` | `{path, version, sha256}` -> `{version, previous, sha256}`; checked first, all or nothing |
 | `GET /drafter/state` | `{version, loaded, swaps, depth, drafting, config_fingerprint, ...}` |
 
-`path` is a directory with model.safetensors and config.json under DRAFTALIGN_DRAFTER_DIR; others are refused. vLLM's
-`--api-key` guards /v1 only: set DRAFTALIGN_SWAP_TOKEN to ask for a bearer token here. Errors are RFC 9457 problem
-documents. 412 means that the files are not those whose digests `sha256` names: the right ones may come. Any other 4xx
-refuses this drafter for good; after a 5xx it may be accepted later. Without `sha256` any bytes are taken. Entry points,
-both named `draftalign`: `vllm.general_plugins` -> `register`, `vllm.endpoint_plugins` -> `DrafterEndpoints`. Details:
-docs/guide/vllm.md.
+`path` is a directory under DRAFTALIGN_DRAFTER_DIR. With DRAFTALIGN_SWAP_TOKEN a bearer token is asked for: vLLM's
+`--api-key` guards /v1 only. Errors are RFC 9457 problem documents. 412: the files are not those whose digests `sha256`
+names (without it any bytes are taken); the right ones may come. Any other 4xx refuses this drafter for good; after a
+5xx it may be accepted later. Details: docs/guide/vllm.md.
 """
 
 from __future__ import annotations

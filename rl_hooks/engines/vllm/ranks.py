@@ -42,39 +42,36 @@ class Ranks:
 
     def __init__(self, worker: Any) -> None:
         self.size = int(worker.vllm_config.parallel_config.tensor_parallel_size)
-        self._group: Any = None
+        #: vLLM's own; None with one rank.
+        self.group: Any = None
         if self.size > 1:
             from vllm.distributed.parallel_state import get_tp_group
 
-            self._group = get_tp_group()
+            self.group = get_tp_group()
 
     @property
     def first(self) -> bool:
         """Whether this rank is the one that sends."""
-        return self._group is None or self._group.rank_in_group == 0
-
-    def members(self) -> list[int]:
-        """The ranks as torch.distributed numbers them."""
-        return [0] if self._group is None else list(self._group.ranks)
+        return self.group is None or self.group.rank_in_group == 0
 
     def all_agree(self, *, ok: bool) -> bool:
         """Whether all ranks say `ok`. Raises RuntimeError where one does not answer in time."""
-        if self._group is None:
+        if self.group is None:
             return ok
         answer = torch.tensor([int(ok)])
         minimum = dist.ReduceOp.MIN
-        dist.all_reduce(answer, minimum, group=self._group.cpu_group, async_op=True).wait(_PATIENCE)
+        dist.all_reduce(answer, minimum, group=self.group.cpu_group, async_op=True).wait(_PATIENCE)
         return bool(answer.item())
 
     def whole(self, shard: Tensor, rows: int) -> Tensor | None:
         """The matrix [rows, H] of which each rank holds a slice of its padded rows; None on the ranks but the first."""
-        if self._group is None:
+        if self.group is None:
             return shard[:rows]
         with self.together():  # memory may run out on one of them
             # As bytes: gloo knows fewer types than torch.
             own = shard.detach().to("cpu", copy=True).contiguous().view(torch.uint8)
             parts = [torch.empty_like(own) for _ in range(self.size)] if self.first else None
-        group = self._group
+        group = self.group
         dist.gather(own, parts, group.ranks[0], group=group.cpu_group, async_op=True).wait(_PATIENCE)
         return None if parts is None else torch.cat([part.view(shard.dtype) for part in parts])[:rows]
 
@@ -125,7 +122,7 @@ class Joiner:
     @classmethod
     def of(cls, ranks: Ranks, tally: Tally) -> Self:
         """For the ranks of an engine, of which there are several. A collective."""
-        members = ranks.members()
+        members = list(ranks.group.ranks)
         group = dist.new_group(members, timeout=_PATIENCE, backend="gloo", use_local_synchronization=True)
         return cls(group, tally)
 

@@ -160,14 +160,12 @@ class RoundCounter:
         drafter, policy = self._law
         if self._step:
             emitted = {one.request_id: len(one.new_token_ids) for batch in outputs.values() for one in batch.outputs}
-            if self._makers is None:
-                self._book((drafter, policy), self._step, emitted)
-            else:
-                by_maker: dict[str | None, list[tuple[str, int, int]]] = {}
-                for round_ in self._step:
-                    by_maker.setdefault(self._makers.get(round_[0], drafter), []).append(round_)
-                for maker, rounds in by_maker.items():
-                    self._book((maker, policy), rounds, emitted)
+            by_maker: dict[str | None, list[tuple[str, int, int]]] = {}
+            makers = self._makers or {}
+            for round_ in self._step:
+                by_maker.setdefault(makers.get(round_[0], drafter), []).append(round_)
+            for maker, rounds in by_maker.items():
+                self._book((maker, policy), rounds, emitted)
             for request, _, _ in self._step:
                 if request not in self._scheduler.requests:
                     self._prompts.pop(request, None)

@@ -86,8 +86,21 @@ def request_of(new: Any) -> Request | None:
     stop = frozenset(params.stop_token_ids or ()) if params.ignore_eos else frozenset(params.all_stop_token_ids)
     if not params.ignore_eos and params.eos_token_id is not None:
         stop |= {params.eos_token_id}
-    sampling = Sampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
-    return Request(new.req_id, new.prompt_token_ids, sampling, stop, params.max_tokens)
+    return Request(new.req_id, new.prompt_token_ids, sampling_of(params), stop, params.max_tokens)
+
+
+def sampling_of(params: Any) -> Sampling:
+    """How vLLM's sampling parameters draw a token."""
+    return Sampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
+
+
+def leaves_out_truncated(config: Any) -> bool:
+    """Whether an engine of this configuration collects no request with top_p or top_k.
+
+    No rank sees what they leave of a distribution whose head is split over ranks; replay of sampled drafts asks for it.
+    """
+    sampled = getattr(config.speculative_config, "draft_sample_method", None) not in (None, "greedy")
+    return sampled and config.parallel_config.tensor_parallel_size > 1
 
 
 def drafter_call(runner: Any) -> tuple[Any, str, Read, tuple[str, ...]]:

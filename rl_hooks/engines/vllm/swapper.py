@@ -26,19 +26,17 @@ class SwapProblem(Exception):  # noqa: N818 - it becomes a problem document
         self.status, self.title, self.detail = status, title, detail
 
 
-class RpcError(Exception):
-    """A worker failed at a call, or refused a drafter."""
-
-    def __init__(self, method: str, answer: dict[str, Any]) -> None:
-        super().__init__(f"{method}: {answer['error']}")
-        self.text, self.refused = str(answer["error"]), bool(answer["refused"])
+#: What a worker's failure is called, by its status; where ranks failed in several ways, the first of these is told.
+_FAILURES: Final = {412: "Other bytes", 409: "Drafter refused", 503: "Engine error"}
 
 
-def answered(method: str, answers: Sequence[Any]) -> list[Any]:
-    """The answers of all ranks to a call; raises RpcError where one of them failed, a refusal first."""
+def answered(answers: Sequence[Any]) -> list[Any]:
+    """The answers of all ranks to a call; raises SwapProblem where one of them failed."""
     failed = [answer for answer in answers if isinstance(answer, dict) and "error" in answer]
-    if failed:
-        raise RpcError(method, max(failed, key=lambda answer: bool(answer["refused"])))
+    for status, title in _FAILURES.items():
+        for answer in failed:
+            if answer["status"] == status:
+                raise SwapProblem(status, title, str(answer["error"])[:600])
     return list(answers)
 
 
@@ -126,14 +124,6 @@ class Swapper:
             if time.monotonic() > deadline:
                 raise SwapProblem(503, "Too slow", f"reading {version} took over {_STAGE_TIMEOUT_SECONDS:.0f} s")
             await asyncio.sleep(_POLL_SECONDS)
-        for rank in ranks:
-            if rank["other_bytes"]:
-                raise SwapProblem(412, "Other bytes", rank["other_bytes"])
-        for rank in ranks:
-            if rank["refused"]:
-                raise SwapProblem(409, "Drafter refused", rank["refused"])
-            if rank["failed"]:
-                raise SwapProblem(503, "Drafter not read", rank["failed"])
         digests = {rank["sha256"] for rank in ranks if rank["sha256"]}
         if len(digests) != 1:
             raise SwapProblem(503, "Drafter not read", f"workers read different files for {version}: {sorted(digests)}")
@@ -141,11 +131,9 @@ class Swapper:
 
     async def _call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         try:
-            return answered(method, await self._ask(method, arguments))
-        except RpcError as error:
-            if error.refused:
-                raise SwapProblem(409, "Drafter refused", error.text) from error
-            raise SwapProblem(503, "Engine error", str(error)[:600]) from error
+            return answered(await self._ask(method, arguments))
+        except SwapProblem:
+            raise
         except Exception as error:  # vLLM's own, of any kind
             raise SwapProblem(503, "Engine error", f"{method}: {str(error)[:500]}") from error
 

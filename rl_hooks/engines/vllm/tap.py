@@ -10,17 +10,15 @@ The tap sends your users' text, as token ids and hidden states: sample with thei
 V1 and V2 are tested on a CPU (tests/vllm_server/test_vllm_server_tap.py). Asynchronous scheduling on GPUs is written
 from vLLM's source (0.32, 0.33) and was not run.
 
-With tensor parallelism each rank holds a slice of the head, and all of the states. At each step all ranks score the
-rows of the same requests, each over its slice (`ranks.Shard`, `ranks.Joiner`); the first rank alone chooses, keeps and
-sends. Which requests these are follows from vLLM's schedule and the settings only, so no rank waits for one that has no
-rows.
-Pipeline parallelism is refused.
+With tensor parallelism all ranks score the rows of the same requests, each over its slice of the head (`_Shares`); the
+first rank alone keeps and sends. Pipeline parallelism is refused.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -36,17 +34,20 @@ from rl_hooks.engines.tap import FeatureTap, Head, Step, labelled_rows
 from rl_hooks.engines.vllm.draft import started_with
 from rl_hooks.engines.vllm.policy import ServedPolicy
 from rl_hooks.engines.vllm.ranks import Joiner, Ranks, Shard
-from rl_hooks.engines.vllm.steps import Named, Read, TapUnsupportedError, drafter_call, named_arguments, request_of
+from rl_hooks.engines.vllm.steps import (
+    Named,
+    Read,
+    TapUnsupportedError,
+    drafter_call,
+    leaves_out_truncated,
+    named_arguments,
+    request_of,
+)
 from rl_hooks.release import PLAIN_NAME
 from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
-from rl_hooks.sending.registration import (
-    HeadWatch,
-    RunRegistration,
-    head_job,
-    head_weight,
-)
+from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, head_weight
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.sender import RolloutSender
 
@@ -103,20 +104,20 @@ class ServiceSettings:
 class _Shares:
     """What this rank scores of each step for all ranks, where the head is split: the rows of the sampled requests.
 
-    No rank sees what top_p and top_k leave of a whole distribution. Replay asks for it where drafts are `sampled`: then
-    such requests are left out.
+    Which these are follows from vLLM's schedule and the settings only, so no rank waits for one that has no rows.
+    `whole_only`: leave out requests with top_p or top_k (`leaves_out_truncated`).
     """
 
     def __init__(
-        self, joiner: Joiner, fraction: float, policy_version: Callable[[], int | None], *, sampled: bool
+        self, joiner: Joiner, fraction: float, policy_version: Callable[[], int | None], *, whole_only: bool
     ) -> None:
-        self.joiner, self._fraction, self._version, self._sampled = joiner, fraction, policy_version, sampled
+        self.joiner, self._fraction, self._version, self._whole_only = joiner, fraction, policy_version, whole_only
         self._temperatures: dict[str, float] = {}  # of the sampled requests under way
         self._steps = self._rows = 0
 
     def leaves_out(self, request: Request) -> bool:
         """Whether this request's log p would be of another distribution than it was drawn from."""
-        return self._sampled and request.sampling.truncated
+        return self._whole_only and request.sampling.truncated
 
     def schedule(self, scheduler_output: Any) -> None:
         """A step's schedule, which all ranks read alike."""
@@ -205,15 +206,9 @@ class VllmTap:
                 )
                 self.sender = RolloutSender(settings.url, run=settings.run, token=settings.token)
                 self.sender.submit_job(registration.job(settings.run))
-        bounds = (
-            {}
-            if self.sender is None
-            else {
-                "file_bytes": self.sender.file_bytes,
-                "rollout_bytes": self.sender.rollout_bytes,
-            }
-        )
-        self.batcher = Batcher(self._send, **bounds)
+        sender = self.sender
+        bounds = (math.inf, math.inf) if sender is None else (sender.file_bytes, sender.rollout_bytes)
+        self.batcher = Batcher(self._send, file_bytes=bounds[0], rollout_bytes=bounds[1])
         self.tap = FeatureTap(
             self._score_head(),
             self.batcher.add,
@@ -221,16 +216,14 @@ class VllmTap:
             tokens_per_minute=settings.tokens_per_minute,
             weights=watch.weights,
             policy_version=version,
-            moved=watch.found_moved,
+            moved=lambda: watch.noticed(),  # noqa: PLW0108 - it is set later
         )
         self.batcher.tally = self.tap.tally
         self._shares: _Shares | None = None
         if ranks.size > 1:
             joiner = Joiner.of(ranks, self.tap.tally)
-            drafting = getattr(worker.vllm_config.speculative_config, "draft_sample_method", None) or "greedy"
-            self._shares = _Shares(
-                joiner, settings.sample_fraction, lambda: watch.version, sampled=drafting != "greedy"
-            )
+            whole_only = leaves_out_truncated(worker.vllm_config)
+            self._shares = _Shares(joiner, settings.sample_fraction, lambda: watch.version, whole_only=whole_only)
         self._wrap(worker.model_runner)
         watch.changing = self.tap.cut
         if (job := self._head_job(version)) is not None and self.sender is not None:

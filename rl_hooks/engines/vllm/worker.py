@@ -24,7 +24,6 @@ from rl_hooks.engines.candidate import (
     DigestMismatchError,
     DrafterRefusedError,
     check_config,
-    max_model_bytes,
     read_candidate,
     read_file,
     vocabulary_digest,
@@ -35,7 +34,7 @@ from rl_hooks.engines.vllm.modules import float32_weights
 from rl_hooks.engines.vllm.ranks import Ranks
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.engines.vllm.weights import DrafterWeights, LoadedDrafter
-from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint, most_bytes
 from rl_hooks.format.mtp import MtpConfig
 
 log = logging.getLogger("vllm.draftalign")
@@ -49,9 +48,8 @@ class Staged:
     version: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sha256: str = ""
-    refused: str | None = None
-    other_bytes: str | None = None
-    failed: str | None = None
+    #: Why it cannot be loaded.
+    fault: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
     #: SHA-256 by file name, where whoever asked knows them.
     expected: Mapping[str, str] = field(default_factory=dict)
@@ -81,19 +79,14 @@ class DrafterSwap:
         threading.Thread(target=self._read, args=(staged,), name="draftalign-stage", daemon=True).start()
 
     def staged(self) -> dict[str, Any]:
-        """Where the last `stage` stands."""
+        """Whether the last `stage` is done, and what it read. Raises what it found wrong."""
         staged = self._staged
         if staged is None:
-            nothing = {"done": True, "refused": None, "other_bytes": None, "sha256": ""}
-            return {**nothing, "failed": "nothing is staged"}
-        return {
-            "version": staged.version,
-            "done": staged.done.is_set(),
-            "refused": staged.refused,
-            "other_bytes": staged.other_bytes,
-            "failed": staged.failed,
-            "sha256": staged.sha256,
-        }
+            raise RuntimeError("nothing is staged")
+        done = staged.done.is_set()
+        if staged.fault is not None:
+            raise staged.fault
+        return {"version": staged.version, "done": done, "sha256": staged.sha256}
 
     def apply(self, version: str, sha256: str) -> dict[str, Any]:
         """Swap in the staged drafter, also if it is served already: its weights may have been lost unnoticed.
@@ -114,10 +107,8 @@ class DrafterSwap:
             raise RuntimeError(f"{version} is not staged here; another swap came between. Ask again")
         if not staged.done.is_set():  # another API process has staged it again; the engine must not wait for a disk
             raise RuntimeError(f"{version} is still being read here; ask again")
-        if staged.refused is not None:
-            raise DrafterRefusedError(staged.refused)
-        if fault := staged.other_bytes or staged.failed:
-            raise RuntimeError(fault)
+        if staged.fault is not None:
+            raise staged.fault
         if self._is_updated():
             raise RuntimeError("a trainer is updating this worker's weights; ask again")
         if self.watch is not None and self.watch.asleep:
@@ -245,16 +236,14 @@ class DrafterSwap:
                 sizes, d2t = self.draft.check(), self.draft.offsets()
                 directory, expected = Path(staged.path), staged.expected
                 check_config(directory, sizes, "vllm", expected.get(CONFIG_FILE))
-                model, limit = directory / MODEL_FILE, max_model_bytes(sizes)
+                model, limit = directory / MODEL_FILE, most_bytes(sizes)
                 body, staged.sha256 = read_file(model, limit, expected.get(MODEL_FILE))
                 staged.tensors = read_candidate(body, sizes, d2t, self.draft.dtype(), float32_weights(sizes))
                 self.weights.read_initial()
-        except DrafterRefusedError as error:
-            staged.refused = str(error)
-        except DigestMismatchError as error:
-            staged.other_bytes = str(error)
+        except (DrafterRefusedError, DigestMismatchError) as error:
+            staged.fault = type(error)(str(error))  # without the frames, which hold the file's bytes
         except Exception as error:  # noqa: BLE001 - `staged` tells the caller
-            staged.failed = f"{type(error).__name__}: {error}"
+            staged.fault = RuntimeError(f"{type(error).__name__}: {error}")
         finally:
             staged.done.set()
 
@@ -289,7 +278,7 @@ def _of(worker: Any) -> DrafterSwap:
 def _rpc(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of `DrafterSwap` as one of vLLM's worker, `draftalign_<name>`.
 
-    Its failure is an answer too: {"error", "refused"}, an exception by `swapper.answered`. vLLM raises at the first
+    Its failure is an answer too: {"error", "status"}, an exception by `swapper.answered`. vLLM raises at the first
     rank that failed and leaves the answers of the ranks after it unread (0.32). Every later call, the engine's own
     steps too, would then read the answer to the call before it.
     """
@@ -300,9 +289,12 @@ def _rpc(method: Callable[..., Any]) -> Callable[..., Any]:
             return dict(_NEVER_SWAPPED)  # it sleeps, and a first look would read weights that may be unmapped
         try:
             return method(_of(worker), *args, **kwargs)
+        except DrafterRefusedError as error:
+            return {"error": str(error), "status": 409}
+        except DigestMismatchError as error:
+            return {"error": str(error), "status": 412}
         except Exception as error:  # noqa: BLE001 - `answered` raises it once all ranks have answered
-            refused = isinstance(error, DrafterRefusedError)
-            return {"error": str(error) if refused else f"{type(error).__name__}: {error}", "refused": refused}
+            return {"error": f"{method.__name__}: {type(error).__name__}: {error}", "status": 503}
 
     answering.__name__ = f"draftalign_{method.__name__}"
     return answering

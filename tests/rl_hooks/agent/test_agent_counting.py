@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -335,7 +336,7 @@ def test_an_engine_goes_back_to_a_version_that_was_accepted_without_a_trial(
         settle(engine)
         engine.play(300, 3)
         settle(engine)
-        agent.followers[engine.url]._clock = lambda: time.monotonic() + 7200.0  # nothing recent to compare with
+        agent.followers[engine.url].books.canary._good_at -= 7200.0  # nothing recent to compare with
         second = service.publish(2)
         eventually(lambda: engine.version == second)
         settle(engine)
@@ -361,6 +362,27 @@ def test_a_trial_survives_a_restart_of_the_agent(service: Service, engine: Engin
         eventually(lambda: engine.version == first)
         (verdict,) = eventually(service.verdicts)
     assert (verdict["version"], verdict["outcome"]) == (second, "rolled_back")
+
+
+def test_rounds_of_before_an_agent_was_away_for_hours_are_no_baseline(
+    service: Service, engine: Engine, tmp_path: Path
+) -> None:
+    first = service.publish(1)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        eventually(lambda: engine.version == first)
+        settle(engine)
+        engine.play(300, 3)
+        eventually(lambda: service.last_report(first).get("rounds") == 300)
+    (memory,) = (tmp_path / "default" / "engines").glob("*.json")
+    os.utime(memory, times=(time.time() - 7200,) * 2)
+    second = service.publish(2)
+    with running_agent(service, engine, cache=tmp_path, canary=SMALL):
+        eventually(lambda: engine.version == second)
+        settle(engine)
+        engine.play(300, 0)
+        eventually(lambda: service.last_report(second).get("rounds") == 300)
+        settle(engine, 6)
+    assert (engine.version, service.verdicts()) == (second, [])
 
 
 def test_counts_are_reported_while_every_swap_fails(service: Service, engine: Engine, tmp_path: Path) -> None:
@@ -494,13 +516,13 @@ vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 7.0
 vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 7.0
 """
     snapshot = Snapshot.parse(text)
-    assert snapshot == Snapshot(20, 60, 33, (18, 10, 5), 53, None)
-    counts = snapshot.since(Snapshot.zero(snapshot), 2.0)
+    assert snapshot == Snapshot(Counts(20, 60, 33, (18, 10, 5), 53))
+    counts = snapshot.counts.since(Counts(), 2.0)
     assert counts.alpha == pytest.approx(1 + 33 / 20)
     assert counts.emitted_tokens == 53
     # An engine that counts exactly this is believed; one that counts first tokens only at the end, otherwise.
-    assert Snapshot.parse(text + "draftalign:spec_decode_emitted_tokens_total 50\n").emitted_tokens == 50
-    assert Snapshot.parse(text.replace("time_to_first_token", "x")).emitted_tokens == 51
+    assert Snapshot.parse(text + "draftalign:spec_decode_emitted_tokens_total 50\n").counts.emitted_tokens == 50
+    assert Snapshot.parse(text.replace("time_to_first_token", "x")).counts.emitted_tokens == 51
 
 
 @pytest.mark.parametrize(
@@ -508,7 +530,8 @@ vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 7.0
     [
         ("", ROUNDS),
         (f"{ROUNDS} NaN\n{DRAFTED} 1\n{ACCEPTED} 1\n", "NaN|nan"),
-        (f"{ROUNDS} -1\n{DRAFTED} 1\n{ACCEPTED} 1\n", "non-negative"),
+        (f"{ROUNDS} -1\n{DRAFTED} 1\n{ACCEPTED} 1\n", "0 to 2"),
+        (f"{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1.7e308\n", "0 to 2"),
         (f'{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1\n{ACCEPTED_PER_POSITION}{{position="x"}} 1\n', "position"),
         (f'{ROUNDS} 1\n{DRAFTED} 1\n{ACCEPTED} 1\n{ACCEPTED_PER_POSITION}{{position="1000000"}} 1\n', "position"),
         (f"{ROUNDS} {{{{\n", "text format"),

@@ -29,7 +29,7 @@ from agent_fixtures import (
 )
 from prometheus_client import generate_latest
 
-from rl_hooks.agent.agent import AgentConfig, Backoff, SwapAgent
+from rl_hooks.agent.agent import AgentConfig, SwapAgent, pause_seconds
 from rl_hooks.agent.download import strip_shared
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.errors import AgentError, DownloadError, EngineError, ManifestError
@@ -566,13 +566,10 @@ def test_a_bug_met_once_does_not_leave_the_engine_alone(
 
 
 def test_pauses_grow_to_a_limit_and_differ() -> None:
-    backoff = Backoff(limit_seconds=8.0, first_seconds=0.25)
-    pauses = [backoff.next_seconds() for _ in range(200)]
+    pauses = [pause_seconds(failures, 8.0) for failures in range(1, 201)]
     assert 0.125 <= pauses[0] <= 0.25
     assert all(4.0 <= pause <= 8.0 for pause in pauses[10:])
     assert len(set(pauses)) > 100
-    backoff.reset()
-    assert backoff.next_seconds() <= 0.25
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

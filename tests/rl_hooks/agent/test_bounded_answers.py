@@ -229,7 +229,7 @@ def test_the_page_of_64_engine_cores_is_read_and_one_of_endless_counters_is_not(
         ]
         return "\n".join([*lines, "# other lines", "python_info 1", ""])
 
-    assert Snapshot.parse(page(64)).rounds == 64
+    assert Snapshot.parse(page(64)).counts.rounds == 64
     labels = ",".join(f'a{i}="1"' for i in range(90_000))
     long = f"vllm:spec_decode_num_drafts_total{{{labels}}} 1\n"
     for endless in (page(640), long):
@@ -342,7 +342,7 @@ def test_an_sglang_server_does_not_choose_how_many_copies_are_made(size: Any, tm
     (tmp_path / "config.json").write_text(json.dumps(drafter_config()))
     body = json.dumps(info).encode()
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(body)))
-    server = SGLangEngine("http://engine", httpx.AsyncClient(transport=transport))
+    server = SGLangEngine("http://engine", httpx.AsyncClient(transport=transport), tmp_path)
     release: Any = SimpleNamespace(path=tmp_path, version="v1", sha256s={})
     with pytest.raises(EngineError, match="expected tp_size of 1 to 1024"):
         asyncio.run(server.swap(release))

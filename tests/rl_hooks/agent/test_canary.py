@@ -6,9 +6,10 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 
-from benchmarks.canary import WORLDS, trial
+from benchmarks.canary import WORLDS, Traffic, trial
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule, _certain, blocks, log_alpha_variance
 from rl_hooks.engines.counters import Counts
 
@@ -281,6 +282,59 @@ def test_an_equal_version_is_seldom_swapped_back_whatever_the_prompts_are(before
     """Stated: 1 of 100 a look, at most 3 looks. Neighbouring blocks alone said 20 to 35 of 100 in the last two."""
     back = sum(not trial(world, seed, before=before).passed for world in UNLIKE for seed in range(20))
     assert back <= 3, back
+
+
+def test_an_equal_version_is_seldom_swapped_back_where_a_stretch_is_of_one_prompt_or_two() -> None:
+    """Before what neighbouring blocks have in common was asked: 9 of 40."""
+    world = next(world for world in WORLDS if world.name == "one prompt at a time")
+    back = sum(not trial(world, seed).passed for seed in range(40))
+    assert back <= 3, back
+
+
+@pytest.mark.parametrize("since", [0, 500])
+@pytest.mark.parametrize(("shift", "passed"), [(-0.8, True), (-6.0, False)])
+def test_a_version_that_comes_after_a_restart_is_swapped_back_only_where_it_is_dead(
+    shift: float, passed: bool, since: int
+) -> None:
+    """The engine may have been started again to draw at another temperature: α is 28 % lower for any version."""
+    traffic, canary = Traffic(WORLDS[0], np.random.default_rng(0)), Canary(CanaryRule())
+
+    def count(version: str, rounds: int) -> CanaryResult | None:
+        verdict = None
+        while rounds > 0 and verdict is None:
+            counts = traffic.scrape()
+            rounds -= counts.rounds
+            verdict = canary.count(version, counts, now=0.0)
+        return verdict
+
+    canary.loaded("a", exempt=True)
+    count("a", 10_000)
+    canary.interrupted(restarted=True)
+    traffic.shift = -0.8
+    canary.loaded("a", exempt=False)
+    count("a", since)
+    again = Canary(CanaryRule())
+    again.restore(json.loads(json.dumps(canary.dump(0.0))), 0.0)
+    canary = again
+    canary.loaded("b", exempt=False)
+    traffic.shift = shift
+    verdict = count("b", 10_000)
+    assert verdict is not None
+    assert verdict.passed is passed
+
+
+def test_a_worse_version_is_swapped_back_again_once_the_old_one_was_counted_after_a_restart() -> None:
+    canary = Canary(CanaryRule(rounds=400))
+    canary.loaded("a", exempt=False)
+    for part in _rounds([3] * 24, 50):
+        canary.count("a", part, now=0.0)
+    canary.interrupted(restarted=True)
+    canary.loaded("a", exempt=False)
+    for part in _rounds([2] * 8, 50):
+        canary.count("a", part, now=0.0)
+    verdict = _verdict(canary, _rounds([1] * 8, 50))
+    assert verdict is not None
+    assert (verdict.passed, verdict.previous_alpha) == (False, 3.0)
 
 
 @pytest.mark.parametrize("before", [2_000, 20_000])

@@ -13,7 +13,7 @@ from agent_fixtures import manifest
 from rl_hooks.agent.canary import CanaryResult
 from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, Seen, Since, between
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Release, layers_of, parse_manifest
 
@@ -94,7 +94,7 @@ def test_a_process_takes_only_what_fits_the_drafter_that_it_took(
 
 
 def scrape(rounds: int) -> Snapshot:
-    return Snapshot(rounds, 3 * rounds, rounds, (), None, None)
+    return Snapshot(Counts(rounds, 3 * rounds, rounds, (), None))
 
 
 def test_a_restart_is_seen_by_counters_that_fell_or_by_fewer_swaps() -> None:

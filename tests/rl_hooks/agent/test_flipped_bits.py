@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import random
-import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
@@ -291,7 +290,7 @@ def test_a_bit_that_flips_before_a_vllm_restarts_is_not_loaded_when_it_is_back(
             def fetch(manifest: Manifest, again: bool) -> Release:
                 return fetch_release(client, manifest, cache, again=again)
 
-            follower = EngineFollower(engine, CanaryRule(), AgentMetrics(), cache, time.monotonic, fetch)
+            follower = EngineFollower(engine, CanaryRule(), AgentMetrics(), cache, fetch)
             assert await follower.tick(offer)
             for number in range(FLIPS):
                 path = offer.path / rng.choice((*FILES, RECEIPT))

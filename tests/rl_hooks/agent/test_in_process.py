@@ -83,13 +83,13 @@ def agent(url: str, tmp_path: Path, **settings: Any) -> InProcessAgent:
 def test_a_run_is_joined_at_the_version_that_the_service_knows(
     service: RunningService, redis_url: str, tmp_path: Path
 ) -> None:
-    assert agent(service.url, tmp_path, run="new").newest_policy(5) is None
-    assert agent(service.url, tmp_path).newest_policy(5) == 0
+    assert agent(service.url, tmp_path, run="new").newest_policy() is None
+    assert agent(service.url, tmp_path).newest_policy() == 0
     service.client.put("/runs/default/head", content=head_file(7), headers=HEADERS).raise_for_status()
-    assert agent(service.url, tmp_path).newest_policy(5) == 7
+    assert agent(service.url, tmp_path).newest_policy() == 7
     with Redis.from_url(redis_url) as redis:
         redis.set(StoreKeys("default").latest_policy, 57)  # as the queue does when a batch arrives
-    assert agent(service.url, tmp_path).newest_policy(5) == 57
+    assert agent(service.url, tmp_path).newest_policy() == 57
 
 
 @contextmanager
@@ -312,7 +312,7 @@ def test_an_engine_whose_rounds_are_not_counted_is_complained_about_once(
     def fetch(_: Manifest, _again: bool) -> Release:
         raise AssertionError("nothing is offered")
 
-    follower = EngineFollower(engine, CanaryRule(), AgentMetrics(), tmp_path, time.monotonic, fetch)
+    follower = EngineFollower(engine, CanaryRule(), AgentMetrics(), tmp_path, fetch)
     with caplog.at_level(logging.INFO, "draftalign.agent"):
         for _ in range(3):
             asyncio.run(follower.tick(None))

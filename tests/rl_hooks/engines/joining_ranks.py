@@ -60,7 +60,7 @@ def scores(rank: int) -> None:
     """As an engine makes it, with a group of its own."""
     config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
     ranks = Ranks(SimpleNamespace(vllm_config=config))
-    ranks._group = SimpleNamespace(ranks=[0, 1])
+    ranks.group = SimpleNamespace(ranks=[0, 1])
     tally = Tally(logging.getLogger("vllm.draftalign"))
     joining = Joiner.of(ranks, tally)
     for step in range(1, 20):

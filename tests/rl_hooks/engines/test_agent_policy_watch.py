@@ -177,7 +177,7 @@ def collecting(model: Model) -> tuple[PolicyWatch, FeatureTap, list[Collected]]:
         tokens_per_minute=10**6,
         weights=watch.weights,
         policy_version=3,
-        moved=watch.found_moved,
+        moved=lambda: watch.noticed(),  # noqa: PLW0108 - it is set later
     )
     watch.changing = tap.cut
     return watch, tap, collected

@@ -153,7 +153,7 @@ def held_bytes(tapped: FeatureTap) -> int:
     """Host memory of the rows of the requests under way."""
     found: dict[int, int] = {}
     for chunk in (chunk for tracked in tapped._tracked.values() for chunk in tracked.chunks):
-        for tensor in (*chunk._own.values(), *(chunk._step.wait().values() if chunk._step else ())):
+        for tensor in (*chunk._own.values(), *(chunk._step().values() if chunk._step else ())):
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 
@@ -325,7 +325,7 @@ def test_each_request_is_scored_by_the_distribution_that_it_is_drawn_from() -> N
 def test_a_truncated_request_is_dropped_and_counted_where_many_of_its_rows_come_at_once(
     sampling: Sampling, sent: int
 ) -> None:
-    """As after a preemption: what top-p leaves is not computed for thousands of rows, most of which are a prompt's."""
+    """What top-p leaves is not computed for thousands of rows, most of which are a prompt's."""
     script, collected = Script("r", [2, 3], [4, *[5] * 80, STOP]), list[Collected]()
     tapped = tap(collected.append)
     tapped.begin(script.request(sampling=sampling))
@@ -334,6 +334,27 @@ def test_a_truncated_request_is_dropped_and_counted_where_many_of_its_rows_come_
     tapped.end(["r"])
     eventually(lambda: tapped.tally["delivered"] + tapped.tally["skipped_unscored"] == 1)
     assert (len(collected), tapped.tally["failures"]) == (sent, 0)
+
+
+def test_a_truncated_request_that_was_preempted_keeps_the_scores_of_before() -> None:
+    """All its rows come again at once, and the first of them are not scored again. A draft was rejected on the way."""
+    text, law = [4, *[5, 6] * 40, STOP], Sampling(0.8, 0.9, 0)
+    whole, cut = Script("whole", [2, 3], text), Script("cut", [2, 3], text)
+    collected = list[Collected]()
+    tapped = tap(collected.append)
+    for script in (whole, cut):
+        tapped.begin(script.request(sampling=law))
+        tapped.step(step([(script, 0, [2, 3], 0, 4)]))
+        tapped.step(step([(script, 2, [4, 9], 1, 5)]))
+        for place in range(3, len(script.tokens) - 2):
+            tapped.step(step([(script, place, [script.tokens[place]], 0, script.tokens[place + 1])]))
+    tapped.step(step([(cut, 0, cut.tokens[:-2], 0, cut.tokens[-2])]))
+    for script in (whole, cut):
+        tapped.step(step([(script, len(script.tokens) - 2, [script.tokens[-2]], 0, STOP)]))
+    tapped.end(["whole", "cut"])
+    eventually(lambda: tapped.tally["delivered"] + tapped.tally["skipped_unscored"] == 2)
+    assert [one.input_ids.tolist() for one in collected] == [whole.tokens] * 2
+    assert collected[0].logprobs.tolist() == pytest.approx(collected[1].logprobs.tolist(), abs=1e-6)
 
 
 def test_a_truncated_request_with_a_long_prompt_is_scored() -> None:

@@ -45,7 +45,7 @@ def test_every_round_is_its_makers_whatever_is_swapped_between_steps(seed: int, 
     assert {(d, p): (c.rounds, c.accepted_tokens) for d, p, c in read.exact} == {
         law: (rounds, scheduler.accepted[law]) for law, rounds in scheduler.truth.items()
     }
-    assert (read.emitted_tokens, read.drafted_tokens) == (scheduler.emitted, scheduler.told)
+    assert (read.counts.emitted_tokens, read.counts.drafted_tokens) == (scheduler.emitted, scheduler.told)
     assert read.policy_version == scheduler.policy
     of_prompt = scheduler.of_prompt
     assert {(d, p): c.by_prompt for d, p, c in read.exact} == {
@@ -176,7 +176,7 @@ def test_an_update_that_raises_is_the_engines_and_its_rounds_count_for_no_later_
     scheduler.answer = "invalid"
     before = sum(scheduler.truth.values())
     rounds_of(scheduler, 10)
-    assert counter.read().rounds == sum(scheduler.truth.values()) - before > 0
+    assert counter.read().counts.rounds == sum(scheduler.truth.values()) - before > 0
     assert not counter.failed
 
 
@@ -201,7 +201,7 @@ def test_totals_never_fall_when_old_versions_leave_the_books() -> None:
         scheduler.update_from_output(output, {"r": "v1"})
         assert not counter.read().has_fallen(before)
         before = counter.read()
-    assert before.rounds == 100
+    assert before.counts.rounds == 100
     assert counter._gone.by_prompt == {}, "prompts of versions that left the books take no room"
     assert before.exact is not None
     assert len(before.exact) < 100
@@ -231,9 +231,9 @@ def test_an_old_version_that_leaves_the_books_during_a_read_is_counted_once(monk
         return counts(bucket)
 
     monkeypatch.setattr(_Bucket, "counts", interrupted)
-    assert counter.read().rounds == 64_000
+    assert counter.read().counts.rounds == 64_000
     assert booked.wait(5)
-    assert counter.read().rounds == 64_001
+    assert counter.read().counts.rounds == 64_001
 
 
 def test_the_version_that_is_counted_most_stays_in_the_books() -> None:

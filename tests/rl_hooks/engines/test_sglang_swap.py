@@ -332,16 +332,17 @@ def test_random_bits_that_flip_before_a_load_are_refused(server: SGLangServer, h
     assert swap(server, offered)
 
 
-def test_an_answer_that_is_no_json_is_the_engines_fault_and_no_bug_of_the_agent() -> None:
+def test_an_answer_that_is_no_json_is_the_engines_fault_and_no_bug_of_the_agent(tmp_path: Path) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(b"<html>")))
     with pytest.raises(EngineError, match="/server_info: the answer is not JSON: '<html>'"):
-        asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport)).state())
+        asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport), tmp_path).state())
 
 
 def swap(server: SGLangServer, release: Release, *, session_timeout_seconds: float = 0.3) -> str | None:
     async def once() -> str | None:
         async with httpx.AsyncClient() as client:
-            engine = SGLangEngine(server.url, client, session_timeout_seconds=session_timeout_seconds)
+            cache = release.path.parent
+            engine = SGLangEngine(server.url, client, cache, session_timeout_seconds=session_timeout_seconds)
             return await engine.swap(release)
 
     return asyncio.run(once())
@@ -440,14 +441,12 @@ def test_a_forgotten_session_of_somebody_else_is_given_up_and_not_paused_for_aga
 def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangServer, home: Path, left: str) -> None:
     async def run() -> None:
         async with httpx.AsyncClient() as client:
-            killed = SGLangEngine(server.url, client)
-            killed._mark(home / "default" / "engines", left)
+            killed = SGLangEngine(server.url, client, home / "default")
+            killed._mark(left)
             server.paused, server.session = True, "draft" if left == "session" else None
-            successor = SGLangEngine(server.url, client)
-            successor.remember_from(home / "default")
+            successor = SGLangEngine(server.url, client, home / "default")
             await successor.state()
-            again = SGLangEngine(server.url, client)
-            again.remember_from(home / "default")
+            again = SGLangEngine(server.url, client, home / "default")
             calls = len(server.calls)
             await again.state()
             assert len(server.calls) == calls
@@ -459,7 +458,7 @@ def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangServer,
 def test_an_agent_stopped_while_it_pauses_lets_generation_go_on(server: SGLangServer, home: Path) -> None:
     async def run() -> None:
         async with httpx.AsyncClient() as client:
-            engine = SGLangEngine(server.url, client)
+            engine = SGLangEngine(server.url, client, home / "default")
             original = engine._post
 
             async def post(path: str, *arguments: Any, **options: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_hooks.engines.counters import Snapshot
+from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.step_times import MAX_CELLS, StepTimes
 
 PAGE = """
@@ -30,7 +30,8 @@ vllm:num_requests_running{engine="1"} 4.0
 def snapshot(outputs: float, steps: float, seconds: float, rounds: float, depth: float) -> Snapshot:
     """At its end as many requests run as its steps held."""
     running = outputs / steps if steps else 8.0
-    return Snapshot(int(rounds), int(rounds * depth), 0, (0,), None, None, (outputs, steps, seconds, running))
+    counts = Counts(int(rounds), int(rounds * depth), 0, (0,), None)
+    return Snapshot(counts, times=(outputs, steps, seconds, running))
 
 
 def start(running: float = 8.0) -> Snapshot:
@@ -46,7 +47,7 @@ def test_the_page_is_read_and_an_engine_without_them_is_counted_all_the_same() -
     assert Snapshot.parse(without).times is None
     for value in ("NaN", "+Inf", "-1", "1e308"):
         assert Snapshot.parse(PAGE.replace("16.5", value)).times is None, value
-    assert Snapshot.parse(without).rounds == 800
+    assert Snapshot.parse(without).counts.rounds == 800
 
 
 def test_a_step_takes_what_its_outputs_waited_and_holds_the_sequences_that_did() -> None:
@@ -66,8 +67,7 @@ def test_sums_are_cumulative_by_depth_and_by_batch_size() -> None:
         rounds = sequences * 100 if depth else 0
         after = replace(
             before,
-            rounds=before.rounds + rounds,
-            drafted_tokens=before.drafted_tokens + rounds * depth,
+            counts=before.counts + Counts(rounds, rounds * depth),
             times=(outputs + sequences * 100, steps + 100, seconds + sequences * 100 * step_seconds, float(sequences)),
         )
         times.add(before, after)

@@ -18,7 +18,7 @@ from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.protocol import engine_state
 from rl_hooks.engines.vllm.core import CoreLink, hook
-from rl_hooks.engines.vllm.swapper import RpcError
+from rl_hooks.engines.vllm.swapper import SwapProblem
 
 STATE: dict[str, Any] = {"version": None, "sha256": None, "loaded": True, "shared_modules": [], "policy_version": None}
 
@@ -51,7 +51,10 @@ class Core:
     """The calls of vLLM's EngineCore that are wrapped."""
 
     def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=1, tensor_parallel_size=1),
+            speculative_config=SimpleNamespace(draft_sample_method="greedy"),
+        )
         self.model_executor = Executor()
         self.scheduler = Scheduler(0)
         self._weight_version = "default"
@@ -222,6 +225,29 @@ def test_a_request_that_the_tap_will_refuse_keeps_its_prefix_cache(hooked: Hooke
     assert not request.skip_reading_prefix_cache
 
 
+@pytest.mark.parametrize(
+    ("ranks", "drafting", "changes", "skips"),
+    [
+        (2, "probabilistic", {"top_p": 0.9}, False),
+        (2, "probabilistic", {"top_k": 20}, False),
+        (2, "probabilistic", {}, True),
+        (2, "greedy", {"top_p": 0.9}, True),
+        (1, "probabilistic", {"top_p": 0.9}, True),
+    ],
+)
+def test_a_truncated_request_that_the_ranks_cannot_score_keeps_its_prefix_cache(
+    hooked: Hooked, ranks: int, drafting: str, changes: dict[str, Any], skips: bool
+) -> None:
+    core = hooked(linked)()
+    core.vllm_config.parallel_config.tensor_parallel_size = ranks
+    core.vllm_config.speculative_config.draft_sample_method = drafting
+    core.model_executor.answers["draftalign_settle"] = [STATE | {"tap": {}}]
+    core.step()
+    request = scheduled(**changes, skip_reading_prefix_cache=False)
+    core.add_request(request)
+    assert request.skip_reading_prefix_cache is skips
+
+
 def test_the_draft_vocabulary_is_kept_before_the_first_sleep_and_a_sleeping_engine_is_not_read(hooked: Hooked) -> None:
     core = hooked(linked)()
     core.sleep(2)
@@ -357,11 +383,11 @@ def test_a_rank_that_fails_is_told_after_all_have_answered_and_the_counts_get_wh
     core.step()
     (link,) = begun
     answers = core.model_executor.answers
-    answers["draftalign_apply"] = [{"error": "RuntimeError: no room", "refused": False}, {"previous": None}]
+    answers["draftalign_apply"] = [{"error": "apply: RuntimeError: no room", "status": 503}, {"previous": None}]
     answers["draftalign_settle"] = [STATE | {"version": "half"}]
     future = link.call("draftalign_apply", "v2", "")
     assert core.step() == "outputs"
-    with pytest.raises(RpcError, match="draftalign_apply: RuntimeError: no room"):
+    with pytest.raises(SwapProblem, match="apply: RuntimeError: no room"):
         future.result(5)
     assert link.state["version"] == "half"
     assert link._rounds is not None

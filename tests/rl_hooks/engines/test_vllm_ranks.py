@@ -108,7 +108,7 @@ def test_where_drafts_are_sampled_no_rank_scores_a_request_with_top_p(sampled: b
     tapped = VllmTap.__new__(VllmTap)
     tapped.tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=10**6)
     joiner: Any = SimpleNamespace(gone=False)
-    tapped._shares = _Shares(joiner, 1.0, lambda: 0, sampled=sampled)
+    tapped._shares = _Shares(joiner, 1.0, lambda: 0, whole_only=sampled)
     new = [scheduled(req_id="plain"), scheduled(req_id="cut", top_p=0.9)]
     output = SimpleNamespace(
         finished_req_ids=set(), scheduled_new_reqs=new, num_scheduled_tokens={"plain": 2, "cut": 2}
@@ -152,12 +152,12 @@ class Uncopied:
 
 def test_a_slice_that_cannot_be_copied_is_told_before_any_rank_waits_for_it() -> None:
     ranks = Recorded(others=True)
-    ranks._group = Group()
+    ranks.group = Group()
     with pytest.raises(MemoryError):
         ranks.whole(Uncopied(), 3)  # type: ignore[arg-type]
     assert ranks.said == [False]
     ranks = Recorded(others=False)
-    ranks._group = Group()
+    ranks.group = Group()
     with pytest.raises(RuntimeError, match="another rank"):  # and no gather is begun, which this group has not
         ranks.whole(torch.zeros(2, 2), 3)
 

@@ -90,6 +90,20 @@ def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Re
     ]
 
 
+def test_a_version_that_serves_again_is_offered_with_what_the_gate_found_then(registry: Registry) -> None:
+    """Engines ask a new version for the α that the gate replayed for the one before it: not for one of long ago."""
+    first = publish(registry, gate={"alpha_served": 1.5})
+    publish(registry, content=b"other", gate={"alpha_served": 2.0})
+    registry.rollback("default", first.version, "a person's")
+    served = registry.latest("default")
+    assert served is not None
+    assert (served.version, served.gate) == (first.version, None)
+    registry.rollback("default", first.version, "the gate's", gate={"alpha_served": 2.8})
+    served = registry.latest("default")
+    assert served is not None
+    assert served.gate == {"alpha_served": 2.8}
+
+
 def test_a_version_that_was_tampered_with_is_not_rolled_back_to(registry: Registry) -> None:
     first = publish(registry)
     second = publish(registry, content=b"other")
