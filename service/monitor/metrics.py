@@ -399,6 +399,3 @@ def _add_drafter(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     families.gauge("draftalign_drafter_held", text, None if snapshot.held is None else 1, run=run)
     text = "1 for the version of the served drafter."
     families.gauge("draftalign_drafter_info", text, 1, run=run, version=latest.version)
-
-
-__all__ = ["CONTENT_TYPE", "RunSnapshot", "render"]
