@@ -11,7 +11,7 @@ The gauges `draftalign_alpha` and `draftalign_publication_lag` are of what arriv
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -126,52 +126,32 @@ def render(
 
     `unreadable`: runs of which nothing could be read. `token_file_broken`: None where there is no token file.
     """
+    families = _Families()
+    for run, stored in sorted(stores.items()):
+        snapshot = _of_now(stored)
+        _add_alpha(families, run, snapshot)
+        _add_engines(families, run, snapshot)
+        _add_headroom(families, run, snapshot)
+        _add_worth(families, run, snapshot)
+        _add_totals(families, run, snapshot)
+        _add_service(families, run, snapshot)
+        _add_drafter(families, run, snapshot)
+    for run in unreadable:
+        text = "1 for a run whose state could not be read; the API's log says why."
+        families.gauge("draftalign_run_unreadable", text, 1, run=run)
+    fills = [one.redis_fill for one in stores.values() if one.redis_fill is not None]
+    text = "Share of Redis' memory (maxmemory) that is in use; at 1 it refuses rollouts. Absent without a limit."
+    families.gauge("draftalign_redis_memory_ratio", text, max(fills, default=None))
+    text = "Runs that are registered, as far as the token may read them. Always there."
+    families.gauge("draftalign_runs", text, len(stores) + len(unreadable))
+    text = "1 while the token file cannot be used and the tokens before it stay valid."
+    families.gauge("draftalign_token_file_broken", text, token_file_broken)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshots(stores, unreadable, token_file_broken))
+    registry.register(families)
     return generate_latest(registry)
 
 
-class _Snapshots(Collector):
-    """Turns snapshots into metric families; samples exist only where there is a number."""
-
-    def __init__(
-        self,
-        stores: Mapping[str, RunSnapshot],
-        unreadable: Sequence[str],
-        token_file_broken: bool | None,
-    ) -> None:
-        self._stores = stores
-        self._unreadable = unreadable
-        self._token_file_broken = token_file_broken
-
-    def collect(self) -> Iterable[Metric]:
-        families = _Families()
-        for run, stored in sorted(self._stores.items()):
-            snapshot = _of_now(stored)
-            _add_alpha(families, run, snapshot)
-            _add_engines(families, run, snapshot)
-            _add_headroom(families, run, snapshot)
-            _add_worth(families, run, snapshot)
-            _add_totals(families, run, snapshot)
-            _add_service(families, run, snapshot)
-            _add_drafter(families, run, snapshot)
-        for run in self._unreadable:
-            text = "1 for a run whose state could not be read; the API's log says why."
-            families.gauge("draftalign_run_unreadable", text, 1, run=run)
-        fills = [one.redis_fill for one in self._stores.values() if one.redis_fill is not None]
-        text = "Share of Redis' memory (maxmemory) that is in use; at 1 it refuses rollouts. Absent without a limit."
-        families.gauge("draftalign_redis_memory_ratio", text, max(fills, default=None))
-        text = "Runs that are registered, as far as the token may read them. Always there."
-        families.gauge("draftalign_runs", text, len(self._stores) + len(self._unreadable))
-        families.gauge(
-            "draftalign_token_file_broken",
-            "1 while the token file cannot be used and the tokens before it stay valid.",
-            self._token_file_broken,
-        )
-        return families
-
-
-class _Families:
+class _Families(Collector):
     """Metric families in the order of their first sample. A value that is None adds nothing."""
 
     def __init__(self) -> None:
@@ -201,8 +181,9 @@ class _Families:
         # Both kinds have it; their common base does not.
         family.add_metric(list(labels.values()), float(value))  # type: ignore[attr-defined]
 
-    def __iter__(self) -> Iterator[Metric]:
-        return iter(self._families.values())
+    def collect(self) -> Iterable[Metric]:
+        """All of them."""
+        return self._families.values()
 
 
 def _of_now(snapshot: RunSnapshot) -> RunSnapshot:
