@@ -63,7 +63,7 @@ def stored(
     for event in history:
         moves.add(event)
     return RunSnapshot(
-        **{"now": time.time(), "watch": watched(scored, counts), **more},
+        **{"now": time.time(), "published": moves.counts["published"], "watch": watched(scored, counts), **more},
         scores=scored,
         acceptances=counts,
         history=[RunEvent.of(one) for one in history],

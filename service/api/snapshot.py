@@ -22,7 +22,7 @@ from service.errors import ServiceError
 from service.monitor.alpha import Attempt, alpha_series, attempts, placed
 from service.monitor.counts import servers, sound
 from service.monitor.current import current
-from service.monitor.drift.cause import Cause, as_fraction, explain
+from service.monitor.drift.cause import Cause, as_fraction
 from service.monitor.headline import ENGINE_SILENT_SECONDS, RECENT_BATCHES, Headline, RunFacts, headline
 from service.monitor.headroom import longest_pause
 from service.monitor.live.watch import EngineVerdict, failed_pushes
@@ -60,7 +60,7 @@ async def read_now(context: ServiceContext, run: str) -> RunSnapshot:
     bounded = await _read_bounded(context, run)
     told = await context.quiet(run).read(bounded)
     if told is not None:
-        return replace(bounded, acceptances=told.acceptances, replayed=(), engine=told.engine)
+        return replace(bounded, acceptances=told.acceptances, engine=told.engine)
     async with _followed(context, run, bounded) as (snapshot, _):
         return snapshot
 
@@ -89,19 +89,21 @@ async def _followed(
     series = context.series(run)
     async with series.lock:
         await series.refresh(bounded.watch.sick)
-        yield replace(bounded, acceptances=series.acceptances, replayed=series.served), series
+        yield replace(bounded, acceptances=series.acceptances).with_engine(series.attempts[-1], series.served), series
 
 
 async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
     """Read all of a run, with every score record: what an earlier attempt of the trainer is made of."""
     store = context.store(run)
-    return replace(
+    found = replace(
         await _read_bounded(context, run),
         scores=list((await store.scores()).values()),
         acceptances=await store.acceptances(),
         history=await asyncio.to_thread(context.registry.history.events, run),
         returns=await store.returns(),
     )
+    last = attempts(found.scores, context.settings.max_policy_lag, found.returns)[-1]
+    return found.with_engine(last, last.scores)
 
 
 async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
@@ -150,11 +152,12 @@ async def read_headline(context: ServiceContext, run: str) -> Headline:
 async def _read_recent(context: ServiceContext, run: str) -> RunSnapshot:
     store = context.store(run)
     bounded = await _read_bounded(context, run)
-    return replace(
+    found = replace(
         bounded,
         acceptances=await store.newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS),
         last_report=await store.last_report(),
     )
+    return found.with_engine(found.newest.attempt, found.newest.attempt.scores)
 
 
 async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
@@ -215,19 +218,17 @@ def run_text(run: str, followed: RunView, settings: Settings) -> bytes:
 
 def _said_now(snapshot: RunSnapshot, found: Sequence[Attempt[Any]], settings: Settings) -> dict[str, Any]:
     """What is true now, whichever attempt is asked for."""
-    counts = sound(snapshot.acceptances, snapshot.watch.sick)
     facts = facts_of(snapshot, settings)
-    why = explain(snapshot.worker.drift_change, snapshot.by_policy, counts)
     headroom = to_jsonable_python(snapshot.worker.headroom or Headroom()) | to_jsonable_python(advice_of(snapshot))
     return {
         "attempts": [_attempt_line(one) for one in found],
         "engines": [engine_line(one) for one in snapshot.watch.engines],
         "publishing_held": snapshot.watch.hold,
-        "current": to_jsonable_python(current(snapshot.newest, counts, snapshot.now)),
+        "current": to_jsonable_python(snapshot.current),
         "headroom": headroom,
         "worth": to_jsonable_python(snapshot.worth),
         "headline": to_jsonable_python(headline(facts)),
-        "cause": None if why is None else _cause_document(why),
+        "cause": None if facts.cause is None else _cause_document(facts.cause),
     }
 
 
@@ -315,7 +316,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         drift_alarm=worker.drift_alarm,
         drift_alpha=worker.drift_alpha,
         drift_level=worker.drift_level,
-        cause=explain(worker.drift_change, snapshot.by_policy, sound(snapshot.acceptances, snapshot.watch.sick)),
+        cause=snapshot.cause,
         watch=snapshot.watch,
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),

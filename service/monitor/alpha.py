@@ -22,7 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers, sound
 from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, DrafterSums, RunEvent, ScoreRecord
@@ -322,8 +322,10 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
     with_all = [record for record in scores if record.sums("frozen") is not None]
     best, sums = _best(with_all), {drafter: _pool(scores, drafter) for drafter in DRAFTERS}
     sums["best"] = None if best is None else best[1]
-    alpha = {drafter: None if found is None else found.alpha for drafter, found in sums.items()}
-    width = {drafter: None if found is None else found.half_width for drafter, found in sums.items()}
+    alphas: dict[str, Any] = {}
+    for drafter, found in sums.items():
+        alphas[f"alpha_{drafter}"] = None if found is None else found.alpha
+        alphas[f"alpha_{drafter}_half_width"] = None if found is None else found.half_width
     compared, served = _pool(with_all, "served"), sums["served"]
     served_most = _heaviest((r.drafter_version, _tokens(r, "served")) for r in scores)
     return Point(
@@ -332,16 +334,6 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
         rollouts=sum(r.rollouts or 0 for r in scores),
         rollouts_replayed=int(served.rollouts) or None if served is not None else None,
         tokens=sum(r.tokens or 0 for r in scores),
-        alpha_served=alpha["served"],
-        alpha_served_half_width=width["served"],
-        alpha_candidate=alpha["candidate"],
-        alpha_candidate_half_width=width["candidate"],
-        alpha_frozen=alpha["frozen"],
-        alpha_frozen_half_width=width["frozen"],
-        alpha_ngram=alpha["ngram"],
-        alpha_ngram_half_width=width["ngram"],
-        alpha_best=alpha["best"],
-        alpha_best_half_width=width["best"],
         alpha_served_compared=None if compared is None else compared.alpha,
         best_version=None if best is None else best[0],
         publication_lag=None if best is None or compared is None else best[1].alpha - compared.alpha,
@@ -355,6 +347,7 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
         published_total=_highest(r.published_total for r in scores),
         refused_total=_highest(r.refused_total for r in scores),
         trained_tokens_total=_highest(r.trained_tokens_total for r in scores),
+        **alphas,
     )
 
 

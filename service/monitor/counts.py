@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeVar
@@ -18,9 +18,8 @@ _Number = TypeVar("_Number", int, float)
 
 
 def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceRecord:
-    """Give what cumulative counts grew by; all of them where they began again (a restart: fewer rounds than before)."""
-    fell = before is not None and (now.accepted_tokens or 0) < (before.accepted_tokens or 0)
-    if before is None or fell or now.rounds < before.rounds:
+    """Give what cumulative counts grew by; all of them where they began again: a restart, after which one is lower."""
+    if before is None or any(new < old for new, old in _pairs(now, before)):
         return now
     older, newer = before.by_prompt or {}, now.by_prompt or {}
     if before.rounds and not older:  # rounds of which nobody knows the prompts: those that are told now are of all time
@@ -31,6 +30,15 @@ def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceR
     }
     grown = {prompt: counts for prompt, counts in more.items() if counts[0] >= 0 and counts[1] > 0}
     return replace(_combined(now, before, -1), by_prompt=grown)
+
+
+def _pairs(now: AcceptanceRecord, before: AcceptanceRecord) -> Iterator[tuple[int, int]]:
+    """Each count that both have, now and before."""
+    for name in ("rounds", "accepted_tokens", "drafted_tokens", "emitted_tokens"):
+        new, old = getattr(now, name), getattr(before, name)
+        if new is not None and old is not None:
+            yield new, old
+    yield from zip(now.accepted_per_position, before.accepted_per_position, strict=False)
 
 
 def total(more: AcceptanceRecord, so_far: AcceptanceRecord | None) -> AcceptanceRecord:

@@ -7,7 +7,7 @@ Rules:
   counts on from there, and one absurd version must not stay the newest.
 * Batches are in the order of their queue entries, whose ids only grow, whatever a clock does.
 * What engines counted in an attempt that the trainer gave up is not of now, unless there is nothing else.
-* What is pooled is what arrived since the policy version last changed, or a newer drafter first served under it. After
+* What is pooled is what arrived since the policy version last changed, or another drafter came to serve under it. After
   a trainer went back to version 3, what its first attempt wrote as version 3 is not among it.
 * A figure that the newest batches lack is of the newest ones that have it, among the last 256.
 * Drafters are compared over as many of the newest batches of the served drafter as it takes to know by how much it
@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.monitor.alpha import Compared, Point, Turn, arrived, attempts, pool_point
-from service.monitor.counts import LiveAlpha, live_sums
+from service.monitor.alpha import Attempt, Compared, Point, Turn, arrived, attempts, pool_point
+from service.monitor.counts import LiveAlpha, live_sums, sound
 from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, ScoreRecord
 
 #: Fewer live rounds than this say little: the page shows no live α that rests on fewer, and no engine is called dead.
@@ -32,6 +32,8 @@ ENOUGH_ROUNDS: Final = 200
 LOOK_BACK: Final = 256
 #: So little may two equal drafters differ by chance on the batches on which drafters are compared: an interval of 3 %.
 _NARROW: Final = 0.015
+#: So many batches in a row of an older drafter are no late ones: a person has rolled back to it.
+_SERVED_AGAIN: Final = 8
 #: A tilt is called a bias beyond so many standard errors and beyond that much: 10 % in odds. Features in bfloat16 and
 #: heads that are half a per cent off make less (`tests/drafter/replay/test_lossless.py`).
 _SURE: Final = 4.5
@@ -133,27 +135,28 @@ def current(
 
 @dataclass(frozen=True, slots=True)
 class _Spell:
-    """Batches of one policy version that arrived in a row, up to the first one of a newer drafter."""
+    """Batches of one policy version that arrived in a row, up to the first one of another drafter that serves."""
 
     policy_version: int
     scores: list[ScoreRecord]
 
 
 def _spells(scores: Iterable[ScoreRecord]) -> list[_Spell]:
-    """Those of the batches whose policy version is known, in order of arrival."""
+    """Those of the batches whose policy version is known, in order of arrival.
+
+    Engines swap one after another: a batch of an older drafter is late, unless `_SERVED_AGAIN` come in a row.
+    """
     found: list[_Spell] = []
-    newest = ""  # drafter that has served under this policy version; engines may swap one after another
-    for score in scores:
-        if score.policy_version is None:
-            continue
-        drafter, same_policy = (
-            score.drafter_version or "",
-            bool(found) and found[-1].policy_version == score.policy_version,
-        )
-        if not same_policy or drafter > newest:
-            found.append(_Spell(score.policy_version, []))
-        newest = max(newest, drafter) if same_policy else drafter
-        found[-1].scores.append(score)
+    served = ""  # the drafter that serves under this policy version
+    known = [score for score in scores if score.policy_version is not None]
+    drafters = [(score.policy_version, score.drafter_version or "") for score in known]
+    for index, (policy, drafter) in enumerate(drafters):
+        same_policy = bool(found) and found[-1].policy_version == policy
+        again = drafter != served and drafters[index : index + _SERVED_AGAIN] == [(policy, drafter)] * _SERVED_AGAIN
+        if not same_policy or drafter > served or again:
+            found.append(_Spell(policy or 0, []))
+            served = drafter
+        found[-1].scores.append(known[index])
     return found
 
 
@@ -169,11 +172,11 @@ class Newest(list[ScoreRecord]):
     ) -> None:
         super().__init__(sorted(scores, key=lambda score: score.arrival)[-LOOK_BACK:])
         self.spells = _spells(self)
-        #: Where the trainer's last attempt began; None: nothing says that it is not the first.
-        self.opened = attempts(self, returns=returns)[-1].opened
+        #: The trainer's last attempt, as far as these batches tell it.
+        self.attempt = attempts(self, returns=returns)[-1]
         earlier = [at for at, _ in returns if self and at <= arrived(self[0])]
-        if self.opened is None and earlier:
-            self.opened = Turn(earlier[-1], earlier[-1], -math.inf)
+        if self.attempt.opened is None and earlier:
+            self.attempt = Attempt(Turn(earlier[-1], earlier[-1], -math.inf), None, self.attempt.scores)
         self._pooled: dict[tuple[int, ...], Point] = {}
         #: Each figure of the newest batches that have it.
         self.figures = self._reckon({} if before is None else before._pooled)
@@ -235,9 +238,7 @@ def _reports(
 
     groups: defaultdict[int, list[AcceptanceRecord]] = defaultdict(list)
     ours = [record for record in acceptances if record.policy_version is not None and record.ours]
-    if newest.opened is not None:
-        ours = list(filter(newest.opened.is_before, ours)) or ours
-    for record in sorted(ours, key=reported):
+    for record in sorted(list(filter(newest.attempt.counted, ours)) or ours, key=reported):
         groups[record.policy_version or 0].append(record)
     back, spells = _went_back(newest.spells), newest.spells
     if back is not None and (group := groups.get(spells[-1].policy_version)):
@@ -247,18 +248,17 @@ def _reports(
 
 
 def condensed(
-    acceptances: Sequence[AcceptanceRecord], scores: Iterable[ScoreRecord], now: float
+    acceptances: Sequence[AcceptanceRecord], sick: Collection[tuple[str, str | None]], newest: Newest, now: float
 ) -> list[AcceptanceRecord]:
     """Few records instead of many: `current` says the same of them, and the sums of each reporter are the same.
 
-    The newest policy versions are kept that `live` rests on; of the rest, one sum for each reporter. `now`: Unix
-    seconds.
+    The newest policy versions are kept that `live` rests on; of the rest, one sum for each reporter. `sick`: engines
+    whose counts are no evidence (`sound`). `now`: Unix seconds.
     """
     if any(record.reported > now for record in acceptances):  # their order will be another
         return list(acceptances)
-    newest = scores if isinstance(scores, Newest) else Newest(scores)
     chosen, rounds = set[int](), 0.0
-    for _, group in reversed(_reports(acceptances, newest, now)):
+    for _, group in reversed(_reports(sound(acceptances, sick), newest, now)):
         chosen.update(map(id, group))
         rounds += (live_sums(group) or (0.0, 0.0))[1]
         if rounds >= ENOUGH_ROUNDS:

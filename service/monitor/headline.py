@@ -121,11 +121,7 @@ def headline(facts: RunFacts) -> Headline:
     """Say the worst thing that is true."""
     found = sorted(_findings(facts), key=lambda one: _ORDER.index(one.level))  # stable: worst first within a level too
     first, *rest = found
-    if first.state in (
-        "worker_silent",
-        "no_worker",
-        "refused",
-    ):  # how well the drafter did is not known to be true any more
+    if first.state in ("worker_silent", "no_worker", "refused"):  # how well the drafter did may not be true any more
         rest = [one for one in rest if one.level != "good"]
     return Headline(first.level, first.state, first.word, first.text, tuple(one.text for one in rest))
 
@@ -352,51 +348,64 @@ def _of_sick(found: Sequence[EngineVerdict], failed_pushes: int) -> str:
 
 
 def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]:
-    """What the served drafter is worth: what is wrong with it, else how it stands beside the first one."""
-    says, troubles = _says(facts, now, alpha), False
+    """What the served drafter is worth: what is wrong with it, else how it stands beside the first one.
+
+    Of a run that nobody works on, what was judged before is no trouble of now.
+    """
+    says, troubles = _says(facts, now, alpha), list[Headline]()
+    if facts.state.worked_on:
+        troubles = list(_troubles_of_alpha(facts, now, alpha, says))
+        yield from troubles
+        yield from _harder_prompts(facts)
+        yield from _of_headroom(facts.headroom)
+    if not troubles:
+        yield _standing(facts, now, alpha, says)
+
+
+def _troubles_of_alpha(facts: RunFacts, now: Current, alpha: float, says: str) -> Iterator[Headline]:
     compared = now.compared
-    gain = compared.alpha_served / compared.alpha_frozen if compared else None
-    low, high = (compared.low or 0.0, compared.high or math.inf) if compared else (0.0, math.inf)
-    if high < _WORSE:
-        troubles = True
+    if compared is not None and compared.high is not None and compared.high < _WORSE:
         yield _found("bad", "worse", "Worse than doing nothing", f": {says}{_beside(now, alpha)}.")
     if facts.unjudged:
-        troubles = True
         why = "all were trained on under this policy version, so nothing can be judged, and nothing is trained"
-        text = f": {why}; {says}."
-        yield _found("warn", "unjudged", "No prompt is new", text)
+        yield _found("warn", "unjudged", "No prompt is new", f": {why}; {says}.")
     if facts.drift_alarm:
-        troubles = True
         fell = "α fell beyond chance"
         if facts.drift_alpha is not None and facts.drift_level is not None:
             fell = f"α {facts.drift_alpha:.2f} is below its level so far, {facts.drift_level:.2f}"
         why = f", by {facts.cause.text}" if facts.cause is not None and facts.cause.cause is not None else ""
         yield _found("warn", "drifting", "Drifting", f": {fell}{why}; {says}.")
-    elif facts.cause is not None and (mix := facts.cause.terms.get("prompts")) and mix.high < 0 and mix.value < -_MIX:
-        text = f": their mix alone puts α {-100 * as_fraction(mix.value):.0f} % lower, which is no drift."
-        yield _found("note", "harder_prompts", "Harder prompts", text)
     known = math.inf if compared is None or compared.by_chance is None else compared.by_chance
     if now.publication_lag is not None and now.publication_lag > max(_BEHIND_SHARE, known) * alpha:
-        troubles = True
         better = now.best_version
         name = "the drafter in training" if better == "candidate" else short_version(better) or "the best one kept"
-        yield _found(
-            "warn", "publication_lag", "Behind", f": {says}; {name} would give {now.publication_lag:.2f} more."
-        )
-    yield from _of_headroom(facts.headroom)
-    if troubles:
+        text = f": {says}; {name} would give {now.publication_lag:.2f} more."
+        yield _found("warn", "publication_lag", "Behind", text)
+
+
+def _harder_prompts(facts: RunFacts) -> Iterator[Headline]:
+    if facts.drift_alarm or facts.cause is None:
         return
+    mix = facts.cause.terms.get("prompts")
+    if mix is not None and mix.high < 0 and mix.value < -_MIX:
+        text = f": their mix alone puts α {-100 * as_fraction(mix.value):.0f} % lower, which is no drift."
+        yield _found("note", "harder_prompts", "Harder prompts", text)
+
+
+def _standing(facts: RunFacts, now: Current, alpha: float, says: str) -> Headline:
+    """How the served drafter stands beside the first one. A word for it needs an interval: few prompts have none."""
+    compared = now.compared
     measured = now.drafter_version is None or now.drafter_version == facts.served_version
-    if gain is not None and gain > _BETTER and (low > 1.0 or low == 0.0):
-        yield _found("good", "aligned", "Aligned", f": {says}{_beside(now, alpha)}.")
-    elif gain is not None and measured and facts.published <= 1:
+    if compared is not None and compared.low is not None and compared.high is not None:
+        if compared.low > 1.0 and compared.alpha_served > _BETTER * compared.alpha_frozen:
+            return _found("good", "aligned", "Aligned", f": {says}{_beside(now, alpha)}.")
+        if measured and facts.published > 1 and compared.low >= _WORSE and compared.high <= _BETTER:
+            text = f": {says}{_beside(now, alpha)}. Training has gained nothing since."
+            return _found("good", "level", "Level", text)
+    if compared is not None and measured and facts.published <= 1:
         text = f": {says}; no candidate has been better than this first drafter yet."
-        yield _found("good", "level", "At the start", text)
-    elif measured and low >= _WORSE and high <= _BETTER:
-        text = f": {says}{_beside(now, alpha)}. Training has gained nothing since."
-        yield _found("good", "level", "Level", text)
-    else:  # what serves now is not known to be better or level
-        yield _found("good", "serving", "Serving", f": {says}.")
+        return _found("good", "level", "At the start", text)
+    return _found("good", "serving", "Serving", f": {says}{_beside(now, alpha) if measured else ''}.")
 
 
 def _of_headroom(advice: Advice | None) -> Iterator[Headline]:

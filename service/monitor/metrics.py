@@ -11,18 +11,19 @@ The gauges `draftalign_alpha` and `draftalign_publication_lag` are of what arriv
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from service.monitor.alpha import Attempt
 from service.monitor.counts import sound
 from service.monitor.current import Current, Newest, current
-from service.monitor.drift.cause import HasSums, as_fraction, explain
+from service.monitor.drift.cause import Cause, HasSums, as_fraction, cause_of, engine_change
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live.watch import Watch, failed_pushes
 from service.monitor.records import (
@@ -50,9 +51,9 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 class RunSnapshot:
     """What is stored about one run, read at one moment: `now`, in Unix seconds.
 
-    `scores`: all, or the newest ones; then `replayed` has of all policy versions what a cause needs. `counters`:
-    the queue's (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total, dropped_total`).
-    `engine`: what engines have of a cause, where `acceptances` are few records that stand for all (`condensed`).
+    `scores`: all, or the newest ones. `counters`: the queue's (`items, bytes, accepted_total, duplicates_total,
+    dead_total, rejected_total, dropped_total`). `acceptances`: all, or few records that stand for all (`condensed`).
+    `engine`: what engines have of a cause (`engine_change`); None: nothing is known.
     `queue_limit_bytes`: at which it is full. `redis_fill`: share of Redis' memory in use; None: it has no limit.
     `latest`: None before the first publish. `published`: how many versions, whatever the history has
     forgotten. `returns`: Unix seconds at which trainers registered again to go back. `last_report` (Unix seconds): for
@@ -66,7 +67,6 @@ class RunSnapshot:
     now: float
     api_began: float | None = None
     scores: Sequence[ScoreRecord] = ()
-    replayed: Sequence[HasSums] | None = None
     acceptances: Sequence[AcceptanceRecord] = ()
     engine: Estimate | None = None
     history: Sequence[RunEvent] = ()
@@ -95,9 +95,25 @@ class RunSnapshot:
         return self.scores if isinstance(self.scores, Newest) else Newest(self.scores, returns=self.returns)
 
     @property
-    def by_policy(self) -> Sequence[HasSums]:
-        """Replay by policy version, which a cause is told from."""
-        return self.scores if self.replayed is None else self.replayed
+    def current(self) -> Current | None:
+        """What is true now; sick engines are no evidence of it."""
+        return current(self.newest, sound(self.acceptances, self.watch.sick), self.now)
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why α changed; None while the worker has measured nothing."""
+        change = self.worker.drift_change
+        return None if change is None else cause_of(change, self.engine)
+
+    def with_engine(self, attempt: Attempt[Any], replayed: Sequence[HasSums]) -> RunSnapshot:
+        """The same, with the engines' part of the cause: of what they counted in an attempt, the trainer's last.
+
+        `replayed`: the served drafter's replay on the attempt's batches.
+        """
+        if self.worker.drift_change is None:
+            return self
+        counts = filter(attempt.counted, sound(self.acceptances, self.watch.sick))
+        return replace(self, engine=engine_change(replayed, counts))
 
 
 def render(
@@ -110,52 +126,32 @@ def render(
 
     `unreadable`: runs of which nothing could be read. `token_file_broken`: None where there is no token file.
     """
+    families = _Families()
+    for run, stored in sorted(stores.items()):
+        snapshot = _of_now(stored)
+        _add_alpha(families, run, snapshot)
+        _add_engines(families, run, snapshot)
+        _add_headroom(families, run, snapshot)
+        _add_worth(families, run, snapshot)
+        _add_totals(families, run, snapshot)
+        _add_service(families, run, snapshot)
+        _add_drafter(families, run, snapshot)
+    for run in unreadable:
+        text = "1 for a run whose state could not be read; the API's log says why."
+        families.gauge("draftalign_run_unreadable", text, 1, run=run)
+    fills = [one.redis_fill for one in stores.values() if one.redis_fill is not None]
+    text = "Share of Redis' memory (maxmemory) that is in use; at 1 it refuses rollouts. Absent without a limit."
+    families.gauge("draftalign_redis_memory_ratio", text, max(fills, default=None))
+    text = "Runs that are registered, as far as the token may read them. Always there."
+    families.gauge("draftalign_runs", text, len(stores) + len(unreadable))
+    text = "1 while the token file cannot be used and the tokens before it stay valid."
+    families.gauge("draftalign_token_file_broken", text, token_file_broken)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshots(stores, unreadable, token_file_broken))
+    registry.register(families)
     return generate_latest(registry)
 
 
-class _Snapshots(Collector):
-    """Turns snapshots into metric families; samples exist only where there is a number."""
-
-    def __init__(
-        self,
-        stores: Mapping[str, RunSnapshot],
-        unreadable: Sequence[str],
-        token_file_broken: bool | None,
-    ) -> None:
-        self._stores = stores
-        self._unreadable = unreadable
-        self._token_file_broken = token_file_broken
-
-    def collect(self) -> Iterable[Metric]:
-        families = _Families()
-        for run, stored in sorted(self._stores.items()):
-            snapshot = _of_now(stored)
-            _add_alpha(families, run, snapshot)
-            _add_engines(families, run, snapshot)
-            _add_headroom(families, run, snapshot)
-            _add_worth(families, run, snapshot)
-            _add_totals(families, run, snapshot)
-            _add_service(families, run, snapshot)
-            _add_drafter(families, run, snapshot)
-        for run in self._unreadable:
-            text = "1 for a run whose state could not be read; the API's log says why."
-            families.gauge("draftalign_run_unreadable", text, 1, run=run)
-        fills = [one.redis_fill for one in self._stores.values() if one.redis_fill is not None]
-        text = "Share of Redis' memory (maxmemory) that is in use; at 1 it refuses rollouts. Absent without a limit."
-        families.gauge("draftalign_redis_memory_ratio", text, max(fills, default=None))
-        text = "Runs that are registered, as far as the token may read them. Always there."
-        families.gauge("draftalign_runs", text, len(self._stores) + len(self._unreadable))
-        families.gauge(
-            "draftalign_token_file_broken",
-            "1 while the token file cannot be used and the tokens before it stay valid.",
-            self._token_file_broken,
-        )
-        return families
-
-
-class _Families:
+class _Families(Collector):
     """Metric families in the order of their first sample. A value that is None adds nothing."""
 
     def __init__(self) -> None:
@@ -185,8 +181,9 @@ class _Families:
         # Both kinds have it; their common base does not.
         family.add_metric(list(labels.values()), float(value))  # type: ignore[attr-defined]
 
-    def __iter__(self) -> Iterator[Metric]:
-        return iter(self._families.values())
+    def collect(self) -> Iterable[Metric]:
+        """All of them."""
+        return self._families.values()
 
 
 def _of_now(snapshot: RunSnapshot) -> RunSnapshot:
@@ -200,7 +197,7 @@ def _of_now(snapshot: RunSnapshot) -> RunSnapshot:
 
 def _add_alpha(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     """Gauges of what arrived last."""
-    found = current(snapshot.newest, snapshot.acceptances, snapshot.now) or Current()
+    found = snapshot.current or Current()
     for drafter in (*DRAFTERS, "live"):
         text = "Tokens per verification round, bonus token included, of the policy version that arrived last with data."
         families.gauge("draftalign_alpha", text, getattr(found, f"alpha_{drafter}"), run=run, drafter=drafter)
@@ -312,8 +309,7 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         families.gauge("draftalign_drift_statistic", text, reading.statistic, run=run, lane=lane)
         text = "Limit of the drift statistic, from the wanted false-alarm rate."
         families.gauge("draftalign_drift_limit", text, reading.limit, run=run, lane=lane)
-    counts = sound(snapshot.acceptances, snapshot.watch.sick)
-    why = explain(worker.drift_change, snapshot.by_policy, counts, snapshot.engine)
+    why = snapshot.cause
     for part, term in () if why is None else why.terms.items():
         text = "Change of alpha since the drift baseline by part, as a fraction; factors 1 + x multiply to the whole."
         families.gauge("draftalign_drift_part", text, as_fraction(term.value), run=run, part=part)
@@ -384,6 +380,3 @@ def _add_drafter(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     families.gauge("draftalign_drafter_held", text, None if snapshot.held is None else 1, run=run)
     text = "1 for the version of the served drafter."
     families.gauge("draftalign_drafter_info", text, 1, run=run, version=latest.version)
-
-
-__all__ = ["CONTENT_TYPE", "RunSnapshot", "render"]

@@ -11,12 +11,13 @@ import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
+from service.monitor.alpha import attempts
 from service.monitor.counts import sound
 from service.monitor.current import condensed
 from service.monitor.drift.cause import engine_change
 from service.monitor.metrics import RunSnapshot
-from service.monitor.records import AcceptanceRecord, Arrival, Estimate, ScoreRecord, read
-from service.reading.series import ServedSums, read_count
+from service.monitor.records import AcceptanceRecord, DrafterSums, Estimate, ScoreRecord, read
+from service.reading.series import ScoredBatch, ServedSums, read_count
 from service.storage.reports.store import AsyncStore, Change
 
 #: Without a score and without a count for this time, a run is quiet.
@@ -44,8 +45,8 @@ class _Kept(NamedTuple):
 class Quiet:
     """One run's."""
 
-    def __init__(self, store: AsyncStore) -> None:
-        self._store = store
+    def __init__(self, store: AsyncStore, max_lag: int | None) -> None:
+        self._store, self._max_lag = store, max_lag
         self._kept: _Kept | None = None
 
     async def read(self, snapshot: RunSnapshot) -> Told | None:
@@ -75,15 +76,17 @@ class Quiet:
             await asyncio.to_thread(_put_counts, records, piece)
         counts = [record for record in records.values() if record is not None]
         policies = {record.policy_version for record in counts if record.ours} if moved else set()
-        replayed: dict[str, tuple[Arrival, ServedSums]] = {}
+        batches: dict[str, tuple[ScoredBatch, DrafterSums | None]] = {}
+        returns = await self._store.returns()
         if policies - {None}:
             async for piece in self._store.all_records("s"):
-                await asyncio.to_thread(_put_replays, replayed, piece, policies)
+                await asyncio.to_thread(_put_batches, batches, piece, policies)
 
         def tell() -> Told:
-            in_order = [sums for _, sums in sorted(replayed.values(), key=lambda one: one[0])]
-            engine = engine_change(in_order, sound(counts, sick))
-            return Told(condensed(counts, snapshot.scores, snapshot.now), engine)
+            last = attempts((batch for batch, _ in batches.values()), self._max_lag, returns)[-1]
+            replayed = [ServedSums(batch.policy_version or 0, batches[batch.batch_id][1]) for batch in last.scores]
+            engine = engine_change(replayed, filter(last.counted, sound(counts, sick)))
+            return Told(condensed(counts, sick, snapshot.newest, snapshot.now), engine)
 
         return await asyncio.to_thread(tell)
 
@@ -93,12 +96,14 @@ def _put_counts(records: dict[str, AcceptanceRecord | None], piece: Iterable[Cha
         records[kind + name] = None if value is None else read_count(kind + name, value)
 
 
-def _put_replays(
-    replayed: dict[str, tuple[Arrival, ServedSums]], piece: Iterable[Change], policies: Collection[int | None]
+def _put_batches(
+    batches: dict[str, tuple[ScoredBatch, DrafterSums | None]],
+    piece: Iterable[Change],
+    policies: Collection[int | None],
 ) -> None:
+    """Take batches in, with the served drafter's replay on those of these policy versions."""
     for _, batch_id, value in piece:
         record = None if value is None else read(ScoreRecord, value)
-        if record is None or record.policy_version is None or record.policy_version not in policies:
-            continue
-        if (sums := record.sums("served")) is not None:
-            replayed[batch_id] = record.arrival, ServedSums(record.policy_version, sums)
+        if record is not None:
+            served = record.sums("served") if record.policy_version in policies else None
+            batches[batch_id] = ScoredBatch.of(batch_id, record), served

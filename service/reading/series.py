@@ -42,6 +42,11 @@ class ScoredBatch(NamedTuple):
     arrival: Arrival
     created: float
 
+    @classmethod
+    def of(cls, batch_id: str, record: ScoreRecord) -> ScoredBatch:
+        """Take it from the record."""
+        return cls(batch_id, record.policy_version, record.arrival, record.created)
+
 
 class ServedSums(NamedTuple):
     """The served drafter's replay on all batches of a policy version: all that a cause needs of score records."""
@@ -126,13 +131,13 @@ class Series:
 
     @property
     def served(self) -> list[ServedSums]:
-        """Replay of the served drafter by policy version, of those that engines have counted."""
+        """Replay of the served drafter by policy version of the last attempt, of those that engines have counted."""
         return [ServedSums(policy, sums) for policy, (_, sums) in sorted(self._points.items()) if sums is not None]
 
     @property
     def points(self) -> dict[int, bytes]:
         """The points of the last attempt as JSON, by policy version in ascending order."""
-        return {policy: text for policy, (text, _) in sorted(self._points.items()) if text}
+        return {policy: text for policy, (text, _) in sorted(self._points.items())}
 
     async def refresh(self, sick: Collection[tuple[str, str | None]] = ()) -> int:
         """Catch up; returns how many policy versions were pooled. `sick`: whose counts are no evidence."""
@@ -196,7 +201,7 @@ class Series:
             self._touch([before.policy_version])
         if value is not None:
             record = read(ScoreRecord, value) or ScoreRecord()  # one that cannot be read is counted all the same
-            self._batches[batch_id] = ScoredBatch(batch_id, record.policy_version, record.arrival, record.created)
+            self._batches[batch_id] = ScoredBatch.of(batch_id, record)
             self._touch([record.policy_version])
 
     def _touch(self, policies: Iterable[int | None]) -> None:
@@ -226,10 +231,10 @@ class Series:
             records = self._counts.of(policy)
             counted = sound([record for record in records if last.counted(record)], self._sick)
             chosen = [score for score in found[policy] if first is None or score.arrival >= first]
-            if not (chosen or counted or records):
+            if not (chosen or counted):
                 continue
-            text = to_json(pool_point(policy, chosen, counted), inf_nan_mode="null") if chosen or counted else b""
-            sums = [s for score in found[policy] if (s := score.sums("served")) is not None] if records else []
+            text = to_json(pool_point(policy, chosen, counted), inf_nan_mode="null")
+            sums = [s for score in chosen if (s := score.sums("served")) is not None] if counted else []
             self._points[policy] = text, sum(sums, DrafterSums(0.0, 0.0)) if sums else None
 
 

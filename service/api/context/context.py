@@ -77,7 +77,7 @@ class _Kept:
 
     @functools.cached_property
     def quiet(self) -> Quiet:
-        return Quiet(self._context.store(self._run))
+        return Quiet(self._context.store(self._run), self._context.settings.max_policy_lag)
 
 
 class ServiceContext:

@@ -135,19 +135,6 @@ class HasSums(Protocol):
         """What a drafter had; None where it was not scored or had no round."""
 
 
-def explain(
-    change: Change | None,
-    scores: Sequence[HasSums],
-    acceptances: Iterable[AcceptanceRecord],
-    engine: Estimate | None = None,
-) -> Cause | None:
-    """The cause by what the worker measured and by what engines counted; None while the worker has measured nothing.
-
-    `engine`: what `engine_change` said of all that they counted, where that is known.
-    """
-    return None if change is None else cause_of(change, engine or engine_change(scores, acceptances))
-
-
 def cause_of(change: Change, engine: Estimate | None = None) -> Cause:
     """Name the cause. `engine`: change of log(live α / replay α) since the baseline; None where engines say nothing.
 

@@ -12,7 +12,6 @@ from service.monitor.drift.cause import RecentTicks, Row
 from service.monitor.drift.limits import DAY_SECONDS, DriftError
 
 _STATE_FORMAT: Final = "draftalign.drift.v3"
-#: The one before: one level instead of one per stratum.
 #: Variance of what is not known, in units of a tick's. Infinity has no arithmetic.
 _UNKNOWN: Final = 1e9
 #: Memory of the traffic. A longer pause between batches counts as a day.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final
 
 from service.monitor.records import AcceptanceRecord
@@ -87,7 +88,7 @@ class Block:
 def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...]:
     """`blocks` (oldest first) with what a report counted more than the one before it. Never more than `KEPT_BLOCKS`."""
     tokens = more.emitted
-    if not more.ours or more.rounds <= 0 or tokens is None or more.policy_version is None:
+    if not more.ours or more.rounds <= 0 or tokens is None or more.policy_version is None or _is_of_two(more):
         return tuple(blocks)
     if more.accepted_tokens is not None:
         tokens = min(tokens, more.accepted_tokens + more.rounds)  # no engine emits more
@@ -112,6 +113,13 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
     return tuple(kept[-KEPT_BLOCKS:])
 
 
+def _is_of_two(more: AcceptanceRecord) -> bool:
+    """Whether no engine can have counted this: it restarted, and then came to more than it had reported before."""
+    accepted, kept = more.accepted_tokens or 0, more.accepted_per_position
+    rising = sum(kept) == accepted and any(later > earlier for earlier, later in pairwise((more.rounds, *kept)))
+    return rising or accepted > (accepted if more.drafted_tokens is None else more.drafted_tokens)
+
+
 def _by_prompt(more: AcceptanceRecord, tokens: int) -> dict[str, tuple[int, int]]:
     """Counts by prompt; empty where they contradict the sums."""
     found = more.by_prompt or {}
@@ -122,8 +130,7 @@ def _by_prompt(more: AcceptanceRecord, tokens: int) -> dict[str, tuple[int, int]
 def _positions(more: AcceptanceRecord) -> tuple[int, ...]:
     """Counts by position; empty where they contradict the others."""
     found = more.accepted_per_position
-    falling = all(a >= b for a, b in zip((more.rounds, *found), found, strict=False))
-    return found[:_POSITIONS] if falling and sum(found) == more.accepted_tokens else ()
+    return found[:_POSITIONS] if sum(found) == more.accepted_tokens else ()
 
 
 def _shorten(blocks: list[Block]) -> None:

@@ -193,7 +193,8 @@ def _own_fault(found: Finding, replays: Replays, rule: LiveRule) -> tuple[Verdic
         versions = {k.block.drafter_version for k in found.before}
         new = found.blocks[0].block.drafter_version not in versions
         began = "with this version" if new else "in the middle of a version"
-        return "stale weights", f"it began {began}, so the engine does not run the weights that it names"
+        why = "so it does not run the weights that it names, or samples at another temperature"
+        return "stale weights", f"it began {began}, {why}"
     return (
         "engine features",
         "so it has been from its first rounds: aux layers in another order, or other states than the trainer sends",

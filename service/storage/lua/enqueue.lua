@@ -3,22 +3,22 @@
 -- cost of a batch that waits.
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 --       (the others share their hash tag, so also their slot)
--- ARGV: 1 max_items  2 max_bytes  3 overflow (reject|drop_oldest)  4 group  5 ended_seconds  6 key prefix
---       7 batch_id  8 blob  9 bytes  10 tokens  11 rollouts  12 policy_version  13 policy_version_max
---       14 rollout_ids (JSON)  15 to put a dead batch back: the letter of the death that was seen; else ''
---       16 bytes that may be remembered of batches that ended  17 rollouts that may wait: each is a key of Redis
+-- ARGV: as named below. overflow: reject|drop_oldest. size: bytes of the file. rollout_ids: JSON. letter_seen: to put a
+--       dead batch back, the letter of the death that was seen; else ''. ended_seconds, remembered_bytes: for how long,
+--       and how much, is remembered of batches that ended. max_rollouts: that may wait: each is a key of Redis
 -- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, blobs that nothing needs now...}
 --       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
 --       | {"full", items, bytes, rollouts, dropped blobs...} | {"disowned"} | {"gone"}: the dead batch's file is not kept
+local max_items, max_bytes, overflow, group, ended_seconds, prefix, batch_id, blob, size, tokens, rollouts,
+  policy, policy_max, rollout_ids, letter_seen, remembered_bytes, max_rollouts = unpack(ARGV)
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
-local prefix, bytes, back = ARGV[6], tonumber(ARGV[9]), ARGV[15] ~= ''
-local file = ARGV[8] .. ':' .. ARGV[9]
+local bytes, back, file = tonumber(size), letter_seen ~= '', blob .. ':' .. size
 
 -- All strings that matter here, in one command up to 1,000 rollouts, since each costs as much as many keys of one: the
 -- three of the queue and the file, then those of the rollouts, in the file's order.
 local OTHERS, AT_ONCE = 3, 1003 -- keys of one command: Lua's stack has a few thousand places
-local names = { prefix .. 'held', prefix .. 'last_death', prefix .. 'orphan:' .. ARGV[8] }
-local ids = cjson.decode(ARGV[14])
+local names = { prefix .. 'held', prefix .. 'last_death', prefix .. 'orphan:' .. blob }
+local ids = cjson.decode(rollout_ids)
 for _, id in ipairs(ids) do names[#names + 1] = prefix .. 'rollout:' .. id end
 local function read()
   local found = {}
@@ -46,7 +46,7 @@ if state and not (died and (back or why == 'blob_missing' or why == 'blob_damage
   return duplicate(state, redis.call('HGET', batch, 'known_rollouts') or '0')
 end
 -- It was put back already, and has died again since it was asked for.
-if back and died and letter and letter ~= ARGV[15] then return duplicate(state, '0') end
+if back and died and letter and letter ~= letter_seen then return duplicate(state, '0') end
 if back and not (died and redis.call('ZSCORE', KEYS[5], file)) then return { 'gone' } end
 
 local dropped = {}
@@ -67,7 +67,7 @@ local function brought_before()
   local known, states = {}, {}
   for place = 0, #ids - 1 do
     local other = found[OTHERS + 1 + place]
-    if other and other ~= ARGV[7] then
+    if other and other ~= batch_id then
       states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
       if states[other] == 'queued' or states[other] == 'trained' then
         known[#known + 1] = place
@@ -90,16 +90,16 @@ end
 if found[3] then return { 'disowned' } end
 
 local function over()
-  return held[1] + 1 > tonumber(ARGV[1]) or held[2] + bytes > tonumber(ARGV[2])
-    or held[3] + tonumber(ARGV[11]) > tonumber(ARGV[17])
+  return held[1] + 1 > tonumber(max_items) or held[2] + bytes > tonumber(max_bytes)
+    or held[3] + tonumber(rollouts) > tonumber(max_rollouts)
 end
 
-if ARGV[3] == 'drop_oldest' and over() then
+if overflow == 'drop_oldest' and over() then
   local last = '0-0'
-  for _, group in ipairs(redis.call('EXISTS', queue) == 1 and redis.call('XINFO', 'GROUPS', queue) or {}) do
+  for _, one in ipairs(redis.call('EXISTS', queue) == 1 and redis.call('XINFO', 'GROUPS', queue) or {}) do
     local info = {}
-    for i = 1, #group, 2 do info[group[i]] = group[i + 1] end
-    if info['name'] == ARGV[4] then last = info['last-delivered-id'] end
+    for i = 1, #one, 2 do info[one[i]] = one[i + 1] end
+    if info['name'] == group then last = info['last-delivered-id'] end
   end
   while over() do
     -- Only entries that were never delivered: others may be half way through training.
@@ -112,7 +112,7 @@ if ARGV[3] == 'drop_oldest' and over() then
     redis.call('HINCRBY', counters, 'dropped_total', 1)
     local key = prefix .. 'batch:' .. fields['batch_id']
     redis.call('HSET', key, 'state', 'skipped', 'reason', 'dropped: the queue was full and newer rollouts came')
-    remember(prefix, counters, fields['batch_id'], ARGV[5], ARGV[16])
+    remember(prefix, counters, fields['batch_id'], ended_seconds, remembered_bytes)
     dropped[#dropped + 1] = fields['blob']
   end
 end
@@ -133,29 +133,29 @@ end
 
 -- What is put back has its place in time where it came first, unless its policy is still that of the newest batch.
 local came = back and (redis.call('HGET', batch, 'arrived') or redis.call('HGET', batch, 'entry_id')) or ''
-local belated = back and redis.call('GET', prefix .. 'latest_policy') ~= ARGV[13]
-local entry_id = redis.call('XADD', queue, '*', 'batch_id', ARGV[7], 'blob', ARGV[8], 'bytes', ARGV[9],
-  'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
+local belated = back and redis.call('GET', prefix .. 'latest_policy') ~= policy_max
+local entry_id = redis.call('XADD', queue, '*', 'batch_id', batch_id, 'blob', blob, 'bytes', size,
+  'tokens', tokens, 'rollouts', rollouts, 'policy_version', policy, 'policy_version_max', policy_max,
   'known', #known > 0 and cjson.encode(known) or '[]', 'put_back', back and '1' or '0',
   'arrived', belated and came or '')
 if died then leave_the_dead() end
 if state then redis.call('DEL', batch) end
-redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', ARGV[8], 'bytes', ARGV[9],
-  'tokens', ARGV[10], 'rollouts', ARGV[11], 'policy_version', ARGV[12], 'policy_version_max', ARGV[13],
-  'rollout_ids', ARGV[14], 'known_rollouts', #known, unpack(back and { 'arrived', came } or {}))
+redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', blob, 'bytes', size,
+  'tokens', tokens, 'rollouts', rollouts, 'policy_version', policy, 'policy_version_max', policy_max,
+  'rollout_ids', rollout_ids, 'known_rollouts', #known, unpack(back and { 'arrived', came } or {}))
 
-held = { held[1] + 1, held[2] + bytes, held[3] + tonumber(ARGV[11]), held[4], held[5], held[6] }
+held = { held[1] + 1, held[2] + bytes, held[3] + tonumber(rollouts), held[4], held[5], held[6] }
 if back then held[5] = held[5] + 1 else held[4], held[6] = held[4] + 1, entry_id end
 local taken, new = {}, { names[1], written(held) }
 -- Of the newest batch, not the highest version: a trainer may go back to an earlier checkpoint.
-if not back then new[3], new[4] = prefix .. 'latest_policy', ARGV[13] end
+if not back then new[3], new[4] = prefix .. 'latest_policy', policy_max end
 for _, place in ipairs(known) do taken[place] = true end
 for place = 0, #ids - 1 do
   if #new > 2 * AT_ONCE then
     redis.call('MSET', unpack(new))
     new = {}
   end
-  if not taken[place] then new[#new + 1], new[#new + 2] = names[OTHERS + 1 + place], ARGV[7] end
+  if not taken[place] then new[#new + 1], new[#new + 2] = names[OTHERS + 1 + place], batch_id end
 end
 if #new > 0 then redis.call('MSET', unpack(new)) end
 local reply = { 'accepted', entry_id, total, reason, tostring(#known) }

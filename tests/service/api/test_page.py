@@ -114,7 +114,7 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(browser: Browser) -> 
     snapshot = sample_run(60)
     page = show(snapshot, browser)
     assert re.match(
-        r"Aligned: v0000\d\d gives 3\.\d\d tokens per round\. On the newest rollouts that tested both it was 3\.\d\d "
+        r"Serving: v0000\d\d gives 3\.\d\d tokens per round\. On the newest rollouts that tested both it was 3\.\d\d "
         r"against 1\.\d\d of the first drafter, frozen\.$",
         page.texts["headline"],
     )
@@ -297,7 +297,7 @@ def test_the_picker_says_which_of_many_runs_is_in_trouble(browser: Browser) -> N
 def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(browser: Browser) -> None:
     asked: list[str] = []
     with serving({"mine": sample_run(3)}, asked=asked) as url:
-        assert browse(url, browser).texts["headline"].startswith("Aligned: ")
+        assert browse(url, browser).texts["headline"].startswith("Serving: ")
     assert {path for path in asked if path.startswith("/alpha")} == {"/alpha?run=mine"}, "nothing that does not exist"
     with serving({}) as url:
         page = browse(url, browser)

@@ -51,6 +51,12 @@ def test_a_difference_and_a_sum_undo_each_other() -> None:
 
 def test_counts_that_fell_began_anew() -> None:
     assert since(counted(3, 1), counted(100, 70)).rounds == 3
+    before = counted(100, 70, drafted_tokens=400, emitted_tokens=160, accepted_per_position=(50, 20))
+    for lower in ({"drafted_tokens": 399}, {"emitted_tokens": 159}, {"accepted_per_position": (56, 19)}):
+        now = counted(105, 75, **{"drafted_tokens": 420, "emitted_tokens": 170} | lower)
+        assert since(now, before) == now
+    untold = counted(105, 75, drafted_tokens=None, emitted_tokens=None)
+    assert since(untold, before).rounds == 5, "what one of the two does not tell did not fall"
 
 
 def test_rounds_of_prompts_are_differences_and_belong_to_no_sum() -> None:

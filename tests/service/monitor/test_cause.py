@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.alarms import TROUBLES, Bank, make_bank, named
-from service.monitor.drift.cause import Cause, RecentTicks, Row, cause_of, engine_change, explain
+from service.monitor.drift.cause import Cause, RecentTicks, Row, cause_of, engine_change
 from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.records import AcceptanceRecord, Change, DrafterSums, Estimate, ScoreRecord
 
@@ -315,9 +315,3 @@ def test_rounds_that_emitted_nothing_and_records_without_rounds_are_no_live_alph
     scores = [scored(0, 3.0), scored(1, 3.0), scored(2, 3.0), scored(3, 3.0)]
     live = [counted(0, 3.0), counted(1, 3.0), counted(2, 0.0), replace(counted(3, 0.0, 0), emitted_tokens=None)]
     assert engine_change(scores, live) == engine_change(scores[:2], live[:2])
-
-
-def test_the_cause_is_explained_once_the_worker_has_measured_a_change() -> None:
-    scores, live = [scored(0, 3.0), scored(1, 2.0)], [counted(0, 2.9), counted(1, 2.9)]
-    assert explain(None, scores, live) is None
-    assert explain(fell(held=-0.4), scores, live) == cause_of(fell(held=-0.4), engine_change(scores, live))

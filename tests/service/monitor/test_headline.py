@@ -25,17 +25,16 @@ from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.records import Change, Estimate, HeldVersion, RunState
 
 NOW = 10_000.0
+KNOWN = Compared(5, 2.14, 4.77, 2.1, 2.3, 0.05)
 POINT = Current(
     policy_version=5,
     drafter_version="v000007-0a1b2c3d",
     alpha_served=4.77,
     alpha_ngram=1.2,
-    compared=Compared(policy_version=5, alpha_frozen=2.14, alpha_served=4.77),
+    compared=KNOWN,
     publication_lag=0.0,
     best_version="v000007-0a1b2c3d",
 )
-
-KNOWN = Compared(5, 2.14, 4.77, 2.1, 2.3, 0.05)
 
 
 def facts(**changes: Any) -> RunFacts:
@@ -312,16 +311,25 @@ STATES = [
         (
             "good",
             "aligned",
-            "Aligned: v000007 gives 4.77 tokens per round; the first drafter, frozen, would give 2.14.",
+            "Aligned: v000007 gives 4.77 tokens per round; the first drafter, frozen, would give 2.14 (+122.9 %; "
+            "+110.0 to +130.0 %).",
         ),
     ),
     (
-        facts(current=point(compared=Compared(3, 2.14, 4.18))),
+        facts(current=point(compared=Compared(3, 2.14, 4.18, 1.8, 2.1))),
         (
             "good",
             "aligned",
             "Aligned: v000007 gives 4.77 tokens per round. On the newest rollouts that tested both it was 4.18 against "
-            "2.14 of the first drafter, frozen.",
+            "2.14 of the first drafter, frozen (+95.3 %; +80.0 to +110.0 %).",
+        ),
+    ),
+    (  # of fewer than eight prompts nobody knows what chance does
+        facts(current=point(compared=Compared(5, 2.14, 4.77))),
+        (
+            "good",
+            "serving",
+            "Serving: v000007 gives 4.77 tokens per round; the first drafter, frozen, would give 2.14.",
         ),
     ),
     (
@@ -351,11 +359,21 @@ STATES = [
     ),
     (
         facts(current=point(compared=Compared(5, 4.75, 4.77, 0.97, 1.04))),
-        ("good", "serving", "Serving: v000007 gives 4.77 tokens per round."),
+        (
+            "good",
+            "serving",
+            "Serving: v000007 gives 4.77 tokens per round; the first drafter, frozen, would give 4.75 (+0.4 %; -3.0 to "
+            "+4.0 %).",
+        ),
     ),
     (
         facts(current=point(compared=Compared(5, 5.0, 4.77, 0.9, 1.01))),
-        ("good", "serving", "Serving: v000007 gives 4.77 tokens per round."),
+        (
+            "good",
+            "serving",
+            "Serving: v000007 gives 4.77 tokens per round; the first drafter, frozen, would give 5.00 (-4.6 %; -10.0 "
+            "to +1.0 %).",
+        ),
     ),
     (
         facts(published=1, current=point(compared=Compared(5, 4.77, 4.77))),
@@ -377,7 +395,8 @@ def test_every_state_is_said_with_its_number(known: RunFacts, expected: tuple[st
 def test_a_lag_that_few_prompts_make_is_not_said() -> None:
     better = {"publication_lag": 0.6, "best_version": "v000003-0a1b2c3d"}
     assert headline(facts(current=point(**better, compared=replace(KNOWN, low=1.7, by_chance=0.16)))).state == "aligned"
-    assert headline(facts(current=point(**better))).state == "aligned", "by how much they differ is not known"
+    unsure = replace(KNOWN, by_chance=None)
+    assert headline(facts(current=point(**better, compared=unsure))).state == "aligned", "it may be chance"
 
 
 def test_the_worst_is_said_first_and_the_rest_beside_it() -> None:
@@ -487,6 +506,19 @@ def test_harder_prompts_are_a_note_and_no_drift() -> None:
     assert said.level == "good"
     assert any("Harder prompts: their mix alone puts α 18 % lower" in one for one in said.also)
     assert not any("Harder" in one for one in headline(facts(cause=cause(prompts=-0.03, alarm=False))).also)
+
+
+def test_of_a_paused_run_what_was_judged_before_is_no_trouble() -> None:
+    worse = point(publication_lag=0.6, best_version="v000003-0a1b2c3d")
+    judged: dict[str, Any] = {"unjudged": True, "drift_alarm": True, "headroom": Advice("hurt", "each loses 2.0%")}
+    judged |= {"current": replace(worse, compared=replace(KNOWN, low=0.94, high=0.97))}
+    assert headline(facts(**judged)).level == "bad"
+    paused = headline(facts(**judged, state=RunState("paused", "the GPU is needed")))
+    assert paused.state == "paused"
+    [serving] = paused.also
+    assert serving.startswith("Serving: v000007 gives 4.77 tokens per round")
+    level = headline(facts(state=RunState("paused", "the GPU is needed")))
+    assert level.also[0].startswith("Aligned"), "what it is worth is said still"
 
 
 def test_what_a_person_asked_for_is_no_fault_and_is_said() -> None:

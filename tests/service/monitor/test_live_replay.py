@@ -6,9 +6,11 @@ The bars are held on the simulator of benchmarks/live_replay.py, which runs thes
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,11 +18,12 @@ from record_fixtures import acceptance
 
 from benchmarks.live_replay import SHARED, WORLDS, cases, false_names, until_named
 from rl_hooks.wire import COUNTED_PROMPTS
+from service.monitor.counts import since
 from service.monitor.live.blocks import KEPT_BLOCKS, MOST_PROMPTS, Block, counted
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import Watch, watch
-from service.monitor.records import DrafterSums, Replayed, ScoreRecord
+from service.monitor.records import AcceptanceRecord, DrafterSums, Replayed, ScoreRecord
 
 RULE = LiveRule()
 USUAL = WORLDS[0]
@@ -196,6 +199,36 @@ def test_too_few_rollouts_or_rounds_give_no_verdict() -> None:
     known = [replace(one, replayed=(replace((one.replayed or ())[0], sums=few),))]
     assert judged({"a": blocks(*SICK)}, known).engines[0].name == "unknown"
     assert judged({"a": blocks(*SICK)}, []).engines[0].name == "unknown"
+
+
+def test_an_engine_that_restarts_and_comes_to_more_rounds_than_before_is_seldom_blamed() -> None:
+    """Its report before and this one are of two lives, and their difference may be anything: more than the depth, say.
+
+    Of 200 such engines 52 were blamed where rounds and accepted tokens alone told of a restart.
+    """
+    rng, known, names = np.random.default_rng(0), scores(12), Counter[str]()
+    for _ in range(200):
+        lives = []
+        for rounds in (10_000, 10_000 + int(rng.integers(1000))):
+            kept = np.array(KEPT) * math.exp(0.03 * rng.normal())
+            positions = rng.multinomial(rounds, -np.diff([1.0, *kept, 0.0]))[::-1].cumsum()[::-1][1:].tolist()
+            lives.append(
+                AcceptanceRecord(
+                    reporter="e",
+                    drafter_version="v1",
+                    policy_version=11,
+                    rounds=rounds,
+                    accepted_tokens=sum(positions),
+                    drafted_tokens=4 * rounds,
+                    emitted_tokens=rounds + sum(positions),
+                    accepted_per_position=tuple(positions),
+                    created=1.0,
+                )
+            )
+        before, now = lives
+        names[judged({"e": counted(counted((), before), since(now, before))}, known).engines[0].name] += 1
+    blamed = sum(number for name, number in names.items() if name not in ("healthy", "unknown", "lower"))
+    assert blamed <= 10, names
 
 
 def test_another_method_is_no_matter_of_ours() -> None:

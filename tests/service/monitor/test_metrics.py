@@ -14,11 +14,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from record_fixtures import stored
 
+from service.monitor.alpha import attempts
 from service.monitor.headroom import STATES
 from service.monitor.live.engine import Stretch
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot, render
-from service.monitor.records import HeldVersion, RunState
+from service.monitor.records import DrafterSums, HeldVersion, RunState
 from service.monitor.worth import AtBatch, Worth
 
 NAMES = {
@@ -98,6 +99,7 @@ def full_snapshot() -> RunSnapshot:
             {"reporter": "engine-0", "policy_version": 7, "rounds": 10, "accepted_tokens": 20, "emitted_tokens": 30},
             {"reporter": "engine-0", "policy_version": 8, "rounds": 40, "accepted_tokens": 100, "emitted_tokens": 138},
             {"reporter": "engine-1", "policy_version": None, "rounds": 5, "accepted_tokens": 6, "emitted_tokens": 11},
+            {"reporter": "engine-2", "policy_version": 7, "rounds": 6, "accepted_tokens": 15, "emitted_tokens": 21},
         ],
         history=[
             {"time": 100.0, "event": "published", "sequence": 1, "version": "v000001-aaaaaaaa"},
@@ -182,7 +184,7 @@ def test_names_and_labels_are_the_documented_ones() -> None:
 def test_values_come_through() -> None:
     text = render({"default": full_snapshot()}, token_file_broken=False)
     alpha = {d: value(text, "draftalign_alpha", run="default", drafter=d) for d in ("served", "frozen", "best", "live")}
-    assert alpha == {"served": 3.5, "frozen": 1.75, "best": 3.625, "live": 138 / 40}
+    assert alpha == {"served": 3.5, "frozen": 1.75, "best": 3.625, "live": 21 / 6}, "without the dead engine"
     assert value(text, "draftalign_publication_lag", run="default") == pytest.approx(0.125)
     assert value(text, "draftalign_headroom_ratio", run="default") == 0.07
     assert value(text, "draftalign_speculation_speedup_ratio", run="default", batch="8") == 2.25
@@ -343,3 +345,33 @@ def test_what_was_judged_of_rollouts_keeps_no_alert_on_while_none_are_scored() -
         assert not {f"draftalign_{name}" for name in judged} & names, state
         assert ("draftalign_engine_verdict" in names) == (state == "paused"), "its engines still draft, and report"
     assert value(render({"a": replace(full, state=RunState("paused"))}), "draftalign_publishing_held", run="a") == 0
+
+
+def test_the_engines_part_of_a_cause_is_of_the_trainers_last_attempt() -> None:
+    """The features broke in an attempt that the trainer gave up: they are not blamed for what falls in the next one."""
+    first, second = [(v, 3.0 if v < 5 else 2.0) for v in range(10)], [(v, 3.0) for v in range(6)]
+    batches = [
+        (1000 * (n + 1), v, DrafterSums.of([40 * a] * 100, [40] * 100)) for n, (v, a) in enumerate([*first, *second])
+    ]
+    half = {"value": -0.2, "variance": 1e-4}
+    snapshot = stored(
+        [
+            {"entry_id": f"{at}-0", "policy_version": v, "served": served, "batch_id": str(at)}
+            for at, v, served in batches
+        ],
+        [
+            {"reporter": f"e{at}", "drafter_version": "v1", "policy_version": v, "rounds": 2000, "created": at / 1000}
+            | {"accepted_tokens": 4000, "emitted_tokens": 6000}
+            for at, v, _ in batches
+        ],
+        worker={"drift_change": {"rollouts": 640, "alarm": True, "held": half, "drafter": {"value": 0, "variance": 0}}},
+    )
+    both, last = attempts(snapshot.scores), attempts(snapshot.scores, returns=[(10.5, 0)])[-1]
+    assert (len(both), len(last.scores)) == (1, 6)
+    mixed, own = snapshot.with_engine(both[0], both[0].scores).cause, snapshot.with_engine(last, last.scores).cause
+    assert mixed is not None
+    assert mixed.cause == "features"
+    assert own is not None
+    assert own.cause == "policy moved, or prompts"
+    assert own.terms["engine"].value == pytest.approx(0.0)
+    assert own.terms["features"].value == 0.0

@@ -207,7 +207,7 @@ def test_a_quiet_run_is_read_again_when_a_record_of_it_changes(redis_url: str, r
     async def main() -> None:
         client = redis.asyncio.Redis.from_url(redis_url)
         try:
-            quiet, now = Quiet(AsyncStore(client, "default")), time.time()
+            quiet, now = Quiet(AsyncStore(client, "default"), None), time.time()
             assert await quiet.read(RunSnapshot(now=now)) is None, "something has just happened"
             archived = RunSnapshot(now=now, state=RunState("archived"))
             in_two_hours = RunSnapshot(now=now + 7200)
