@@ -294,6 +294,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         worker_error=worker.error,
         action=worker.action,
         unjudged=worker.unjudged,
+        no_memory=worker.no_memory,
         accepted=int(counters.get("accepted_total") or 0),
         queued=queued,
         queue_fill=max(queued / settings.queue_max_items, 0.0 if by_disk else of_bytes),

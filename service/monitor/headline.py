@@ -65,7 +65,7 @@ class RunFacts:
     seconds. `queue_fill`: of its bounds; `disk_fill`: of the run's share of the disk, where that bounds its queue,
     infinite where there is no room; `redis_fill`: of its memory; `drops_oldest`: what a full queue does, instead of
     refusing. `failed_pushes`: that did not revive the drafter of the engine that is dead. `api_began`: when this API
-    process did. `unjudged`: nothing is trained, for nothing that comes can judge it.
+    process did. `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out.
     """
 
     now: float
@@ -75,6 +75,7 @@ class RunFacts:
     worker_error: str | None = None
     action: str | None = None
     unjudged: bool = False
+    no_memory: bool = False
     accepted: int = 0
     queued: int = 0
     queue_fill: float = 0.0
@@ -369,6 +370,9 @@ def _troubles_of_alpha(facts: RunFacts, now: Current, alpha: float, says: str) -
     if facts.unjudged:
         why = "all were trained on under this policy version, so nothing can be judged, and nothing is trained"
         yield _found("warn", "unjudged", "No prompt is new", f": {why}; {says}.")
+    if facts.no_memory:
+        why = "memory ran out in each training, so rollouts are scored only for a while, and then one more is tried"
+        yield _found("warn", "no_memory", "Too little memory to train", f": {why}; {says}.")
     if facts.drift_alarm:
         fell = "α fell beyond chance"
         if facts.drift_alpha is not None and facts.drift_level is not None:
