@@ -57,6 +57,7 @@ class EngineFollower:
         self.seen = Seen(time.monotonic())
         self._uncounted = ""  # the last error of the counters: it comes up again at every tick
         self._faulty = ""  # the last fault of a version's files, until one was loaded
+        self.withheld = ""  # why the engine does not have the newest offer; nothing, once it has
         self._choice = ReleaseChoice()
         self._process = EngineProcess()
         self._engine = engine
@@ -106,6 +107,11 @@ class EngineFollower:
                 self._adopt(wanted)
             if wanted is offer:
                 self._choice.sequence = offer.sequence
+                self.withheld = ""
+        except EngineError as error:
+            self.withheld = str(error)
+            raise
+        else:
             return needed
         finally:
             self._publish_metrics()
@@ -178,6 +184,10 @@ class EngineFollower:
     def _judge(self, verdict: CanaryResult) -> None:
         self.books.verdicts.append((verdict, self._choice.judged(verdict, self._process.loaded)))
         if not verdict.passed:
+            self.withheld = (
+                f"its canary swapped {verdict.version} back: α {verdict.alpha:.2f} over {verdict.rounds} rounds, "
+                f"{verdict.previous_alpha:.2f} with {verdict.previous}"
+            )
             log.error(
                 "%s: canary of %s failed: α %.3f over %d rounds, %.3f with %s; swapping back",
                 *(self.url, verdict.version, verdict.alpha, verdict.rounds, verdict.previous_alpha, verdict.previous),
@@ -323,6 +333,7 @@ class EngineFollower:
             **self._choice.dump(),
             "pending": dump_release(self._process.pending),
             "mistrusted": self._process.mistrusted,
+            "withheld": self.withheld,
             **self.books.dump(time.monotonic()),
         }
         self._memory.parent.mkdir(parents=True, exist_ok=True)
@@ -348,6 +359,7 @@ class EngineFollower:
         self._choice = ReleaseChoice.restore(document)
         self.books, self.seen = books, seen
         self._process = EngineProcess(pending=pending, mistrusted=mistrusted)
+        self.withheld = str(document.get("withheld") or "")
 
 
 def _other_bytes(version: str, expected: str | None, found: str | None) -> str:

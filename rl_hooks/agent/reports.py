@@ -23,6 +23,8 @@ log = logging.getLogger("draftalign.agent")
 SERVICE: Final = "service"
 #: Of an error in the log, whatever names and answers it quotes.
 MAX_LOGGED: Final = 1000
+#: Of what a report says of a swap that did not come about.
+MAX_WITHHELD: Final = 300
 #: Answers to a report that will not change when it is sent again.
 _UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
 
@@ -88,6 +90,8 @@ class Reports:
         }
         if not bucket.counts.by_prompt:
             del document["by_prompt"]
+        if follower.withheld:
+            document["withheld"] = cut(follower.withheld, MAX_WITHHELD)
         if times := follower.books.step_times.document():
             document["step_times"] = times
         response = await ask(client, "POST", "/acceptance", json=document)

@@ -97,6 +97,9 @@ class AcceptanceReport(BaseModel):
     depth: int | None = Field(None, strict=True, description="Tokens that the engine drafts a round, if known.")
     drafting: str | None = Field(None, description="`greedy` or `probabilistic`, if known.")
     final: bool = False
+    withheld: str | None = Field(
+        None, max_length=400, description="Why the engine does not have the newest version, where it does not."
+    )
     canary: CanaryReport | None = None
     step_times: list[StepTimes] = Field(default_factory=list, max_length=64, description="From which speed-up is told.")
 

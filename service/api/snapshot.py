@@ -289,7 +289,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     ended += [(arrival(letter.get("entry_id")), letter) for letter in snapshot.dead_letters]
     ended = sorted(ended, key=lambda one: one[0])[-RECENT_BATCHES:]
     dead = [letter for _, letter in ended if letter is not None]
-    reports = [record for found in _engines(snapshot).values() for record in found]
+    engines = [found for found in _engines(snapshot).values() if found]
+    reports = [record for found in engines for record in found]
     vocabulary = worker.vocabulary or Vocabulary()
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
     limit_bytes = snapshot.queue_limit_bytes
@@ -328,6 +329,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         drift_level=worker.drift_level,
         cause=snapshot.cause,
         watch=snapshot.watch,
+        engines=[found[0] for found in engines],
+        moves=snapshot.moves,
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
         headroom=advice_of(snapshot),

@@ -17,7 +17,7 @@ from service.monitor.current import Current, Tilt
 from service.monitor.drift.cause import Cause, as_fraction
 from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live.watch import UNREVIVED_PUSHES, EngineVerdict, Watch
-from service.monitor.records import HeldVersion, RunState
+from service.monitor.records import AcceptanceRecord, HeldVersion, Moves, RunState
 
 #: So many of the last batches, by arrival, are looked at.
 RECENT_BATCHES: Final = 20
@@ -29,6 +29,8 @@ _REFUSED_SECONDS: Final = 75.0
 _START_SECONDS: Final = 30.0
 #: An engine that has reported nothing for this time is not spoken of.
 ENGINE_SILENT_SECONDS: Final = 600.0
+#: After a publish every engine has the version by then (the alert `DraftalignEngineBehind` says so too).
+_UNSWAPPED_SECONDS: Final = 600.0
 #: So many dead batches in a row, the newest, are a trouble however many before them were good.
 _DEAD_IN_A_ROW: Final = 3
 #: A worker that beats is called stuck where a batch has waited, and nothing was scored, for so long.
@@ -64,8 +66,9 @@ class RunFacts:
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
     seconds. `queue_fill`: of its bounds; `disk_fill`: of the run's share of the disk, where that bounds its queue,
     infinite where there is no room; `redis_fill`: of its memory; `drops_oldest`: what a full queue does, instead of
-    refusing. `failed_pushes`: that did not revive the drafter of the engine that is dead. `api_began`: when this API
-    process did. `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out.
+    refusing. `engines`: the newest report of each that has reported of late; `moves`: of `latest`. `failed_pushes`:
+    that did not revive the drafter of the engine that is dead. `api_began`: when this API process did. `unjudged`:
+    nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out.
     """
 
     now: float
@@ -100,6 +103,8 @@ class RunFacts:
     drift_level: float | None = None
     cause: Cause | None = None
     watch: Watch = field(default_factory=Watch)
+    engines: Sequence[AcceptanceRecord] = ()
+    moves: Moves = field(default_factory=Moves)
     failed_pushes: int = 0
     last_engine_report: float | None = None
     headroom: Advice | None = None
@@ -317,6 +322,7 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
         if engine.name == "depth":
             yield _found("warn", "engine_depth", "Other depth", f": {engine.reporter}: {engine.text}.")
             break
+    yield from _of_unswapped(facts)
     lower = [engine for engine in facts.watch.engines if engine.name == "lower"]
     if lower:
         yield _found("note", "engine_lower", "Lower in an engine", _of_sick(lower, facts.failed_pushes))
@@ -329,6 +335,24 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
         yield _found("note", "no_engine", "No engine", " reports what it accepts.")
     elif (age := facts.now - facts.last_engine_report) > ENGINE_SILENT_SECONDS:
         yield _found("note", "no_engine", "No engine", f" has reported for {duration(age)}.")
+
+
+def _of_unswapped(facts: RunFacts) -> Iterator[Headline]:
+    """Engines that have counted with another version long after it was replaced."""
+    found = [
+        (report.reported - since, report)
+        for report in facts.engines
+        if not report.final and (since := facts.moves.replaced(report.drafter_version)) is not None
+    ]
+    found = [(late, report) for late, report in found if late > _UNSWAPPED_SECONDS]
+    if not found:
+        return
+    late, worst = max(found, key=lambda one: (one[1].withheld is not None, one[0]))
+    others = f" So it is in {len(found) - 1} more." if len(found) > 1 else ""
+    why = _short((worst.withheld or "its agent's log says why").rstrip("."))
+    old = short_version(worst.drafter_version)
+    text = f": {worst.reporter} drafted with {old} {duration(late)} after it was replaced: {why}.{others}"
+    yield _found("warn", "engine_unswapped", "Not swapped", text)
 
 
 def _of_tilt(tilt: Tilt) -> str:

@@ -374,7 +374,8 @@ def _add_drafter(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     text = "Sequence number of the served drafter; grows with every publish, rollback and push."
     families.gauge("draftalign_drafter_sequence", text, latest.sequence, run=run)
     text = "Unix time at which the served drafter began to be served."
-    moment = moves.began.get(latest.sequence, latest.created)
+    offer = moves.offers.get(latest.sequence)
+    moment = latest.created if offer is None else offer.began
     families.gauge("draftalign_publish_timestamp_seconds", text, moment, run=run)
     text = "1 while a person holds the served drafter: nothing is published. Absent otherwise."
     families.gauge("draftalign_drafter_held", text, None if snapshot.held is None else 1, run=run)

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -174,7 +174,7 @@ class AcceptanceRecord:
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt"})  # of most engines
+    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld"})  # of most engines
     run: str = "default"
     reporter: str | None = None
     engine: str = ""
@@ -194,6 +194,7 @@ class AcceptanceRecord:
     created: float | None = None
     as_of_arrival: bool | None = None
     by_prompt: dict[str, tuple[int, int]] | None = None
+    withheld: str | None = None
 
     @property
     def reported(self) -> float:
@@ -377,21 +378,28 @@ class RunEvent:
         return found
 
 
-#: Sequence numbers of which it is kept when they began: only the newest is asked for.
-_SEQUENCES: Final = 16
+#: Sequence numbers of which it is kept when they began, and with which version.
+_SEQUENCES: Final = 64
+
+
+class Offer(NamedTuple):
+    """Since when `latest` has named a version under one sequence number, in Unix seconds."""
+
+    began: float
+    version: str
 
 
 @dataclass(slots=True)
 class Moves:
     """What `/metrics` tells of a run's history. `counts`: its events by kind, as far as they are kept.
 
-    `realised`: the newest that says what a version gained. `began`: Unix seconds of the first event of each of the
-    newest sequence numbers.
+    `realised`: the newest that says what a version gained. `offers`: what each of the newest sequence numbers
+    offered, by the first event of it.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     realised: Mapping[str, object] = field(default_factory=dict)
-    began: dict[int, float] = field(default_factory=dict)
+    offers: dict[int, Offer] = field(default_factory=dict)
 
     def add(self, written: Mapping[str, object]) -> None:
         """Take the next event."""
@@ -401,18 +409,31 @@ class Moves:
         if name == "realised":
             self.realised = {field: written.get(field) for field in ("version", "promised", "realised")}
         if isinstance(sequence, int) and isinstance(time, (int, float)) and math.isfinite(time):
-            self._begin(sequence, float(time))
+            self._begin(sequence, Offer(float(time), str(written.get("version"))))
+
+    def replaced(self, version: str | None) -> float | None:
+        """Since when `latest` has named other versions than this one, in Unix seconds. None: it does not.
+
+        Of a version that was offered before all that is known, since the oldest known offer.
+        """
+        since = None
+        for _, offer in sorted(self.offers.items()):
+            if offer.version == version:
+                since = None
+            elif since is None:
+                since = offer.began
+        return since
 
     def __add__(self, later: Moves) -> Moves:
-        both = Moves(self.counts + later.counts, later.realised or self.realised, dict(self.began))
-        for sequence, time in later.began.items():
-            both._begin(sequence, time)
+        both = Moves(self.counts + later.counts, later.realised or self.realised, dict(self.offers))
+        for sequence, offer in later.offers.items():
+            both._begin(sequence, offer)
         return both
 
-    def _begin(self, sequence: int, time: float) -> None:
-        self.began.setdefault(sequence, time)
-        if len(self.began) > _SEQUENCES:
-            del self.began[next(iter(self.began))]
+    def _begin(self, sequence: int, offer: Offer) -> None:
+        self.offers.setdefault(sequence, offer)
+        if len(self.offers) > _SEQUENCES:
+            del self.offers[next(iter(self.offers))]
 
 
 @dataclass(frozen=True, slots=True)

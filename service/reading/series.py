@@ -256,4 +256,5 @@ def read_count(name: str, value: bytes) -> AcceptanceRecord | None:
         drafter_version=None if record.drafter_version is None else sys.intern(record.drafter_version),
         canary=None,
         by_prompt=None,
+        withheld=None if record.withheld is None else sys.intern(record.withheld),
     )

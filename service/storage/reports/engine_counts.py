@@ -146,7 +146,7 @@ class _Changes:
     ) -> AcceptanceRecord:
         """Add a record to the one of older policy versions at `into`, and return that."""
         created = max(r.reported for r in (record, older or record))
-        merged = replace(total(record, older), drafter_version=drafter, policy_version=None, canary=None)
+        merged = replace(total(record, older), drafter_version=drafter, policy_version=None, canary=None, withheld=None)
         self.set[into] = replace(merged, created=created)
         return self.set[into]
 

@@ -135,7 +135,10 @@ def test_rollback_and_push_again_reach_the_engine(service: RunningService, engin
         eventually(lambda: engine.swapped == [first, second, first, first])
 
 
-def test_a_canarys_verdict_is_kept_in_the_history(service: RunningService, engine: Engine, tmp_path: Path) -> None:
+def test_a_canarys_verdict_is_kept_in_the_history_and_said(
+    service: RunningService, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.monitor.headline._UNSWAPPED_SECONDS", 0.0)
     first = _publish(service, 1)
     with start_agent(service.url, engine, cache=tmp_path / "cache", canary=CanaryRule(rounds=200)):
         eventually(lambda: engine.version == first)
@@ -155,8 +158,35 @@ def test_a_canarys_verdict_is_kept_in_the_history(service: RunningService, engin
         (event,) = eventually(verdicts)
         settle(engine, 6)
         assert engine.version == first
+        why = f"its canary swapped {second} back: α 2.00 over 200 rounds, 4.00 with {first}"
+        eventually(lambda: why in _unswapped(service, engine, 3))
     assert event["version"] == second
     assert event["canary"]["previous"] == first
+
+
+def _unswapped(service: RunningService, engine: Engine, accepted: int = 2) -> str:
+    """What the headline says of an engine that goes on with what is not served any more; nothing, where it does not."""
+    engine.play(10, accepted)
+    said = service.client.get("/runs/default").json()["headline"]
+    return next((text for text in (said["text"], *said["also"]) if text.startswith("Not swapped")), "")
+
+
+def test_the_headline_says_why_an_engine_does_not_have_what_is_published(
+    service: RunningService, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.monitor.headline._UNSWAPPED_SECONDS", 0.0)
+    first = _publish(service, 1)
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        eventually(lambda: engine.version == first)
+        engine.refusal = (422, "it lacks down_proj")
+        _publish(service, 2)
+        eventually(lambda: "it lacks down_proj" in _unswapped(service, engine))
+        assert engine.version == first
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):  # another agent tries again
+        engine.refusal = None
+        third = _publish(service, 3)
+        eventually(lambda: engine.version == third)
+        eventually(lambda: not _unswapped(service, engine))
 
 
 def test_a_token_that_may_read_and_report_is_all_an_agent_needs(

@@ -22,7 +22,7 @@ from service.monitor.headline import (
 from service.monitor.headroom import Advice
 from service.monitor.live.engine import Stretch
 from service.monitor.live.watch import EngineVerdict, Watch
-from service.monitor.records import Change, Estimate, HeldVersion, RunState
+from service.monitor.records import AcceptanceRecord, Change, Estimate, HeldVersion, Moves, RunState
 
 NOW = 10_000.0
 KNOWN = Compared(5, 2.14, 4.77, 2.1, 2.3, 0.05)
@@ -438,6 +438,50 @@ def test_an_engine_that_its_prompts_may_explain_is_no_trouble() -> None:
     found = headline(facts(watch=Watch((replace(DEAD, name="lower", text="live α 2"),))))
     assert found.state == "aligned"
     assert "Lower in an engine: agent http://e:8000, with v000007: live α 2." in found.also
+
+
+def unswapped(**changes: Any) -> Headline:
+    """Of an engine that counts with v000003, replaced 20 minutes ago and again since."""
+    moves = Moves()
+    for sequence, (ago, version) in enumerate(((2000, "v000003-0a"), (1200, "v000006-0a"), (30, "v000007-0a1b2c3d"))):
+        moves.add({"event": "published", "time": NOW - ago, "sequence": sequence, "version": version})
+    known: dict[str, Any] = {"reporter": "agent http://e:8000", "drafter_version": "v000003-0a", "created": NOW - 30}
+    return headline(facts(moves=moves, engines=[AcceptanceRecord(**(known | {"rounds": 90} | changes))]))
+
+
+def test_an_engine_that_does_not_get_what_is_published_is_named_with_what_its_agent_says() -> None:
+    found = unswapped()
+    text = (
+        "Not swapped: agent http://e:8000 drafted with v000003 20 min after it was replaced: its agent's log says why."
+    )
+    assert said(found) == ("warn", "engine_unswapped", text)
+    assert unswapped(withheld="another draft vocabulary.").text.endswith("replaced: another draft vocabulary.")
+    assert unswapped(drafter_version="initial").state == "engine_unswapped", "one that this run never published"
+    assert unswapped(drafter_version="initial", created=NOW - 1450).state == "aligned"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafter_version": "v000007-0a1b2c3d"},
+        {"drafter_version": "v000006-0a"},
+        {"created": NOW - 700},
+        {"final": True},
+    ],
+)
+def test_an_engine_that_was_swapped_or_is_about_to_be_is_no_trouble(changes: dict[str, Any]) -> None:
+    assert unswapped(**changes).state == "aligned"
+
+
+def test_a_version_that_is_served_again_is_not_replaced() -> None:
+    moves = Moves()
+    for sequence, version in enumerate(("v1", "v2", "v1", "v1")):  # published twice, rolled back, pushed again
+        moves.add({"event": "x", "time": 100.0 + sequence, "sequence": sequence, "version": version})
+    assert (moves.replaced("v1"), moves.replaced("v2"), moves.replaced("v0")) == (None, 102.0, 100.0)
+    assert Moves().replaced("v1") is None
+    for sequence in range(4, 400):
+        moves.add({"event": "x", "time": 100.0 + sequence, "sequence": sequence, "version": f"v{sequence}"})
+    assert moves.replaced("v1") == 100.0 + 336, "no more of them are kept"
 
 
 def test_three_dead_batches_in_a_row_are_a_trouble_and_two_are_not() -> None:
