@@ -179,8 +179,11 @@ class Snapshot:
 
     def has_fallen(self, since: Snapshot) -> bool:
         """Whether a counter is below its earlier value: the engine has restarted."""
-        now, before = ((one.rounds, one.accepted_tokens, one.drafted_tokens) for one in (self.counts, since.counts))
-        return any(a < b for a, b in zip(now, before, strict=True))
+        now, before = (
+            (one.rounds, one.accepted_tokens, one.drafted_tokens, *one.accepted_per_position)
+            for one in (self.counts, since.counts)
+        )
+        return any(a < b for a, b in zip(now, before, strict=False))
 
 
 @dataclass(slots=True)

@@ -89,7 +89,12 @@ async def _followed(
     series = context.series(run)
     async with series.lock:
         await series.refresh(bounded.watch.sick)
-        yield replace(bounded, acceptances=series.acceptances).with_engine(series.attempts[-1], series.served), series
+
+        def told() -> RunSnapshot:
+            counted = replace(bounded, acceptances=series.acceptances)
+            return counted.with_engine(series.attempts[-1], series.served)
+
+        yield await asyncio.to_thread(told), series
 
 
 async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
@@ -102,8 +107,12 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
         history=await asyncio.to_thread(context.registry.history.events, run),
         returns=await store.returns(),
     )
-    last = attempts(found.scores, context.settings.max_policy_lag, found.returns)[-1]
-    return found.with_engine(last, last.scores)
+
+    def told() -> RunSnapshot:
+        last = attempts(found.scores, context.settings.max_policy_lag, found.returns)[-1]
+        return found.with_engine(last, last.scores)
+
+    return await asyncio.to_thread(told)
 
 
 async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
@@ -157,7 +166,7 @@ async def _read_recent(context: ServiceContext, run: str) -> RunSnapshot:
         acceptances=await store.newest_acceptances(bounded.now - ENGINE_SILENT_SECONDS),
         last_report=await store.last_report(),
     )
-    return found.with_engine(found.newest.attempt, found.newest.attempt.scores)
+    return await asyncio.to_thread(lambda: found.with_engine(found.newest.attempt, found.newest.attempt.scores))
 
 
 async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
@@ -295,6 +304,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         worker_error=worker.error,
         action=worker.action,
         unjudged=worker.unjudged,
+        no_memory=worker.no_memory,
         accepted=int(counters.get("accepted_total") or 0),
         queued=queued,
         queue_fill=max(queued / settings.queue_max_items, 0.0 if by_disk else of_bytes),

@@ -109,6 +109,8 @@ UNJUDGED: Final = Decision(
     Action.IDLE,
     "no prompt is new: nothing can be judged, so nothing is trained until other prompts or another policy version come",
 )
+#: The decision while memory runs out in each training.
+NO_MEMORY: Final = Decision(Action.IDLE, "nothing is trained on for a while, because memory ran out in each training")
 
 
 #: Claims that the level of α is of: few while publishes move it, more while nothing does.

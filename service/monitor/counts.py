@@ -33,8 +33,11 @@ def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceR
 
 
 def _pairs(now: AcceptanceRecord, before: AcceptanceRecord) -> Iterator[tuple[int, int]]:
-    """Each count that both have, now and before."""
-    for name in ("rounds", "accepted_tokens", "drafted_tokens", "emitted_tokens"):
+    """Each count that both have and that only grows, now and before.
+
+    Emitted tokens are a difference of counters that an engine's page may tell apart in time: they may fall.
+    """
+    for name in ("rounds", "accepted_tokens", "drafted_tokens"):
         new, old = getattr(now, name), getattr(before, name)
         if new is not None and old is not None:
             yield new, old

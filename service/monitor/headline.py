@@ -68,7 +68,7 @@ class RunFacts:
     infinite where there is no room; `redis_fill`: of its memory; `drops_oldest`: what a full queue does, instead of
     refusing. `engines`: the newest report of each that has reported of late; `moves`: of `latest`. `failed_pushes`:
     that did not revive the drafter of the engine that is dead. `api_began`: when this API process did. `unjudged`:
-    nothing is trained, for nothing that comes can judge it.
+    nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out.
     """
 
     now: float
@@ -78,6 +78,7 @@ class RunFacts:
     worker_error: str | None = None
     action: str | None = None
     unjudged: bool = False
+    no_memory: bool = False
     accepted: int = 0
     queued: int = 0
     queue_fill: float = 0.0
@@ -393,6 +394,9 @@ def _troubles_of_alpha(facts: RunFacts, now: Current, alpha: float, says: str) -
     if facts.unjudged:
         why = "all were trained on under this policy version, so nothing can be judged, and nothing is trained"
         yield _found("warn", "unjudged", "No prompt is new", f": {why}; {says}.")
+    if facts.no_memory:
+        why = "memory ran out in each training, so rollouts are scored only for a while, and then one more is tried"
+        yield _found("warn", "no_memory", "Too little memory to train", f": {why}; {says}.")
     if facts.drift_alarm:
         fell = "α fell beyond chance"
         if facts.drift_alpha is not None and facts.drift_level is not None:

@@ -281,7 +281,8 @@ class Registry(Versions):
             if sequence not in (None, manifest.sequence):
                 raise LatestMoved(f"run {run!r} is at sequence {manifest.sequence} by now, not {sequence}")
             # Not "pushed again": a person's rollback with those words overrides an agent's canary, and this must not.
-            return self._repoint(run, manifest, f"revived: {reason}", "pushed_again", held=held)
+            more = {"gate": manifest.gate}
+            return self._repoint(run, manifest, f"revived: {reason}", "pushed_again", held=held, more=more)
 
     def discard(self, run: str, version: str) -> None:
         """Delete a version that is not served: nothing can be done with it."""

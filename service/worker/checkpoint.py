@@ -27,6 +27,7 @@ from service.errors import WorkerError
 from service.storage.runs import crc32_of
 
 _PREFIX = "checkpoint-"
+_DIGITS = 9  # of a number, so that names are in the order of numbers
 _SUMS = "crc32.json"
 _MOVE = "move the directory away: the run then goes on from its newest published drafter"
 _MEND = f"put back a copy, or {_MOVE}"
@@ -49,8 +50,9 @@ class WorkerCheckpoint:
         return max(self._complete(), default=None, key=lambda p: p.name)
 
     def _complete(self) -> list[Path]:
-        """All complete ones; one that a person renamed (`checkpoint-000000001.old`) is none."""
-        return [p for p in self._directory.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdecimal()]
+        """All complete ones; one that a person renamed (`checkpoint-000000001.old`, `checkpoint-1`) is none."""
+        names = {p: p.name.removeprefix(_PREFIX) for p in self._directory.glob(f"{_PREFIX}*")}
+        return [p for p, number in names.items() if number.isdecimal() and len(number) == _DIGITS]
 
     def save(self, trainer: DrafterTrainer, state: Mapping[str, Any]) -> None:
         """Write the next checkpoint durably, then remove those before.
@@ -59,7 +61,7 @@ class WorkerCheckpoint:
         has written one meanwhile: its state is newer.
         """
         number = 1 + (int(self._mine.removeprefix(_PREFIX)) if self._mine else 0)
-        mine = self._directory / f"{_PREFIX}{number:09d}"
+        mine = self._directory / f"{_PREFIX}{number:0{_DIGITS}d}"
         self._clear_leftovers()
         with AtomicDirectory.make(self._directory, ".writing-") as staged:
             _write(trainer, staged.path)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -47,9 +48,14 @@ RECENT_BATCHES: Final = 8
 _ARRIVALS_KEPT: Final = 16
 #: In memory while the draft vocabulary is gathered, which may need many prompts for a few response tokens.
 _MOST_WAITING_TOKENS: Final = 1 << 20
-#: Each time a batch waits `claim_idle_seconds`, so an hour together: an engine on the same GPU may have the memory
-#: while it generates.
+#: An hour together: an engine on the same GPU may have the memory while it generates.
 MEMORY_TRIES: Final = 60
+#: One that comes sooner after the one before does not count: a run that is opened again tries at once.
+MEMORY_TRY_SECONDS: Final = 60.0
+
+
+#: How often memory ran out for a batch, and when that counted last (monotonic), by batch id.
+MemoryTries = dict[str, tuple[int, float]]
 
 
 class Phase(Enum):
@@ -129,12 +135,12 @@ class Inbox:
         vocab_size: int,
         applied: Iterable[str] = (),
         ends_for_memory: Callable[[], bool] = lambda: True,
-        memory_tries: Counter[str] | None = None,
+        memory_tries: MemoryTries | None = None,
     ) -> None:
         """`applied`: unacknowledged batches whose effect the last checkpoint holds.
 
         `ends_for_memory`: whether an error is to be raised where memory runs out for a batch: else it is put off like
-        one that cannot be read. `memory_tries`: how often each batch was; it may outlive this inbox.
+        one that cannot be read. `memory_tries`: it may outlive this inbox.
         """
         self.versions = ArrivedVersions()
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
@@ -145,7 +151,7 @@ class Inbox:
         self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that changed last comes last
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
-        self._memory_tries = Counter[str]() if memory_tries is None else memory_tries
+        self._memory_tries: MemoryTries = {} if memory_tries is None else memory_tries
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     # --- the ledger
@@ -292,8 +298,11 @@ class Inbox:
     def _put_off_for_memory(self, entry: Entry, error: Exception, what: str) -> None:
         if self._ends_for_memory():
             raise error
-        self._memory_tries[entry.batch_id] += 1
-        if self._memory_tries[entry.batch_id] < MEMORY_TRIES:
+        (tries, last), now = self._memory_tries.get(entry.batch_id, (0, -math.inf)), time.monotonic()
+        if now - last >= MEMORY_TRY_SECONDS:
+            tries, last = tries + 1, now
+        self._memory_tries[entry.batch_id] = tries, last
+        if tries < MEMORY_TRIES:
             self._put_off(entry, error, Phase.NO_MEMORY)
             return
         told = f"memory ran out {MEMORY_TRIES} times, so it {what}; raise the memory or send shorter rollouts"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from service.monitor.alpha import attempts
-from service.monitor.controller import UNJUDGED, Decision
+from service.monitor.controller import NO_MEMORY, UNJUDGED, Decision
 from service.monitor.drift.cause import cause_of
 from service.monitor.drift.limits import DriftConfig, DriftError
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
@@ -310,6 +310,7 @@ class Journal:
                 "draft_coverage": self._coverage,
                 "headroom": None if headroom is None else asdict(headroom),
                 "unjudged": decision == UNJUDGED,
+                "no_memory": decision == NO_MEMORY,
                 **self._drift_gauges(),
             }
         )

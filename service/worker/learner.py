@@ -26,7 +26,7 @@ from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.replay.gate import CLAIM_SD
 from service.errors import LatestMoved, WorkerError
-from service.monitor.controller import DEFERRED, UNJUDGED, Action, Controller, Decision, Economy
+from service.monitor.controller import DEFERRED, NO_MEMORY, UNJUDGED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
 from service.monitor.live.engine import LiveRule
 from service.monitor.records import DrafterSums, arrival
@@ -297,7 +297,7 @@ class Learner:
             return Decision(Action.IDLE, "no answer here has a second token, so there is nothing to learn")
         if self.recent.limit.tokens == 0:
             self.recent.limit.trained()
-            return Decision(Action.IDLE, "nothing is trained on for a while, because memory ran out in each training")
+            return NO_MEMORY
         if self.gate.training.is_blind:
             return UNJUDGED
         engines = self.journal.engines.drafting

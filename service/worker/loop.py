@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +32,7 @@ from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
 from service.storage.reports.drafting import Drafting
 from service.storage.reports.store import Store
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
-from service.worker.inbox import Inbox, Loaded, Phase, error_text, is_batch_fault
+from service.worker.inbox import Inbox, Loaded, MemoryTries, Phase, error_text, is_batch_fault
 from service.worker.learner import Learner
 from service.worker.recent import LengthLimit
 
@@ -56,13 +55,13 @@ class RegisteredAgain(WorkerError):  # noqa: N818
 class Suspicion:
     """What of a run may be at fault. A failure ends its `RunWorker`, and not this.
 
-    `recent`: whether its recent rollouts may be. `limit`: which are too long to be trained on. `memory_tries`: how
-    often memory ran out for a batch.
+    `recent`: whether its recent rollouts may be. `limit`: which are too long to be trained on. `memory_tries`: for
+    which batches memory ran out.
     """
 
     recent: bool = False
     limit: LengthLimit = field(default_factory=LengthLimit)
-    memory_tries: Counter[str] = field(default_factory=Counter)
+    memory_tries: MemoryTries = field(default_factory=dict)
 
 
 @dataclass

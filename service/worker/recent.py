@@ -94,8 +94,9 @@ class LengthLimit:
         return True
 
     def trained(self) -> None:
-        """A training went well, or was left out for this limit."""
-        self.hopeless = 0
+        """A training went well, or was left out for this limit; what was hopeless before is until one went well."""
+        if self.tokens != 0:
+            self.hopeless = 0
         self.trainings -= self.tokens is not None
         if self.trainings <= 0:
             self.tokens = None

@@ -525,6 +525,14 @@ vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 7.0
     assert Snapshot.parse(text.replace("time_to_first_token", "x")).counts.emitted_tokens == 51
 
 
+def test_a_position_that_fell_tells_of_a_restart_and_emitted_tokens_do_not() -> None:
+    """Those are a difference of counters that may be read apart."""
+    before = Snapshot(Counts(100, 400, 70, (50, 20), 160))
+    assert Snapshot(Counts(105, 420, 75, (56, 19), 170)).has_fallen(before)
+    assert not Snapshot(Counts(105, 420, 75, (54, 21), 150)).has_fallen(before)
+    assert not Snapshot(Counts(105, 420, 75, (55,), 150)).has_fallen(before)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

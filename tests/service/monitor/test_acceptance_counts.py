@@ -52,9 +52,11 @@ def test_a_difference_and_a_sum_undo_each_other() -> None:
 def test_counts_that_fell_began_anew() -> None:
     assert since(counted(3, 1), counted(100, 70)).rounds == 3
     before = counted(100, 70, drafted_tokens=400, emitted_tokens=160, accepted_per_position=(50, 20))
-    for lower in ({"drafted_tokens": 399}, {"emitted_tokens": 159}, {"accepted_per_position": (56, 19)}):
+    for lower in ({"drafted_tokens": 399}, {"accepted_per_position": (56, 19)}):
         now = counted(105, 75, **{"drafted_tokens": 420, "emitted_tokens": 170} | lower)
         assert since(now, before) == now
+    read_apart = counted(105, 75, drafted_tokens=420, emitted_tokens=120, accepted_per_position=(54, 21))
+    assert since(read_apart, before).rounds == 5, "not all of a healthy engine's rounds once more"
     untold = counted(105, 75, drafted_tokens=None, emitted_tokens=None)
     assert since(untold, before).rounds == 5, "what one of the two does not tell did not fall"
 

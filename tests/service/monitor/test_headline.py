@@ -220,6 +220,15 @@ STATES = [
         ),
     ),
     (
+        facts(no_memory=True),
+        (
+            "warn",
+            "no_memory",
+            "Too little memory to train: memory ran out in each training, so rollouts are scored only for a while, and "
+            "then one more is tried; v000007 gives 4.77 tokens per round.",
+        ),
+    ),
+    (
         facts(drift_alarm=True, drift_alpha=2.51, drift_level=3.4),
         (
             "warn",
@@ -554,7 +563,12 @@ def test_harder_prompts_are_a_note_and_no_drift() -> None:
 
 def test_of_a_paused_run_what_was_judged_before_is_no_trouble() -> None:
     worse = point(publication_lag=0.6, best_version="v000003-0a1b2c3d")
-    judged: dict[str, Any] = {"unjudged": True, "drift_alarm": True, "headroom": Advice("hurt", "each loses 2.0%")}
+    judged: dict[str, Any] = {
+        "unjudged": True,
+        "no_memory": True,
+        "drift_alarm": True,
+        "headroom": Advice("hurt", "each loses 2.0%"),
+    }
     judged |= {"current": replace(worse, compared=replace(KNOWN, low=0.94, high=0.97))}
     assert headline(facts(**judged)).level == "bad"
     paused = headline(facts(**judged, state=RunState("paused", "the GPU is needed")))

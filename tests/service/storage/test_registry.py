@@ -98,7 +98,12 @@ def test_a_version_that_serves_again_is_offered_with_what_the_gate_found_then(re
     served = registry.latest("default")
     assert served is not None
     assert (served.version, served.gate) == (first.version, None)
+    registry.push_again("default", "an engine lost it")
+    served = registry.latest("default")
+    assert served is not None
+    assert served.gate is None
     registry.rollback("default", first.version, "the gate's", gate={"alpha_served": 2.8})
+    registry.push_again("default", "an engine lost it")
     served = registry.latest("default")
     assert served is not None
     assert served.gate == {"alpha_served": 2.8}

@@ -326,16 +326,19 @@ def test_a_checkpoint_of_another_layout_is_named_and_the_run_goes_on_without_it(
     restarted._close()
 
 
-def test_a_checkpoint_that_a_person_renamed_is_neither_read_nor_deleted(bench: Bench, worker: Worker) -> None:
+@pytest.mark.parametrize("name", ["checkpoint-000000001.old", "checkpoint-1"])
+def test_a_checkpoint_that_a_person_renamed_is_neither_read_nor_deleted(
+    bench: Bench, worker: Worker, name: str
+) -> None:
     """`move the directory away`, the error says; beside the others is away too."""
     bench.post("a")
     while worker._turn():
         pass
     worker._close()
-    aside = bench.checkpoint().rename(bench.checkpoint().with_suffix(".old"))
+    aside = bench.checkpoint().rename(bench.checkpoint().with_name(name))
     restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
-    for name in "bc":
-        batch = bench.post(name)
+    for file in "bc":
+        batch = bench.post(file)
         for _ in range(4):
             restarted._turn()
         assert bench.state(batch) == "trained"

@@ -31,6 +31,7 @@ def longest(batch: RolloutBatch) -> int:
 def _tried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Memory runs out at rollouts of more than `MOST` tokens. The longest of each batch that was tried."""
     monkeypatch.setattr("service.worker.inbox.MEMORY_TRIES", TRIES)
+    monkeypatch.setattr("service.worker.inbox.MEMORY_TRY_SECONDS", 0.0)
     tried: list[int] = []
 
     def within_memory(real: Callable[..., Any], error: Exception, place: int) -> Callable[..., Any]:
@@ -78,6 +79,23 @@ def test_a_batch_that_needs_more_memory_than_there_is_ends_after_some_tries_and_
     assert not worker._runs["default"].suspicion.memory_tries
 
 
+@pytest.mark.parametrize("tried", ["loaded"], indirect=True)
+@pytest.mark.usefixtures("tried")
+def test_a_run_that_is_opened_again_and_again_does_not_use_up_the_tries_of_its_batch(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other runs that need memory close it when it is idle, and it is opened again at once, and tries its batch."""
+    monkeypatch.setattr("service.worker.inbox.MEMORY_TRY_SECONDS", 3600.0)
+    long = bench.post("long", lengths=[900, 12])
+    for _ in range(2 * TRIES):
+        a_minute_later(worker)
+        worker._look_at = 0.0
+        worker._turn()
+        worker._room.close_idle()
+    assert bench.state(long) == "queued"
+    assert worker._runs["default"].suspicion.memory_tries
+
+
 def test_where_all_newer_rollouts_are_too_long_to_be_trained_on_they_are_tried_again_as_well(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,3 +136,27 @@ def test_a_run_whose_every_training_runs_out_of_memory_goes_on_scoring_after_an_
     turns(worker, bench, batches)
     assert [bench.store.scores()[batch].action for batch in batches] == ["idle", "idle", "train"]
     assert worker.served["default"].learner.journal.totals.trained_tokens
+
+
+def test_a_run_that_is_scored_only_is_so_again_after_one_training_that_runs_out_of_memory(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run whose memory is short for good would be refused for an hour after each 64 claims."""
+    monkeypatch.setattr("service.worker.recent._HOPELESS_TRAININGS", 5)
+    monkeypatch.setattr("service.worker.recent._LIMITED_TRAININGS", 2)
+    trainings: list[int] = []
+
+    def step(*_: Any) -> None:
+        trainings.append(sum(bench.state(batch) == "trained" for batch in batches))
+        raise torch.OutOfMemoryError("CUDA")
+
+    monkeypatch.setattr(DrafterTrainer, "step", step)
+    batches = [bench.post(name, rollouts=4) for name in "abcdef"]
+    for _ in range(20):
+        a_minute_later(worker)
+        worker._turn()
+    assert trainings == [0] * 5 + [2, 4], "two claims are scored between two trainings"
+    assert [bench.state(batch) for batch in batches] == ["trained"] * 6
+    facts = bench.store.worker()
+    assert facts.action == "idle"
+    assert facts.no_memory
