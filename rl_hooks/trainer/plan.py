@@ -119,7 +119,8 @@ class VersionOrder:
         self._step = 0  # the smallest from the highest version to a higher one; 0: none yet
         self._fallen: int | None = None  # far below that; the next version tells whether the trainer went back to it
         self._fall = _FALL
-        self._returned: tuple[int, int] | None = None  # highest version before that, lowest after it; until it is passed
+        #: The highest version before that and the lowest after it, until one as high has come.
+        self._returned: tuple[int, int] | None = None
 
     def went_back(self, policy_version: int) -> bool:
         """Whether this version, the next one, shows that the trainer went back."""
