@@ -11,7 +11,8 @@
 | `GET /metrics` | vLLM's counters by their names and meanings |
 | `GET /healthz` | 200 while the engine's thread lives |
 
-Errors are RFC 9457 problem documents. top_p and top_k are refused: acceptance is exact for plain temperature only.
+Errors are RFC 9457 problem documents. A top_p or top_k that cuts is refused: acceptance is exact for plain
+temperature only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import torch
 import uvicorn
@@ -62,6 +63,8 @@ class GenerateRequest(BaseModel):
     max_tokens: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
     eos_id: int | None = None
+    top_p: float | None = Field(None, ge=1, le=1)
+    top_k: Literal[0, -1] | None = None
 
 
 class SwapRequest(BaseModel):

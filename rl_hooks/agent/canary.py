@@ -123,7 +123,8 @@ class Canary:
     def interrupted(self, *, restarted: bool = False) -> None:
         """The engine restarted, or another client swapped it: a running trial ends."""
         self.trial = None
-        self._good.of_before |= restarted
+        if restarted:
+            self._good.set_before()
 
     def count(self, version: str, counts: Counts, now: float) -> CanaryResult | None:
         """Take in counts of the loaded version; a verdict comes once, when the trial has seen enough rounds."""
@@ -254,6 +255,10 @@ class _Stretches:
                 before, after = stretches[-2 * many : -many], stretches[-many:]
                 changes.append(math.log(_total(chain(*after)).alpha / _total(chain(*before)).alpha))
         return True
+
+    def set_before(self) -> None:
+        """The engine has restarted: none of these rounds is of a stretch to come."""
+        self.of_before, self._begun = True, []
 
     def newest(self, many: int) -> list[Counts]:
         """The blocks of the newest stretches, as many as there are, and of what came after them."""

@@ -13,7 +13,6 @@ import http.client
 import io
 import json
 import os
-import selectors
 import socket
 import ssl
 import time
@@ -111,10 +110,15 @@ def exchange(
             connection.putheader(name, value)
         connection.endheaders()
         sock = connection.sock
-        incoming = _Incoming(sock, timeout_seconds)
+        incoming = _Incoming(sock)
         with io.BufferedReader(incoming) as reader:
-            if _readable(sock, CONTINUE_SECONDS):
-                incoming.begin()
+            incoming.begin(CONTINUE_SECONDS)
+            try:
+                reader.peek(1)  # not a look at the socket: TLS sends what is no part of an answer
+            except TimeoutError:
+                pass
+            else:
+                incoming.begin(timeout_seconds)
                 early = _read_reply(reader, 0, stop_at_continue=True)
                 if early is not None:
                     return early
@@ -125,13 +129,13 @@ def exchange(
                     sock.sendall(piece)
                     sent += len(piece)
             except OSError:
-                incoming.begin()
+                incoming.begin(timeout_seconds)
                 # The server may have refused in mid-body and hung up: its answer says why, the broken pipe does not.
                 late = _read_reply(reader, sent)
                 if late is None:
                     raise
                 return late
-            incoming.begin()
+            incoming.begin(timeout_seconds)
             reply = _read_reply(reader, sent)
             if reply is None:
                 raise ReplyError("the service closed the connection without an answer")
@@ -143,14 +147,13 @@ def exchange(
 
 
 class _Incoming(io.RawIOBase):
-    """What comes from a socket, all of it within some seconds from `begin`, however slowly it drips."""
+    """What comes from a socket, all of it within the seconds that `begin` gives, however slowly it drips."""
 
-    def __init__(self, sock: socket.socket, seconds: float) -> None:
-        self._sock, self._seconds = sock, seconds
-        self.begin()
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._deadline = sock, 0.0
 
-    def begin(self) -> None:
-        self._deadline = time.monotonic() + self._seconds
+    def begin(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
 
     def readable(self) -> bool:
         return True
@@ -194,15 +197,6 @@ def trusted(ca_file: str | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca_file or None)
     except OSError as error:
         raise OSError(f"DRAFTALIGN_CA_FILE {ca_file}: {error}; expected a PEM file of certificates") from error
-
-
-def _readable(sock: socket.socket, seconds: float) -> bool:
-    if isinstance(sock, ssl.SSLSocket) and sock.pending():
-        return True
-    # Not select(): a trainer may well hold more than the 1024 descriptors that it can watch.
-    with selectors.DefaultSelector() as waiter:
-        waiter.register(sock, selectors.EVENT_READ)
-        return bool(waiter.select(seconds))
 
 
 def _slices(body: Iterable[bytes | memoryview]) -> Iterable[memoryview]:

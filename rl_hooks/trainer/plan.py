@@ -109,21 +109,37 @@ class VersionOrder:
     """Tells by the order of policy versions whether the trainer goes on from an earlier checkpoint: 8, 4, 5.
 
     Not where late rollouts are captured beside fresh ones: 8, 4, 9, or 8, 5, 3, 9 (8, 3, 5, 9 looks the same). Nor
-    where versions fall by less than three, which the service takes for late ones, too.
+    where versions fall by less than three, which the service takes for late ones, too. If after such a return a step
+    larger than usual leads to the highest version of before or beyond (the 9), it was none: rollouts are as late as
+    that, and only a larger fall counts from then on.
     """
 
     def __init__(self) -> None:
         self._highest = -1  # since the trainer went back last
+        self._step = 0  # the smallest from the highest version to a higher one; 0: none yet
         self._fallen: int | None = None  # far below that; the next version tells whether the trainer went back to it
+        self._fall = _FALL
+        #: The highest version before that and the lowest after it, until one as high has come.
+        self._returned: tuple[int, int] | None = None
 
     def went_back(self, policy_version: int) -> bool:
         """Whether this version, the next one, shows that the trainer went back."""
         if policy_version >= self._highest:
-            self._highest, self._fallen = policy_version, None
+            step, self._fallen = policy_version - self._highest, None
+            if self._returned is None:
+                if step and self._highest >= 0:
+                    self._step = min(self._step or step, step)
+            elif policy_version >= self._returned[0]:
+                if step > max(self._step, 1):
+                    self._fall = max(self._fall, self._returned[0] - self._returned[1] + 1)
+                self._returned = None
+            self._highest = policy_version
         elif self._fallen is not None and policy_version > self._fallen:
+            highest, lowest = self._returned or (self._highest, self._fallen)
+            self._returned = max(highest, self._highest), min(lowest, self._fallen)
             self._highest, self._fallen = policy_version, None
             return True
-        elif policy_version <= self._highest - _FALL:
+        elif policy_version <= self._highest - self._fall:
             self._fallen = policy_version
         return False
 

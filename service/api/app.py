@@ -225,7 +225,7 @@ class Server(uvicorn.Server):
         """Listen, and say where: of port 0 nobody else knows which one it became."""
         await super().startup(sockets)
         settings = self._context.settings
-        for listener in self.servers[:1]:
+        for listener in self.servers[:1] if self.started else ():  # uvicorn 0.34 goes on where the lifespan failed
             port = listener.sockets[0].getsockname()[1]
             log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, port)
 

@@ -129,7 +129,7 @@ def test_n_completions_of_each_prompt_come_in_order(client: httpx.Client) -> Non
     done = _generate(client, prompts=PROMPTS[:2], n=3, temperature=1.0)["completions"]
     assert len(done) == 6
     assert len({tuple(one["token_ids"]) for one in done}) > 2
-    greedy = _generate(client, prompts=PROMPTS[:2], n=2)["completions"]
+    greedy = _generate(client, prompts=PROMPTS[:2], n=2, top_p=1, top_k=0)["completions"]  # these two cut nothing
     assert greedy[0]["token_ids"] == greedy[1]["token_ids"]
 
 
@@ -138,6 +138,7 @@ def test_n_completions_of_each_prompt_come_in_order(client: httpx.Client) -> Non
     [
         ({"prompts": []}, "body.prompts"),
         ({"prompts": [[1]], "top_p": 0.9}, "body.top_p"),
+        ({"prompts": [[1]], "top_p": 1.1}, "body.top_p"),
         ({"prompts": [[1]], "top_k": 5}, "body.top_k"),
         ({"prompts": [[1]], "temperature": -1}, "body.temperature"),
         ({"prompts": [[1]], "max_tokens": 0}, "body.max_tokens"),

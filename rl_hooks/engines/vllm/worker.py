@@ -61,6 +61,7 @@ class DrafterSwap:
     def __init__(self, worker: Any) -> None:
         self._worker, self._ranks = worker, Ranks(worker)
         self._staged: Staged | None = None
+        self._reading = threading.Lock()
         #: What `follow` was told, while the weights are not yet the run's.
         self._waiting: tuple[ServiceSettings, int | None] | None = None
         self.tap: VllmTap | None = None
@@ -230,6 +231,12 @@ class DrafterSwap:
 
     # --- staging
     def _read(self, staged: Staged) -> None:
+        # A swap that failed at another rank is asked for again while this one still reads: one file in memory will do.
+        with self._reading:
+            if self._staged is staged:
+                self._read_now(staged)
+
+    def _read_now(self, staged: Staged) -> None:
         try:
             self._check_method()
             if self.draft is not None:  # other pipeline ranks have no drafter

@@ -323,6 +323,21 @@ def test_a_version_that_comes_after_a_restart_is_swapped_back_only_where_it_is_d
     assert verdict.passed is passed
 
 
+def test_rounds_of_before_a_restart_are_in_no_stretch_that_ends_after_it() -> None:
+    """The engine was started again to draw at another temperature, just before a stretch of the old version ended."""
+    canary = Canary(CanaryRule(rounds=400))
+    canary.loaded("a", exempt=False)
+    for part in _rounds([3] * 15, 50):
+        canary.count("a", part, now=0.0)
+    canary.interrupted(restarted=True)
+    canary.loaded("a", exempt=False)
+    for part in _rounds([1], 50):
+        canary.count("a", part, now=0.0)
+    verdict = _verdict(canary, _rounds([1] * 100, 50))
+    assert verdict is not None
+    assert verdict.passed
+
+
 def test_a_worse_version_is_swapped_back_again_once_the_old_one_was_counted_after_a_restart() -> None:
     canary = Canary(CanaryRule(rounds=400))
     canary.loaded("a", exempt=False)

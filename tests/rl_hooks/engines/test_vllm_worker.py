@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -95,6 +96,32 @@ def serving(worker: Worker) -> DrafterSwap:
     worker.draft.load_weights(OURS.items())
     swap.weights.served, swap.weights._marks = LoadedDrafter("v1", "digest", OURS), swap.draft.fingerprint()
     return swap
+
+
+def test_one_file_is_read_at_a_time_and_what_was_replaced_before_is_not(
+    loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A swap that fails at another rank is asked for again while this one still reads from a slow disk."""
+    entered, read, go_on = threading.Semaphore(0), list[str](), threading.Event()
+
+    def slowly(swap: DrafterSwap) -> None:
+        assert swap._staged is not None
+        read.append(swap._staged.version)
+        entered.release()
+        assert go_on.wait(10)
+        raise DrafterRefusedError("no vLLM here")
+
+    monkeypatch.setattr(DrafterSwap, "_check_method", slowly)
+    swap = DrafterSwap(Worker())
+    swap.stage("/nowhere", "v1")
+    assert entered.acquire(timeout=10)
+    swap.stage("/nowhere", "v2")
+    swap.stage("/nowhere", "v3")
+    assert not entered.acquire(timeout=0.05)
+    go_on.set()
+    assert swap._staged is not None
+    assert swap._staged.done.wait(10)
+    assert read == ["v1", "v3"]
 
 
 def test_a_drafter_that_a_deep_sleep_took_comes_back_once(loads: list[Any]) -> None:

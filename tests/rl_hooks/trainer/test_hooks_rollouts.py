@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from rl_hooks import wire
 from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.sampling import sampling_position
+from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.plan import RolloutChoice, VersionOrder
+from rl_hooks.trainer.staging import COUNTERS
 
 
 @pytest.fixture(name="service")
@@ -283,6 +287,23 @@ def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_gets_the_budgets_of_i
     # That the trainer went back shows with the second version.
     assert captured == [2, 4, 6, 8, 10, 12, 14, 16, 18, 18, 20, 22, 24, 26]
     hook.close()
+
+
+@pytest.mark.parametrize("late", [[9, 3, 5], [3, 5, 9], [9, 7, 3, 6]])
+def test_late_rollouts_of_several_versions_do_not_renew_budgets_again_and_again(late: list[int]) -> None:
+    choice = RolloutChoice(1.0, 20, Tally(logging.getLogger("rl_hooks"), *COUNTERS))
+    sent = Counter[int]()
+    for number, version in enumerate(late * 20):
+        sent[version] += 10 * len(choice.choose([f"rollout {number}"], [10], [6], version))
+    assert max(sent.values()) <= 2 * 20, "once they look as if the trainer had gone back to an earlier checkpoint"
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_that_a_trainer_went_back_is_seen_each_time_however_it_counts(stride: int) -> None:
+    order = VersionOrder()
+    versions = [*range(9), *range(4, 9), *range(4, 12), *range(6, 9)]
+    back = [at for at, version in enumerate(versions) if order.went_back(stride * version)]
+    assert back == [10, 15, 23]
 
 
 def test_that_rollouts_are_longer_than_the_budget_is_said_once(

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import errno
 import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from service_fixtures import CONFIG, HEADERS, RunningService, rollout_file, run_file
 
-from service.api.app import create_app
+from service.api.app import create_app, make_server
 from service.api.auth import PUBLIC, allowed_scopes
 from service.errors import ConfigurationError
 from service.settings import SCOPES, Settings
@@ -123,6 +127,15 @@ def test_the_log_says_which_port_was_taken(
     caplog.set_level("INFO", "draftalign.api")
     service = serve(port=0)
     assert f"serves http://127.0.0.1:{service.port}/" in caplog.text
+
+
+def test_an_application_that_cannot_start_listens_nowhere_with_an_older_uvicorn_too(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uvicorn.Server, "startup", AsyncMock())  # 0.34 returns; later ones end the process there
+    server = make_server(Settings(state_dir=tmp_path, redis_url=SecretStr(redis_url)))
+    asyncio.run(server.startup())
+    assert not server.started
 
 
 def test_two_hosts_are_one_too_many(service: RunningService) -> None:

@@ -87,6 +87,26 @@ def trusting(monkeypatch: pytest.MonkeyPatch, authority: Authority) -> Iterator[
 # --- what passes
 
 
+@pytest.mark.usefixtures("trusting")
+def test_a_sender_gets_past_a_proxy_that_keeps_100_continue_to_itself(authority: Authority) -> None:
+    """TLS 1.3 sends session tickets first: the socket has bytes to read, and they are no answer."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority.certificate, authority.key)
+
+    def answer(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError), context.wrap_socket(listener.accept()[0], server_side=True) as connection:
+            received = b""
+            while not received.endswith(b"body") and (more := connection.recv(1 << 16)):
+                received += more
+            connection.sendall(b"HTTP/1.1 202 Accepted\r\ncontent-length: 2\r\n\r\n{}")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, args=(listener,), daemon=True).start()
+        origin = Origin.parse(f"https://127.0.0.1:{listener.getsockname()[1]}")
+        reply = exchange(origin, "POST", "/rollouts", {"content-length": "4"}, [b"body"], timeout_seconds=3.0)
+    assert reply.status == 202
+
+
 def test_long_bodies_on_one_connection_are_the_files(secure: RunningService) -> None:
     files = [rollout_file((f"{n}a", f"{n}b"), lengths=(20_000, 20_000), policy_version=1) for n in "xyz"]
     for file in files:
