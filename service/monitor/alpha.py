@@ -66,8 +66,9 @@ _LEAST_CLUSTERS: Final = 8
 def _ratio_error(scores: Sequence[ScoreRecord], drafter: str) -> float | None:
     """Half of the 95 % interval of log(α_served / α_drafter), clustered by prompt (HC2), by Student's t.
 
-    `drafter`: a role or a version. A record that does not tell the prompts of both is one cluster. Where all are of one
-    prompt, a policy version is one. None: there are too few.
+    `drafter`: a role or a version. A record of many prompts tells shares of them, each of which is a cluster; one that
+    tells neither of both drafters is one itself. Where all are of one prompt, a policy version is one. None: there are
+    too few.
     """
     by_prompt, by_policy = (defaultdict[str | int | None, list[float]](lambda: [0.0, 0.0]) for _ in range(2))
     for record in scores:
@@ -89,8 +90,8 @@ def _ratio_error(scores: Sequence[ScoreRecord], drafter: str) -> float | None:
 
 
 def _scored(record: ScoreRecord, drafter: str) -> tuple[DrafterSums | None, Mapping[str, tuple[float, float]]]:
-    """What a record has of a drafter, by role or by version: sums, and tokens and rounds by prompt."""
-    prompts = {one.version: one.by_prompt for one in record.replayed or ()}
+    """What a record has of a drafter, by role or by version: sums, and tokens and rounds by prompt or share of them."""
+    prompts = {one.version: one.by_prompt or one.by_share for one in record.replayed or ()}
     oldest = min(prompts, default="")  # of all versions that are kept
     version = {"served": record.drafter_version or "", "frozen": oldest}.get(drafter, drafter)
     sums = record.sums(drafter) if drafter in DRAFTERS else _by_name(record).get(drafter)

@@ -85,7 +85,8 @@ class Replayed:
 
     `sums`: with the second moments of prompts, where those of other sums are of rollouts; `rollouts` counts prompts.
     `accepted[j]`: rounds that kept drafts 0..j. `reached[j]`: rounds that kept those before it and had a j-th one.
-    `by_prompt`: tokens and rounds of each prompt, as engines count them; empty where the batch has many.
+    `by_prompt`: tokens and rounds of each prompt, as engines count them; empty where the batch has many. `by_share`:
+    then those of 16 shares of the prompts, which tell as well how far two drafters differ by chance.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -94,6 +95,7 @@ class Replayed:
     accepted: tuple[float, ...] = ()
     reached: tuple[float, ...] = ()
     by_prompt: dict[str, tuple[float, float]] = field(default_factory=dict)
+    by_share: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import math
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
-from drafter.replay.acceptance import Replay
+from drafter.replay.acceptance import Floats, Replay
 from drafter.replay.lossless import drafters_favour
 from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
@@ -33,6 +34,8 @@ log = logging.getLogger("draftalign.worker")
 _NGRAM_TOKENS = 8192
 #: Of each prompt's rollouts one in so many stands for all, but two at least.
 _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS = 4, 2
+#: Of many prompts, in so many shares, a record tells what each share had.
+_SHARES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +221,23 @@ def _replayed(version: str, found: Replay, prompts: Sequence[str], *, told_apart
     `told_apart`: whether engines count these prompts as they are here (`_in_one_piece`).
     """
     accepted, reached = (tuple(counts.sum(axis=0).round(3).tolist()) for counts in (found.accepted, found.reached))
-    names, prompt = np.unique(prompts, return_inverse=True)
-    tokens, rounds = (np.bincount(prompt, counts).tolist() for counts in (found.tokens, found.rounds))
-    each = zip(names.tolist(), tokens, rounds, strict=True) if told_apart and len(names) <= COUNTED_PROMPTS else ()
-    by_prompt = {name[:COUNTED_DIGITS]: (round(t, 3), round(r, 3)) for name, t, r in each if r > 0}
-    return Replayed(version, DrafterSums.of(tokens, rounds), accepted, reached, by_prompt)
+    tokens, rounds = _summed(prompts, found.tokens), _summed(prompts, found.rounds)
+    sums = DrafterSums.of(tokens.values(), rounds.values())
+    if told_apart and len(tokens) <= COUNTED_PROMPTS:
+        by_prompt = {
+            name[:COUNTED_DIGITS]: (round(tokens[name], 3), round(r, 3)) for name, r in rounds.items() if r > 0
+        }
+        return Replayed(version, sums, accepted, reached, by_prompt)
+    shares = [f"{zlib.crc32(prompt.encode()) % _SHARES:x}" for prompt in prompts]
+    tokens, rounds = _summed(shares, found.tokens), _summed(shares, found.rounds)
+    by_share = {share: (round(tokens[share], 3), round(r, 3)) for share, r in rounds.items() if r > 0}
+    return Replayed(version, sums, accepted, reached, by_share=by_share)
+
+
+def _summed(names: Sequence[str], counts: Floats) -> dict[str, float]:
+    """Sums of counts [R] by name, of which each rollout has one."""
+    found, index = np.unique(names, return_inverse=True)
+    return dict(zip(found.tolist(), np.bincount(index, counts).tolist(), strict=True))
 
 
 def _entropies(batch: RolloutBatch) -> tuple[float, ...]:

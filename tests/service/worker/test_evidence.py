@@ -22,6 +22,7 @@ from drafter.replay.acceptance import Replay
 from drafter.replay.gate import Promise, Trial, compare
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
+from service.monitor.alpha import Compared
 from service.monitor.controller import UNJUDGED
 from service.storage.queue.deliveries import Entry
 from service.storage.registry import Registry
@@ -183,6 +184,13 @@ def test_a_score_tells_replay_by_prompt_as_engines_count_it_where_prompts_are_no
     assert not _in_one_piece(talk), "a rollout without a response makes up for nothing"
     _, many = scored(bench, worker, "many", range(200, 300))
     assert [one.by_prompt for one in many.record.replayed or ()] == [{}] * len(replayed)
+    assert [one.by_share for one in replayed] == [{}] * len(replayed)
+    for one in many.record.replayed or ():
+        assert one.by_share.keys() == {f"{n:x}" for n in range(16)}
+        tokens, rounds = (math.fsum(column) for column in zip(*one.by_share.values(), strict=True))
+        assert [tokens, rounds] == pytest.approx([one.sums.tokens, one.sums.rounds], abs=0.01)
+    assert (found := Compared.of([many.record])) is not None
+    assert found.low is not None, "one batch of many prompts is enough"
 
 
 def test_rollouts_are_found_again_among_those_that_were_looked_at(bench: Bench) -> None:
