@@ -152,7 +152,7 @@ def lay_out(
     if not packed:
         rollouts = tuple(b * shape[1] + np.flatnonzero(real_BS[b]) for b in range(shape[0]))
         layout = Layout(shape, rollouts, packed=False)
-        _told({"attention_mask": numbers_BS}, layout.owners())
+        _sequence_starts({"attention_mask": numbers_BS}, layout.owners())
         return layout
     marks: dict[str, Ints] = {}
     if attention_mask is not None:
@@ -166,7 +166,7 @@ def lay_out(
     else:
         found = _by_position(positions_BS, real_BS)
     layout = Layout(shape, tuple(found), packed, lengths)
-    _told(marks, layout.owners())
+    _sequence_starts(marks, layout.owners())
     return layout
 
 
@@ -255,7 +255,7 @@ def check_forward(
         )
     no_marks = ("mask", *_VARLEN[2:])
     marks = {name: host(one, np.int64) for name, one in said.items() if one is not None and name not in no_marks}
-    told = _told(marks, layout.owners())
+    told = _sequence_starts(marks, layout.owners())
     if layout.packed:
         _refuse_cut(marks, layout)
         _refuse_leak(said, marks, told, layout, attention, recurrent=recurrent)
@@ -285,7 +285,7 @@ def _refuse_another_tree(
             )
 
 
-def _told(marks: Mapping[str, Ints], owner_BS: Ints) -> dict[str, npt.NDArray[np.bool_]]:
+def _sequence_starts(marks: Mapping[str, Ints], owner_BS: Ints) -> dict[str, npt.NDArray[np.bool_]]:
     """Where each argument says that a sequence begins, [B, S]. Raises where that is inside a rollout."""
     before_BS = _owner_before(owner_BS)
     told: dict[str, npt.NDArray[np.bool_]] = {}

@@ -149,8 +149,8 @@ class RunWorker:
     def _noted(self, entries: Sequence[Entry]) -> Iterator[None]:
         """Note that this run is worked on, until that has ended, well or by an error.
 
-        A process that is killed, for memory say, on this rank or another, leaves the note. Without it a run of which
-        each batch kills would keep the worker from all other runs.
+        A process that is killed, for memory say, on this rank or another, leaves the note. Without it a run
+        whose every batch kills the process would keep the worker from all other runs.
         """
         if not entries or self._target_file is None:
             yield

@@ -67,9 +67,7 @@ class Levels:
     entropies: list[float | None] = field(default_factory=list)  # of the policy, in nats
     covariance: list[list[float]] = field(default_factory=list)
     doubted: bool = False  # a rebase has added an error, which is being learnt
-    owed: float = (
-        0.0  # what versions that were proven to be worse cost; it is not learnt, or the fall would be the level
-    )
+    owed: float = 0.0  # what versions that were proven worse cost, at most 0; not learnt, or the level would fall too
 
     @property
     def level(self) -> float:

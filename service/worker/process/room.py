@@ -157,9 +157,9 @@ class Room:
         return sorted(idle, key=lambda run: (bool(waits[run]), self._runs[run].worked_at))
 
     def close_idle(self, most: int | None = None) -> None:
-        """Close so many idle runs after a checkpoint, and return their memory; each is opened again when it is called.
+        """Close so many idle runs after a checkpoint, and return their memory; each is opened when something comes.
 
-        None: all of them. None that is put off is opened without a batch any more: it would take the memory again.
+        `most`: None for all. Runs that were put off lose their turn: opened without a batch, they would take memory.
         """
         self.put_off.clear()
         for run in self.idle()[:most]:

@@ -54,7 +54,7 @@ class Share:
             self._handed_over.clear()
         self._most = math.ceil(wanted / (1 + len(others))) if others else math.inf
         fewest = min(others.values(), default=BUSY)
-        if served <= fewest < BUSY:  # then others have not less than this worker, and take nothing that it handed over
+        if served <= fewest < BUSY:  # no other worker has fewer, so none takes what was handed over
             self._untaken = None
         return (
             served > 1 + fewest

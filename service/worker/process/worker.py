@@ -231,7 +231,7 @@ class Worker:
         state = self._runs[run]
         state.proven, state.retry_at = False, time.monotonic() + seconds
         error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
-        with _as_far_as_its_keys_go(run):
+        with _despite_broken_keys(run):
             if not self._leases.is_anothers(run):  # that one says how it is, and would not take this back
                 Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
 
@@ -265,9 +265,9 @@ class Worker:
     def _hand_one_over(self, now: float) -> None:
         """Leave a run that has work to another worker, which has fewer runs."""
         idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
-        # All but the first at work: so those that work most come to be parted.
-        hindmost = self._turns.order(self.served)[:-1]
-        at_work = [run for run in hindmost if run not in idle and self._share.may_hand_over(run, now)]
+        # The run that took the most seconds stays, and the next one goes: so those that work most are parted.
+        others = self._turns.order(self.served)[:-1]
+        at_work = [run for run in others if run not in idle and self._share.may_hand_over(run, now)]
         if at_work:
             run = at_work[-1]
             log.info("run %s is left to another worker, which has fewer", run)
@@ -357,7 +357,7 @@ class Worker:
     def _give_back(self, run: str) -> None:
         """Serve the run no more, and let other workers have it."""
         self._runs[run].suspicion.recent = False  # the next worker finds that out by itself
-        with _as_far_as_its_keys_go(run):
+        with _despite_broken_keys(run):
             self._heartbeat.give_back(run)
 
     def _clear(self, run: str, state: Run) -> None:
@@ -391,7 +391,7 @@ class Worker:
         if file is not None and (aside := self._deaths.begin(run, file)) is not None:
             self._close_until(run, *aside)
             return
-        if died:  # for memory, maybe, that idle runs had: it dies of its own only if it dies without them
+        if died:  # maybe for memory that idle runs had: only a death without them is its own
             self._room.sparing = True
             self._room.close_idle()
         try:
@@ -443,8 +443,8 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _as_far_as_its_keys_go(run: str) -> Iterator[None]:
-    """What is said of a run's trouble must not end at the key that is the trouble."""
+def _despite_broken_keys(run: str) -> Iterator[None]:
+    """Go on where a key of this run cannot be written: it may be the trouble that is being told."""
     try:
         yield
     except ResponseError as error:
