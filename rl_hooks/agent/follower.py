@@ -55,7 +55,7 @@ class EngineFollower:
         self.url = engine.url
         self.books = EngineBooks(rule)
         self.seen = Seen(time.monotonic())
-        self._last_metrics_error = ""  # the last error of the counters: it comes up again at every tick
+        self._metrics_error = ""  # the last error of the counters: it comes up again at every tick
         self._last_fault = ""  # the last fault of a version's files, until one was loaded
         self.withheld = ""  # why the engine does not have the newest offer; nothing, once it has
         self._choice = ReleaseChoice()
@@ -129,8 +129,8 @@ class EngineFollower:
         except MetricsError as error:
             # An engine without counters still gets its drafters.
             self._metrics.errors.labels(self.url, "metrics").inc()
-            log.log(logging.DEBUG if str(error) == self._last_metrics_error else logging.ERROR, "%s: %s", self.url, error)
-            self._last_metrics_error = str(error)
+            log.log(logging.DEBUG if str(error) == self._metrics_error else logging.ERROR, "%s: %s", self.url, error)
+            self._metrics_error = str(error)
             return None
 
     def _account(self, snapshot: Snapshot | None, state: EngineState) -> CanaryResult | None:

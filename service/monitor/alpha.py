@@ -186,8 +186,8 @@ _Scored = TypeVar("_Scored", bound=Scored)
 class Turn:
     """Where an attempt ends and the next one begins. `time`: when the first batch of the next one came (Unix seconds).
 
-    `last`: when the last batch before that came. Between the two, engines already draft for the next attempt, and report
-    it: what they counted then with policy versions below `below` is of that one.
+    `last`: when the last batch before that came. Between the two, engines already draft for the next attempt: what they
+    counted then with policy versions below `below` is of that one.
     """
 
     time: float

@@ -97,7 +97,7 @@ _FIRST_GAIN: Final = 0.05
 _GAIN_DRIFT: Final = 0.003**2
 #: Standard deviation, at least, of what a training may gain after a fall of α.
 _GAIN_OF_A_FALL: Final = 0.03
-#: Claims for which an idle worker may train once. More than one training in 20 is too many.
+#: Claims for which an idle worker may train once: of those with nothing to gain it is to train on 5 % at most.
 _CLAIMS_PER_PROBE: Final = 28
 #: Probes that the credit holds at most, and at first. A full credit is reason enough for a probe: the first one is due
 #: after a quarter of those claims.

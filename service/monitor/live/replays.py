@@ -24,8 +24,8 @@ _DESIGN_EFFECT: Final = 4.0
 _USUAL: Final = 3.0
 #: Share of a block's rounds that must be of replayed prompts for these to stand for it; of all tokens, to count as all.
 _COVERED: Final = 0.95
-#: An engine is left out whose differences have more than so many times the median engine's variance, where the variances
-#: of so many engines are known.
+#: An engine is left out whose differences have more than so many times the median engine's variance, where those of so
+#: many engines are known.
 _SCATTERS: Final = 6.0
 _ENGINES_TOLD: Final = 3
 #: No prompts are taken to be easier than so many times the average.
