@@ -30,7 +30,7 @@ from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, ScoreRec
 ENOUGH_ROUNDS: Final = 200
 #: Batches among which a figure that the newest lack is looked for.
 LOOK_BACK: Final = 256
-#: Drafters are compared on so many batches that two equal ones differ by less than this by chance: an interval of 3 %.
+#: Drafters are compared on more batches until two equal ones differ by less than this by chance: an interval of 3 %.
 _NARROW: Final = 0.015
 #: So many batches in a row of an older drafter are no late ones: a person has rolled back to it.
 _SERVED_AGAIN: Final = 8

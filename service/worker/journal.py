@@ -33,7 +33,7 @@ from service.worker.scoring import Scores
 log = logging.getLogger("draftalign.worker")
 
 _QUIET_TICKS = 50
-#: The share of the engines' time that goes to rounds is measured over so long at least, and over so many versions.
+#: Fewest seconds, and policy versions, over which the share of the engines' time that goes to rounds is measured.
 _LEAST_WINDOW_SECONDS: Final = 60.0
 _WINDOW_VERSIONS: Final = 4
 #: Batches from which an attempt is no longer provisional: until then one may be late.
