@@ -2,8 +2,8 @@
 
 A packed row is told apart by `cu_seqlens`, by `position_ids` that begin again, or as a nested tensor. After the
 forward its own arguments are compared: a boundary inside what was called one rollout, or none between two, is refused.
-A drafter trained across such a seam learns to predict the first tokens of one rollout from another, and replay α counts
-rounds over it. Where a packed forward attends from one rollout to the one before, its states are of neither.
+A drafter trained across such a boundary learns to predict the first tokens of one rollout from another, and replay α
+counts rounds over it. Where a packed forward attends from one rollout to the one before, its states are of neither.
 
 What the forward says: positions, boundaries of sequences (`cu_seq_lens_q` and the like), sequence numbers (`seq_idx`,
 or an `attention_mask` that numbers documents), and the mask that attention is computed with.
@@ -304,18 +304,18 @@ def _sequence_starts(marks: Mapping[str, Ints], owner_BS: Ints) -> dict[str, npt
 
 
 def _refuse_cut(marks: Mapping[str, Ints], layout: Layout) -> None:
-    """Raise where a forward is longer than the row and has no seam at the row's end: it is of other tokens."""
+    """Raise where a forward is longer than the row and has no boundary at the row's end: it is of other tokens."""
     S = layout.shape[1]
     if layout.owners()[-1, -1] < 0:
         return  # the row ends in padding: no rollout is cut
-    seams: list[bool] = []
+    boundaries: list[bool] = []
     for name, values in marks.items():
         if name.startswith("cu_seq"):
-            seams += [S in values] if values.max(initial=0) >= S else []
+            boundaries += [S in values] if values.max(initial=0) >= S else []
         elif values.shape[-1] > S:
             last, following = values.reshape(-1, values.shape[-1])[0, S - 1 : S + 1]
-            seams.append(bool(following != last + (name == "position_ids")))
-    if seams and not any(seams):
+            boundaries.append(bool(following != last + (name == "position_ids")))
+    if boundaries and not any(boundaries):
         raise RolloutError(
             f"the forward is longer than the {S} tokens that it was told to hold, and goes on after them without a "
             "boundary: it is of other tokens. Where it is padding, let its position_ids begin again at 0"

@@ -340,7 +340,7 @@ class Journal:
         for reading in readings:
             before, self._reading = self._reading, reading
             alarmed = before is not None and before.alarm
-            # Said once per spell: publishing takes an alarm back a little way, and it may return with the next tick.
+            # Logged once: a publish may bring the statistic just below its limit, and the next tick above it again.
             if reading.alarm and not alarmed and reading.ticks >= self._quiet_until:
                 level = 0.0 if reading.baseline is None else reading.baseline
                 change = self._drift.change()

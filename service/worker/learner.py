@@ -7,8 +7,8 @@ Invariants
   on them next. So a long training is published in parts. Each part is judged on rollouts that came after it was
   trained, and the gate's budget is for all looks at one served drafter, however many there are.
 * What is served changes only through the gate, an archived version that proved better, or a person. A candidate is
-  published after the checkpoint that holds it, and that checkpoint was written before it saw the batches that judged
-  it: redelivered ones are not scored by what was trained on them, and no look counts twice.
+  published after the checkpoint that holds it, which was written before it was trained on the batches that judged it.
+  So redelivered batches are not scored by what was trained on them, and no look counts twice.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ log = logging.getLogger("draftalign.worker")
 #: Stands for the drafter in training where a version is asked for.
 CANDIDATE: Final = "candidate"
 
-#: Roles of published drafters, and one more: a batch may have been drafted by a version before.
+#: Published drafters in memory: one for each of a claim's five roles, and one more that an older batch was drafted by.
 _CACHED_VERSIONS = 6
 
 

@@ -91,7 +91,7 @@ class Room:
         """Whether a run that is to be opened has no work: then it waits for its turn, or for a batch."""
         if self.needs(run):
             return False
-        state.closed, state.file = self._spared(run), file  # what people ask has it opened, though its turn is gone
+        state.closed, state.file = self._spared(run), file  # opened for what people ask even after its turn
         self.put_off.append(run)
         return True
 

@@ -1,8 +1,8 @@
-"""Who may replace the served drafter: the candidate as it stands, or an archived version.
+"""Who may replace the served drafter: the candidate as it stands, an archived version, or a sent drafter.
 
-They are judged on the rollouts of each claim when it comes, before anything is trained on them: nobody chose them, they
-are of newer policies than the candidate was trained on, and they are scored anyway. Rollouts whose prompt is among the
-recent rollouts are left out, for the candidate was trained on their siblings.
+They are judged on each claim's rollouts when it comes, before anything is trained on these. Nobody chose the rollouts,
+they are of newer policies than the candidate was trained on, and they are scored anyway. Rollouts whose prompt is among
+the recent rollouts are left out, for the candidate was trained on their siblings.
 
 Archived versions are compared where they are scored anyway (the first one; the one served before). When the served
 drafter falls, all of them enter: by successive halving on a part of the claim's prompts, and the winner is judged on
@@ -46,7 +46,7 @@ _ALL_TRAINED_ON: Final = "no evidence: all these prompts were trained on already
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """The outcome for one challenger. `version` is CANDIDATE or an archived version."""
+    """The outcome for one challenger. `version`: CANDIDATE, or an archived or a sent version."""
 
     version: str
     verdict: Verdict
