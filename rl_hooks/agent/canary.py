@@ -317,7 +317,7 @@ def _at_common_depth(
 
 
 def _at_depth_one(alpha: float, depth: int) -> float:
-    """The α at a depth of 1 of who has this one at `depth`, if each draft of a round is accepted as often.
+    """The α at a depth of 1 of a drafter that has `alpha` at `depth`, if all drafts of a round are accepted as often.
 
     First drafts are accepted more often than later ones, so this is rather too low, and a trial passes more easily.
     """

@@ -16,7 +16,7 @@ _STATE_FORMAT: Final = "draftalign.drift.v3"
 _UNKNOWN: Final = 1e9
 #: Memory of the traffic. A longer pause between batches counts as a day.
 _TRAFFIC_SECONDS: Final = 3 * DAY_SECONDS
-#: A stratum's share is taken for no less.
+#: Least share that a stratum is taken to have.
 _LEAST_SHARE: Final = 1 / 64
 #: Differences that a batch length needs before it counts; with fewer, the largest of several sds is noise.
 MIN_DIFFERENCES: Final = 8
