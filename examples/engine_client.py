@@ -64,6 +64,10 @@ class EngineClient:
         state: dict[str, Any] = self._http.get("/drafter/state").raise_for_status().json()
         return state
 
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
 
 def policy_tensors(model: Any) -> dict[str, Tensor]:
     """A policy's weights as its checkpoint names them: a tied head is not there twice."""

@@ -9,7 +9,7 @@ spends half of it on an e-process (Howard et al. 2021, arXiv 1810.08240; Ramdas 
 equal or worse challenger it exceeds 1/error with a probability of at most `error`, whenever one stops (Ville). It pools
 looks: a small gain that no single look can show is shown by several. The other half is spent on single looks, most of
 it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.09000), for what has just been trained is
-what mostly gains. After a publish it begins again, with its own budget.
+what mostly gains. After a publish a new trial begins, with a budget of its own.
 
 The promised gain is a posterior mean: the less sure the looks are, the nearer it is to 0. The prior is a random walk
 from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks. What
@@ -35,25 +35,25 @@ _NORMAL: Final = NormalDist()
 _EFFECT_SD: Final = 0.5
 #: Standard deviation of the log of a ratio of α where nothing is known of the challenger, as of an archived version.
 _UNKNOWN_SD: Final = 0.5
-#: How far one training moves it, until looks have shown that.
+#: Standard deviation of what one training adds to it, before looks have shown that.
 _STEP_SD: Final = 0.08
-#: It is taken for no less and no more, and follows what the looks show at this rate.
+#: Bounds of that standard deviation, and the rate at which it follows what the looks show.
 _LEAST_STEP_SD: Final = 0.003
 _LARGEST_STEP_SD: Final = 0.2
 _STEP_RATE: Final = 0.25
-#: Standard deviation of the gain of one pair of drafters from claim to claim, which more prompts do not take away: what
-#: promises are made with, and the least that the error is.
+#: Standard deviation of one pair's gain from claim to claim, which more prompts do not reduce. Promises use this value.
+#: The error of a look uses one that is learnt (`ClaimSpread`), and no less than this.
 CLAIM_SD: Final = 0.01
-#: For the error it is learnt (`ClaimSpread`). Of one that is trained it is taken for this at first: an inverse gamma
-#: law of its variance with this mean, and so many observations' weight. The last ones count, of so many, and one counts
-#: for no more than this standard deviation.
+#: What is assumed of a trained challenger at first: an inverse gamma law of that variance, with the mean
+#: `_CLAIM_SD_BEFORE`² and the weight of `_CLAIMS_BEFORE` observations.
 _CLAIM_SD_BEFORE: Final = 0.018
 _CLAIMS_BEFORE: Final = 6.0
 _VARIANCES_BEFORE: Final = (_CLAIMS_BEFORE - 2.0) * _CLAIM_SD_BEFORE**2
+#: Observations that are remembered, and the standard deviation that one counts for at most.
 _CLAIMS_MEMORY: Final = 32.0
 _LARGEST_CLAIM_SD: Final = 0.03
-#: The policy moves, so what an untrained challenger showed goes out of date. It counts like this number of looks at
-#: most, and not at all once a look is this number of standard deviations above it.
+#: The policy moves, so what an untrained challenger showed goes out of date. It weighs as much as this number of new
+#: looks at most, and nothing once a look is this number of standard deviations above what is expected.
 _MEMORY_LOOKS: Final = 64
 _BREAK: Final = 3.0
 _NO_DIFFERENCE: Final = "no difference: both drafters do the same with every rollout"
@@ -66,7 +66,7 @@ class Look:
     """One paired comparison on rollouts that neither drafter was trained on. Gains are relative: 0.05 = 5 % higher."""
 
     gain: float  # α_challenger / α_served - 1 on these rollouts; nan where it could not be measured
-    error: float  # standard error of log(1 + gain), of few prompts already as wide as the normal law needs it
+    error: float  # standard error of log(1 + gain); of few prompts it is widened, so that the normal law fits
     prompts: int  # independent observations
     rollouts: int  # rollouts with at least one round
     alpha_challenger: float
@@ -169,10 +169,10 @@ class Promise:
 
 @dataclass(slots=True)
 class LookError:
-    """The standard error of looks: of each its own, or that of all so far where that is more.
+    """The standard error of looks: each look's own, and at least the average of all so far, by their prompts.
 
-    A look without one of the few prompts on which the challenger is much worse shows a small gain and a small error,
-    one with such a prompt a large loss and a large error: what all looks showed is the least for each.
+    The challenger may be much worse on a few prompts. A look without one of these shows a small gain and a small error;
+    a look with one shows a large loss and a large error. The average keeps the former from seeming sure.
     """
 
     total: float = 0.0  # error² times prompts, summed
@@ -220,9 +220,9 @@ class ClaimSpread:
         self.last = [*self.last[-1:], (log_gain, error2)]
 
     def kept(self) -> ClaimSpread:
-        """What the next trial knows of it: all but the looks, where that is more than is assumed at first.
+        """What the next trial begins with: what was learnt, if that is more than the first assumption.
 
-        The new trial has its whole error to spend, and a quiet past does not say that it stays quiet.
+        The new trial has its whole error to spend, and a small spread so far does not say that it stays small.
         """
         return ClaimSpread(self.variances, self.observations) if self.sd > _CLAIM_SD_BEFORE else ClaimSpread()
 
@@ -259,7 +259,7 @@ class SpentError:
 class Trial:
     """All that one challenger has shown against one served drafter. A challenger may change (be trained) in between.
 
-    `share`: its part of the error that the served drafter's challengers have together; they must not add up to above 1.
+    `share`: its part of the error that all challengers of the served drafter have. Shares add up to 1 at most.
     """
 
     share: float = 1.0

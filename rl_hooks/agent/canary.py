@@ -6,8 +6,8 @@ baseline that is too old gives no verdict.
 Rounds of one prompt are alike, and an engine serves few prompts at a time: 2,000 rounds may be two prompts. So the
 error is taken from what the traffic does by itself. Stretches of `rounds` rounds are kept; how α changes from one to
 the next, under one version, is how it changes under an equal one. Until such changes were seen, a usual one is assumed
-(`_USUAL_CHANGE`). The error is at least what blocks within the stretches say, and how much alike neighbouring blocks
-are. A trial is looked at after 1, 2, 4, ... stretches, beside as many of the old version: it passes if its α is at
+(`_USUAL_CHANGE`). The error is at least what the blocks within the stretches say, with the correlation of neighbours.
+A trial is looked at after 1, 2, 4, ... stretches, beside as many of the old version: it passes if its α is at
 least `ratio` of the old one's, and is swapped back where it is certainly lower. One that is never certain passes after
 `patience` stretches.
 
@@ -151,7 +151,7 @@ class Canary:
             passed = True
         trial, baseline = (_total(side) for side in sides or (trials, baselines))
         verdict = CanaryResult(
-            version, self.good, trial.alpha, self._asked(baseline), trial.rounds, baseline.rounds, passed
+            version, self.good, trial.alpha, self._previous_alpha(baseline), trial.rounds, baseline.rounds, passed
         )
         if passed:
             self._good_at = now
@@ -181,8 +181,8 @@ class Canary:
         if self.trial is not None and not good.done:  # by today's rule there is nothing to compare with
             self._accept(self.trial, trial)
 
-    def _asked(self, baseline: Counts) -> float:
-        """The α of the version before: what it had, or has by replay now, where that is less."""
+    def _previous_alpha(self, baseline: Counts) -> float:
+        """The α of the version before: what the engine counted, or what replay says of now, where that is less."""
         if self._replayed is None:
             return baseline.alpha
         many = len(self._trial.done)
@@ -192,30 +192,30 @@ class Canary:
 
     def _holds(self, trials: Sequence[Counts], baselines: Sequence[Counts], many: int) -> bool | None:
         """Whether the trial passes; None if it looks worse, but not significantly."""
-        trial, asked = _total(trials), self._asked(_total(baselines))
-        if trial.alpha >= self.rule.ratio * asked:
+        trial, previous = _total(trials), self._previous_alpha(_total(baselines))
+        if trial.alpha >= self.rule.ratio * previous:
             return True
-        if trial.alpha - 1.0 < _DEAD_SHARE * (asked - 1.0):
+        if trial.alpha - 1.0 < _DEAD_SHARE * (previous - 1.0):
             return False
         if self._good.of_before:
             return None
         within = log_alpha_variance(trials) + log_alpha_variance(baselines)
-        error = max(_certain(math.inf) * math.sqrt(within), self._error_of_change(many))
-        return False if math.log(trial.alpha / asked) + error < 0 else None
+        error = max(_student_99(math.inf) * math.sqrt(within), self._error_of_change(many))
+        return False if math.log(trial.alpha / previous) + error < 0 else None
 
     def _error_of_change(self, many: int) -> float:
         """By how much log α falls by itself from so many stretches to the next, under one version, in 1 of 100 cases.
 
-        Until it was seen often over so many, it is taken to change as over fewer, where that is more than usual.
+        Until changes over so many were seen often, it is taken to change as over fewer, if that is more than usual.
         """
         expected, measured, counts_for = _USUAL_CHANGE**2, 0.0, 0.0
         for scale in self.rule.looks[: self.rule.looks.index(many) + 1]:
             changes = [*self._good.changes[scale], *self._trial.changes[scale]]
-            squares = sum(change**2 for change in changes) / scale  # for each shares its stretches with its neighbours
+            squares = sum(change**2 for change in changes) / scale  # neighbouring changes share stretches
             counts_for = _USUAL_COUNTS_FOR + len(changes) / scale
             measured = (_USUAL_COUNTS_FOR * expected + squares) / counts_for
             expected = max(_USUAL_CHANGE**2, measured)
-        return _certain(counts_for) * math.sqrt(measured)
+        return _student_99(counts_for) * math.sqrt(measured)
 
     def _accept(self, version: str, stretches: _Stretches) -> None:
         for many, changes in self._good.changes.items():
@@ -291,7 +291,7 @@ def _total(parts: Iterable[Counts]) -> Counts:
     return sum(parts, Counts())
 
 
-def _certain(degrees: float) -> float:
+def _student_99(degrees: float) -> float:
     """One-sided 99 % quantile of Student's t: Abramowitz & Stegun 26.7.5, within 1 % from 4 degrees of freedom on."""
     z, n = 2.3263, degrees
     terms = (
@@ -317,7 +317,7 @@ def _at_common_depth(
 
 
 def _at_depth_one(alpha: float, depth: int) -> float:
-    """The α at a depth of 1 of who has this one at `depth`, if each draft of a round is accepted as often.
+    """The α at a depth of 1 of a drafter that has `alpha` at `depth`, if all drafts of a round are accepted as often.
 
     First drafts are accepted more often than later ones, so this is rather too low, and a trial passes more easily.
     """

@@ -55,8 +55,8 @@ class EngineFollower:
         self.url = engine.url
         self.books = EngineBooks(rule)
         self.seen = Seen(time.monotonic())
-        self._uncounted = ""  # the last error of the counters: it comes up again at every tick
-        self._faulty = ""  # the last fault of a version's files, until one was loaded
+        self._metrics_error = ""  # the last error of the counters: it comes up again at every tick
+        self._last_fault = ""  # the last fault of a version's files, until one was loaded
         self.withheld = ""  # why the engine does not have the newest offer; nothing, once it has
         self._choice = ReleaseChoice()
         self._process = EngineProcess()
@@ -129,8 +129,8 @@ class EngineFollower:
         except MetricsError as error:
             # An engine without counters still gets its drafters.
             self._metrics.errors.labels(self.url, "metrics").inc()
-            log.log(logging.DEBUG if str(error) == self._uncounted else logging.ERROR, "%s: %s", self.url, error)
-            self._uncounted = str(error)
+            log.log(logging.DEBUG if str(error) == self._metrics_error else logging.ERROR, "%s: %s", self.url, error)
+            self._metrics_error = str(error)
             return None
 
     def _account(self, snapshot: Snapshot | None, state: EngineState) -> CanaryResult | None:
@@ -175,7 +175,7 @@ class EngineFollower:
         self._process = EngineProcess(replaced=True)
 
     def _keep_good(self) -> None:
-        """The engine goes back to the canary's good version: also to one that was accepted without a trial."""
+        """Remember what to go back to: the canary's good version, also where it was accepted without a trial."""
         loaded = self._process.loaded
         if loaded is not None and loaded.version == self.books.canary.good:
             self._choice.fallback = loaded
@@ -297,8 +297,8 @@ class EngineFollower:
 
     def _say(self, level: int, fault: str) -> None:
         """Log what is wrong with a version's files, once: it is tried again until there are right ones."""
-        log.log(logging.DEBUG if fault == self._faulty else level, "%s: %s", self.url, fault)
-        self._faulty = fault
+        log.log(logging.DEBUG if fault == self._last_fault else level, "%s: %s", self.url, fault)
+        self._last_fault = fault
 
     def _took(self, release: Release, before: str | None, *, died: bool = False) -> None:
         """The engine has loaded the release that we asked for; `before`: the version that it served until then."""
@@ -311,7 +311,7 @@ class EngineFollower:
         insisted = self._choice.rejected.pop(release.version, None) is not None
         canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
         self._process.took(release)
-        self._faulty = ""
+        self._last_fault = ""
         self._choice.sequence = max(self._choice.sequence, release.sequence)
         if canary.trial is None:
             self._choice.fallback = release

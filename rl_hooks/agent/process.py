@@ -38,7 +38,7 @@ class Since:
 
 
 class Between(Enum):
-    """What lies between two ticks, which says whose the rounds between them are."""
+    """What happened between two ticks; it says which drafter the rounds between them are of."""
 
     SAME = "same"  # one drafter; all swaps were the agent's own and put in what was there
     OWN_SWAP = "own swap"  # the answer was lost, or the agent that asked died before it came

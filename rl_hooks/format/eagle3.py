@@ -243,14 +243,14 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     before = document.get("norm_before_residual", False)
     if not isinstance(before, bool):
         raise CheckpointError(f"config.json: norm_before_residual must be true or false, got {before!r}")
-    eps = document.get("rms_norm_eps")
-    if not isinstance(eps, float) or not 0 < eps < 1:
-        raise CheckpointError(f"config.json: rms_norm_eps must be a small positive number, got {eps!r}")
     try:
         sizes = {name: count(document, name) for name in SIZES}
         layers = count({"num_hidden_layers": 1, **document}, "num_hidden_layers")
         if layers > _MAX_LAYERS:
             raise DrafterError(f"num_hidden_layers must be at most {_MAX_LAYERS}, got {layers}")  # noqa: TRY301
+        eps = document.get("rms_norm_eps")
+        if not isinstance(eps, float) or not 0 < eps < 1:
+            raise DrafterError(f"rms_norm_eps must be a small positive number, got {eps!r}")  # noqa: TRY301
         return DrafterConfig(
             **sizes,
             target_hidden_size=count({"target_hidden_size": sizes["hidden_size"], **document}, "target_hidden_size"),

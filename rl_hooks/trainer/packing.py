@@ -2,8 +2,8 @@
 
 A packed row is told apart by `cu_seqlens`, by `position_ids` that begin again, or as a nested tensor. After the
 forward its own arguments are compared: a boundary inside what was called one rollout, or none between two, is refused.
-A drafter trained across such a seam learns to predict the first tokens of one rollout from another, and replay α counts
-rounds over it. Where a packed forward attends from one rollout to the one before, its states are of neither.
+A drafter trained across such a boundary learns to predict the first tokens of one rollout from another, and replay α
+counts rounds over it. Where a packed forward attends from one rollout to the one before, its states are of neither.
 
 What the forward says: positions, boundaries of sequences (`cu_seq_lens_q` and the like), sequence numbers (`seq_idx`,
 or an `attention_mask` that numbers documents), and the mask that attention is computed with.
@@ -152,7 +152,7 @@ def lay_out(
     if not packed:
         rollouts = tuple(b * shape[1] + np.flatnonzero(real_BS[b]) for b in range(shape[0]))
         layout = Layout(shape, rollouts, packed=False)
-        _told({"attention_mask": numbers_BS}, layout.owners())
+        _sequence_starts({"attention_mask": numbers_BS}, layout.owners())
         return layout
     marks: dict[str, Ints] = {}
     if attention_mask is not None:
@@ -166,7 +166,7 @@ def lay_out(
     else:
         found = _by_position(positions_BS, real_BS)
     layout = Layout(shape, tuple(found), packed, lengths)
-    _told(marks, layout.owners())
+    _sequence_starts(marks, layout.owners())
     return layout
 
 
@@ -255,7 +255,7 @@ def check_forward(
         )
     no_marks = ("mask", *_VARLEN[2:])
     marks = {name: host(one, np.int64) for name, one in said.items() if one is not None and name not in no_marks}
-    told = _told(marks, layout.owners())
+    told = _sequence_starts(marks, layout.owners())
     if layout.packed:
         _refuse_cut(marks, layout)
         _refuse_leak(said, marks, told, layout, attention, recurrent=recurrent)
@@ -285,7 +285,7 @@ def _refuse_another_tree(
             )
 
 
-def _told(marks: Mapping[str, Ints], owner_BS: Ints) -> dict[str, npt.NDArray[np.bool_]]:
+def _sequence_starts(marks: Mapping[str, Ints], owner_BS: Ints) -> dict[str, npt.NDArray[np.bool_]]:
     """Where each argument says that a sequence begins, [B, S]. Raises where that is inside a rollout."""
     before_BS = _owner_before(owner_BS)
     told: dict[str, npt.NDArray[np.bool_]] = {}
@@ -304,18 +304,18 @@ def _told(marks: Mapping[str, Ints], owner_BS: Ints) -> dict[str, npt.NDArray[np
 
 
 def _refuse_cut(marks: Mapping[str, Ints], layout: Layout) -> None:
-    """Raise where a forward is longer than the row and has no seam at the row's end: it is of other tokens."""
+    """Raise where a forward is longer than the row and has no boundary at the row's end: it is of other tokens."""
     S = layout.shape[1]
     if layout.owners()[-1, -1] < 0:
         return  # the row ends in padding: no rollout is cut
-    seams: list[bool] = []
+    boundaries: list[bool] = []
     for name, values in marks.items():
         if name.startswith("cu_seq"):
-            seams += [S in values] if values.max(initial=0) >= S else []
+            boundaries += [S in values] if values.max(initial=0) >= S else []
         elif values.shape[-1] > S:
             last, following = values.reshape(-1, values.shape[-1])[0, S - 1 : S + 1]
-            seams.append(bool(following != last + (name == "position_ids")))
-    if seams and not any(seams):
+            boundaries.append(bool(following != last + (name == "position_ids")))
+    if boundaries and not any(boundaries):
         raise RolloutError(
             f"the forward is longer than the {S} tokens that it was told to hold, and goes on after them without a "
             "boundary: it is of other tokens. Where it is padding, let its position_ids begin again at 0"

@@ -27,7 +27,7 @@ from rl_hooks.trainer.packing import Layout, lay_out
 
 #: Policy versions whose spent tokens are known: micro-batches of one step may be of several.
 _VERSIONS: Final = 64
-#: By how much policy versions fall at least where the trainer loaded an earlier checkpoint; by less, a batch is late.
+#: A fall of policy versions by so much may be a return to an earlier checkpoint; a smaller one is a late batch.
 _FALL: Final = 3
 
 
@@ -108,10 +108,10 @@ class RolloutIds:
 class VersionOrder:
     """Tells by the order of policy versions whether the trainer goes on from an earlier checkpoint: 8, 4, 5.
 
-    Not where late rollouts are captured beside fresh ones: 8, 4, 9, or 8, 5, 3, 9 (8, 3, 5, 9 looks the same). Nor
-    where versions fall by less than three, which the service takes for late ones, too. If after such a return a step
-    larger than usual leads to the highest version of before or beyond (the 9), it was none: rollouts are as late as
-    that, and only a larger fall counts from then on.
+    Not where late rollouts are captured beside fresh ones: 8, 4, 9, or 8, 5, 3, 9. Nor where versions fall by less than
+    three, which the service takes for late ones, too. 8, 3, 5, 9 looks like a return at the 5. If a step larger than
+    usual then leads to the highest version of before or beyond (the 9), it was none: rollouts are as late as that, and
+    only a larger fall counts from then on.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class Registrar:
         self._tally = tally
         self._tolerance = tolerance
         self._watch: HeadWatch | None = None
-        self._asked_version: int | None = None
+        self._compared_version: int | None = None
         self._versions = VersionOrder()
         self._went_back = False  # to an earlier checkpoint, in this very process; until its head was sent
         self._embedding: WholeWeight[None] | None = None
@@ -44,7 +44,7 @@ class Registrar:
 
     def wants(self, policy_version: int) -> bool:
         """Whether it has not seen this version's head: the run is not registered, or it may have moved."""
-        return self._watch is None or policy_version != self._asked_version
+        return self._watch is None or policy_version != self._compared_version
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -72,7 +72,7 @@ class Registrar:
                 self._register(waiting, head_VH, policy_version)
                 self.close()
             return
-        self._asked_version = policy_version
+        self._compared_version = policy_version
         self._went_back |= self._versions.went_back(policy_version)
         if self._watch is None:
             return

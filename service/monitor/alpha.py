@@ -66,9 +66,9 @@ _LEAST_CLUSTERS: Final = 8
 def _ratio_error(scores: Sequence[ScoreRecord], drafter: str) -> float | None:
     """Half of the 95 % interval of log(α_served / α_drafter), clustered by prompt (HC2), by Student's t.
 
-    `drafter`: a role or a version. A record of many prompts tells shares of them, each of which is a cluster; one that
-    tells neither of both drafters is one itself. Where all are of one prompt, a policy version is one. None: there are
-    too few.
+    `drafter`: a role or a version. Clusters are the prompts that records tell, or the shares of many prompts. A record
+    that tells neither of both drafters is a cluster itself. Where all are of one prompt, each policy version is a
+    cluster. None: there are too few.
     """
     by_prompt, by_policy = (defaultdict[str | int | None, list[float]](lambda: [0.0, 0.0]) for _ in range(2))
     for record in scores:
@@ -186,8 +186,8 @@ _Scored = TypeVar("_Scored", bound=Scored)
 class Turn:
     """Where an attempt ends and the next one begins. `time`: when the first batch of the next one came (Unix seconds).
 
-    `last`: when the last one before it came. Engines have drafted for the first batch since then, and reported that:
-    what they counted with policy versions below `below` is of the next attempt already.
+    `last`: when the last batch before that came. Between the two, engines already draft for the next attempt: what they
+    counted then with policy versions below `below` is of that one.
     """
 
     time: float

@@ -14,11 +14,11 @@ the engines that generate. Training pays while
 is noisy, so it enters a Kalman filter with its standard error: the expected gain of the next training, and how sure
 that is. Training stops when the expected gain no longer pays, and goes on when it pays by a standard error.
 
-While idle the worker scores on, and looks: it trains once to see what that gains. Looks are paid from a credit that
-grows by one in `_CLAIMS_PER_LOOK` claims, so no world, however noisy, makes it train more often for nothing. A look is
-due when α of the served drafter has fallen (`Cusum`), when the last one was promising, and when the credit is full.
-That goes on where engines draft nothing, for a poor drafter may be why; not where their step times say that no drafter
-could make them faster.
+While idle the worker scores on, and probes: it trains once to see what that gains. Probes are paid from a credit that
+grows by one in `_CLAIMS_PER_PROBE` claims, so no noise makes it train more often for nothing. A probe is due when α of
+the served drafter has fallen (`Cusum`), when the last probe was promising, and when the credit is full. Where engines
+draft nothing, it still probes, for a poor drafter may be why; not where their step times say that no drafter could make
+them faster.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Economy:
 #: Share of the time between two policy versions that goes to rounds with drafts (generation, reported: 65 to 85 %).
 _DRAFTING_SHARE: Final = 0.7
 _SMOOTHING: Final = 0.4
-#: Seconds that are so many times what was usual count for that: a machine that slept says nothing of the next training.
+#: A training counts for at most so many times the usual seconds: a machine that slept says nothing of the next one.
 _MOST_AT_ONCE: Final = 4.0
 _MIN_TRAININGS: Final = 4
 #: Most claims passed over in a row, so that training goes on even if scoring alone cannot catch up.
@@ -95,13 +95,14 @@ _MOST_DEFERRED: Final = 8
 _FIRST_GAIN: Final = 0.05
 #: Variance by which the gain of a training wanders from claim to claim: 0.3 %.
 _GAIN_DRIFT: Final = 0.003**2
-#: What a training may gain at least after a fall of α (standard deviation).
+#: Standard deviation, at least, of what a training may gain after a fall of α.
 _GAIN_OF_A_FALL: Final = 0.03
-#: Claims for which an idle worker may train once; the bar is one in 20.
-_CLAIMS_PER_LOOK: Final = 28
-#: Its credit for that. A full credit is reason enough to look: first a quarter of those claims after it stopped.
-_MOST_LOOKS: Final = 2.0
-_LOOKS_AT_FIRST: Final = 1.75
+#: Claims for which an idle worker may train once: of those with nothing to gain it is to train on 5 % at most.
+_CLAIMS_PER_PROBE: Final = 28
+#: Probes that the credit holds at most, and at first. A full credit is reason enough for a probe: the first one is due
+#: after a quarter of those claims.
+_MOST_PROBES: Final = 2.0
+_PROBES_AT_FIRST: Final = 1.75
 #: The decision for rollouts that were passed over.
 DEFERRED: Final = Decision(Action.DEFER, "rollouts of a newer policy are there already; training goes to those")
 #: The decision where nothing that comes can judge a training.
@@ -116,13 +117,13 @@ NO_MEMORY: Final = Decision(Action.IDLE, "nothing is trained on for a while, bec
 #: Claims that the level of α is of: few while publishes move it, more while nothing does.
 _MEMORY_AWAKE: Final = 5
 _MEMORY_IDLE: Final = 64
-#: The CUSUM of shortfalls: it needs a level of so many claims, forgives so much a claim, counts no more than so much of
-#: one (an outlier alone is no fall), and says that α fell above the limit; all but the first in standard deviations.
+#: The CUSUM of shortfalls: claims before it begins, what it takes off each claim, what one claim counts for at most (an
+#: outlier alone is no fall), and the limit above which α fell. All but the first in standard deviations.
 _LEAST_CLAIMS: Final = 6
 _SLACK: Final = 0.5
 _MOST_OF_A_CLAIM: Final = 4.0
 _LIMIT: Final = 6.0
-#: Standard deviation of log α below which nothing is told from nothing.
+#: Standard deviation of log α that is assumed at least.
 _LEAST_DEVIATION: Final = 0.005
 
 
@@ -180,15 +181,15 @@ class Controller:
     version_seconds: float = 0.0  # smoothed time between policy versions; 0: not known
     deferred: int = 0  # claims passed over since the last decision
     idle: bool = False
-    looks: float = _LOOKS_AT_FIRST  # credit
-    looking: bool = False  # a look has begun that may have been cut for newer rollouts
+    looks: float = _PROBES_AT_FIRST  # credit for probes
+    looking: bool = False  # a probe has begun that may have been cut for newer rollouts
     level: Cusum = field(default_factory=Cusum)
     curve: LearningCurve = field(default_factory=LearningCurve)
 
     def defers(self, *, newer_waits: bool) -> bool:
         """Whether to pass a claim over because rollouts of a newer policy wait in the queue (`newer_waits`).
 
-        Not while idle: no time is spent on training then, and every claim counts towards the next look.
+        Not while idle: no time is spent on training then, and every claim counts towards the next probe.
         """
         if self.idle or not newer_waits or self.deferred >= _MOST_DEFERRED:
             return False
@@ -209,7 +210,7 @@ class Controller:
         `alpha_served`: replay α of the served drafter, pooled over the claim; None: none serves. `version_seconds`:
         between policy versions now, also while nothing is trained. `warming_up`: the learning rate has not reached its
         value, so gains do not show what training can do. `unfinished`: the last training was cut for newer rollouts and
-        has not been judged; a look, once paid for, goes on with those.
+        has not been judged; a probe, once paid for, goes on with those.
         """
         self.deferred = 0
         if version_seconds is not None:
@@ -219,7 +220,7 @@ class Controller:
             return self._train("no drafter is served yet")
         self.level.feed(alpha_served, _MEMORY_IDLE if self.idle else _MEMORY_AWAKE)
         self.variance = min(self.variance + _GAIN_DRIFT, _FIRST_GAIN**2)
-        self.looks = min(self.looks + 1.0 / _CLAIMS_PER_LOOK, _MOST_LOOKS)
+        self.looks = min(self.looks + 1.0 / _CLAIMS_PER_PROBE, _MOST_PROBES)
         if warming_up:
             return self._train("the learning rate is still rising; gains say little yet")
         if self.trainings < _MIN_TRAININGS:
@@ -237,19 +238,19 @@ class Controller:
         if self.idle and self.looking:
             return Decision(Action.PROBE, "the last look goes on with newer rollouts")
         if not self.idle:
-            self.idle, self.looks = True, min(self.looks, _LOOKS_AT_FIRST)
-        if economy.may_pay and self.looks >= _MOST_LOOKS:
+            self.idle, self.looks = True, min(self.looks, _PROBES_AT_FIRST)
+        if economy.may_pay and self.looks >= _MOST_PROBES:
             self.looks, self.looking = self.looks - 1.0, True
             return Decision(
                 Action.PROBE, "engines draft nothing with this drafter; training it now and then all the same"
             )
-        return self._look(price) or Decision(Action.IDLE, expected)
+        return self._probe(price) or Decision(Action.IDLE, expected)
 
     def _train(self, reason: str) -> Decision:
         self.idle = self.looking = False
         return Decision(Action.TRAIN, reason)
 
-    def _look(self, price: float) -> Decision | None:
+    def _probe(self, price: float) -> Decision | None:
         """Train once to see what it gains, where that is due, is paid for, and could pay at all."""
         if self.looks < 1.0:
             return None
@@ -261,7 +262,7 @@ class Controller:
             reason = f"served α fell beyond chance, last by {by}; testing whether training pays again"
         elif self.gain > price:
             reason = f"the last look promised {self.gain:+.1%}; testing again"
-        elif self.looks >= _MOST_LOOKS:
+        elif self.looks >= _MOST_PROBES:
             reason = "none was due for a while; testing whether training pays again"
         else:
             return None

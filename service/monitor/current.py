@@ -30,12 +30,12 @@ from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, ScoreRec
 ENOUGH_ROUNDS: Final = 200
 #: Batches among which a figure that the newest lack is looked for.
 LOOK_BACK: Final = 256
-#: So little may two equal drafters differ by chance on the batches on which drafters are compared: an interval of 3 %.
+#: Drafters are compared on more batches until two equal ones differ by less than this by chance: an interval of 3 %.
 _NARROW: Final = 0.015
 #: So many batches in a row of an older drafter are no late ones: a person has rolled back to it.
 _SERVED_AGAIN: Final = 8
-#: A tilt is called a bias beyond so many standard errors and beyond that much: 10 % in odds. Features in bfloat16 and
-#: heads that are half a per cent off make less (`tests/drafter/replay/test_lossless.py`).
+#: A tilt is a bias if it exceeds 10 % in odds by so many standard errors. Features in bfloat16, and heads that are half
+#: a per cent off, make less (`tests/drafter/replay/test_lossless.py`).
 _SURE: Final = 4.5
 _LEAST_TILT: Final = 0.1
 #: Two machines' clocks may differ by so much; a report from further ahead was made before the clock was set back.
@@ -161,7 +161,7 @@ def _spells(scores: Iterable[ScoreRecord]) -> list[_Spell]:
 
 
 class Newest(list[ScoreRecord]):
-    """The batches that arrived last, oldest first, with what they say: reckoned once, however often it is asked for.
+    """The batches that arrived last, oldest first, with their figures, which are computed once.
 
     `before`: what was newest before. A spell whose records are the same ones is not pooled again. `returns`: see
     `service.monitor.alpha.attempts`.
@@ -179,10 +179,10 @@ class Newest(list[ScoreRecord]):
             self.attempt = Attempt(Turn(earlier[-1], earlier[-1], -math.inf), None, self.attempt.scores)
         self._pooled: dict[tuple[int, ...], Point] = {}
         #: Each figure of the newest batches that have it.
-        self.figures = self._reckon({} if before is None else before._pooled)
+        self.figures = self._newest_figures({} if before is None else before._pooled)
         self.tilt = Tilt.of(self)
 
-    def _reckon(self, pooled: Mapping[tuple[int, ...], Point]) -> dict[str, Any]:
+    def _newest_figures(self, pooled: Mapping[tuple[int, ...], Point]) -> dict[str, Any]:
         left, holders = set(_FIGURES), dict[str, Point]()
         for spell in reversed(self.spells):
             if not left:
@@ -252,8 +252,8 @@ def condensed(
 ) -> list[AcceptanceRecord]:
     """Few records instead of many: `current` says the same of them, and the sums of each reporter are the same.
 
-    The newest policy versions are kept that `live` rests on; of the rest, one sum for each reporter. `sick`: engines
-    whose counts are no evidence (`sound`). `now`: Unix seconds.
+    Kept are the newest policy versions, on which `live` rests, and one sum of the rest for each reporter.
+    `sick`: engines whose counts are no evidence (`sound`). `now`: Unix seconds.
     """
     if any(record.reported > now for record in acceptances):  # their order will be another
         return list(acceptances)

@@ -33,7 +33,7 @@ _FORGETTING: Final = 0.01
 _HORIZON: Final = 5
 #: No gain is measured better than that.
 _LEAST_ERROR: Final = 0.001
-#: Ratios of a training's gain to the one before; each is as likely before anything is known.
+#: Ratios of a training's gain to the one before; all are equally likely before anything is known.
 _RATIOS: Final = (0.5, 0.7, 0.85, 1.0, 1.1)
 _NORMAL: Final = NormalDist()
 
@@ -122,10 +122,10 @@ def _quantile(parts: Sequence[tuple[float, float, float]], probability: float) -
 
 
 # --- in words
-#: A headroom below that is not worth a word; one that may be larger is not ruled out.
+#: A headroom from which training is worth while; and the upper bound below which there is said to be none left.
 _SMALL: Final = 0.02
 _RULED_OUT: Final = 0.03
-#: A worker that trains so much of the time has none left.
+#: A worker that trains for more than this share of the time has no time left.
 _BUSY: Final = 0.8
 #: A trainer is called silent after this time at least, and after this multiple of its longest pause of late.
 TRAINER_SILENT_SECONDS: Final = 600.0

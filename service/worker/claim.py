@@ -109,7 +109,7 @@ class ClaimScorer:
         """
         compared, found = set(), []
         for loaded in reversed(rest):
-            if not loaded.entry.belated and self._gate.training.hungry(self._settings.gate_rollouts, tested):
+            if not loaded.entry.belated and self._gate.training.lacks(self._settings.gate_rollouts, tested):
                 compared.add(loaded)
                 tested += len(self._looked(loaded))
         for loaded in rest:

@@ -46,11 +46,11 @@ CONSUMER: Final = "worker"
 #: is followed after as many.
 RECENT_BATCHES: Final = 8
 _ARRIVALS_KEPT: Final = 16
-#: In memory while the draft vocabulary is gathered, which may need many prompts for a few response tokens.
+#: Tokens kept in memory while the draft vocabulary is gathered: few response tokens may come with many prompt tokens.
 _MOST_WAITING_TOKENS: Final = 1 << 20
-#: An hour together: an engine on the same GPU may have the memory while it generates.
+#: Tries before the batch is dead; an hour together: an engine on the same GPU may have the memory while it generates.
 MEMORY_TRIES: Final = 60
-#: One that comes sooner after the one before does not count: a run that is opened again tries at once.
+#: A try counts only so long after the last one that counted: a run that is opened again tries at once.
 MEMORY_TRY_SECONDS: Final = 60.0
 
 
@@ -96,7 +96,7 @@ class ArrivedVersions:
         self._first_seen: list[tuple[float, int]] = []  # (arrival in Unix seconds, version), ascending
 
     def note(self, entry: Entry) -> None:
-        """Take in the arrival of a batch, unless it is of another time."""
+        """Take in the arrival of a batch, unless it is belated."""
         if entry.belated:
             return
         arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
@@ -117,7 +117,7 @@ class ArrivedVersions:
     def seconds_per_version(self) -> float | None:
         """Mean time between policy versions that came, by the arrival of their rollouts. None: only one was seen.
 
-        Versions are labels, an optimizer's step, say: how far they lie apart tells nothing.
+        Only arrivals count. Versions are labels, such as an optimizer's steps: their distances tell nothing.
         """
         if len(self._first_seen) < 2:
             return None
@@ -139,8 +139,8 @@ class Inbox:
     ) -> None:
         """`applied`: unacknowledged batches whose effect the last checkpoint holds.
 
-        `ends_for_memory`: whether an error is to be raised where memory runs out for a batch: else it is put off like
-        one that cannot be read. `memory_tries`: it may outlive this inbox.
+        `ends_for_memory`: whether to raise where memory runs out for a batch. Else it is put off, like one that cannot
+        be read. `memory_tries`: it may outlive this inbox.
         """
         self.versions = ArrivedVersions()
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left

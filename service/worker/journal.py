@@ -33,7 +33,7 @@ from service.worker.scoring import Scores
 log = logging.getLogger("draftalign.worker")
 
 _QUIET_TICKS = 50
-#: How much of the engines' time goes to rounds is measured over so long, and so many policy versions.
+#: Fewest seconds, and policy versions, over which the share of the engines' time that goes to rounds is measured.
 _LEAST_WINDOW_SECONDS: Final = 60.0
 _WINDOW_VERSIONS: Final = 4
 #: Batches from which an attempt is no longer provisional: until then one may be late.
@@ -89,9 +89,9 @@ class Engines:
         self.drafting = DraftingTime()
 
     def hear(self, rule: LiveRule, version_seconds: float | None) -> str | None:
-        """Why nothing may be published: engines count otherwise than replay says. Said once, and at its end.
+        """Why nothing may be published: engines count otherwise than replay says. None: it may.
 
-        `version_seconds`: between two policy versions.
+        It is logged when that begins and when it ends. `version_seconds`: between two policy versions.
         """
         try:
             heard = self._store.accounts(time.time() - EVIDENCE_SECONDS)
@@ -204,8 +204,8 @@ class Journal:
     def send(self) -> None:
         """Send the score records that Redis has not taken yet.
 
-        One that is full is not waited for: nothing would be acknowledged, which is what makes room. The newest records
-        are kept until there is some.
+        A full Redis is not waited for: a worker that waits acknowledges nothing, and acknowledging makes room. The
+        newest records are kept until then.
         """
         for batch_id in list(self._unsent):
             if not self._store.put_score(batch_id, self._unsent[batch_id]):
@@ -340,7 +340,7 @@ class Journal:
         for reading in readings:
             before, self._reading = self._reading, reading
             alarmed = before is not None and before.alarm
-            # Said once per spell: publishing takes an alarm back a little way, and it may return with the next tick.
+            # Logged once: a publish may bring the statistic just below its limit, and the next tick above it again.
             if reading.alarm and not alarmed and reading.ticks >= self._quiet_until:
                 level = 0.0 if reading.baseline is None else reading.baseline
                 change = self._drift.change()

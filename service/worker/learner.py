@@ -7,8 +7,8 @@ Invariants
   on them next. So a long training is published in parts. Each part is judged on rollouts that came after it was
   trained, and the gate's budget is for all looks at one served drafter, however many there are.
 * What is served changes only through the gate, an archived version that proved better, or a person. A candidate is
-  published after the checkpoint that holds it, and that checkpoint was written before it saw the batches that judged
-  it: redelivered ones are not scored by what was trained on them, and no look counts twice.
+  published after the checkpoint that holds it, which was written before it was trained on the batches that judged it.
+  So redelivered batches are not scored by what was trained on them, and no look counts twice.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ log = logging.getLogger("draftalign.worker")
 #: Heads are kept this many policy versions back where `max_policy_lag` does not say how late a batch may be.
 _HEADS_KEPT_VERSIONS = 64
 
-#: Of a training's steps, those that are done though rollouts of a newer policy wait: judging takes time too.
+#: Share of a training that is done although rollouts of a newer policy wait: judging takes time too.
 _LEAST_PART = 0.125
-#: Parts that come to so much are a whole training: they end with whole steps.
+#: Parts that add up to this share count as a whole training: each ends with a whole step.
 _WHOLE = 0.99
 
 
@@ -184,9 +184,10 @@ class Learner:
         version_seconds: float | None = None,
         isolated: bool = False,
     ) -> Learnt | None:
-        """Score all, judge, then train on what the newest policy wrote, here or still in the queue.
+        """Score all, judge, then train on the newest policy's rollouts.
 
-        A worker that is behind spends its time where it counts: not on updates towards policies that are gone.
+        Where the queue holds a newer policy's, nothing of this claim is trained on (`Controller.defers`): a worker that
+        is behind spends no time on policies that are gone.
         `before_publishing` must write a checkpoint, and raise where nothing may be published. `newest_waiting`: newest
         policy version in the queue now. `version_seconds`: between two of them.
         `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
@@ -211,10 +212,11 @@ class Learner:
             told = passed_over and not passed_over[-1][0].entry.belated
             return Learnt(passed_over[-1][1], DEFERRED, contest) if told else None
         decision = self._decide(scored, held, version_seconds)
-        uncut = isolated or overdue  # who comes to train in one claim of nine does all of it
-        share, whole = self._train_on(scored, decision, fates, (lambda: False) if uncut else newer_waits, isolated)
+        uncut = isolated or overdue  # a worker that trains in one claim of nine does the whole training
+        ends = (lambda: False) if uncut else newer_waits
+        share, undisturbed = self._train_on(scored, decision, fates, ends, isolated)
         self.scorer.keeps_up = share == 1.0 and not overdue
-        return Learnt(scored[-1][1], decision, contest, trained_with_recent=whole)
+        return Learnt(scored[-1][1], decision, contest, trained_with_recent=undisturbed)
 
     def _look(
         self,
@@ -260,8 +262,9 @@ class Learner:
     def _train_on(
         self, scored: Sequence[Scored], decision: Decision, fates: Fates, ends: Callable[[], bool], isolated: bool
     ) -> tuple[float, bool]:
-        """Do what was decided and finish the batches; the share of a training that was done, and whether undisturbed.
+        """Do what was decided, and finish the batches.
 
+        Returns the share of a training that was done, and whether it was undisturbed.
         `ends`: as for `train`. Undisturbed: with recent rollouts, and nobody waits for the process to end.
         """
         newest = [self.recent.add(loaded.path, loaded.batch, loaded.entry.known) for loaded, _ in scored]
@@ -280,11 +283,11 @@ class Learner:
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
             ) from error
         self._finish(scored, fates, decision, seconds)
-        whole = trained and not isolated and not self._stopping()
+        undisturbed = trained and not isolated and not self._stopping()
         if trained:
-            known = seconds if whole and share else None  # one that was stopped, or had no rollout, says nothing
+            known = seconds if undisturbed and share else None  # one that was stopped, or had no rollout, says nothing
             self.gate.trained(known, scored[-1][0].batch.policy_version, share)
-        return share, whole
+        return share, undisturbed
 
     def _decide(self, scored: Sequence[Scored], held: str | None, version_seconds: float | None) -> Decision:
         """Decide about the newest rollouts. `held`: why nothing may be published."""
@@ -377,7 +380,7 @@ class Learner:
     def judge(
         self, scored: Sequence[Scored], served: str | None, before_publishing: Callable[[], None]
     ) -> list[Contest]:
-        """Let the gate judge on what was scored with the candidate; promote the winner. All challengers, best first.
+        """Let the gate judge on what was scored with the candidate; promote the winner. Returns all, best first.
 
         `served`: the version that engines are offered, as the gate knows.
         """
@@ -442,8 +445,8 @@ class Learner:
     ) -> dict[str, Any] | None:
         """Serve the winner, and train on from it where it is an archived version and better than the candidate.
 
-        `judged_to`: the newest queue entry of those that chose it. Returns the event that the gate has of the version
-        before. Raises `LatestMoved` where another one is served.
+        `judged_to`: the newest queue entry of those that chose it. Returns the gate's event about the version that was
+        served before. Raises `LatestMoved` where another one is served.
         """
         winner = contests[0]
         before_publishing()

@@ -38,7 +38,7 @@ log = logging.getLogger("draftalign.worker")
 #: Stands for the drafter in training where a version is asked for.
 CANDIDATE: Final = "candidate"
 
-#: Roles of published drafters, and one more: a batch may have been drafted by a version before.
+#: Published drafters in memory: one for each of a claim's five roles, and one more that an older batch was drafted by.
 _CACHED_VERSIONS = 6
 
 
@@ -61,7 +61,7 @@ class Lineage:
         """Begin with the newest published drafter, or with the initial one, if there is any."""
         manifest = self._registry.latest(self._run)
         if manifest is None:
-            self._target.check()  # also what no drafter can be sized by, and not once rollouts have been gathered
+            self._target.check()  # now, not once rollouts have been gathered: no drafter may fit it
             if self._target.initial_drafter is not None:
                 manifest = self._publish_initial()
         if manifest is not None:
@@ -155,7 +155,7 @@ class Lineage:
         return self._registry.held(self._run) is not None
 
     def chosen_after(self, before: str | None) -> Mapping[str, Any] | None:
-        """Why the gate serves what is served now; None unless that won against `before` and nobody moved since."""
+        """The gate's reasons for what is served now; None unless it won against `before` and still serves by that."""
         offer, latest = self._registry.offer(self._run), self.served()
         if offer is None or latest is None or offer.get("version") != latest.version:
             return None
@@ -318,7 +318,7 @@ class Lineage:
     def record_gain(self, event: Mapping[str, Any]) -> None:
         """Write what a version was found to gain, once for each time that it was served.
 
-        A worker that dies after that and before its checkpoint finds it again.
+        A worker that died between this and its checkpoint measures the same gain again.
         """
         for past in reversed(self._registry.history.read(self._run)):
             if past.get("version") == event["version"] and past["event"] in (*OFFERS, event["event"]):

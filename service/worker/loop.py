@@ -2,15 +2,15 @@
 
 Whose fault a failure is
 * An exception while one batch is loaded, screened or scored is that batch's fault: it is a dead letter with the
-  exception as its reason, and the others go on. One in training or at the gate cannot be laid to one batch: it leaves
-  `cycle`, the worker opens the run again from its last checkpoint, and what was in hand has one more delivery, as after
+  exception as its reason, and the others go on. One in training or at the gate cannot be laid to one batch. It leaves
+  `cycle`, and the worker opens the run again from its last checkpoint. What was in hand has one more delivery, as after
   a death of the process. On its third delivery a batch is learnt from in isolation: trained on nothing but itself, and
   without the gate. What is raised then is its fault, and it is a dead letter, after `MAX_DELIVERIES` tries at most.
 * Where training or the gate failed, and then nothing that was in hand fails in isolation, it is the fault of the recent
   rollouts that are mixed in. They are deleted: what was learnt from them stays.
 * Redis, the disk, a lost lease and a drafter or head that does not fit are never a batch's fault, however often they
   fail: that delivery is not counted. A fault of the device ends the process, and counts as any death of it does.
-* Where memory runs out while one batch is loaded or scored, that is not counted either, and it is put off: but
+* Where memory runs out while one batch is loaded or scored, that delivery is not counted either. The batch is put off,
   `MEMORY_TRIES` times at most (`Inbox`).
 """
 
@@ -149,8 +149,8 @@ class RunWorker:
     def _noted(self, entries: Sequence[Entry]) -> Iterator[None]:
         """Note that this run is worked on, until that has ended, well or by an error.
 
-        A process that is killed, for memory say, on this rank or another, leaves the note. Without it a run of which
-        each batch kills would keep the worker from all other runs.
+        A process that is killed, for memory say, on this rank or another, leaves the note. Without it a run
+        whose every batch kills the process would keep the worker from all other runs.
         """
         if not entries or self._target_file is None:
             yield

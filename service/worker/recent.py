@@ -38,7 +38,7 @@ log = logging.getLogger("draftalign.worker")
 
 #: Trainings without the rollouts for which there was no memory, before these are tried again.
 _LIMITED_TRAININGS: Final = 64
-#: Trainings in a row for which memory ran out with nothing to leave out, a minute apart, before nothing is trained on.
+#: Trainings in a row, a minute apart, that ran out of memory with nothing to leave out; then nothing is trained on.
 _HOPELESS_TRAININGS: Final = 60
 
 
@@ -68,7 +68,7 @@ Drawn = list[tuple[KeptBatch, list[int]]]
 
 @dataclass
 class LengthLimit:
-    """Tokens beyond which rollouts are not trained on, for memory ran out with such ones; None: all are, 0: none is.
+    """Rollouts of more `tokens` are not trained on: memory ran out with such ones. None: no limit; 0: none are.
 
     A window holds whole rollouts: a smaller `step_tokens` does not cut one. After some `trainings` the long ones are
     tried again, for another process may have had the memory.
@@ -81,7 +81,8 @@ class LengthLimit:
     def tighten(self, lengths: npt.NDArray[np.int64], step_tokens: int) -> bool:
         """Leave out the longer half of those that have more than `step_tokens`; whether it did.
 
-        Where no others would be left, nothing is left out at first, and in the end all: batches are scored at least.
+        Where no others would be left, nothing is left out; after `_HOPELESS_TRAININGS` of that, all are, and batches
+        are only scored.
         """
         suspects = np.sort(lengths[lengths > step_tokens])
         most = int(suspects[(len(suspects) - 1) // 2]) - 1 if len(suspects) else 0
@@ -94,7 +95,7 @@ class LengthLimit:
         return True
 
     def trained(self) -> None:
-        """A training went well, or was left out for this limit; what was hopeless before is until one went well."""
+        """A training went well, or was left out for this limit: `hopeless` stays while nothing is trained on."""
         if self.tokens != 0:
             self.hopeless = 0
         self.trainings -= self.tokens is not None
@@ -214,8 +215,8 @@ class RecentRollouts:
         """Drop what came in an attempt that the trainer gave up: the heads of its versions may be the next one's now.
 
         `heads`: policy version of each received head, and when it came (Unix ns). `ended_ns`: when the abandoned
-        attempt's last batch came. Asked only where the head of a version came after a batch of a higher one, which may
-        also be a late head: of several engines, each sends the heads that it meets.
+        attempt's last batch came; it is called only where a head came after a batch of a higher version. That alone may
+        be a late head: each of several engines sends the heads that it meets.
         """
         if not self._outdated(heads, math.inf):
             return
@@ -227,8 +228,8 @@ class RecentRollouts:
     def _outdated(self, heads: Sequence[tuple[int, int]], until_ns: float) -> set[str]:
         """Names of the batches of a policy version that was reached again.
 
-        The head of a version outdates what came before it of this version and of higher ones, if anything of a higher
-        one did. What came after `until_ns` stays.
+        A head outdates the batches of its version and of higher ones that came before it, if there are any of a higher
+        one. What came after `until_ns` stays.
         """
         kept, came_ns = self._kept.values(), {name: self._came_ns(name) for name in self._kept}
         found = set[str]()

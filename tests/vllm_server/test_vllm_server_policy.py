@@ -31,6 +31,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmClient]:
         served = VllmClient(f"http://127.0.0.1:{port}", state_dir)
         served.wait(process)
         yield served
+        served.close()
 
 
 def moved_policy(seed: int) -> Any:

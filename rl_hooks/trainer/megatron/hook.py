@@ -108,7 +108,7 @@ class MegatronHook:
         self._watch: HeadWatch | None = None
         #: The head is to be sent, and has not been: a batch in between has failed on some rank.
         self._due = False
-        self._asked_version: int | None = None
+        self._compared_version: int | None = None
         registration: RunRegistration | None = None
         try:
             part = self._part = self._alone(
@@ -244,10 +244,10 @@ class MegatronHook:
             if plan is not None:
                 check_packing(part.packing, plan.layout)
             head = part.weights()[1]
-            if self._watch is not None and reading.policy_version != self._asked_version:  # it waits for the device
+            if self._watch is not None and reading.policy_version != self._compared_version:  # it waits for the device
                 due = self._watch.is_due(head, reading.policy_version, joined=self.sender.joined)
                 self._due = due or self._due
-                self._asked_version = reading.policy_version
+                self._compared_version = reading.policy_version
         except Exception as wrong:  # noqa: BLE001 - told to the other ranks; `agree` raises it on all
             error = f"{type(wrong).__name__}: {wrong}"
         due = self.ranks.agree(error, self._due)

@@ -47,7 +47,7 @@ _CHANCE_SD: Final = 2.0
 #: smaller cap delays large falls, a larger one misses the stated rate in such worlds: docs/reference/drift.md.
 _LARGEST_LOSS_SD: Final = 2.5
 #: How far above its limit a statistic may stand, so that a lane clears soon after the fall has been repaired.
-_HEADROOM_SD: Final = 5.0
+_MOST_ABOVE_LIMIT_SD: Final = 5.0
 #: Weight of the newest tick in the recent level, from which `rebase` computes how much was lost.
 _RECENT_WEIGHT: Final = 1 / 32
 #: The same for the level shown now, which caps what a gain may add to the baseline.
@@ -284,7 +284,7 @@ class DriftMonitor:
                 limit = self._limits[lane.name]
                 counted = min(loss / sd, _LARGEST_LOSS_SD)
                 statistic = max(0.0, state.statistics[lane.name] + counted - lane.k)
-                state.statistics[lane.name] = min(statistic, limit + _HEADROOM_SD)
+                state.statistics[lane.name] = min(statistic, limit + _MOST_ABOVE_LIMIT_SD)
         self._explain(mix, told, alpha, expected, level)
         self._learn(parts, value, uncertainty)
         if sd is not None:
@@ -299,7 +299,7 @@ class DriftMonitor:
         state, rise, lane = self.state, self.state.rise, min(self.config.lanes, key=lambda lane: lane.k)
         limit = self._limits[lane.name]
         counted = max(min(gain / sd, _LARGEST_LOSS_SD), -_LARGEST_LOSS_SD) - lane.k
-        rise.statistic = min(max(0.0, rise.statistic + counted), limit + _HEADROOM_SD)
+        rise.statistic = min(max(0.0, rise.statistic + counted), limit + _MOST_ABOVE_LIMIT_SD)
         if rise.statistic == 0 or not rise.spreads:
             rise.spreads = [Spread(s.length, differences=s.differences, variance=s.variance) for s in state.spreads]
         if rise.statistic <= limit:
@@ -311,7 +311,7 @@ class DriftMonitor:
             return
         state.levels.owed = 0.0
         state.levels.move(rise.mean, 1.0)
-        state.levels.doubted = False  # α does not jump here, as it does at a rebase: there is nothing to take off
+        state.levels.doubted = False  # α does not jump here as at a rebase, so there is no error to correct
         state.spreads, state.rise = rise.spreads, Rise()
 
     def _explain(

@@ -16,7 +16,7 @@ _STATE_FORMAT: Final = "draftalign.drift.v3"
 _UNKNOWN: Final = 1e9
 #: Memory of the traffic. A longer pause between batches counts as a day.
 _TRAFFIC_SECONDS: Final = 3 * DAY_SECONDS
-#: A stratum's share is taken for no less.
+#: Least share that a stratum is taken to have.
 _LEAST_SHARE: Final = 1 / 64
 #: Differences that a batch length needs before it counts; with fewer, the largest of several sds is noise.
 MIN_DIFFERENCES: Final = 8
@@ -67,9 +67,7 @@ class Levels:
     entropies: list[float | None] = field(default_factory=list)  # of the policy, in nats
     covariance: list[list[float]] = field(default_factory=list)
     doubted: bool = False  # a rebase has added an error, which is being learnt
-    owed: float = (
-        0.0  # what versions that were proven to be worse cost; it is not learnt, or the fall would be the level
-    )
+    owed: float = 0.0  # what versions that were proven worse cost, at most 0; not learnt, or the level would fall too
 
     @property
     def level(self) -> float:

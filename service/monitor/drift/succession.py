@@ -9,7 +9,7 @@ from typing import Final
 
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
 
-#: Batches that may have been scored before the watched version changed; after so many in a row it was deleted.
+#: Batches in a row that may have been scored before the watched version changed; after more, it is taken for deleted.
 _SCORED_BEFORE: Final = 64
 #: Versions whose order is remembered. Engines are not further behind than this.
 _OFFERED_VERSIONS: Final = 32

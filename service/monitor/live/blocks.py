@@ -28,7 +28,7 @@ class Block:
     """What one engine counted with one drafter and policy version over a stretch of rounds.
 
     `tokens`: emitted. `drafted`: None where it is not known. `accepted`: by position, empty where it is not known.
-    `since`: Unix seconds; since when the engine has accepted nothing, or without a break something, up to this block.
+    `since`: Unix seconds; since when the engine has been `idle`, or not `idle`, without a break up to this block.
     """
 
     drafter_version: str
@@ -114,7 +114,7 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
 
 
 def _is_of_two(more: AcceptanceRecord) -> bool:
-    """Whether no engine can have counted this: it restarted, and then came to more than it had reported before."""
+    """Whether one process cannot have counted this: the engine restarted, and passed what it had reported before."""
     accepted, kept = more.accepted_tokens or 0, more.accepted_per_position
     rising = sum(kept) == accepted and any(later > earlier for earlier, later in pairwise((more.rounds, *kept)))
     return rising or accepted > (accepted if more.drafted_tokens is None else more.drafted_tokens)

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from service.monitor.live.blocks import Block
 from service.monitor.live.replays import Cell, Replays
 
-#: Variance of log α below which nothing is told from nothing.
+#: Variance of log α that is assumed at least.
 _LEAST: Final = 1e-8
 #: Drafts that replay expects at a position where the engine has none, before they are called missing.
 MISSING: Final = 20.0
@@ -25,8 +25,8 @@ OVER: Final = 3.0
 class LiveRule:
     """When live and replay α differ.
 
-    `dead_band`: a fall of log α that is not worth a word: the natural gap between engines and replay is below 3 %.
-    `above_band`: the same for live above replay, where engines that do not count trimmed tokens are by nature.
+    `dead_band`: a fall of log α that is ignored: the natural gap between engines and replay is below 3 %.
+    `above_band`: the same for live above replay; engines that count beyond a response's end are above by nature.
     `certain`: standard errors. `depth`: K that the service replays. `min_rounds`, `live_alpha`, `replay_alpha`: a
     drafter is dead that emits at most `live_alpha` over `min_rounds` and more than `replay_alpha` in replay.
     `push_again_seconds`: pause after the first push; it doubles with each one that does not help, up to 30 min.
@@ -134,9 +134,9 @@ class Scan:
 
 
 class _Prompts:
-    """What would be expected of blocks, were their prompts the hardest or the easiest that make as many tokens.
+    """What replay expects of blocks if their prompts are the hardest, or the easiest, that make as many tokens.
 
-    Of those of each policy version; prompts that are told apart are what they are.
+    Of those of each policy version. `paired` blocks stay as they are: their prompts are known.
     """
 
     def __init__(self, replays: Replays) -> None:

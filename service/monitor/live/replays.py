@@ -19,13 +19,13 @@ REPLAYED_BATCHES: Final = 256
 _CLUSTERS: Final = 8
 #: Variance of clustered rounds over that of rollouts taken for independent, where no sums by prompt are known.
 _DESIGN_EFFECT: Final = 4.0
-#: A step's prompts are taken to bring up to so many times what they bring in the calmest quarter of the steps. What is
-#: beyond is one prompt's: chance alone makes 16 prompts of a step bring 2.5 times that in one of 64 steps.
+#: A step's squares are usual up to so many times those of the lowest quarter of the steps. What exceeds that is taken
+#: for one prompt's. By chance alone, one of 64 steps of 16 prompts has 2.5 times as much.
 _USUAL: Final = 3.0
-#: Share of a block's rounds that must be of replayed prompts for these to stand for it; of all tokens, to be all.
+#: Share of a block's rounds that must be of replayed prompts for these to stand for it; of all tokens, to count as all.
 _COVERED: Final = 0.95
-#: An engine whose differences have so many times the variance of the middle engine's says nothing of the others', where
-#: the variances of so many engines are known.
+#: An engine is left out whose differences have more than so many times the median engine's variance, where those of so
+#: many engines are known.
 _SCATTERS: Final = 6.0
 _ENGINES_TOLD: Final = 3
 #: No prompts are taken to be easier than so many times the average.

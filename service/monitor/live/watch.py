@@ -53,7 +53,7 @@ from service.monitor.live.engine import (
 from service.monitor.live.replays import Replays
 from service.monitor.live.shape import as_another, fell_while_replay_healed, only_later, shape_of
 
-#: Share of the judged engines that makes a trouble everybody's.
+#: Share of the judged engines that must differ for all to be taken to.
 _ALL: Final = 0.8
 #: Pushes that did not revive a drafter before it is said that pushing does not help.
 UNREVIVED_PUSHES: Final = 3
@@ -126,7 +126,7 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
 def _together(
     engines: Mapping[str, Sequence[Block]], judged: Mapping[str, Finding], replays: Replays, rule: LiveRule
 ) -> bool:
-    """Whether all engines are low: nearly all of them each by itself, or the other ones as one sum.
+    """Whether all engines are low: nearly all are by themselves, or the rest is as one sum.
 
     The sum is over what they counted since the first low one fell: it shows sooner than each of them.
     """
@@ -185,7 +185,7 @@ def _named(
 
 
 def _own_fault(found: Finding, replays: Replays, rule: LiveRule) -> tuple[VerdictName, str]:
-    """What is wrong in an engine that is lower than replay, be it not for its prompts."""
+    """What is wrong in an engine that is lower than replay, if its prompts are not the reason."""
     other = as_another(found.blocks, replays, rule)
     if other is not None:
         return "stale weights", f"it accepts what {other} would"

@@ -14,11 +14,11 @@ from redis import Redis
 from service.storage.queue.deliveries import MAX_DELIVERIES
 from service.storage.reports.store import Store
 
-#: A run is set aside once the process has died so often while it opened it; then for `_DIED_SECONDS`, and twice as long
-#: after each further death, up to `_DIED_MOST_SECONDS`: each try interrupts all other runs.
+#: Deaths of the process while it opened a run, after which the run is set aside.
 _DEATHS = 3
 #: The same for deaths at work on it, without a turn between them that went well: a batch alone is dead after one less.
 _DEATHS_AT_WORK = MAX_DELIVERIES + 1
+#: A run is set aside for so long, and twice as long after each further death: each try interrupts all other runs.
 _DIED_SECONDS = 20.0
 _DIED_MOST_SECONDS = 86_400.0
 

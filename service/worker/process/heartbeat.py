@@ -30,8 +30,8 @@ _BEAT_SECONDS = 3.0
 class Heartbeat:
     """Of all runs of a worker.
 
-    `lock` is held while a run is given back, closed for others no more, or let go, and for each run's heartbeat: else
-    that would take a lease again that was just given back.
+    `lock` is held while a run is given back, opened again or let go, and during each run's heartbeat. Else a heartbeat
+    would take a lease again that was just given back.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Heartbeat:
             self._leases.give_back(run)
 
     def _work(self) -> None:
-        """It ends with the worker and for nothing else: without it every lease would expire while that works on."""
+        """Beat until the worker ends, whatever fails: without beats every lease would expire while it works on."""
         took = 0.0
         while not self._ended:
             time.sleep(max(0.0, _BEAT_SECONDS - took))  # of some hundred runs, a beat itself takes seconds
             began = time.monotonic()
             try:
                 self.beat()
-            except Exception as error:  # noqa: BLE001 - without it every lease would expire
+            except Exception as error:  # noqa: BLE001 - or every lease would expire
                 self._log("a heartbeat failed", error)
             took = time.monotonic() - began
 

@@ -44,11 +44,11 @@ class Room:
         layout: Layout,
         runs: Mapping[str, Run],
         lock: threading.Lock,
-        rest: Callable[[str], bool],
+        checkpoint_and_close: Callable[[str], bool],
     ) -> None:
-        """`lock`: the heartbeat's. `rest`: close a run after a checkpoint; whether that went well."""
+        """`lock`: the heartbeat's. `checkpoint_and_close`: whether that went well."""
         self._redis: Any = redis
-        self._layout, self._runs, self._lock, self._rest = layout, runs, lock, rest
+        self._layout, self._runs, self._lock, self._checkpoint_and_close = layout, runs, lock, checkpoint_and_close
         self._orders = Orders(current())
         self._to_close = 0  # idle runs, before the next turn
         self.put_off: list[str] = []
@@ -91,7 +91,7 @@ class Room:
         """Whether a run that is to be opened has no work: then it waits for its turn, or for a batch."""
         if self.needs(run):
             return False
-        state.closed, state.file = self._spared(run), file  # what people ask has it opened, though its turn is gone
+        state.closed, state.file = self._spared(run), file  # opened for what people ask even after its turn
         self.put_off.append(run)
         return True
 
@@ -106,8 +106,8 @@ class Room:
         return None
 
     # --- who gives memory up, and for whom
-    def want(self, run: str) -> bool:
-        """Have idle runs closed, before the next turn, for one for which memory ran out; whether that is done."""
+    def close_idle_for(self, run: str) -> bool:
+        """Have idle runs closed before the next turn for one that lacks memory. Returns whether that will be done."""
         state = self._runs[run]
         if not self._may_close_for(run):
             return False
@@ -115,8 +115,8 @@ class Room:
         state.short, state.short_at, state.retry_at = state.short + 1, time.monotonic(), 0.0
         return True
 
-    def make(self) -> bool:
-        """Close the idle runs that others want the memory of; whether there were any such others.
+    def close_wanted(self) -> bool:
+        """Close idle runs as `close_idle_for` asked; whether it had.
 
         Not sooner than in the next turn: what was raised has kept what the failed run had.
         """
@@ -138,7 +138,7 @@ class Room:
             state.short = 0
         return 2**state.short <= len(self._runs) and any(other != run for other in self.idle())
 
-    def ends(self, run: str) -> bool:
+    def closes_for_memory(self, run: str) -> bool:
         """Whether a run is closed where memory runs out for one of its batches.
 
         Then idle runs are closed for it, or it says that there is no memory. Once it has said so, the batch alone is
@@ -157,9 +157,9 @@ class Room:
         return sorted(idle, key=lambda run: (bool(waits[run]), self._runs[run].worked_at))
 
     def close_idle(self, most: int | None = None) -> None:
-        """Close so many idle runs after a checkpoint, and return their memory; each is opened again when it is called.
+        """Close so many idle runs after a checkpoint, and return their memory; each is opened when something comes.
 
-        None: all of them. None that is put off is opened without a batch any more: it would take the memory again.
+        `most`: None for all. Runs that were put off lose their turn: opened without a batch, they would take memory.
         """
         self.put_off.clear()
         for run in self.idle()[:most]:
@@ -174,7 +174,7 @@ class Room:
         worker = state.worker
         if worker is None:
             return
-        ended = self._rest(run)
+        ended = self._checkpoint_and_close(run)
         entries = worker.inbox.held if ended else ()  # these wait for more; else all of them come again
         state.closed = Closed(frozenset(entries), worker.learner.journal.heeded)
 

@@ -14,7 +14,7 @@ REFUSED_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What a run had when it was closed for others, or not opened: it is opened for what comes beside that."""
+    """What a run had when it was closed, or left unopened, for others. It is opened for what comes on top."""
 
     entries: frozenset[str]  # of its queue, which wait for more (while the draft vocabulary is gathered)
     heeded: Mapping[str, str]  # what people had asked of its drift alarm
@@ -33,7 +33,7 @@ class Run:
     short_at: float = 0.0  # the last of them (monotonic)
     closed: Closed | None = None  # it has nothing to do: not open until it is called, or until its turn (`Room`)
     proven: bool = True  # it has worked since it was opened
-    lost: bool = False  # another worker took the lease while this one was stopped
+    lost: bool = False  # another worker took the lease while this process was paused
     suspicion: Suspicion = field(default_factory=Suspicion)
     empty_until: float = 0.0  # of an archived run: its queue is not looked at before this (monotonic)
 

@@ -54,16 +54,16 @@ class Share:
             self._handed_over.clear()
         self._most = math.ceil(wanted / (1 + len(others))) if others else math.inf
         fewest = min(others.values(), default=BUSY)
-        if served <= fewest < BUSY:  # then others have not less than this worker, and take nothing that it handed over
+        if served <= fewest < BUSY:  # no other worker has fewer, so none takes what was handed over
             self._untaken = None
         return (
             served > 1 + fewest
             and self._untaken is None
             and now >= self._hands_none_before
-            and self._is_asked(others, served)
+            and self._is_to_hand_over(others, served)
         )
 
-    def _is_asked(self, others: Mapping[str, int], served: int) -> bool:
+    def _is_to_hand_over(self, others: Mapping[str, int], served: int) -> bool:
         """Whether it is for this worker to hand a run over, of all that have more than their share.
 
         The workers with too few lack `lacking` runs together. As many of the others hand one over, those with most

@@ -19,17 +19,17 @@ class Turns:
     def __init__(self) -> None:
         self._taken: dict[str, float] = {}  # seconds; of a run that is not at work, where it begins again at the least
         self._at_work: set[str] = set()  # had work when they were asked last
-        self._fewest = 0.0  # seconds that the hindmost run at work took; it never falls
+        self._fewest = 0.0  # the fewest seconds that a run at work took; it never falls
 
     def order(self, runs: Collection[str]) -> list[str]:
-        """The runs that can be asked for work, in the order in which to ask; of equals, who had none comes first."""
+        """The runs that can be asked for work, in the order in which to ask; of equals, those without work first."""
         self._at_work &= set(runs)
         return sorted(runs, key=lambda run: (self._stands_at(run), run in self._at_work))
 
     def may(self, run: str) -> bool:
         """Whether it is not far ahead of another one that has work."""
-        hindmost = min((self._taken[other] for other in self._at_work), default=math.inf)
-        return self._stands_at(run) <= hindmost + AHEAD_SECONDS
+        fewest = min((self._taken[other] for other in self._at_work), default=math.inf)
+        return self._stands_at(run) <= fewest + AHEAD_SECONDS
 
     def asked(self, run: str, seconds: float, *, at_work: bool) -> None:
         """Note what came of asking it: seconds of work, and whether more is to be expected."""

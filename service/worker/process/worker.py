@@ -91,7 +91,7 @@ class Worker:
         # Not an Event: `stop` runs in a signal handler, maybe while this very thread holds the Event's lock.
         self._stopping = False
         self._heartbeat = Heartbeat(redis, self._layout, self._leases, self._runs, self._has, lambda: self._stopping)
-        self._room = Room(redis, self._layout, self._runs, self._heartbeat.lock, self._rest)
+        self._room = Room(redis, self._layout, self._runs, self._heartbeat.lock, self._checkpoint_and_close)
 
     @property
     def served(self) -> dict[str, RunWorker]:
@@ -134,7 +134,7 @@ class Worker:
             time.sleep(min(left, _IDLE_SECONDS))
 
     def _turn(self) -> bool:
-        if self._room.make():
+        if self._room.close_wanted():
             self._look_at = 0.0
         self._find_runs()
         if not self._stopping and (idle := self._room.next_idle()) is not None:
@@ -159,14 +159,14 @@ class Worker:
                 if not worker.inbox.short_of_memory:
                     self._note_work(run)
             except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-                self._end_at(run, error)
+                self._handle_error(run, error)
             finally:
                 seconds = time.monotonic() - asked if found or failed else 0.0
                 self._turns.asked(run, seconds, at_work=found)
         return worked
 
-    def _end_at(self, run: str, error: Exception) -> None:
-        """Do what an exception asks for of the run in which it was raised.
+    def _handle_error(self, run: str, error: Exception) -> None:
+        """Leave, close or open again the run in which an exception was raised, by what it is.
 
         Raises it again where it is of no single run: where Redis is away, or the device has failed.
         """
@@ -198,8 +198,8 @@ class Worker:
             self._note_work(run)  # a batch that it was refused with is gone
             state.closed = self._room.closed(run)
             self._give_back(run)
-        elif not self._room.want(run):
-            seconds = state.back_off(_FAILED_SECONDS)  # counted also where it is not the wait: see `Room.ends`
+        elif not self._room.close_idle_for(run):
+            seconds = state.back_off(_FAILED_SECONDS)  # counted in any case, for `Room.closes_for_memory`
             seconds = REFUSED_SECONDS if isinstance(error, torch.OutOfMemoryError) else seconds
             self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
             self._share.leave(run, time.monotonic())
@@ -231,7 +231,7 @@ class Worker:
         state = self._runs[run]
         state.proven, state.retry_at = False, time.monotonic() + seconds
         error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
-        with _as_far_as_its_keys_go(run):
+        with _despite_broken_keys(run):
             if not self._leases.is_anothers(run):  # that one says how it is, and would not take this back
                 Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
 
@@ -265,13 +265,13 @@ class Worker:
     def _hand_one_over(self, now: float) -> None:
         """Leave a run that has work to another worker, which has fewer runs."""
         idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
-        # All but the first at work: so those that work most come to be parted.
-        hindmost = self._turns.order(self.served)[:-1]
-        at_work = [run for run in hindmost if run not in idle and self._share.may_hand_over(run, now)]
+        # The run that took the most seconds stays, and the next one goes: so those that work most are parted.
+        others = self._turns.order(self.served)[:-1]
+        at_work = [run for run in others if run not in idle and self._share.may_hand_over(run, now)]
         if at_work:
             run = at_work[-1]
             log.info("run %s is left to another worker, which has fewer", run)
-            self._rest(run)
+            self._checkpoint_and_close(run)
             self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
 
     def _attend_to(self, run: str, now: float, *, due: bool = False) -> None:
@@ -281,7 +281,7 @@ class Worker:
             if is_out_of_memory(error) and not is_device_fault(error):  # for a look at its files, not for the run
                 self._leave_alone(run, error)
             else:
-                self._end_at(run, error)
+                self._handle_error(run, error)
 
     def _look_after(self, run: str, state: Run, now: float, *, due: bool) -> None:
         """Open, close or rest a run, as its files say. `due`: it was put off for having no work, and is opened now."""
@@ -298,7 +298,7 @@ class Worker:
         drafting = Drafting.supposed(settings_of(self._settings, self._layout, run))
         if state.worker is not None and state.worker.drafting != drafting:
             log.warning("run %s: its engines draft %s now, %d tokens a round", run, drafting.drafting, drafting.depth)
-            self._end(run, state.worker)
+            self._close_in_order(run, state.worker)
             state.worker = None  # to be opened again at once
         refused = state.retry_at > now and state.file == file
         if state.worker is not None or refused or self._room.stays_closed(run, state, file):
@@ -318,7 +318,7 @@ class Worker:
         """Close a run that a person does not want to be worked on; once it is active again, it is tried at once."""
         if state.worker is not None:
             log.warning("run %s is not worked on until it is active again, as a person wants it", run)
-        self._rest(run)
+        self._checkpoint_and_close(run)
         with self._heartbeat.lock:
             state.closed = None
         self._share.forget(run)
@@ -341,15 +341,12 @@ class Worker:
         self._share.forget(run)
         self._leases.give_back(run)
 
-    def _rest(self, run: str) -> bool:
-        """Close a run that is not to be worked on, after a checkpoint, and let other workers see to it.
-
-        Returns whether that went well.
-        """
+    def _checkpoint_and_close(self, run: str) -> bool:
+        """Close a run after a checkpoint, and give its lease back; whether that went well."""
         state = self._runs[run]
         if state.worker is None:
             return True
-        ended = self._end(run, state.worker)
+        ended = self._close_in_order(run, state.worker)
         state.retry_at = 0.0
         self._give_back(run)
         return ended
@@ -357,7 +354,7 @@ class Worker:
     def _give_back(self, run: str) -> None:
         """Serve the run no more, and let other workers have it."""
         self._runs[run].suspicion.recent = False  # the next worker finds that out by itself
-        with _as_far_as_its_keys_go(run):
+        with _despite_broken_keys(run):
             self._heartbeat.give_back(run)
 
     def _clear(self, run: str, state: Run) -> None:
@@ -391,7 +388,7 @@ class Worker:
         if file is not None and (aside := self._deaths.begin(run, file)) is not None:
             self._close_until(run, *aside)
             return
-        if died:  # for memory, maybe, that idle runs had: it dies of its own only if it dies without them
+        if died:  # maybe for memory that idle runs had: only a death without them is its own
             self._room.sparing = True
             self._room.close_idle()
         try:
@@ -404,7 +401,7 @@ class Worker:
                 holds_lease=lambda: not state.lost and self._leases.hold(run),
                 stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
                 suspicion=state.suspicion,
-                ends_for_memory=functools.partial(self._room.ends, run),
+                ends_for_memory=functools.partial(self._room.closes_for_memory, run),
             )
             store.forget_refusal()
             state.worker, state.proven, state.worked_at = opened, False, time.monotonic()
@@ -415,7 +412,7 @@ class Worker:
                 store.set_worker({"refused": file})
             if not is_device_fault(error):
                 self._deaths.end(run)  # before the run is given back: another worker may begin to open it then
-            self._end_at(run, error)
+            self._handle_error(run, error)
         else:
             self._deaths.end(run)
 
@@ -423,7 +420,7 @@ class Worker:
         with contextlib.suppress(RedisError):
             self._leases.leave()
         for run, worker in self.served.items():
-            if self._end(run, worker):
+            if self._close_in_order(run, worker):
                 with contextlib.suppress(RedisError):  # else the lease expires
                     self._give_back(run)
         with contextlib.suppress(RedisError):
@@ -431,7 +428,7 @@ class Worker:
                 self._leases.give_back(run)
 
     @staticmethod
-    def _end(run: str, worker: RunWorker) -> bool:
+    def _close_in_order(run: str, worker: RunWorker) -> bool:
         """Checkpoint a run before it is closed; returns whether that went well."""
         try:
             worker.close()
@@ -443,8 +440,8 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _as_far_as_its_keys_go(run: str) -> Iterator[None]:
-    """What is said of a run's trouble must not end at the key that is the trouble."""
+def _despite_broken_keys(run: str) -> Iterator[None]:
+    """Go on where a key of this run cannot be written: it may be the trouble that is being told."""
     try:
         yield
     except ResponseError as error:

@@ -21,9 +21,9 @@ from service.worker.target import Target
 
 #: Rollouts of the first round of the halving; the next have twice as many each.
 _FIRST_ROUND: Final = 4
-#: Claims after which it is asked without a fall: where the prompts become easier for all, α does not fall.
+#: Claims after which the archive is asked without a fall: α does not fall where prompts become easier for all drafters.
 _UNASKED_CLAIMS: Final = 16
-#: The archived version that fits best then is looked at so often at most where claims are pooled, if it seems better.
+#: Looks at the chosen version at most, where each claim has too few prompts and it seems better.
 _ASKED_LOOKS: Final = 4
 #: Standard errors by which the served drafter must fall for the archive to be asked.
 _FALL: Final = 3.0
@@ -81,13 +81,13 @@ class Archive:
             self.level.take(replay, groups)
 
     def due(self, scored: Container[str]) -> list[str]:
-        """Count a claim. Versions to choose from on it, less those that it scored anyway; none where none is asked."""
+        """Count a claim. Returns the versions to choose from on it, less those scored anyway; none if none is asked."""
         self._unasked += 1
         asks = self.level.fallen or self._unasked > _UNASKED_CLAIMS
         return [version for version in self._lineage.archived() if version not in scored] if asks else []
 
     def choose(self, fresh: Fresh, versions: Sequence[str]) -> tuple[str, list[int]]:
-        """The version to judge, and the rollouts that judge it: that of the claim before while it has no verdict."""
+        """The version to judge, and the rollouts that judge it. One that has no verdict yet is chosen again."""
         self._unasked = 0
         if self._asked is None or self._asked not in versions:
             return self._fittest(fresh, versions)
@@ -106,7 +106,7 @@ class Archive:
     def _fittest(self, fresh: Fresh, versions: Sequence[str]) -> tuple[str, list[int]]:
         """The archived version that fits best, by successive halving, and rollouts of prompts that did not choose it.
 
-        Those of a single prompt all choose, and the next claims judge.
+        Where there is a single prompt, it chooses, and the next claims judge.
         """
         order: dict[str, list[int]] = {}
         for rollout in fresh.evidence:

@@ -16,9 +16,9 @@ from service.worker.scoring import Scores
 
 #: Fewest prompts of a look at a challenger; claims of fewer are pooled.
 FEWEST_PROMPTS: Final = 4
-#: After so many claims two prompts are enough: a run may not have more.
+#: Once so many claims are pooled, two prompts are enough: a run may have no more.
 POOLED_CLAIMS: Final = 4
-#: So many prompts bound something: where nobody wins by it, a claim need not wait for more.
+#: Fewest prompts that bound an error. They are enough for what promotes nothing: a fall of α, a realised gain.
 LEAST_PROMPTS: Final = 2
 
 
@@ -30,15 +30,15 @@ class Fresh:
     looked: tuple[tuple[int, ...], ...]  # of each batch, the places of those rollouts that were replayed
     replays: Mapping[str, Replay]  # by version, of the drafters that were scored on all of them
     prompts: tuple[str, ...]  # of each rollout that was replayed
-    evidence: tuple[int, ...]  # the rollouts that say something about prompts that nobody was trained on
-    by_prompt: bool  # False: no other prompt was trained on of late, and its rollouts are the observations
+    evidence: tuple[int, ...]  # the rollouts whose prompts the candidate was not trained on (`of` has the exception)
+    by_prompt: bool  # False: there is one prompt only, so each rollout is an observation
 
     @classmethod
     def of(cls, scored: Sequence[tuple[RolloutBatch, Scores]], trained: Mapping[str, int]) -> Self:
         """`trained`: prompts that the candidate was trained on of late -> newest policy version of their rollouts.
 
-        Where all prompts come again and again, those count whose earlier rollouts are of another policy: what comes
-        next is of the same kind. Siblings of one group are of one policy, whenever they arrive.
+        Where fewer than two prompts are new, those count whose earlier rollouts are of another policy version: what
+        comes next will repeat prompts too. Siblings of one group are of one version, whenever they arrive.
         """
         batches = tuple(batch for batch, _ in scored)
         names = set.intersection(*(set(scores.versions) for _, scores in scored))
@@ -62,7 +62,7 @@ class Fresh:
 
 @dataclass(slots=True)
 class Pool:
-    """Claims that say too little alone: a batch may hold a single group. Those of late, until they say enough."""
+    """Recent claims that say too little alone (a batch may hold a single group), until together they say enough."""
 
     claims: list[tuple[tuple[Replay, ...], tuple[str, ...]]] = field(default_factory=list)
     by_prompt: bool = True  # of all that wait
@@ -76,10 +76,10 @@ class Pool:
         alone: int = LEAST_PROMPTS,
         claims: int = 1,
     ) -> tuple[list[Replay], npt.NDArray[np.int64] | None] | None:
-        """Replays of `rollouts` of a claim with those that wait, and the prompt of each.
+        """Replays of `rollouts` of a claim with those that wait, and the prompt of each; None while that is too little.
 
-        The prompts are None where each rollout is an observation. None: more claims are to come, `claims` in all at
-        least. `alone`: prompts of a claim that needs no others.
+        The prompts are None where each rollout is an observation. `alone`: prompts that are enough in one claim.
+        `claims`: the fewest claims.
         """
         prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)
         if fresh.by_prompt != self.by_prompt:  # siblings that wait are no observations of their own

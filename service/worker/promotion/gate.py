@@ -1,8 +1,8 @@
-"""Who may replace the served drafter: the candidate as it stands, or an archived version.
+"""Who may replace the served drafter: the candidate as it stands, an archived version, or a sent drafter.
 
-They are judged on the rollouts of each claim when it comes, before anything is trained on them: nobody chose them, they
-are of newer policies than the candidate was trained on, and they are scored anyway. Rollouts whose prompt is among the
-recent rollouts are left out, for the candidate was trained on their siblings.
+They are judged on each claim's rollouts when it comes, before anything is trained on these. Nobody chose the rollouts,
+they are of newer policies than the candidate was trained on, and they are scored anyway. Rollouts whose prompt is among
+the recent rollouts are left out, for the candidate was trained on their siblings.
 
 Archived versions are compared where they are scored anyway (the first one; the one served before). When the served
 drafter falls, all of them enter: by successive halving on a part of the claim's prompts, and the winner is judged on
@@ -46,7 +46,7 @@ _ALL_TRAINED_ON: Final = "no evidence: all these prompts were trained on already
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """The outcome for one challenger. `version` is CANDIDATE or an archived version."""
+    """The outcome for one challenger. `version`: CANDIDATE, or an archived or a sent version."""
 
     version: str
     verdict: Verdict
@@ -116,7 +116,7 @@ class Gate:
     def trained(self, seconds: float | None, policy_version: int, share: float = 1.0) -> None:
         """The candidate was trained on that policy's rollouts, for a share of a whole training.
 
-        None: nothing can be learnt from how that went.
+        `seconds`: None where nothing can be learnt from how that went.
         """
         self.training.add(seconds, policy_version, share)
         self._trial(CANDIDATE).trained(share)
@@ -155,12 +155,11 @@ class Gate:
         return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
 
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
-        """A look at `rollouts` of a claim, of which both replays are; where they say too little, at claims of late too.
+        """A look at `rollouts` of a claim, which both replays are of. Where they say too little, claims are pooled.
 
-        The candidate was trained in between: what is shown is of its mean state, and one that never was better passes
-        no more often for that. An archived version whose wins did not last is looked at on several claims together,
-        however many prompts they have: the kind of the prompts may alternate, and then one claim does not tell what
-        the next one brings.
+        The candidate was trained in between, so such a look is of its mean state. One that never was better passes no
+        more often for that. An archived version whose wins did not last always gets pooled claims: where the kind of
+        the prompts alternates, one claim does not tell what the next one brings.
         """
         claims = 1 if self.outcomes.lasts(version) else POOLED_CLAIMS
         pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=FEWEST_PROMPTS, claims=claims)
@@ -253,10 +252,10 @@ class Gate:
 
 
 def archive_trial(place: int) -> Trial:
-    """The trial of the archived version that is looked at as the `place`-th, from 1: all together spend one share.
+    """The trial of the `place`-th archived version that is looked at, from 1. All together spend one share.
 
-    Each has little of the error, and one claim must be enough for a version that fits again: its gain is taken to vary
-    from claim to claim by no more than it must, until three looks show more.
+    Each has little of the error, and one claim must be enough for a version that fits again. So its gain is taken to
+    vary from claim to claim by `CLAIM_SD` only, until three looks show more.
     """
     return Trial(_ARCHIVE_SHARE / (place * (place + 1)), claims=ClaimSpread(0.0))
 

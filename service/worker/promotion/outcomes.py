@@ -20,7 +20,7 @@ _LASTED: Final = 1.0 / 6.0
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the gate promoted: what is read again of the evidence that manifest, pointer and history keep of it."""
+    """A promotion by the gate: what is read back of its evidence from manifest, pointer or history."""
 
     gain: float
     promised: float

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import compare
 
-#: Logarithmic gain that promises are taken to have kept exactly before the first was measured: some two publishes'.
+#: Before any is measured, promises of so much logarithmic gain (some two publishes') are taken for kept exactly.
 _KEPT_BEFORE: Final = 0.1
-#: Weight of what is older, at each promise that is measured: what kept five publishes ago counts half.
+#: Weight of what is older, at each promise that is measured: what was kept five publishes ago counts half.
 _KEPT_MEMORY: Final = 0.87
 #: A promise is corrected by this factor at most, up or down.
 _LARGEST_CORRECTION: Final = 2.0
@@ -36,7 +36,7 @@ class Promise:
     rollouts: int = 0
     policy_version: int | None = None  # newest of the rollouts
     after: str | None = None  # newest queue entry of those that chose it; None: not known
-    archived: bool = False  # it was one already when it won
+    archived: bool = False  # it was not the candidate when it won
 
     def add(self, new: Replay, old: Replay, groups: npt.NDArray[np.int64] | None, policy_version: int) -> None:
         """Count rollouts of a claim, or of several together; the newest are of that policy version."""

@@ -21,7 +21,7 @@ class Training:
     unjudged: int = 0  # trainings since the last claim that had a prompt to judge by
 
     def add(self, seconds: float | None, policy_version: int, share: float) -> None:
-        """Count a share of a training on that policy's rollouts. None: nothing can be learnt from how that went."""
+        """Count a share of a training on that policy's rollouts. `seconds`: None where they say nothing."""
         self.tested, self.trained_to = 0, policy_version
         self.unjudged += 1
         if seconds is None:
@@ -38,7 +38,7 @@ class Training:
         """Whether nothing could judge the last `UNJUDGED_TRAININGS`: one more is of no use."""
         return self.unjudged >= UNJUDGED_TRAININGS
 
-    def hungry(self, rollouts: int, more: int = 0) -> bool:
+    def lacks(self, rollouts: int, more: int = 0) -> bool:
         """Whether it waits for a verdict on so many rollouts and has fewer, with `more` of them."""
         return self.seconds is not None and self.tested + more < rollouts
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.canary import WORLDS, Traffic, trial
-from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule, _certain, blocks, log_alpha_variance
+from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule, _student_99, blocks, log_alpha_variance
 from rl_hooks.engines.counters import Counts
 
 
@@ -222,7 +222,7 @@ def test_independent_rounds_have_the_variance_of_their_positions() -> None:
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(4, 3.747), (8, 2.896), (36, 2.434), (math.inf, 2.326)])
 def test_what_is_certain_is_the_quantile_of_students_t(degrees: float, quantile: float) -> None:
-    assert _certain(degrees) == pytest.approx(quantile, rel=0.01)
+    assert _student_99(degrees) == pytest.approx(quantile, rel=0.01)
 
 
 @pytest.mark.parametrize("size", [1, 30, 1000])

@@ -378,7 +378,7 @@ def test_a_failed_training_leaves_the_run_with_its_worker_which_alone_knows_what
     worker = a_worker(bench)
     worker._find_runs()
     worker._runs["default"].suspicion.recent = True
-    worker._end_at("default", ValueError("one time"))
+    worker._handle_error("default", ValueError("one time"))
     assert not worker.served
     other = other_worker(bench)
     assert not other.hold("default")
@@ -486,7 +486,7 @@ def test_a_worker_that_has_lost_a_run_says_nothing_of_it(bench: Bench, monkeypat
     worker._turn()
     bench.redis.delete(Leases.key("default"))
     assert other_worker(bench).hold("default")
-    worker._end_at("default", OSError("the checkpoint is gone"))
+    worker._handle_error("default", OSError("the checkpoint is gone"))
     assert bench.store.worker().error is None, "the other one would not take it back"
     Store(bench.redis, "default").set_worker({"error": "the other one's"})
     worker._note_work("default")
@@ -521,7 +521,7 @@ def test_an_orderly_end_gives_back_the_runs_that_wait_for_another_try(
     worker = a_worker(bench)
     worker._find_runs()
     worker._runs["default"].suspicion.recent = True
-    worker._end_at("default", ValueError("one time"))
+    worker._handle_error("default", ValueError("one time"))
     worker._close()
     assert other_worker(bench).hold("default")
 

@@ -190,8 +190,8 @@ def test_a_run_that_fails_again_and_again_is_tried_ever_less_often(
     monkeypatch.setattr(service.worker.process.worker, "_FAILED_SECONDS", 1.0)
     for count, pause in enumerate((1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0), 1):
         before = time.monotonic()
-        worker._end_at(FIRST, ValueError("again"))
+        worker._handle_error(FIRST, ValueError("again"))
         assert worker._runs[FIRST].failures == count
         assert before + pause <= worker._runs[FIRST].retry_at <= time.monotonic() + pause
     worker._runs[FIRST].failures = 10_000  # a week of it
-    worker._end_at(FIRST, ValueError("again"))
+    worker._handle_error(FIRST, ValueError("again"))
