@@ -228,7 +228,12 @@ class Inbox:
             self._acknowledge(entry, "trained")
             self._applied.discard(entry.batch_id)
             return None
-        path = self._layout.blob(self._queue.run, entry.blob)
+        try:
+            path = self._layout.blob(self._queue.run, entry.blob)
+        except ValueError as error:  # the batches behind it shall have their turn
+            log.error("%s: %s: another version of draftalign queued it", self._queue.run, error)
+            self._bury(entry, "blob_missing", keep_file=False)
+            return None
         lag = None if entry.put_back else self._settings.max_policy_lag
         if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:
             if self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}"):
@@ -273,9 +278,11 @@ class Inbox:
 
     def reject(self, entry: Entry, reason: str) -> None:
         """End a batch as a dead letter."""
+        self._bury(entry, reason, keep_file=self._layout.blob(self._queue.run, entry.blob).exists())
+
+    def _bury(self, entry: Entry, reason: str, *, keep_file: bool) -> None:
         log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
-        exists = self._layout.blob(self._queue.run, entry.blob).exists()
-        self._queue.dead_letter(entry, reason, keep_file=exists)
+        self._queue.dead_letter(entry, reason, keep_file=keep_file)
         self._end(entry)
         seconds, most = self._settings.dead_letter_seconds, self._settings.dead_letter_bytes
         for blob in self._queue.sweep_dead(older_than_seconds=seconds, max_bytes=most):

@@ -108,7 +108,7 @@ if overflow == 'drop_oldest' and over() then
     local fields = {}
     for i = 1, #oldest[2], 2 do fields[oldest[2][i]] = oldest[2][i + 1] end
     redis.call('XDEL', queue, oldest[1])
-    held[1], held[2], held[3] = held[1] - 1, held[2] - tonumber(fields['bytes']), held[3] - tonumber(fields['rollouts'])
+    leave(held, fields)
     redis.call('HINCRBY', counters, 'dropped_total', 1)
     local key = prefix .. 'batch:' .. fields['batch_id']
     redis.call('HSET', key, 'state', 'skipped', 'reason', 'dropped: the queue was full and newer rollouts came')

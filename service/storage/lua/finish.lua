@@ -13,7 +13,7 @@ local fields = {}
 for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
 local name = ARGV[6] .. 'held'
 local held = held_of(redis.call('GET', name))
-held[1], held[2], held[3] = held[1] - 1, held[2] - tonumber(fields['bytes']), held[3] - tonumber(fields['rollouts'])
+leave(held, fields)
 redis.call('SET', name, written(held))
 redis.call('HSET', batch, 'state', ARGV[3], 'reason', ARGV[4])
 if ARGV[3] == 'dead' then

@@ -21,3 +21,10 @@ local function held_of(text)
   for i = 1, 5 do held[i] = tonumber(held[i]) end
   return held
 end
+
+-- An entry leaves the queue. Never below 0: what another version queued was not counted here.
+local function leave(held, fields)
+  for i, size in ipairs({ 1, tonumber(fields['bytes']), tonumber(fields['rollouts']) }) do
+    held[i] = math.max(held[i] - size, 0)
+  end
+end

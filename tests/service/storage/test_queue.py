@@ -197,6 +197,19 @@ def test_the_newest_policy_is_that_of_the_batch_that_came_last_not_of_one_that_i
     assert (came_again.batch_id, came_again.belated) == (seven.batch_id, True)
 
 
+@pytest.mark.parametrize("overflow", ["reject", "drop_oldest"])
+def test_what_was_queued_uncounted_leaves_no_debt_behind(bench: Bench, overflow: str) -> None:
+    """Another version counted it elsewhere; or a queue of that many more would never be full."""
+    bench.put(make_batch(1), make_batch(2))
+    bench.client.delete(Keys("default").held)
+    bench.put(make_batch(3), make_batch(4), max_items=1 if overflow == "drop_oldest" else 100, overflow=overflow)
+    for entry in bench.claim():
+        bench.worker.ack(entry)
+    assert bench.worker.depth() == (0, 0)
+    bench.put(make_batch(5))
+    assert bench.worker.depth() == (1, 100)
+
+
 def test_whoever_sends_the_next_batch_hears_how_many_died_and_why_the_newest_did(bench: Bench) -> None:
     assert (bench.put(make_batch(1)).dead_total, bench.put(make_batch(2)).last_dead_reason) == (0, "")
     for number, entry in enumerate(bench.claim()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ from drafter.replay.gate import CLAIM_SD, Look, compare
 from drafter.replay.lossless import drafters_favour
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, _Outcome
+from rl_hooks import wire
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.standing import Standing
 from service.monitor.controller import Controller, Decision, Economy
@@ -139,6 +141,19 @@ def test_a_batch_whose_file_is_gone_is_dead_and_the_others_live(bench: Bench) ->
     bench.drain(bench.worker())
     assert bench.state(gone) == "dead"
     assert bench.reason(gone) == "blob_missing", "the word by which the queue lets it be sent again"
+    assert bench.state(good) == "trained"
+
+
+def test_a_batch_that_another_version_queued_is_dead_and_those_behind_it_live(bench: Bench) -> None:
+    """Its entry names a file as no version of today does: the run is not closed for it, time and again."""
+    bench.begin()
+    body = bench.world.rollout_file("of another version")
+    header = wire.check_rollout_header(wire.parse_header(body))
+    named = bench._spooled(header, f"{header.batch_id}.{'0' * 32}.safetensors", len(body))
+    assert asyncio.run(bench._enqueue("default", named)) == "accepted"
+    good = bench.post("good")
+    bench.drain(bench.worker())
+    assert (bench.state(header.batch_id), bench.reason(header.batch_id)) == ("dead", "blob_missing")
     assert bench.state(good) == "trained"
 
 
