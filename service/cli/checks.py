@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from typing import Final
 
 from service.errors import ConfigurationError
 from service.settings import Settings, redis_place
 
 log = logging.getLogger("draftalign")
 
+#: `draftalign up` starts its Redis beside the parts that use it, so nothing is said of one that is there by then.
+_START_SECONDS: Final = 2.0
 #: Variables that other parts read: logging, the agent's and the engine plugin's tokens, child processes.
 _OTHER_VARIABLES = {
     *("DRAFTALIGN_LOG_LEVEL", "DRAFTALIGN_TOKEN", "DRAFTALIGN_CHILD", "DRAFTALIGN_PARENT"),
@@ -23,25 +27,31 @@ _OTHER_VARIABLES = {
 def check_redis(url: str, *, may_be_away: bool = False) -> None:
     """Make one real write; raises a ConfigurationError of one line that says what is wrong with the Redis at `url`.
 
-    `may_be_away`: one that does not answer, or is full, is logged and waited for. It may be starting, or work may make
-    room in it, but nothing that the service does turns a replica into a primary.
+    `may_be_away`: one that does not answer, or is full, is waited for. It may be starting, or work may make room in it,
+    but nothing that the service does turns a replica into a primary. What does not start meanwhile is logged.
     """
     import redis
 
     from service.storage.ready import connect, why_unusable, write_test
 
-    place = checked_redis(url)
-    try:
-        with connect(url, socket_connect_timeout=3.0, socket_timeout=3.0) as client:
-            write_test(client)
-    except (redis.RedisError, ValueError, OSError) as error:
-        if (reason := why_unusable(error)) is not None:
-            raise ConfigurationError(f"the Redis at {place} {reason}") from error
-        full = isinstance(error, redis.exceptions.OutOfMemoryError)
-        trouble = f"the Redis at {place} is full: {error}" if full else f"no Redis answers at {place}: {error}"
-        if not full and not may_be_away:
-            raise ConfigurationError(f"{trouble}; check --redis-url or DRAFTALIGN_REDIS_URL") from error
-        log.warning("%s; it is waited for", trouble)
+    place, begun = checked_redis(url), time.monotonic()
+    while True:
+        try:
+            with connect(url, socket_connect_timeout=3.0, socket_timeout=3.0) as client:
+                write_test(client)
+        except (redis.RedisError, ValueError, OSError) as error:
+            if (reason := why_unusable(error)) is not None:
+                raise ConfigurationError(f"the Redis at {place} {reason}") from error
+            full = isinstance(error, redis.exceptions.OutOfMemoryError)
+            trouble = f"the Redis at {place} is full: {error}" if full else f"no Redis answers at {place}: {error}"
+            if not full and not may_be_away:
+                raise ConfigurationError(f"{trouble}; check --redis-url or DRAFTALIGN_REDIS_URL") from error
+            if full or time.monotonic() - begun > _START_SECONDS:
+                log.warning("%s; it is waited for", trouble)
+                return
+            time.sleep(0.05)
+        else:
+            return
 
 
 def checked_redis(url: str) -> str:

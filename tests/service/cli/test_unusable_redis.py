@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +123,16 @@ def test_one_that_is_away_or_hangs_or_is_full_is_waited_for(
     said = [record.getMessage() for record in caplog.records]
     assert ["no Redis answers" in one for one in said] == [True, False, True]
     assert "is full" in said[1]
+
+
+def test_nothing_is_said_of_one_that_starts_meanwhile(valkey: EmbeddedValkey, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    valkey.stop()
+    starting = threading.Timer(0.3, valkey.start)
+    starting.start()
+    check_redis(valkey.url, may_be_away=True)
+    starting.join()
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("command", ["serve", "worker", "up"])
