@@ -93,5 +93,6 @@ class MetricsError(EngineError):
 
 
 def cut(text: str, most: int = MAX_NAME) -> str:
-    """The text, or its beginning where it is longer."""
+    """The text, or its beginning where it is longer. Half a surrogate pair, which no request can hold, becomes `?`."""
+    text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -201,9 +201,8 @@ class FeatureCapture(Hooked):
         forward = self._forward
         self.clear()
         if forward.errors:
-            raise forward.errors.pop(
-                0
-            )  # held by no name here: a traceback that holds itself keeps the trainer's frames
+            # No name here holds it: its traceback would hold this frame, and so the trainer's.
+            raise forward.errors.pop(0)
         wanted = [f"layer {index}" for index in self.aux_layers]
         missed = [name for name in [*wanted, "norm"] if name not in forward.states]
         if missed:

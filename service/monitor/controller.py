@@ -236,7 +236,7 @@ class Controller:
             return self._train(expected)
         self.looking = self.looking and unfinished
         if self.idle and self.looking:
-            return Decision(Action.PROBE, "the last look goes on with newer rollouts")
+            return Decision(Action.PROBE, "the last probe goes on with newer rollouts")
         if not self.idle:
             self.idle, self.looks = True, min(self.looks, _PROBES_AT_FIRST)
         if economy.may_pay and self.looks >= _MOST_PROBES:
@@ -261,7 +261,7 @@ class Controller:
             by = f"{-math.expm1(-fall):.1%}"
             reason = f"served α fell beyond chance, last by {by}; testing whether training pays again"
         elif self.gain > price:
-            reason = f"the last look promised {self.gain:+.1%}; testing again"
+            reason = f"the last probe promised {self.gain:+.1%}; testing again"
         elif self.looks >= _MOST_PROBES:
             reason = "none was due for a while; testing whether training pays again"
         else:

@@ -97,6 +97,8 @@ REPORTS: Final[dict[str, Mapping[str, Any]]] = {
     "the slowest steps": {"step_times": [{"batch": 1, "depth": d, "steps": 10**9, "seconds": 1e12} for d in range(64)]},
     "the fastest steps": {"step_times": [{"batch": 65536, "depth": 64, "steps": MOST, "seconds": 1e12}]},
     "the same step twice": {"step_times": [{"batch": 1, "depth": 4, "steps": n, "seconds": n} for n in (1, 10**6)]},
+    "a reason that looks like markup": {"withheld": '"} 1 <script>{{ . }}\\'},
+    "a reason of controls": {"withheld": "\x00" * 400},
     "no steps": {"step_times": [{"batch": 1, "depth": 4, "steps": 0, "seconds": 0}]},
     "one step without drafts": {"step_times": [{"batch": 1, "depth": 0, "steps": 1, "seconds": 1000}]},
 }  # fmt: skip

@@ -189,6 +189,20 @@ def test_the_headline_says_why_an_engine_does_not_have_what_is_published(
         eventually(lambda: not _unswapped(service, engine))
 
 
+def test_an_engine_whose_refusal_is_no_text_is_named_all_the_same(
+    service: RunningService, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers have half a surrogate pair, controls and markup, and are long; its counts must arrive."""
+    monkeypatch.setattr("service.monitor.headline._UNSWAPPED_SECONDS", 0.0)
+    engine.told = {"drafting": "\ud800"}
+    first = _publish(service, 1)
+    with start_agent(service.url, engine, cache=tmp_path / "cache"):
+        eventually(lambda: engine.version == first)
+        engine.refusal = (422, "\ud800\x00\x1b[2J<script>{{ . }}" + "x" * 5000)
+        _publish(service, 2)
+        eventually(lambda: "<script>" in (said := _unswapped(service, engine)) and len(said) < 600)
+
+
 def test_a_token_that_may_read_and_report_is_all_an_agent_needs(
     serve: Callable[..., RunningService], engine: Engine, tmp_path: Path
 ) -> None:

@@ -293,6 +293,8 @@ def test_a_canary_verdict_is_kept_once(engine: Engine) -> None:
         ({"reporter": ""}, "reporter"),
         ({"reporter": "a\nb"}, "reporter"),
         ({"drafter_version": None}, "drafter_version"),
+        ({"withheld": 3}, "withheld"),
+        ({"withheld": "x" * 401}, "withheld"),
         ({"accepted_per_position": [-1]}, "accepted_per_position.0"),
         ({"accepted_per_position": [0] * 65}, "accepted_per_position"),
         ({"window_seconds": -1}, "window_seconds"),

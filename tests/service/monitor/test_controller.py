@@ -198,7 +198,7 @@ def test_a_full_credit_and_a_promising_look_are_reasons_of_their_own() -> None:
     for controller in (full, promising, neither):
         controller.variance = max(controller.variance, 0.005**2)  # two of these above the price of 0.5 %
     assert full.decide(ECONOMY, 3.0).reason == "none was due for a while; testing whether training pays again"
-    assert promising.decide(ECONOMY, 3.0).reason == "the last look promised +2.0%; testing again"
+    assert promising.decide(ECONOMY, 3.0).reason == "the last probe promised +2.0%; testing again"
     assert neither.decide(ECONOMY, 3.0).action is Action.IDLE
 
 
@@ -377,7 +377,7 @@ def test_the_reason_states_what_is_expected_what_it_costs_and_what_engines_draft
     assert fresh.decide(ECONOMY, None).reason == "no drafter is served yet"
     assert fresh.decide(ECONOMY, 3.0).reason == "0 of the first 4 trainings done; gains are not known yet"
     cut = idle(looking=True)
-    assert cut.decide(ECONOMY, 3.0, unfinished=True).reason == "the last look goes on with newer rollouts"
+    assert cut.decide(ECONOMY, 3.0, unfinished=True).reason == "the last probe goes on with newer rollouts"
 
 
 def test_who_trains_goes_on_until_it_does_not_pay_and_who_idles_begins_only_by_a_standard_error() -> None:
