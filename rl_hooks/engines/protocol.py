@@ -52,6 +52,8 @@ class EngineState:
     #: Identity of its draft vocabulary, and the layers that its drafter reads, where it says so: for messages.
     d2t_sha256: str | None = None
     aux_layers: tuple[int, ...] = ()
+    #: Mark of its process, which a restart changes; None where only its counters tell.
+    life: str | None = None
 
     @property
     def serving(self) -> str | None:
@@ -59,9 +61,9 @@ class EngineState:
         return (self.version or self.method) if self.loaded else None
 
 
-def counting_only(method: str | None, policy_version: int | None = None) -> EngineState:
+def counting_only(method: str | None, policy_version: int | None = None, life: str | None = None) -> EngineState:
     """State of an engine that speculates by a method of its own; None: it does not speculate."""
-    return EngineState(None, method is not None, 0, policy_version=policy_version, takes=None, method=method)
+    return EngineState(None, method is not None, 0, policy_version=policy_version, takes=None, method=method, life=life)
 
 
 class Engine(Protocol):

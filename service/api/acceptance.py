@@ -100,6 +100,9 @@ class AcceptanceReport(BaseModel):
     withheld: str | None = Field(
         None, max_length=400, description="Why the engine does not have the newest version, where it does not."
     )
+    life: Name | None = Field(
+        None, description="Name of the time since which the counts are cumulative: with another they begin again at 0."
+    )
     canary: CanaryReport | None = None
     step_times: list[StepTimes] = Field(default_factory=list, max_length=64, description="From which speed-up is told.")
 

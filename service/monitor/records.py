@@ -176,7 +176,7 @@ class AcceptanceRecord:
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld"})  # of most engines
+    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld", "life"})  # of most engines
     run: str = "default"
     reporter: str | None = None
     engine: str = ""
@@ -197,6 +197,7 @@ class AcceptanceRecord:
     as_of_arrival: bool | None = None
     by_prompt: dict[str, tuple[int, int]] | None = None
     withheld: str | None = None
+    life: str | None = None
 
     @property
     def reported(self) -> float:

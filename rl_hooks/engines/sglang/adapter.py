@@ -97,14 +97,23 @@ class SGLangEngine(EngineHttp):
         version = int(policy) if isinstance(policy, str) and policy.isdecimal() and len(policy) < 16 else None
         algorithm = info.get("speculative_algorithm")
         if str(algorithm).upper() != "EAGLE3":
-            return counting_only(None if algorithm is None else cut(str(algorithm)).lower(), version)
+            life = process_identity(info) if "startup_time" in info else None
+            return counting_only(None if algorithm is None else cut(str(algorithm)).lower(), version, life)
         started, loaded = process_identity(info), self._loaded
         steps = info.get("speculative_num_steps")
         depth = steps if type(steps) is int else None
         served, swaps = (loaded[1], loaded[2]) if loaded is not None and loaded[0] == started else (None, 0)
         # By default it takes the most probable tokens, also where answers are sampled.
         drafting = "probabilistic" if info.get("speculative_use_rejection_sampling") else "greedy"
-        return EngineState(served, served is not None, swaps, policy_version=version, depth=depth, drafting=drafting)
+        return EngineState(
+            served,
+            served is not None,
+            swaps,
+            policy_version=version,
+            depth=depth,
+            drafting=drafting,
+            life=started,
+        )
 
     async def snapshot(self) -> Snapshot:
         """Counters. SGLang counts a request when it has finished, so a round of α 1 counts as one emitted token.

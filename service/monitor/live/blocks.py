@@ -114,7 +114,12 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
 
 
 def _is_of_two(more: AcceptanceRecord) -> bool:
-    """Whether one process cannot have counted this: the engine restarted, and passed what it had reported before."""
+    """Whether one process cannot have counted this: the engine restarted, and passed what it had reported before.
+
+    A guess, and not asked of a reporter that says in which life of its counts it counted.
+    """
+    if more.life is not None:
+        return False
     accepted, kept = more.accepted_tokens or 0, more.accepted_per_position
     rising = sum(kept) == accepted and any(later > earlier for earlier, later in pairwise((more.rounds, *kept)))
     return rising or accepted > (accepted if more.drafted_tokens is None else more.drafted_tokens)
