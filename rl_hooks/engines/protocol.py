@@ -23,6 +23,9 @@ from rl_hooks.release import Release, layers_of
 #: vLLM's methods that propose no tokens: they use the drafter's place to store states.
 _NOT_SPECULATION = frozenset({"extract_hidden_states"})
 
+#: How an engine drafts that proposes several tokens at a place: the service compares its counts with nothing.
+TREES = "trees"
+
 #: Statuses with which an engine refuses this drafter for good. Other errors may pass.
 REFUSALS = frozenset({400, 409, 413, 415, 422})
 #: Status with which it says that the files are not the ones whose digests it was told.
@@ -42,7 +45,7 @@ class EngineState:
     takes: str | None = "eagle3"
     #: How it speculates without a drafter of ours (n-grams, its policy's own MTP module). Names its counts.
     method: str | None = None
-    #: How many tokens it drafts a round, and whether as `greedy` or `probabilistic`; None where it does not say.
+    #: How many tokens it drafts a round, and whether as `greedy`, `probabilistic` or `TREES`; None: it does not say.
     depth: int | None = None
     drafting: str | None = None
     #: SHA-256 of the model file that it read for `version`; None where it does not say.

@@ -21,6 +21,8 @@ from pydantic_core import to_json
 DRAFTERS: Final = ("served", "candidate", "frozen", "ngram", "best")
 #: Method of counts that were made with a published drafter; others carry the engine's name for theirs (ngram, mtp).
 OUR_DRAFTER: Final = "drafter"
+#: How an engine drafts whose rounds replay cannot foretell: replay's law is that of chains.
+TREES: Final = "trees"
 #: Two-sided 95 % quantile of the normal distribution.
 Z_95: Final = 1.959963984540054
 _CHECKED: Final = ConfigDict(strict=True, allow_inf_nan=False)
