@@ -5,7 +5,8 @@ Invariants
   arrived after the training.
 * A training ends early where rollouts of a newer policy wait: they judge the candidate as it stands, and it is trained
   on them next. So a long training is published in parts. Each part is judged on rollouts that came after it was
-  trained, and the gate's budget is for all looks at one served drafter, however many there are.
+  trained, and the gate's budget is for all looks at one served drafter, however many there are. It also ends early
+  where it takes long and another run has work.
 * What is published, and when: `service.worker.promotion.judge`.
 """
 
@@ -48,6 +49,9 @@ _HEADS_KEPT_VERSIONS = 64
 
 #: Share of a training that is done although rollouts of a newer policy wait: judging takes time too.
 _LEAST_PART = 0.125
+#: A claim's training ends after so long where another run of this worker has work. A default claim takes half of it on
+#: a GPU; the work grows with the square of a rollout's length.
+LONGEST_CLAIM_SECONDS = 30.0
 
 
 class TrainingStopped(WorkerError):  # noqa: N818 - reads as what happened
@@ -74,12 +78,14 @@ class Learner:
         store: Store,
         run: str,
         stopping: Callable[[], bool] = lambda: False,
+        others_wait: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`stopping`: whether somebody waits for the process to end."""
+        """`stopping`: whether somebody waits for the process to end. `others_wait`: whether another run has work."""
         self.run = run
         self._settings = settings
         self._layout = layout
         self._stopping = stopping
+        self._others_wait = others_wait
         self.target = Target.open(layout, run, settings.device)
         self.lineage = Lineage(settings, layout, run, self.target)
         self.recent = RecentRollouts(layout.worker(run) / "recent", capacity_tokens=settings.recent_tokens)
@@ -188,6 +194,7 @@ class Learner:
         `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
         """
         plan = ClaimPlan.of(fresh, isolated=isolated)
+        began = time.monotonic()
 
         def newer_waits() -> bool:
             waiting = newest_waiting()
@@ -208,7 +215,11 @@ class Learner:
             return Learnt(passed_over[-1][1], DEFERRED, contest) if told else None
         decision = self._decide(scored, held, version_seconds)
         uncut = isolated or overdue  # a worker that trains in one claim of nine does the whole training
-        ends = (lambda: False) if uncut else newer_waits
+
+        def ends() -> bool:
+            long = time.monotonic() - began > LONGEST_CLAIM_SECONDS
+            return (long and self._others_wait()) or (not uncut and newer_waits())
+
         share, undisturbed = self._train_on(scored, decision, fates, ends, isolated)
         self.scorer.keeps_up = share == 1.0 and not overdue
         return Learnt(scored[-1][1], decision, contest, trained_with_recent=undisturbed)
