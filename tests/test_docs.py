@@ -439,6 +439,10 @@ def test_every_promise_has_its_tests_its_figure_and_its_limits() -> None:
     for heading, text in promises().items():
         parts = re.findall(r"^\* \*\*([A-Z][a-z ]+)\.?\*\*", text, re.MULTILINE)
         assert parts == ["Promised", "Held by", "Figure", "Not promised"], heading
+        promised = (
+            text.partition("* **Promised.** ")[2].partition("\n* **")[0].partition("\n  * ")[0].partition("\n  |")[0]
+        )
+        assert len(re.split(r"\.\s+(?=[A-Z])", promised)) <= 4, f"{heading}: more belongs in a list below"
         held, figure = (text.partition(f"* **{name}")[2].partition("\n* **")[0] for name in ("Held by", "Figure"))
         assert re.search(r"`(pytest|python|make|DRAFTALIGN_\w+=\d+) ", figure), f"{heading}: which command prints it?"
         named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", held)
