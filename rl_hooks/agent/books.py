@@ -75,6 +75,7 @@ class EngineBooks:
     def dump(self, now: float) -> dict[str, Any]:
         """The state that the next agent needs, as JSON takes it."""
         return {
+            "life": self.ledger.life,
             "buckets": self.ledger.dump(),
             "canary": self.canary.dump(now),
             "verdicts": [[asdict(verdict), sequence] for verdict, sequence in self.verdicts],
@@ -84,7 +85,7 @@ class EngineBooks:
     def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float) -> EngineBooks:
         """Inverse of `dump`, which was called at `now`. Of a canary that cannot be read only the fallback is kept."""
         books, fallback = cls(rule), document["fallback"]
-        books.ledger.restore(document["buckets"])
+        books.ledger.restore(document["buckets"], document.get("life"))
         try:
             books.canary.restore(document["canary"], now)
         except (KeyError, TypeError, ValueError) as error:

@@ -120,7 +120,8 @@ class EngineFollower:
     def is_loaded(self, bucket: Bucket) -> bool:
         """Whether counts may still be added to this bucket soon."""
         policy = None if self.seen.snapshot is None else self.seen.snapshot.policy_version
-        return bucket.drafter_version == self.loaded_version and bucket.policy_version == policy
+        now = (self.ledger.life, self.loaded_version, policy)
+        return (bucket.life, bucket.drafter_version, bucket.policy_version) == now
 
     # --- counting
     async def _scrape(self) -> Snapshot | None:
@@ -172,6 +173,7 @@ class EngineFollower:
         was = None if known is None else known.version
         log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
         self.books.canary.interrupted(restarted=True)
+        self.ledger.begin_life()
         self._process = EngineProcess(replaced=True)
 
     def _keep_good(self) -> None:
@@ -228,6 +230,8 @@ class EngineFollower:
             self._metrics.swaps.labels(self.url, "failed").inc()
             raise
         since = self.seen.look(after, confirmed, time.monotonic())
+        if since.restarted:  # before it took the drafter
+            self.ledger.begin_life()
         self._process.repeated(since.known, self.seen.known)
         if after is not None and after.exact is not None:
             verdict = self.books.book_exact(before, after, state, since.seconds, time.monotonic())

@@ -66,6 +66,8 @@ class Seen:
     #: Tokens that it drafts a round, and `greedy` or `probabilistic`, where it says so.
     depth: int | None = None
     drafting: str | None = None
+    #: The engine's mark of its process, as it was told last.
+    life: str | None = None
 
     def look(self, snapshot: Snapshot | None, state: EngineState, now: float) -> Since:
         """Take in a scrape and the state that was asked for after it; returns what lies between."""
@@ -73,9 +75,15 @@ class Seen:
         if snapshot is not None and snapshot.policy_version is None:
             snapshot = replace(snapshot, policy_version=state.policy_version)
         known, before = self.known, self.snapshot
-        # Exact counts are of an engine in the agent's own process: they end together.
-        fallen = before is not None and snapshot is not None and snapshot.exact is None and snapshot.has_fallen(before)
-        since = Since(known, before, now - self.at, fallen or (known is not None and state.swaps < known.swaps))
+        life = state.life or (None if snapshot is None else snapshot.life)
+        if life is not None and self.life is not None:
+            other = life != self.life
+        else:  # it does not say: counters that fell tell, where they do not pass what they had before
+            # Exact counts are of an engine in the agent's own process: they end together.
+            exact = snapshot is None or snapshot.exact is not None
+            other = before is not None and snapshot is not None and not exact and snapshot.has_fallen(before)
+        since = Since(known, before, now - self.at, other or (known is not None and state.swaps < known.swaps))
+        self.life = life or self.life
         self.at, self.known, self.snapshot = now, LoadedVersion(state.serving, state.swaps), snapshot
         self.depth, self.drafting = state.depth, state.drafting
         return since
@@ -85,6 +93,7 @@ class Seen:
         return {
             "known": None if self.known is None else asdict(self.known),
             "snapshot": None if self.snapshot is None else asdict(self.snapshot),
+            "life": self.life,
         }
 
     @classmethod
@@ -95,6 +104,7 @@ class Seen:
             now,
             None if known is None else LoadedVersion(**known),
             Snapshot.load(snapshot) if snapshot and "counts" in snapshot else None,  # of an earlier release: no counts
+            life=document.get("life"),
         )
 
 

@@ -21,6 +21,8 @@ from pydantic_core import to_json
 DRAFTERS: Final = ("served", "candidate", "frozen", "ngram", "best")
 #: Method of counts that were made with a published drafter; others carry the engine's name for theirs (ngram, mtp).
 OUR_DRAFTER: Final = "drafter"
+#: How an engine drafts whose rounds replay cannot foretell: replay's law is that of chains.
+TREES: Final = "trees"
 #: Two-sided 95 % quantile of the normal distribution.
 Z_95: Final = 1.959963984540054
 _CHECKED: Final = ConfigDict(strict=True, allow_inf_nan=False)
@@ -176,7 +178,7 @@ class AcceptanceRecord:
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld"})  # of most engines
+    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld", "life"})  # of most engines
     run: str = "default"
     reporter: str | None = None
     engine: str = ""
@@ -197,6 +199,7 @@ class AcceptanceRecord:
     as_of_arrival: bool | None = None
     by_prompt: dict[str, tuple[int, int]] | None = None
     withheld: str | None = None
+    life: str | None = None
 
     @property
     def reported(self) -> float:

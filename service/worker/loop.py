@@ -86,6 +86,7 @@ class RunWorker:
         *,
         holds_lease: Callable[[], bool] = lambda: True,
         stopping: Callable[[], bool] = lambda: False,
+        others_wait: Callable[[], bool] = lambda: False,
         suspicion: Suspicion | None = None,
         ends_for_memory: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -97,7 +98,7 @@ class RunWorker:
         self._settings = settings
         self._layout = layout
         self._target_file = file_id(layout.target(run))  # before it is read
-        self.learner = Learner(settings, layout, store, run, stopping)
+        self.learner = Learner(settings, layout, store, run, stopping, others_wait)
         self.learner.recent.limit = self._suspicion.limit
         self._checkpoint = WorkerCheckpoint(layout.worker(run))
         self._newest = _Newest(time.monotonic())

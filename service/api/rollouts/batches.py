@@ -134,10 +134,11 @@ async def post_rollouts(
     check_room(context, length, run or "")  # again: others came while Redis was asked; from here on nothing is awaited
     with context.spool.reserve(length, run or ""), context.spool.upload() as upload:
         header, record = await receive_file(request, upload, length, context.settings, on_header)
+        longest = context.settings.max_rollout_tokens
         if header.tokens <= _FEW_TOKENS:
-            _check_index(upload, header, record.vocab_size)
+            _check_index(upload, header, record.vocab_size, longest)
         else:
-            await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
+            await asyncio.to_thread(_check_index, upload, header, record.vocab_size, longest)
         batch = Batch(
             batch_id=(batch_id := header.batch_id),
             blob=context.spool.new_blob(batch_id, upload.digest),
@@ -247,8 +248,8 @@ def _check_run(record: RunRecord, header: RolloutHeader) -> None:
         )
 
 
-def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None:
-    """Verify the integer tensors; no other tensor is read."""
+def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int, longest: int) -> None:
+    """Verify the integer tensors; no other tensor is read. `longest`: most tokens in one rollout."""
     file = header.header
 
     def vector(name: str) -> npt.NDArray[Any]:
@@ -259,6 +260,12 @@ def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None
     input_ids, cu_seqlens, loss_mask = map(vector, ("input_ids", "cu_seqlens", "loss_mask"))
     aux_rows = vector("aux_rows") if "aux_rows" in file.tensors else None
     check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size, aux_rows)
+    if (tokens := int(np.diff(cu_seqlens).max())) > longest:
+        raise WireError(
+            "cu_seqlens",
+            f"a rollout of {tokens} tokens; at most {longest} (`max_rollout_tokens`), cut it: the work grows with the "
+            "square of a rollout's length, and other runs wait for it",
+        )
 
 
 async def _enqueue(

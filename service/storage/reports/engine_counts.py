@@ -13,6 +13,9 @@ A trainer that goes back reaches policy versions again, and engines count on. Wh
 policy version *after* that is a record of its own (`_parted`): the older one is added up as above, in live sums of its
 attempt, and the newest report is kept beside (`unplaced`), for its counts are still of all time.
 
+A reporter may say of which *life* its counts are: they begin again with another. What it counted in the old one is
+added up in the same way, and its blocks end there. Of a reporter that does not say it, a count that fell tells.
+
 One script (`lua/book.lua`) writes all changes of a report, by compare-and-set on the reporter's account: a crash books
 a report completely or not at all, and a repeated report changes nothing.
 """
@@ -24,8 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, Final
 
-from service.errors import TooManyReporters
-from service.monitor.counts import since, total
+from service.errors import EndedLife, TooManyReporters
+from service.monitor.counts import is_late, other_life, since, total
 from service.monitor.live.blocks import Block, counted
 from service.monitor.records import AcceptanceRecord, StepSample, read, written
 from service.storage.queue.keys import lua
@@ -45,6 +48,8 @@ MAX_LIVE: Final = 4096
 KEPT_CHANGES: Final = 16 * 1024
 #: A reporter that counts a policy version again so far below one that it has counted since: its trainer went back.
 _WENT_BACK: Final = 16
+#: Names of a reporter's last lives that are kept: late reports of those before the newest are not counted.
+_LIVES: Final = 8
 _BOOK: Final = lua("book")
 
 
@@ -53,13 +58,14 @@ class Account:
     """One reporter's: sums `[rounds, accepted tokens]` by drafter, and the records that are apart, oldest first.
 
     `blocks`: its last rounds, as the comparison of live with replay α takes them. `steps`: what it last said of the
-    time of its steps, cumulative.
+    time of its steps, cumulative. `lives`: names of the last lives of its counts, the newest last.
     """
 
     sums: dict[str, list[int]] = field(default_factory=dict)
     apart: list[tuple[str, int | None]] = field(default_factory=list)
     blocks: tuple[Block, ...] = ()
     steps: tuple[StepSample, ...] = ()
+    lives: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, text: str | bytes) -> Account:
@@ -74,14 +80,14 @@ class Account:
             steps = tuple(map(_step, document.get("steps", [])))
         except (TypeError, ValueError):
             steps = ()
-        return cls(document["sums"], apart, blocks, steps)
+        return cls(document["sums"], apart, blocks, steps, tuple(map(str, document.get("lives", []))))
 
     def text(self) -> str:
         """Write it for Redis."""
         # `astuple` would copy each prompt's counts.
         blocks = [[getattr(block, one.name) for one in fields(Block)] for block in self.blocks]
         steps = list(map(astuple, self.steps))
-        document = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
+        document = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps, "lives": self.lives}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None, more: AcceptanceRecord) -> None:
@@ -97,6 +103,9 @@ class Account:
         accepted += (record.accepted_tokens or 0) - (before.accepted_tokens or 0)
         self.sums[drafter] = [rounds, accepted]
         kept = [b for b in self.blocks if previous is not None or (b.drafter_version, b.policy_version) != key]
+        if record.life is not None and record.life not in self.lives:
+            kept = kept if not self.lives else []
+            self.lives = (*self.lives, record.life)[-_LIVES:]
         self.blocks = counted(kept, more)
         if more.rounds and key in self.apart:
             self.apart.remove(key)
@@ -146,8 +155,8 @@ class _Changes:
     ) -> AcceptanceRecord:
         """Add a record to the one of older policy versions at `into`, and return that."""
         created = max(r.reported for r in (record, older or record))
-        merged = replace(total(record, older), drafter_version=drafter, policy_version=None, canary=None, withheld=None)
-        self.set[into] = replace(merged, created=created)
+        merged = replace(total(record, older), drafter_version=drafter, policy_version=None, created=created)
+        self.set[into] = replace(merged, canary=None, withheld=None, life=None)
         return self.set[into]
 
     def pool(self, record: AcceptanceRecord, returns: Sequence[int]) -> None:
@@ -179,7 +188,8 @@ class EngineCounts:
     async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
         """Take a report in; returns its reporter's last rounds, oldest first. `steps` replace what it said before.
 
-        Raises TooManyReporters, and changes nothing, where a new reporter finds no room.
+        Raises TooManyReporters where a new reporter finds no room, and EndedLife for what comes after a later life has
+        begun; nothing is changed then.
         """
         while True:  # another try only where another report of the same reporter was booked meanwhile
             blocks = await self._try(record, tuple(steps))
@@ -200,6 +210,7 @@ class EngineCounts:
         if known is None:
             await self._make_room(report, returns)
         account = Account() if known is None else Account.read(known)
+        _check_life(account, report)
         account.steps = steps or account.steps
         changes, placed = _Changes(), report
         said = None if unplaced is None else read(AcceptanceRecord, unplaced)
@@ -208,9 +219,14 @@ class EngineCounts:
         name = acceptance_key(reporter, drafter, placed.policy_version)
         previous = await self._record(name)
         whole = not of_all and said is None  # the record says the same as the report
-        more = since(placed, previous if whole else said)
+        base = previous if whole else said
+        if base is not None and is_late(report, base):
+            return account.blocks
+        more = since(placed, base)
         newer = account.newer(drafter, placed.policy_version)
-        parted = None if previous is None or not _parted(previous, newer, returns) else previous
+        parted = None
+        if previous is not None and (other_life(placed, previous) or _parted(previous, newer, returns)):
+            parted = previous
         if parted is not None and more.rounds:
             await self._part(reporter, parted, changes, returns)
             previous, whole = None, False
@@ -304,6 +320,15 @@ def acceptance_key(reporter: str, drafter_version: str, policy_version: int | No
 def older_key(reporter: str, drafter: str | None) -> str:
     """Identity of the record that a reporter's older ones were added to: of one drafter version, or of the oldest."""
     return f"{reporter}/{drafter or ''}/older"
+
+
+def _check_life(account: Account, report: AcceptanceRecord) -> None:
+    if report.life is not None and report.life in account.lives[:-1]:
+        raise EndedLife(
+            f"{report.reporter!r} has counted in another life, {account.lives[-1]!r}, since {report.life!r}, so these "
+            "counts are not booked. A report that comes late does no harm; if it goes on, two agents report under one "
+            "name: give each its own (--agent-id), or restart this one with an empty cache"
+        )
 
 
 def _parted(previous: AcceptanceRecord, newer: Sequence[tuple[str, int | None]], returns: Sequence[int]) -> bool:

@@ -400,6 +400,7 @@ class Worker:
                 run,
                 holds_lease=lambda: not state.lost and self._leases.hold(run),
                 stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
+                others_wait=functools.partial(self._room.others_wait, run),
                 suspicion=state.suspicion,
                 ends_for_memory=functools.partial(self._room.closes_for_memory, run),
             )

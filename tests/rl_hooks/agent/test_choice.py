@@ -110,6 +110,24 @@ def test_a_restart_is_seen_by_counters_that_fell_or_by_fewer_swaps() -> None:
     assert Seen.restore(json.loads(json.dumps(seen.dump())), 6.0).known == LoadedVersion("a", 1)
 
 
+@pytest.mark.parametrize("in_state", [False, True])
+def test_a_restart_is_told_by_the_engines_own_mark_alone_where_it_has_one(in_state: bool) -> None:
+    def look(seen: Seen, life: str | None, rounds: int) -> bool:
+        snapshot, state = replace(scrape(rounds), life=life), EngineState("a", True, 0)
+        if in_state:
+            snapshot, state = scrape(rounds), replace(state, life=life)
+        return seen.look(snapshot, state, 1.0).restarted
+
+    seen = Seen(0.0)
+    assert not look(seen, "one", 10)
+    assert look(seen, "two", 30), "it passed what it had counted"
+    assert not look(seen, "two", 29)
+    assert not look(seen, None, 30), "a page that does not say it once is no other process"
+    assert look(seen, None, 20)
+    seen = Seen.restore(json.loads(json.dumps(seen.dump())), 1.0)
+    assert look(seen, "three", 40)
+
+
 @pytest.mark.parametrize(
     ("known", "now", "pending", "restarted", "repeated", "found"),
     [
