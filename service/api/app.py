@@ -113,7 +113,7 @@ def create_app(settings: Settings) -> FastAPI:
     context = app.state.context = ServiceContext(settings, client)
     app.add_middleware(Guard, tokens=context.tokens, auditor=Auditor(AuditLog(context.layout), context.spare))
     problems.install(app)
-    parts = [part.router for part in (runs_api, rollouts_api, dead_api, drafters_api, acceptance_api)]
+    parts = [part.router for part in (rollouts_api, runs_api, dead_api, drafters_api, acceptance_api)]
     for part in (*parts, router):
         for route in part.routes:
             if isinstance(route, APIRoute):  # FastAPI's own summary is the function's name
