@@ -11,12 +11,14 @@ import asyncio
 import functools
 import json
 import logging
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from redis.exceptions import OutOfMemoryError, RedisError
 
@@ -31,7 +33,7 @@ from rl_hooks.wire import (
     check_index,
     check_rollout_header,
 )
-from service.api.auth import Caller, check_covers
+from service.api.auth import CALLER, Caller, check_covers
 from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, in_units
 from service.api.runs import check_room
@@ -72,25 +74,28 @@ class Receipt(BaseModel):
     warning: str | None = None
 
 
-@router.post(
-    "/rollouts",
-    status_code=202,
-    openapi_extra=FILE_BODY,
-    responses={
-        200: {"description": "A duplicate: it is counted once."},
-        409: {"description": "The run takes no more rollouts: it is draining or archived. Do not send it again."},
-        429: {"description": "The queue is full."},
-    },
-)
+class _Direct(APIRoute):
+    """FastAPI describes the route, and no more: to find its arguments takes a tenth of a small upload's time."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+
+        async def answer(request: Request) -> Response:
+            scope, run = request.scope, request.query_params.get("run")
+            found: Response = await self.endpoint(request, scope["app"].state.context, scope[CALLER], run)
+            return found
+
+        return answer
+
+
 async def post_rollouts(
     request: Request,
-    response: Response,
     context: Context,
     caller: Caller,
     run: Annotated[
         str | None, Query(description="The file's run; naming it here lets a full queue refuse early.")
     ] = None,
-) -> Receipt:
+) -> Response:
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
     check_room(context, length, run or "")
@@ -151,8 +156,7 @@ async def post_rollouts(
         )
         outcome = await _enqueue(context, upload, header, batch, room)
     duplicate = outcome.outcome == "duplicate"
-    response.status_code = 200 if duplicate else 202
-    return Receipt.model_validate(
+    receipt = Receipt.model_validate(
         {
             "batch_id": batch.batch_id,
             "duplicate": duplicate,
@@ -165,6 +169,23 @@ async def post_rollouts(
             "warning": _warning(outcome, header.rollouts),
         }
     )
+    return Response(receipt.model_dump_json(), 200 if duplicate else 202, media_type="application/json")
+
+
+router.add_api_route(
+    "/rollouts",
+    post_rollouts,
+    methods=["POST"],
+    response_model=Receipt,
+    status_code=202,
+    openapi_extra=FILE_BODY,
+    responses={
+        200: {"description": "A duplicate: it is counted once."},
+        409: {"description": "The run takes no more rollouts: it is draining or archived. Do not send it again."},
+        429: {"description": "The queue is full."},
+    },
+    route_class_override=_Direct,
+)
 
 
 def _warning(outcome: Enqueued, rollouts: int) -> str | None:
