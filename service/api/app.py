@@ -60,9 +60,6 @@ router = APIRouter(tags=["operations"])
 
 _PAGE = Path(__file__).with_name("page.html")
 _REAP_SECONDS = 300.0
-#: Between two full collections of garbage. Of requests there is none; 1,000 that wait take one 20 to 100 ms, in which
-#: nothing is answered. By itself Python makes two of them as 1,000 begin to wait.
-_COLLECT_SECONDS = 600.0
 _NEVER: Final = 1_000_000
 #: Between two sweeps at least, where uploads find no room.
 _MAKE_ROOM_SECONDS = 5.0
@@ -94,7 +91,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        works = _reap, _return_memory, _collect_garbage, watch_headlines
+        works = _reap, _return_memory, watch_headlines
         tasks = [asyncio.create_task(work(app.state.context)) for work in works]
         yield
         for task in tasks:
@@ -154,15 +151,15 @@ async def _make_room(context: ServiceContext) -> None:
 
 
 async def _return_memory(_context: ServiceContext) -> None:
+    """Make the one full collection of garbage of each minute, and give back what is free then. Until it is cancelled.
+
+    Requests leave no garbage. A collection beside 1,000 requests that wait takes 20 to 100 ms, in which nothing is
+    answered; by itself Python makes two of them as 1,000 begin to wait.
+    """
     while True:
         await asyncio.sleep(RETURN_MEMORY_SECONDS)
-        await asyncio.to_thread(return_freed_memory)
-
-
-async def _collect_garbage(_context: ServiceContext) -> None:
-    while True:
-        await asyncio.sleep(_COLLECT_SECONDS)
         gc.collect()
+        await asyncio.to_thread(return_freed_memory)
 
 
 @router.get("/healthz")
@@ -276,7 +273,7 @@ def run_api(settings: Settings) -> None:
     check_port(settings.host, settings.port)
     gc.collect()
     gc.freeze()  # full collections pass over what lives as long as the process: 20 ms in which nothing is answered
-    gc.set_threshold(*gc.get_threshold()[:2], _NEVER)  # `_collect_garbage` has them made
+    gc.set_threshold(*gc.get_threshold()[:2], _NEVER)  # `_return_memory` makes them
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it calls https http, where the handshake is ours
     server.run()
     if not server.started:

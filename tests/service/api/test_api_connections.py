@@ -311,7 +311,7 @@ def test_what_no_request_leaves_is_collected_all_the_same(
         def __init__(self) -> None:
             self.itself = self
 
-    monkeypatch.setattr(app, "_COLLECT_SECONDS", 0.05)
+    monkeypatch.setattr(app, "RETURN_MEMORY_SECONDS", 0.05)
     found = weakref.ref(Circle())
     gc.disable()
     try:
