@@ -21,6 +21,8 @@ from pydantic_core import to_json
 DRAFTERS: Final = ("served", "candidate", "frozen", "ngram", "best")
 #: Method of counts that were made with a published drafter; others carry the engine's name for theirs (ngram, mtp).
 OUR_DRAFTER: Final = "drafter"
+#: Method of counts that an engine made with what another client keeps in it, instead of the run's drafters.
+ANOTHERS_DRAFTER: Final = "anothers-drafter"
 #: Two-sided 95 % quantile of the normal distribution.
 Z_95: Final = 1.959963984540054
 _CHECKED: Final = ConfigDict(strict=True, allow_inf_nan=False)
@@ -172,11 +174,12 @@ class ScoreRecord:
 class AcceptanceRecord:
     """Cumulative counts of one reporter for one drafter version and policy version.
 
-    Without a reporter it is a sum over all of them; without a policy version, of older ones.
+    Without a reporter it is a sum over all of them; without a policy version, of older ones. `behind`: seconds over
+    which it has drafted with this version, while it reported and `latest` named another one.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld", "life"})  # of most engines
+    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld", "life", "behind"})  # of most engines
     run: str = "default"
     reporter: str | None = None
     engine: str = ""
@@ -198,6 +201,7 @@ class AcceptanceRecord:
     by_prompt: dict[str, tuple[int, int]] | None = None
     withheld: str | None = None
     life: str | None = None
+    behind: float | None = None
 
     @property
     def reported(self) -> float:

@@ -12,7 +12,7 @@ from agent_fixtures import manifest
 
 from rl_hooks.agent.canary import CanaryResult
 from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
-from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, Seen, Since, between
+from rl_hooks.agent.process import Between, Contest, EngineProcess, LoadedVersion, Seen, Since, between
 from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Release, layers_of, parse_manifest
@@ -184,3 +184,26 @@ def test_layers_that_are_none_are_not_told(said: object) -> None:
     """An engine or a service may answer anything; the layers stand in messages only."""
     assert layers_of(said) == ()
     assert layers_of([2, 18, 33]) == (2, 18, 33)
+
+
+def test_of_two_clients_that_undo_each_other_the_younger_one_goes_first() -> None:
+    elder, younger = Contest(), Contest()
+    elder.took(0.0, others=False)
+    turns, now = 0, 1.0
+    while not (elder.lost or younger.lost):
+        younger.took(now, others=True)
+        elder.undone(now)
+        if elder.lost:
+            break
+        elder.took(now + 1, others=True)
+        younger.undone(now + 1)
+        turns, now = turns + 1, now + 2
+    assert (turns, elder.lost, younger.lost) == (3, False, True)
+
+
+def test_a_person_who_swaps_now_and_then_is_no_contest() -> None:
+    contest = Contest()
+    for hour in range(20):
+        contest.took(3600.0 * hour, others=False)
+        contest.undone(3600.0 * hour + 600)
+    assert (contest.turns, contest.lost) == (0, False)
