@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
+from rl_hooks.agent.choice import UNREADABLE
 from rl_hooks.engines.counters import ANOTHERS_DRAFTER, NO_VERSION, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.step_times import StepTimes
@@ -95,16 +96,26 @@ class EngineBooks:
         }
 
     @classmethod
-    def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float) -> EngineBooks:
-        """Inverse of `dump`, which was called at `now`. Of a canary that cannot be read only the fallback is kept."""
-        books, fallback = cls(rule), document["fallback"]
-        books.ledger.restore(document["buckets"], document.get("life"))
+    def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float, fallback: str | None) -> EngineBooks:
+        """Inverse of `dump`, which was called at `now`. A part that cannot be read, of another release, is left out.
+
+        Of a canary that cannot be read only the fallback is kept.
+        """
+        books, engine = cls(rule), document.get("engine")
+        try:
+            books.ledger.restore(document["buckets"], document.get("life"))
+        except UNREADABLE as error:
+            log.warning("%s: its counts, of another release, begin from 0: %r", engine, error)
+            books.ledger = Ledger()
         try:
             books.canary.restore(document["canary"], now)
-        except (KeyError, TypeError, ValueError) as error:
-            log.warning("%s: its canary, of another release, begins from scratch: %r", document["engine"], error)
+        except UNREADABLE as error:
+            log.warning("%s: its canary, of another release, begins from scratch: %r", engine, error)
             books.canary = Canary(rule)
             if fallback is not None:
-                books.canary.loaded(fallback["manifest"]["version"], exempt=True)
-        books.verdicts = [(CanaryResult(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
+                books.canary.loaded(fallback, exempt=True)
+        try:
+            books.verdicts = [(CanaryResult(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
+        except UNREADABLE as error:
+            log.warning("%s: what its canary found, of another release, is not reported: %r", engine, error)
         return books

@@ -21,18 +21,17 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryResult, CanaryRule
-from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
+from rl_hooks.agent.choice import UNREADABLE, ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.process import Between, Contest, EngineProcess, LoadedVersion, Seen, Since, between
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Bucket, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
-from rl_hooks.errors import AgentError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
+from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
 
 log = logging.getLogger("draftalign.agent")
@@ -391,17 +390,23 @@ class EngineFollower:
             self._restore(json.loads(self._memory.read_text()))
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AgentError) as error:
+        except (OSError, ValueError, TypeError) as error:
             log.warning("%s: ignoring what an earlier agent left in %s: %r", self.url, self._memory, error)
 
-    def _restore(self, document: dict[str, Any]) -> None:
-        """Take all of it or, where a part other than the canary cannot be read, nothing."""
+    def _restore(self, document: object) -> None:
+        """Take each part that can be read: another release may have written it. A rejected version stays rejected."""
+        if not isinstance(document, dict):
+            raise TypeError(f"expected a JSON object, got {str(document)[:80]}")
         now, away = time.monotonic(), max(0.0, time.time() - self._memory.stat().st_mtime)
-        books, seen = EngineBooks.restore(self.books.canary.rule, document, now - away), Seen.restore(document, now)
-        pending, mistrusted = load_release(document.get("pending")), document.get("mistrusted")
         self._choice = ReleaseChoice.restore(document)
-        self.books, self.seen = books, seen
-        self._process = EngineProcess(pending=pending, mistrusted=mistrusted)
+        fallback = None if self._choice.fallback is None else self._choice.fallback.version
+        self.books = EngineBooks.restore(self.books.canary.rule, document, now - away, fallback)
+        try:
+            self.seen = Seen.restore(document, now)
+            pending = load_release(document.get("pending"))
+            self._process = EngineProcess(pending=pending, mistrusted=document.get("mistrusted"))
+        except UNREADABLE as error:
+            log.warning("%s: how the engine was last seen, by another release, is not known: %r", self.url, error)
         self.withheld = str(document.get("withheld") or "")
 
 

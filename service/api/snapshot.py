@@ -313,6 +313,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         registered=snapshot.registered,
         heartbeat=worker.heartbeat,
         worker_error=worker.error,
+        for_memory=worker.for_memory,
         action=worker.action,
         unjudged=worker.unjudged,
         no_memory=worker.no_memory,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Final
 
+from rl_hooks.durable import at_home
 from service.errors import ConfigurationError
 from service.settings import Settings, redis_place
 
@@ -75,6 +77,11 @@ def checked_redis(url: str) -> str:
             f"redis_url {place} cannot be used: {reason.rstrip('.')}; correct or drop it"
         ) from None
     return place
+
+
+def given_path(path: Path | None) -> Path | None:
+    """Of an option, its path with `~` as the home directory: a shell leaves it as it is in `--out=~/x`."""
+    return None if path is None else at_home(path)
 
 
 def unknown_variables() -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from service.cli.checks import given_path
 from service.cli.drafters.commands import layer_numbers
 from service.cli.remote.client import LOCAL, Service, call
 from service.cli.remote.drafters import fetch_to, require_free
@@ -39,7 +40,8 @@ def warmup(
     prompts: Annotated[
         Path,
         typer.Option(
-            help="The RL run's prompts: .jsonl lines with `prompt` or `messages`, or a text file, one in each line."
+            help="The RL run's prompts: .jsonl lines with `prompt` or `messages`, or a text file, one in each line.",
+            callback=given_path,
         ),
     ],
     chat_template_kwargs: Annotated[
@@ -56,9 +58,13 @@ def warmup(
     ] = None,
     device: Annotated[str, typer.Option(help="Where the policy runs: cpu, cuda, ...")] = "cpu",
     drafter: Annotated[
-        Path | None, typer.Option(help="Directory of a drafter to begin with; else one is made from scratch.")
+        Path | None,
+        typer.Option(help="Directory of a drafter to begin with; else one is made from scratch.", callback=given_path),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory to write the drafter to, for the engine's start.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory to write the drafter to, for the engine's start.", callback=given_path),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts' order and the answers.")] = 0,
     service: Service = LOCAL,
     run: Annotated[str, typer.Option(help="Name that the RL run will have.")] = "default",

@@ -72,7 +72,8 @@ class RunFacts:
     refusing. `engines`: the newest report of each that has reported of late; `contested`: of each that
     another client keeps on its own drafter; `moves`: of `latest`. `failed_pushes`:
     that did not revive the drafter of the engine that is dead. `api_began`: when this API process did. `unjudged`:
-    nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out.
+    nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out. `for_memory`: that is
+    what `worker_error` is about, and what waits is tried again.
     """
 
     now: float
@@ -80,6 +81,7 @@ class RunFacts:
     registered: float | None = None
     heartbeat: float | None = None
     worker_error: str | None = None
+    for_memory: bool = False
     action: str | None = None
     unjudged: bool = False
     no_memory: bool = False
@@ -197,7 +199,10 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
         )
     if facts.worker_error:
         # What a silent worker said last is not the worst thing any more.
-        yield _found("bad", "refused", "Refused by the worker", f": {_short(facts.worker_error)}")
+        if facts.for_memory:
+            yield _found("bad", "short_of_memory", "Short of memory", f": {_short(facts.worker_error)}")
+        else:
+            yield _found("bad", "refused", "Refused by the worker", f": {_short(facts.worker_error)}")
     elif age <= SILENT_SECONDS:
         yield from _of_stuck_worker(facts)
 

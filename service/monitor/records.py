@@ -315,7 +315,7 @@ class WorkerGauges:
     `rounds_total`, `round_tokens_total`: sums since the run began by drafter, kept by the worker because the score
     records are bounded in number and a counter must never fall. `drift`: by lane, absent until the monitor's warm-up is
     over. `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out in each
-    training. `error`: None while there is none, "" where the worker has not said.
+    training. `error`: None while there is none, "" where the worker has not said; `for_memory`: it waits for memory.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -339,6 +339,7 @@ class WorkerGauges:
     unjudged: bool = False
     no_memory: bool = False
     error: str | None = ""
+    for_memory: bool = False
     refused: tuple[int, int] | None = None
     opening: tuple[int, int, int, float] | None = None
     #: The same of work on its batches.

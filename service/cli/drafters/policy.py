@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rl_hooks.durable import at_home
 from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.layout import Layout
@@ -104,7 +105,7 @@ def open_policy(target: str | None, state_dir: Path | None, *, with_head: bool) 
     """
     from service.worker.target import Target
 
-    path = None if target is None else Path(target)
+    path = None if target is None else at_home(target)
     if path is not None and (path.is_dir() or path.suffix == ".safetensors"):
         return _FixedPolicy(path, with_head=with_head)
     layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]

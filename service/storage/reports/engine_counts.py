@@ -92,13 +92,8 @@ class Account:
         # `astuple` would copy each prompt's counts.
         blocks = [[getattr(block, one.name) for one in fields(Block)] for block in self.blocks]
         steps = list(map(astuple, self.steps))
-        document: dict[str, Any] = {
-            "sums": self.sums,
-            "apart": self.apart,
-            "blocks": blocks,
-            "steps": steps,
-            "lives": self.lives,
-        }
+        kept = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
+        document: dict[str, Any] = kept | {"lives": self.lives}
         if self.behind is not None:
             document["behind"] = self.behind
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)

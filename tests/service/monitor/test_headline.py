@@ -462,6 +462,16 @@ def test_an_engine_that_does_not_get_what_is_published_is_named_with_what_its_ag
     assert unswapped(drafter_version="initial", created=NOW - 1450, behind=None).state == "aligned"
 
 
+def test_a_run_that_waits_for_memory_is_not_called_refused() -> None:
+    told = "memory ran out: OSError"
+    assert said(headline(facts(worker_error=told, for_memory=True))) == (
+        "bad",
+        "short_of_memory",
+        "Short of memory: memory ran out: OSError",
+    )
+    assert headline(facts(worker_error=told)).state == "refused"
+
+
 def test_an_engine_that_another_client_keeps_is_named_with_both_runs() -> None:
     record = AcceptanceRecord(reporter="agent e", method="anothers-drafter", withheld="of run 'b' and run 'a'.")
     text = "Contested: agent e: of run 'b' and run 'a'."
