@@ -32,7 +32,7 @@ from typing import Final, ParamSpec, TypeVar
 import httpx
 
 from rl_hooks import wire
-from rl_hooks.durable import AtomicDirectory, write_synced
+from rl_hooks.durable import AtomicDirectory, at_home, write_synced
 from rl_hooks.engines.bounded import IDENTITY, refuse_encoded
 from rl_hooks.errors import DigestError, DownloadError, InvalidDrafterError, ManifestError, NoRoomError, cut
 from rl_hooks.format.drafter import (
@@ -385,7 +385,7 @@ def _store_tls() -> ssl.SSLContext:
     """Trusts the system's authorities, as for a public store, and that of DRAFTALIGN_CA_FILE."""
     context = ssl.create_default_context()
     if ca_file := os.environ.get("DRAFTALIGN_CA_FILE"):
-        context.load_verify_locations(ca_file)
+        context.load_verify_locations(at_home(ca_file))
     return context
 
 

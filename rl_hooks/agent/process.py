@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Manifest, Release
+
+#: A swap that another client undoes so soon is a turn of a contest.
+_TURN_SECONDS: Final = 300.0
+#: Turns after which the agent gives the engine up: one that found another's drafter there, before one that was first.
+_TURNS_YOUNGER: Final = 3
+_TURNS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,34 @@ class Seen:
 
 
 @dataclass(slots=True)
+class Contest:
+    """Another client that undoes the agent's swaps: an agent of another run, say. Neither would ever end.
+
+    The one that is undone for the last time goes, and the other's drafter stays: so the limits of both differ.
+    """
+
+    turns: int = 0
+    younger: bool = False
+    _took_at: float | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine is given up."""
+        return self.turns >= (_TURNS_YOUNGER if self.younger else _TURNS)
+
+    def took(self, now: float, *, others: bool) -> None:
+        """The agent has swapped; `others`: in place of a drafter that is not of its run."""
+        if not self.turns:
+            self.younger = self.younger or (self._took_at is None and others)
+        self._took_at = now
+
+    def undone(self, now: float) -> None:
+        """Another client has put another drafter in the place of the agent's."""
+        soon = self._took_at is not None and now - self._took_at <= _TURN_SECONDS
+        self.turns = self.turns + 1 if soon else 0
+
+
+@dataclass(slots=True)
 class EngineProcess:
     """Facts about one process of the engine; a restarted engine gets a new one."""
 
@@ -123,6 +157,7 @@ class EngineProcess:
     fetched_again: str | None = None
     #: Sequences that the engine refused for good.
     given_up: set[int] = field(default_factory=set)
+    contest: Contest = field(default_factory=Contest)
     #: Requests to swap in `_asked_for` that no swap has been seen for: the engine may still be at them.
     unseen_swaps: int = 0
     _asked_for: str | None = None

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl_hooks.durable import at_home
 from rl_hooks.engines.vllm.core import CoreLink, hook
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.engines.vllm.worker import RPC_METHODS
@@ -94,7 +95,8 @@ def link_of(core: Any, settings: ServiceSettings | None) -> CoreLink | None:
 def drafter_directory(environment: Mapping[str, str]) -> Path:
     """Where published drafters are downloaded to; ranks on other machines must see the same directory."""
     given, caches = environment.get("DRAFTALIGN_DRAFTER_DIR"), environment.get("XDG_CACHE_HOME")
-    found = Path(given) if given else (Path(caches) if caches else Path.home() / ".cache") / "draftalign"
+    cache = Path(caches) if caches else Path.home() / ".cache"
+    found = at_home(given) if given else cache / "draftalign"
     return found.resolve()  # a home is a symbolic link on many a cluster
 
 

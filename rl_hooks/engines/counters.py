@@ -57,6 +57,8 @@ _MAX_COUNTED: Final = 1 << 20
 _MAX_LINE: Final = 4096
 #: Method of counts that were made with a published drafter.
 OUR_DRAFTER: Final = "drafter"
+#: Of counts that were made with a drafter that another client keeps in the engine instead of ours.
+ANOTHERS_DRAFTER: Final = "anothers-drafter"
 #: Buckets kept per engine: the oldest that the service has acknowledged goes first.
 MAX_BUCKETS: Final = 32
 
@@ -224,7 +226,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[str, str, int | None], Bucket] = {}
+        self._buckets: dict[tuple[str, str, str, int | None], Bucket] = {}
         self.unattributed_rounds = 0
         self.life = uuid.uuid4().hex
 
@@ -244,7 +246,7 @@ class Ledger:
         A difference across a policy update is booked under the newer policy: with synchronous RL, rounds resume only
         after the update; with asynchronous RL at most one scrape interval is misplaced.
         """
-        key = (self.life, version, policy_version)
+        key = (self.life, method, version, policy_version)
         if counts.rounds == 0 and key not in self._buckets:
             return
         self._forget_ended()
@@ -281,7 +283,7 @@ class Ledger:
             version, policy = str(document["drafter_version"]), document["policy_version"]
             method = str(document.get("method", OUR_DRAFTER))
             counts, of = Counts.load(document["counts"]), str(document.get("life") or self.life)
-            self._buckets[of, version, policy] = Bucket(version, policy, counts, method, life=of)
+            self._buckets[of, method, version, policy] = Bucket(version, policy, counts, method, life=of)
 
 
 def read_samples(text: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 from urllib.parse import urlsplit
 
+from rl_hooks.durable import at_home
+
 #: How long to wait for `100 Continue` before sending the body anyway (RFC 9110 §10.1.1 asks for a limit).
 CONTINUE_SECONDS: Final = 1.0
 SLICE_BYTES: Final = 4 << 20
@@ -194,7 +196,7 @@ def trusted(ca_file: str | None) -> ssl.SSLContext:
     Reading the certificates takes longer than most requests, so this is done once.
     """
     try:
-        return ssl.create_default_context(cafile=ca_file or None)
+        return ssl.create_default_context(cafile=at_home(ca_file) if ca_file else None)
     except OSError as error:
         raise OSError(f"DRAFTALIGN_CA_FILE {ca_file}: {error}; expected a PEM file of certificates") from error
 

@@ -20,7 +20,7 @@ from service.api.drafters import tagged
 from service.api.problems import Problem
 from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
 from service.api.uploads import json_body, parse_body
-from service.errors import LatestMoved, RegistryBusy
+from service.errors import LatestMoved, RegistryBusy, ServiceError
 from service.monitor.live.blocks import Block
 from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, TREES, AcceptanceRecord, StepSample
@@ -163,7 +163,7 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     counts = report.model_dump(exclude={"step_times", "by_prompt"})
     record = AcceptanceRecord(**counts, by_prompt=report.by_prompt or None, created=time.time())
     steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times if one.steps]
-    blocks = await context.store(report.run).book(record, steps)
+    blocks = await context.store(report.run).book(record, steps, outdated=_is_outdated(context, report))
     if report.canary is not None:
         found = report.canary
         event = {"event": f"canary_{found.outcome}", "version": found.version, "reporter": report.reporter}
@@ -179,6 +179,15 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
         pushed_again=pushed,
         warning="; ".join(filter(None, (trees, await _follow_drafting(context, report), odd))) or None,
     )
+
+
+def _is_outdated(context: ServiceContext, report: AcceptanceReport) -> bool:
+    """Whether another version is served than the one that the engine drafted with."""
+    try:
+        served = context.pointer(report.run).served()
+    except (OSError, ServiceError):  # a damaged run: its counts are taken all the same
+        return False
+    return served is not None and served.manifest.version != report.drafter_version
 
 
 async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) -> str | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -52,10 +51,6 @@ _MOST_WAITING_TOKENS: Final = 1 << 20
 MEMORY_TRIES: Final = 60
 #: A try counts only so long after the last one that counted: a run that is opened again tries at once.
 MEMORY_TRY_SECONDS: Final = 60.0
-
-
-#: How often memory ran out for a batch, and when that counted last (monotonic), by batch id.
-MemoryTries = dict[str, tuple[int, float]]
 
 
 class Phase(Enum):
@@ -135,12 +130,11 @@ class Inbox:
         vocab_size: int,
         applied: Iterable[str] = (),
         ends_for_memory: Callable[[], bool] = lambda: True,
-        memory_tries: MemoryTries | None = None,
     ) -> None:
         """`applied`: unacknowledged batches whose effect the last checkpoint holds.
 
         `ends_for_memory`: whether to raise where memory runs out for a batch. Else it is put off, like one that cannot
-        be read. `memory_tries`: it may outlive this inbox.
+        be read.
         """
         self.versions = ArrivedVersions()
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
@@ -151,7 +145,6 @@ class Inbox:
         self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that changed last comes last
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
-        self._memory_tries: MemoryTries = {} if memory_tries is None else memory_tries
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     # --- the ledger
@@ -283,7 +276,7 @@ class Inbox:
     def _bury(self, entry: Entry, reason: str, *, keep_file: bool) -> None:
         log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
         self._queue.dead_letter(entry, reason, keep_file=keep_file)
-        self._end(entry)
+        self._forget(entry)
         seconds, most = self._settings.dead_letter_seconds, self._settings.dead_letter_bytes
         for blob in self._queue.sweep_dead(older_than_seconds=seconds, max_bytes=most):
             self._layout.blob(self._queue.run, blob).unlink(missing_ok=True)
@@ -298,18 +291,10 @@ class Inbox:
         log.error("%s: batch %s %s", self._queue.run, entry.batch_id, what, exc_info=error)
         self.reject(entry, f"{what}: {error_text(error)}")
 
-    def _end(self, entry: Entry) -> None:
-        self._memory_tries.pop(entry.batch_id, None)
-        self._forget(entry)
-
     def _put_off_for_memory(self, entry: Entry, error: Exception, what: str) -> None:
         if self._ends_for_memory():
             raise error
-        (tries, last), now = self._memory_tries.get(entry.batch_id, (0, -math.inf)), time.monotonic()
-        if now - last >= MEMORY_TRY_SECONDS:
-            tries, last = tries + 1, now
-        self._memory_tries[entry.batch_id] = tries, last
-        if tries < MEMORY_TRIES:
+        if self._queue.memory_ran_out(entry, MEMORY_TRY_SECONDS) < MEMORY_TRIES:
             self._put_off(entry, error, Phase.NO_MEMORY)
             return
         told = f"memory ran out {MEMORY_TRIES} times, so it {what}; raise the memory or send shorter rollouts"
@@ -323,7 +308,7 @@ class Inbox:
 
     def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:
         ended = self._queue.ack(entry, end, reason)
-        self._end(entry)
+        self._forget(entry)
         return ended
 
     def wait(self, batches: Sequence[Loaded]) -> None:

@@ -32,7 +32,7 @@ from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
 from service.storage.reports.drafting import Drafting
 from service.storage.reports.store import Store
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
-from service.worker.inbox import Inbox, Loaded, MemoryTries, Phase, error_text, is_batch_fault
+from service.worker.inbox import Inbox, Loaded, Phase, error_text, is_batch_fault
 from service.worker.learner import Learner
 from service.worker.recent import LengthLimit
 
@@ -55,13 +55,11 @@ class RegisteredAgain(WorkerError):  # noqa: N818
 class Suspicion:
     """What of a run may be at fault. A failure ends its `RunWorker`, and not this.
 
-    `recent`: whether its recent rollouts may be. `limit`: which are too long to be trained on. `memory_tries`: for
-    which batches memory ran out.
+    `recent`: whether its recent rollouts may be. `limit`: which are too long to be trained on.
     """
 
     recent: bool = False
     limit: LengthLimit = field(default_factory=LengthLimit)
-    memory_tries: MemoryTries = field(default_factory=dict)
 
 
 @dataclass
@@ -112,8 +110,7 @@ class RunWorker:
             # With engines that draft another way it measures from scratch.
             self._newest.holds_all = state.get("drafting") == self.drafting.model_dump()
             applied = state["applied"]
-        size, tries = self.learner.vocab_size, self._suspicion.memory_tries
-        self.inbox = Inbox(settings, layout, queue, size, applied, ends_for_memory, tries)
+        self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
         self.learner.report_vocabulary(0)
 
     @property

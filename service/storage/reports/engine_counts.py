@@ -48,6 +48,8 @@ MAX_LIVE: Final = 4096
 KEPT_CHANGES: Final = 16 * 1024
 #: A reporter that counts a policy version again so far below one that it has counted since: its trainer went back.
 _WENT_BACK: Final = 16
+#: A reporter that was silent for longer was away, or its engine slept: it is not known with what it drafted meanwhile.
+AWAY_SECONDS: Final = 180.0
 #: Names of a reporter's last lives that are kept: late reports of those before the newest are not counted.
 _LIVES: Final = 8
 _BOOK: Final = lua("book")
@@ -58,7 +60,8 @@ class Account:
     """One reporter's: sums `[rounds, accepted tokens]` by drafter, and the records that are apart, oldest first.
 
     `blocks`: its last rounds, as the comparison of live with replay α takes them. `steps`: what it last said of the
-    time of its steps, cumulative. `lives`: names of the last lives of its counts, the newest last.
+    time of its steps, cumulative. `lives`: names of the last lives of its counts, the newest last. `behind`:
+    the version that `latest` had replaced when it was reported last, the time of that, and `AcceptanceRecord.behind`.
     """
 
     sums: dict[str, list[int]] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class Account:
     blocks: tuple[Block, ...] = ()
     steps: tuple[StepSample, ...] = ()
     lives: tuple[str, ...] = ()
+    behind: tuple[str, float, float] | None = None
 
     @classmethod
     def read(cls, text: str | bytes) -> Account:
@@ -80,14 +84,18 @@ class Account:
             steps = tuple(map(_step, document.get("steps", [])))
         except (TypeError, ValueError):
             steps = ()
-        return cls(document["sums"], apart, blocks, steps, tuple(map(str, document.get("lives", []))))
+        lives, behind = tuple(map(str, document.get("lives", []))), document.get("behind")
+        return cls(document["sums"], apart, blocks, steps, lives, tuple(behind) if behind else None)
 
     def text(self) -> str:
         """Write it for Redis."""
         # `astuple` would copy each prompt's counts.
         blocks = [[getattr(block, one.name) for one in fields(Block)] for block in self.blocks]
         steps = list(map(astuple, self.steps))
-        document = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps, "lives": self.lives}
+        kept = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
+        document: dict[str, Any] = kept | {"lives": self.lives}
+        if self.behind is not None:
+            document["behind"] = self.behind
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None, more: AcceptanceRecord) -> None:
@@ -111,6 +119,22 @@ class Account:
             self.apart.remove(key)
         if key not in self.apart:
             self.apart.append(key)
+
+    def note(self, report: AcceptanceRecord, *, outdated: bool) -> float | None:
+        """Note whether `latest` names another version than the engine drafts with; returns for how long that is so.
+
+        By the times of the reports alone: the clocks of those who publish and of those who take reports in may differ.
+        """
+        if report.final or not report.ours:  # of what is not loaded any more
+            return None
+        version, last, seconds = self.behind or ("", 0.0, 0.0)
+        if not outdated:
+            self.behind = None
+            return None
+        gone = report.reported - last
+        seconds = 0.0 if version != report.drafter_version else seconds + (gone if 0 <= gone <= AWAY_SECONDS else 0.0)
+        self.behind = str(report.drafter_version), report.reported, seconds
+        return seconds
 
     def newer(self, drafter: str, policy: int | None) -> list[tuple[str, int | None]]:
         """What was counted after this drafter and policy version; nothing where that was not counted, or last."""
@@ -156,7 +180,7 @@ class _Changes:
         """Add a record to the one of older policy versions at `into`, and return that."""
         created = max(r.reported for r in (record, older or record))
         merged = replace(total(record, older), drafter_version=drafter, policy_version=None, created=created)
-        self.set[into] = replace(merged, canary=None, withheld=None, life=None)
+        self.set[into] = replace(merged, canary=None, withheld=None, life=None, behind=None)
         return self.set[into]
 
     def pool(self, record: AcceptanceRecord, returns: Sequence[int]) -> None:
@@ -185,18 +209,24 @@ class EngineCounts:
         self._most = max_reporters
         self._book = redis.register_script(_BOOK)
 
-    async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
+    async def book(
+        self, record: AcceptanceRecord, steps: Sequence[StepSample] = (), *, outdated: bool = False
+    ) -> tuple[Block, ...]:
         """Take a report in; returns its reporter's last rounds, oldest first. `steps` replace what it said before.
+
+        `outdated`: whether `latest` names another version than the report.
 
         Raises TooManyReporters where a new reporter finds no room, and EndedLife for what comes after a later life has
         begun; nothing is changed then.
         """
         while True:  # another try only where another report of the same reporter was booked meanwhile
-            blocks = await self._try(record, tuple(steps))
+            blocks = await self._try(record, tuple(steps), outdated=outdated)
             if blocks is not None:
                 return blocks
 
-    async def _try(self, report: AcceptanceRecord, steps: tuple[StepSample, ...]) -> tuple[Block, ...] | None:
+    async def _try(
+        self, report: AcceptanceRecord, steps: tuple[StepSample, ...], *, outdated: bool
+    ) -> tuple[Block, ...] | None:
         reporter, drafter = str(report.reporter), str(report.drafter_version)
         of_all = report.policy_version is None  # its counts are of all policy versions
         own = f"{reporter}/{drafter}" if of_all else acceptance_key(reporter, drafter, report.policy_version)
@@ -233,9 +263,11 @@ class EngineCounts:
         if more.rounds or parted is None:  # else it is reported again, and stays of its attempt
             record = placed if whole else total(more, previous)
             if not more.rounds and previous is not None:  # reported again: it stays where and when it was counted
-                record = replace(record, created=previous.created)
+                record = replace(record, created=previous.created, behind=previous.behind)
             if not whole:
                 changes.unplaced[own] = report
+            if more.rounds:
+                record = replace(record, behind=account.note(report, outdated=outdated))
             account.add(record, previous, more)
             changes.set[name] = record
             await self._shrink(reporter, account, changes, returns)

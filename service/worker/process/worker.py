@@ -201,7 +201,8 @@ class Worker:
         elif not self._room.close_idle_for(run):
             seconds = state.back_off(_FAILED_SECONDS)  # counted in any case, for `Room.closes_for_memory`
             seconds = REFUSED_SECONDS if isinstance(error, torch.OutOfMemoryError) else seconds
-            self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
+            told = advised(f"{_NO_ROOM}: {type(error).__name__}: {error}")
+            self._close_until(run, seconds, told, for_memory=True)
             self._share.leave(run, time.monotonic())
 
     def _drop(self, run: str, reason: str) -> None:
@@ -218,22 +219,25 @@ class Worker:
         log.error("run %s: %s; nothing was acknowledged, trying again in %.0f s", run, error, seconds)
         self._tell(run, seconds, str(error))
 
-    def _close_until(self, run: str, seconds: float, told: str, *, trace: Exception | None = None) -> None:
+    def _close_until(
+        self, run: str, seconds: float, told: str, *, trace: Exception | None = None, for_memory: bool = False
+    ) -> None:
         """Close a run; it is opened again from its last checkpoint, here or by another worker."""
         log.error("run %s: %s; it is closed for up to %.0f s", run, told, seconds, exc_info=trace)
         state = self._runs[run]
         state.worker = None
-        self._tell(run, seconds, told)  # first: whoever serves it next takes it back
+        self._tell(run, seconds, told, for_memory=for_memory)  # first: whoever serves it next takes it back
         if not (trace and state.suspicion.recent):  # of the suspicion another worker would not know
             self._give_back(run)
 
-    def _tell(self, run: str, seconds: float, error: str) -> None:
+    def _tell(self, run: str, seconds: float, error: str, *, for_memory: bool = False) -> None:
         state = self._runs[run]
         state.proven, state.retry_at = False, time.monotonic() + seconds
         error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
         with _despite_broken_keys(run):
             if not self._leases.is_anothers(run):  # that one says how it is, and would not take this back
-                Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
+                # GET /runs/{run} tells it.
+                Store(self._redis, run).set_worker({"error": error, "for_memory": for_memory})
 
     def _note_work(self, run: str) -> None:
         """Take back what was said of a run's trouble: it was opened and has worked, or has nothing to do any more."""

@@ -417,7 +417,8 @@ def test_a_report_of_an_old_engine_costs_a_few_fields_more_at_most(
 
 def test_a_new_life_ends_the_blocks_of_the_old_one_and_loses_no_round(redis_url: str, redis_client: Redis) -> None:
     """Exactly at the boundary: whatever the counts are, all of the new ones are of the new life."""
-    one, two = {"life": "one"}, {"life": "two"}
+    one: dict[str, Any] = {"life": "one"}
+    two: dict[str, Any] = {"life": "two"}
 
     async def work(store: AsyncStore) -> list[Any]:
         blocks = []
@@ -446,6 +447,33 @@ def test_a_new_life_ends_the_blocks_of_the_old_one_and_loses_no_round(redis_url:
     assert account.sums["v1"][0] == 500 + 100 + 750 + 90
     rounds = [r.rounds for r in with_store(redis_url, lambda store: store.acceptances()) if r.reporter is not None]
     assert sum(rounds) == 1440
+
+
+def test_the_time_that_an_engine_was_behind_is_that_over_which_it_reported(redis_url: str) -> None:
+    """Neither the time that it slept is, nor what it drafts with again."""
+    times = (
+        (1000.0, "v1", False, None),
+        (1060.0, "v1", True, 0.0),
+        (1200.0, "v1", True, 140.0),
+        (1500.0, "v1", True, 140.0),  # away
+        (1560.0, "v1", True, 200.0),
+        (1500.0, "v1", True, 200.0),  # the clock was set back
+        (1510.0, "v2", True, 0.0),  # swapped, to one that is replaced as well
+        (1520.0, "v2", False, None),
+        (1530.0, "v2", True, 0.0),
+    )
+
+    async def work(store: AsyncStore) -> list[float | None]:
+        found = []
+        for rounds, (at, version, outdated, _) in enumerate(times, 1):
+            await store.book(acceptance(report(drafter=version, rounds=rounds, created=at)), outdated=outdated)
+            await store.book(acceptance(report(drafter="v0", rounds=5, created=at, final=True)), outdated=True)
+            await store.book(acceptance(report(drafter=version, rounds=rounds, created=at + 100)), outdated=outdated)
+            (record,) = (r for r in await store.acceptances() if r.drafter_version == version)
+            found.append(record.behind)
+        return found
+
+    assert with_store(redis_url, work) == [behind for *_, behind in times]
 
 
 @pytest.mark.parametrize("placed", [False, True])
