@@ -28,6 +28,11 @@ TOKEN = "of-the-trainer"
 LONG = (500, 300)
 
 
+@pytest.fixture(autouse=True)
+def _small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_SMALLEST_DIRECT_BYTES", 0)
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     for made in running_store(monkeypatch):
@@ -83,6 +88,18 @@ def test_a_file_goes_to_the_store_and_its_header_to_the_api(
     stats = sender.stats()
     assert (stats["sent"], stats["duplicates"], stats["retries"], warnings(caplog)) == (2, 0, 0, [])
     assert stats["bytes_sent"] - before["bytes_sent"] == len(body) + len(parts[0])
+
+
+def test_a_small_file_goes_through_the_api(
+    store: Store, service: RunningService, sender: RolloutSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = wire.parts_bytes(send(sender, 2))
+    monkeypatch.setattr(delivery, "_SMALLEST_DIRECT_BYTES", size)
+    send(sender, 3)
+    assert (len(store.stored()), len(service.spooled())) == (2, 1)
+    monkeypatch.setattr(delivery, "_SMALLEST_DIRECT_BYTES", size + 1)
+    send(sender, 4)
+    assert (len(store.stored()), len(service.spooled())) == (2, 2)
 
 
 def test_the_store_never_sees_the_token(store: Store, sender: RolloutSender) -> None:
@@ -167,13 +184,12 @@ def test_a_store_that_cannot_be_used_is_said_once_and_files_go_through_the_api(
     fault: Fault | None,
     said: str,
 ) -> None:
-    store.fault = fault
+    store.fault, put = fault, DirectUpload._put
     if fault is None:
-        found = DirectUpload._put
 
         def elsewhere(self: DirectUpload, place: Any) -> str:
             """The trainer reaches the store's name nowhere."""
-            return found(self, {**place, "url": place["url"].replace(f":{store.port}/", f":{free_port()}/")})
+            return put(self, {**place, "url": place["url"].replace(f":{store.port}/", f":{free_port()}/")})
 
         monkeypatch.setattr(DirectUpload, "_put", elsewhere)
     for version in (2, 3):
@@ -186,8 +202,8 @@ def test_a_store_that_cannot_be_used_is_said_once_and_files_go_through_the_api(
     assert "Rollouts go through the service's API for five minutes, then it is tried again" in warning
     assert store.count("PUT", ".safetensors") == (0 if fault is None else 2), "by the first of the two"
     store.fault = signed_only()
-    monkeypatch.undo()
     sender._delivery._store_away_until = 0.0  # five minutes later
+    monkeypatch.setattr(DirectUpload, "_put", put)
     send(sender, 4)
     assert sender.stats()["sent"] == 4
     assert len(service.spooled()) == 3

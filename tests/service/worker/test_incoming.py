@@ -24,6 +24,7 @@ from worker_fixtures import VOCAB, Bench, World, final_state
 
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
+from rl_hooks.sending import delivery
 from service.storage.layout import Layout
 from service.storage.queue.incoming import Incoming, new_name
 from service.worker.inbox import Inbox, Loaded, Phase
@@ -78,6 +79,7 @@ def test_a_trainers_rollouts_reach_the_drafter_past_the_api(
     store: Store, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.fault = signed_only()
+    monkeypatch.setattr(delivery, "_SMALLEST_DIRECT_BYTES", 0)
     with Bench(tmp_path / "own", redis_url, rollouts_url=URL) as bench:
         service = RunningService(state_dir=bench.layout.root, redis_url=redis_url, rollouts_url=URL)
         model = tiny_qwen3(tied=False)
