@@ -98,6 +98,17 @@ def test_a_file_goes_past_the_api_and_is_queued_as_any_other(
     assert len(service.spooled()) == 1, "that of the other file"
 
 
+def test_a_roles_temporary_credentials_sign_too(
+    store: Store, serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of a role/+=")
+    service = serve(rollouts_url=URL)
+    service.register()
+    place = ask(service, rollout_file())
+    assert "X-Amz-Security-Token=of%20a%20role%2F%2B%3D&" in place.json()["url"]
+    assert sent(service, rollout_file())[0].status_code == 202
+
+
 def test_without_a_store_nothing_is_said_of_it_and_files_go_through_the_api(
     serve: Callable[..., RunningService],
 ) -> None:
