@@ -83,4 +83,4 @@ class WorkerError(ServiceError):
 
 
 class ObjectStoreError(OSError):
-    """The object store of `drafters_url` does not answer, refuses, or holds something else; try again later."""
+    """An object store (`drafters_url`, `rollouts_url`) does not answer, refuses, or holds something else; try again."""

@@ -105,6 +105,11 @@ class Settings(BaseSettings):
         None, description="Object store that engines fetch drafters from, `s3://bucket/prefix`. Unset: from the API."
     )
 
+    rollouts_url: str | None = Field(
+        None,
+        description="Object store that trainers put rollout files into, `s3://bucket/prefix`. Unset: through the API.",
+    )
+
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")
     max_run_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Largest body of PUT /runs/{run} or of its head.")
     max_batch_rollouts: int = Field(4096, gt=0, description="Most rollouts in one file; above it 422.")
@@ -237,6 +242,11 @@ class Settings(BaseSettings):
             raise ValueError("tls_cert and tls_key go together: give both, or neither for plain HTTP")
         if self.drafters_url is not None and not self.drafters_url.startswith(OBJECT_SCHEMES):
             raise ValueError(f"drafters_url must begin with one of {', '.join(OBJECT_SCHEMES)}")
+        if self.rollouts_url is not None and not self.rollouts_url.startswith("s3://"):
+            raise ValueError(
+                "rollouts_url must begin with s3://: an upload URL of another kind of store binds neither the length "
+                "nor the digest of what is put there"
+            )
         self.token_scopes()
         return self
 

@@ -43,6 +43,7 @@ from service.api.port.free import check_port
 from service.api.problems import Problem
 from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
+from service.api.rollouts import direct as direct_api
 from service.api.snapshot import read_now, watch_headlines
 from service.errors import ConfigurationError, RunNotFound
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
@@ -110,7 +111,7 @@ def create_app(settings: Settings) -> FastAPI:
     context = app.state.context = ServiceContext(settings, client)
     app.add_middleware(Guard, tokens=context.tokens, auditor=Auditor(AuditLog(context.layout), context.spare))
     problems.install(app)
-    parts = [part.router for part in (rollouts_api, runs_api, dead_api, drafters_api, acceptance_api)]
+    parts = [part.router for part in (rollouts_api, direct_api, runs_api, dead_api, drafters_api, acceptance_api)]
     for part in (*parts, router):
         for route in part.routes:
             if isinstance(route, APIRoute):  # FastAPI's own summary is the function's name

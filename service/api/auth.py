@@ -42,7 +42,7 @@ _READERS: Final[frozenset[TokenScope]] = frozenset({"read"})
 _ADMINS: Final[frozenset[TokenScope]] = frozenset({"admin"})
 _READS: Final = frozenset({"GET", "HEAD"})
 #: Calls whose body names the run, and that change nothing but what is queued and counted.
-_RUN_IN_BODY: Final = frozenset({("POST", "/rollouts"), ("POST", "/acceptance")})
+_RUN_IN_BODY: Final = frozenset({("POST", "/rollouts"), ("POST", "/rollouts/direct"), ("POST", "/acceptance")})
 _RUN_IN_QUERY: Final = frozenset({"rollouts", "drafter", "drafters", "alpha"})
 #: Calls that tell of no run, or only of those that the caller's token is for.
 _NO_RUN: Final = frozenset({"/", "/metrics", "/openapi.json", *PUBLIC})

@@ -30,11 +30,12 @@ from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
 from rl_hooks.wire import WireError
-from service.errors import BlobDamaged, ServiceError
+from service.errors import BlobDamaged, ObjectStoreError, ServiceError
 from service.settings import Settings
-from service.storage.layout import Layout
+from service.storage.layout import Layout, is_there
 from service.storage.queue.deliveries import EndState, Entry, RolloutQueue
-from service.storage.spool import check_blob
+from service.storage.queue.incoming import Incoming, sha256_in
+from service.storage.spool import Spool, check_blob
 from service.worker.recent import without
 
 log = logging.getLogger("draftalign.worker")
@@ -142,6 +143,7 @@ class Inbox:
         self._layout = layout
         self._queue = queue
         self._vocab_size = vocab_size
+        self._incoming = None if settings.rollouts_url is None else Incoming(settings.rollouts_url)
         self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that changed last comes last
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
@@ -233,7 +235,8 @@ class Inbox:
                 path.unlink(missing_ok=True)  # else another worker ended it, and it may be put back by now
             return None
         try:
-            check_blob(path)
+            if not self._bring(entry, path):
+                check_blob(path)
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
             screen(batch)
         except FileNotFoundError:
@@ -251,6 +254,23 @@ class Inbox:
         else:
             return Loaded(entry, path, batch)
         return None
+
+    def _bring(self, entry: Entry, path: Path) -> bool:
+        """Bring a file into the spool that lies in the object store; whether it came just now, and was compared."""
+        if not sha256_in(entry.blob) or is_there(path):
+            return False
+        if self._incoming is None:
+            raise ObjectStoreError("it lies in the object store, and this worker's DRAFTALIGN_ROLLOUTS_URL is not set")
+        free, sync = self._settings.spool_min_free_bytes, self._settings.spool_fsync
+        try:
+            self._incoming.bring(
+                self._queue.run, entry.blob, entry.bytes, Spool(self._layout), least_free_bytes=free, sync=sync
+            )
+        except FileNotFoundError:
+            if not is_there(path):
+                raise
+            return False  # another worker, whose lease ran out, brought it meanwhile
+        return True
 
     def _newest_policy(self) -> int:
         """Of the last batches, and of those that still wait in the queue."""

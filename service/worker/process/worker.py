@@ -40,6 +40,7 @@ from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id, is_there
 from service.storage.lease import Leases
 from service.storage.queue.deliveries import Entry, RolloutQueue
+from service.storage.queue.incoming import Incoming
 from service.storage.ready import is_of_one_key, why_unusable
 from service.storage.reports.drafting import Drafting, settings_of
 from service.storage.reports.store import Store
@@ -471,6 +472,8 @@ def run_worker(settings: Settings) -> None:
     """Run a worker in this process until SIGTERM or SIGINT."""
     if settings.redis_url is None:
         raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
+    if settings.rollouts_url is not None:
+        Incoming(settings.rollouts_url)  # refused here, not once for each run
     use_device(settings.device, settings.gpu_memory_share)
     worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -76,6 +76,7 @@ def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningSe
         "known_rollouts": 0,
         "last_rows": "predicting",
         "prompts_once": True,
+        "direct_uploads": False,
         "warning": None,
     }
     (entry,) = queue.claim("w", 1000, 60.0)
