@@ -62,10 +62,27 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 run(module)
                 name, adapter = _EXTENDED[fullname]
                 try:
+                    kind = getattr(module, name)
+                    own = dict(vars(kind))
                     # Imported now: Ray's other processes shall not load torch.
-                    importlib.import_module(adapter).extend(getattr(module, name))
+                    importlib.import_module(adapter).extend(kind)
+                    _leave_to_inheritance(
+                        module, kind, {each for each in vars(kind) if vars(kind)[each] is not own.get(each)}
+                    )
                 except Exception:  # noqa: BLE001 - the trainer goes on without us
                     _log.exception("draftalign is OFF: %s of %s cannot be extended", name, fullname)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _leave_to_inheritance(module: ModuleType, kind: type, extended: set[str]) -> None:
+    """Have the actors of `module` inherit what of `kind` was extended: Ray's decorator has copied `kind`'s own methods.
+
+    A process that makes actors pickles the copies by value, so the actor would have the methods of before.
+    """
+    for one in vars(module).values():
+        actor = getattr(getattr(one, "__ray_metadata__", None), "modified_class", None)
+        if isinstance(actor, type) and issubclass(actor, kind):
+            for name in extended & vars(actor).keys():
+                delattr(actor, name)
