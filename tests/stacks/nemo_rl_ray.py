@@ -58,7 +58,7 @@ def main(out: Path) -> None:
         os.environ["DRAFTALIGN_INITIAL_DRAFTER"] = first_drafter(out / "first")
         os.environ["__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"] = f"{Path(__file__).stem}.worker_process"
         ray.init(
-            num_cpus=8,
+            num_cpus=4,  # as many processes begin with it, and each imports torch
             num_gpus=2,
             include_dashboard=False,
             object_store_memory=80_000_000,
