@@ -31,7 +31,7 @@ def fleet(
 ) -> Iterator[tuple[VllmServer, dict[str, Any]]]:
     """A server whose cache does not hold its requests, and how some of them are drawn."""
     runner, some = request.param
-    environment = {
+    environment: dict[str, Any] = {
         "DRAFTALIGN_URL": serve(drafting="greedy").url,
         "DRAFTALIGN_RUN": "live",
         "DRAFTALIGN_SAMPLE_FRACTION": "1.0",
@@ -71,7 +71,7 @@ def test_what_was_preempted_is_sent_as_it_would_have_been(
 
     def all_came() -> bool:
         stats.update(server.state()["tap"])
-        return sum(stats.get(name, 0) for name in ("delivered", "skipped_unscored", "failures")) > REQUESTS
+        return bool(sum(stats.get(name, 0) for name in ("delivered", "skipped_unscored", "failures")) > REQUESTS)
 
     eventually(all_came, 60)
     assert "failures" not in stats
