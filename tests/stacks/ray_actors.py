@@ -37,7 +37,7 @@ PolicyWorker = ray.remote(FSDPPolicyWorkerBase)
 """
 
 
-@ray.remote
+@ray.remote  # type: ignore[untyped-decorator]
 def entrypoint() -> object:
     """What SkyRL's own does: make the worker, and ask it."""
     worker = importlib.import_module(MODULE).PolicyWorker.remote()
