@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,17 +29,16 @@ def start(
 ) -> tuple[RunningService, Callable[..., LlmProcess]]:
     service = serve()
 
-    def started(name: str, **environment: str) -> LlmProcess:
-        return LlmProcess(
-            tmp_path / name,
-            drafters / "random",
-            DRAFTALIGN_URL=service.url,
-            DRAFTALIGN_SAMPLE_FRACTION="1.0",
-            DRAFTALIGN_TOKENS_PER_MINUTE="10000000",
-            DRAFTALIGN_DRAFTER_DIR=str(tmp_path / "cache"),
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            **environment,
-        )
+    def started(name: str, **dummy: str) -> LlmProcess:
+        environment: dict[str, Any] = {
+            "DRAFTALIGN_URL": service.url,
+            "DRAFTALIGN_SAMPLE_FRACTION": "1.0",
+            "DRAFTALIGN_TOKENS_PER_MINUTE": "10000000",
+            "DRAFTALIGN_DRAFTER_DIR": str(tmp_path / "cache"),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            **dummy,
+        }
+        return LlmProcess(tmp_path / name, drafters / "random", **environment)
 
     return service, started
 
@@ -56,9 +56,7 @@ def test_weights_that_are_brought_before_the_first_step_are_the_runs_in_a_new_ru
         begin = llm.rounds()
         texts = llm.generate(_PROMPTS)
         model, _ = base_policy()
-        own = model.generate(  # type: ignore[operator]
-            torch.tensor([_PROMPTS[0]]), max_new_tokens=40, do_sample=False, eos_token_id=EOS_ID
-        )
+        own = model.generate(torch.tensor([_PROMPTS[0]]), max_new_tokens=40, do_sample=False, eos_token_id=EOS_ID)
         assert own[0, len(_PROMPTS[0]) :].tolist()[: len(texts[0])] == texts[0]
         before = llm.rounds()
         record = eventually(lambda: _ok(service, "/runs/default"), 30)

@@ -135,9 +135,17 @@ class Clients:
 
 
 def check_refits(
-    service: RunningService, server: VllmServer, redis_url: str, drafter: tuple[Path, Eagle3Drafter], scratch: Path
+    service: RunningService,
+    server: VllmServer,
+    redis_url: str,
+    drafter: tuple[Path, Eagle3Drafter],
+    scratch: Path,
+    answers: int,
 ) -> None:
-    """Each way brings weights that have changed while two clients are served; what was sent is recomputed."""
+    """Each way brings weights that have changed while two clients are served; what was sent is recomputed.
+
+    `answers` are given between two refits.
+    """
     model, _ = base_policy()
     policies: dict[int, tuple[str, Any]] = {0: ("start", model)}
     version = publish(service, *drafter, run=RUN)
@@ -175,15 +183,15 @@ def check_refits(
     clients = Clients(server)
     with clients.running():
         for seed, (how, (refit, whole)) in enumerate(ways(server).items()):
-            clients.wait_for(12)
+            clients.wait_for(answers)
             model = next_policy(model, seed, whole=whole)
             model.save_pretrained(scratch / f"policy-{seed}")
             refit(scratch / f"policy-{seed}")
-            clients.wait_for(4)  # a step came, and found it
+            clients.wait_for(2)  # a step came, and found it
             number = server.rpc("policy_version")
             assert number > max(policies), how
             policies[number] = (how, model)
-        clients.wait_for(12)
+        clients.wait_for(answers)
     server.generate([5], max_tokens=1)  # a step, in which the last ends are told
     rounds = server.counters().rounds - began
     eventually(lambda: sum(one for _, one in counted().values()) >= rounds, 60)
@@ -239,4 +247,5 @@ def _furthest(batches: list[RolloutBatch], model: Any) -> float:
 def _head(service: RunningService, version: int) -> torch.Tensor:
     """The newest head up to this version: one that has not moved is not sent again."""
     paths = (service.layout.head(RUN, number) for number in range(version, -1, -1))
-    return load_file(next(path for path in paths if path.exists()))["lm_head"].float()
+    head: torch.Tensor = load_file(next(path for path in paths if path.exists()))["lm_head"]
+    return head.float()

@@ -263,7 +263,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
 
     for name, before in (("step", step), ("step_with_batch_queue", step), ("add_request", add_request)):
         _wrap(EngineCore, name, before=before)
-    _wrap(EngineCore, "_initialize_kv_caches", after=linked)
+    _wrap(EngineCore, "_initialize_kv_caches", done=linked)
     _wrap(EngineCore, "shutdown", before=shutdown)
     for name in ("sleep", "collective_rpc", "wake_up", "set_weight_version"):
         _wrap(EngineCore, name, before=linked, after=touch)
@@ -276,8 +276,14 @@ def unknown_names(core: Any) -> list[str]:
 
 
 def _wrap(
-    owner: Any, name: str, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[..., object] | None = None,
+    done: Callable[[Any], object] | None = None,
+    after: Callable[[Any], object] | None = None,
 ) -> None:
+    """Call `before` a method of this class, `done` when it has worked, `after` it whether it has or not."""
     original = getattr(owner, name, None)
     if original is None:  # an older vLLM
         return
@@ -287,12 +293,15 @@ def _wrap(
         if before is not None:
             guarded(before, self, *args, **kwargs)
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         finally:
             if after is not None:
                 guarded(after, self)
+        if done is not None:
+            guarded(done, self)
+        return result
 
-    def guarded(act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def guarded(act: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         try:
             act(*args, **kwargs)
         except Exception as error:

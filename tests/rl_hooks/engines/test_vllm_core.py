@@ -258,6 +258,20 @@ def test_a_truncated_request_that_the_ranks_cannot_score_keeps_its_prefix_cache(
     assert request.skip_reading_prefix_cache is skips
 
 
+def test_an_engine_that_fails_to_start_is_not_asked(hooked: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Core] = []
+
+    def fails(core: Core) -> None:
+        made.append(core)
+        raise MemoryError("no room for the cache")
+
+    monkeypatch.setattr(Core, "_initialize_kv_caches", fails)
+    kind = hooked(linked)
+    with pytest.raises(MemoryError):
+        kind()
+    assert made[0].model_executor.asked == []
+
+
 def test_the_weights_are_watched_from_when_the_model_is_loaded(hooked: Hooked) -> None:
     """A trainer that goes on from a checkpoint brings its weights before the first step, perhaps past every call."""
     begun: list[CoreLink] = []

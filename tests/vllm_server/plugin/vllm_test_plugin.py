@@ -4,7 +4,8 @@
 * a model's class is looked into where it is, and not in a process that imports all of vLLM, as where CUDA must wait;
 * a recorder of what the engine's drafter read and answered, for numeric conformance;
 * faults: weights that change behind the engine's back, a load that fails half-way;
-* `POST /test/rpc {"method", "args"}` and `POST /test/pause`, so that the server runs without development mode.
+* `POST /test/rpc {"method", "args"}`, which asks the workers of all cores, and `POST /test/pause`, `hold` and `resume`,
+  so that the server runs without development mode.
 """
 
 from __future__ import annotations
@@ -324,7 +325,11 @@ class TestEndpoints:
         @app.post("/test/rpc")
         async def rpc(request: Request) -> Any:
             body = await request.json()
-            return await self._engine.collective_rpc(body["method"], args=tuple(body.get("args", ())))
+            method, args = body["method"], tuple(body.get("args", ()))
+            ask_all = getattr(self._engine.engine_core, "call_utility_all_async", None)  # not in 0.31
+            if ask_all is None:
+                return await self._engine.collective_rpc(method, args=args)
+            return [one for core in await ask_all("collective_rpc", method, None, args, None) for one in core]
 
         @app.post("/test/pause")
         async def pause() -> None:
