@@ -31,6 +31,7 @@ def make(policy: str, drafter: str, depth: int, ranks: int) -> Any:
         enforce_eager=True,
         disable_log_stats=False,
         enable_prefix_caching=True,
+        block_size=32,
         generation_config="vllm",
         load_format="dummy" if dummy else "auto",
         weight_transfer_config={"backend": "files"},

@@ -48,7 +48,7 @@ def fleet(
         "DRAFTALIGN_TOKENS_PER_MINUTE": "10000000",
         **request.param,
     }
-    options = ("--weight-transfer-config", '{"backend": "files"}')
+    options = ("--weight-transfer-config", '{"backend": "files"}', "--block-size", "32")
     server = VllmServer(tmp_path / "vllm", drafters / "trained", drafters, options=options, **environment)
     try:
         server.wait_until_healthy()

@@ -30,9 +30,10 @@ from drafter.replay.replay import replay
 from rl_hooks import wire
 
 RUN = "live"
-#: Groups of equal prompts, as in GRPO. The long ones share a block of vLLM's prefix cache (128 tokens), in a group and
-#: among groups.
-GROUPS = elicit_prompts(4, seed=77) + [[2 + i % 90 for i in range(140)] + [n] for n in (5, 6, 7, 8)]
+_QUESTIONS = [token for prompt in elicit_prompts(64, seed=5) for token in prompt]
+#: Groups of equal prompts, as in GRPO. Of each long one vLLM's prefix cache holds 96 tokens once it was asked: four
+#: blocks but the last, which vLLM computes again for an EAGLE drafter (with `--block-size 32`).
+GROUPS = elicit_prompts(4, seed=77) + [_QUESTIONS[6 * k : 6 * k + 132] for k in range(4)]
 #: Of one token's log-probability, float32 beside a plain forward.
 _TOLERANCE = 1e-3
 
@@ -177,7 +178,7 @@ def check_refits(
     sums = replayed(0)
     print(f"shared prompts: {tokens} tokens in {live_rounds} rounds counted, in {sums['rounds']:.0f} replayed")
     assert (live_rounds, sums["tokens"]) == (rounds, tokens)
-    assert math.isclose(sums["rounds"], rounds, rel_tol=0.01)
+    assert math.isclose(sums["rounds"], rounds, rel_tol=0.005)
 
     # --- and each refit is under way while requests are
     clients = Clients(server)
