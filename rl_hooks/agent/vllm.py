@@ -50,7 +50,8 @@ def attach(
     """Let a `vllm.LLM` follow a run of the service from now on.
 
     `sample_fraction` of its requests are sent with their features, at most `tokens_per_minute`; 0 where a trainer's
-    hook sends them. Raises ValueError for settings out of range or an engine that follows already.
+    hook sends them. Weights that were brought before are not known as such: attach it as soon as it is made. Raises
+    ValueError for settings out of range or an engine that follows already.
     """
     settings = asdict(ServiceSettings(url, run, token, sample_fraction, tokens_per_minute))
     client = llm.llm_engine.engine_core
@@ -67,6 +68,7 @@ def _attach(core: Any, settings: dict[str, Any]) -> None:
     if link is None:
         raise ValueError("this engine does not speculate, so there is no drafter to swap")
     core._draftalign = link
+    link.first_look()
 
 
 def link_of(core: Any, settings: ServiceSettings | None) -> CoreLink | None:
