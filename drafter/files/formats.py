@@ -438,7 +438,7 @@ def _speculators_config(stored: StoredDrafter, verifier: Verifier, speculative_t
     layer = (
         *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("num_hidden_layers", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
-        *("rope_theta", "rope_parameters", "attention_bias", "tie_word_embeddings", "model_type"),
+        *("rope_theta", "rope_parameters", "rope_scaling", "attention_bias", "tie_word_embeddings", "model_type"),
     )
     return {
         "architectures": ["Eagle3Speculator"],
@@ -453,7 +453,7 @@ def _speculators_config(stored: StoredDrafter, verifier: Verifier, speculative_t
         "target_model_type": flat["target_model_type"],
         "tie_word_embeddings": False,
         "torch_dtype": flat["torch_dtype"],
-        "transformer_layer_config": {**{name: flat[name] for name in layer}, "mlp_bias": False},
+        "transformer_layer_config": {**{name: flat[name] for name in layer if name in flat}, "mlp_bias": False},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

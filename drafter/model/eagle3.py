@@ -182,7 +182,7 @@ class Eagle3Drafter(DraftModel):
         if mask is None:
             S = 0 if past_k is None else past_k.shape[2]
             mask = torch.ones(L, S + L, dtype=torch.bool, device=r.device).tril(S).expand(r.shape[0], L, S + L)
-        turn = rotary(positions, c.head_dim, c.rope_theta, r.dtype)
+        turn = rotary(positions, c.head_dim, c.rope_theta, r.dtype, c.rope_scaling)
         layers = c.num_hidden_layers
         earlier = zip(_by_layer(past_k, layers), _by_layer(past_v, layers), strict=True)
         normed = rms_norm(r, w.hidden_norm, c.rms_norm_eps)

@@ -9,6 +9,7 @@ depend on the step, so they are computed once per position and read shifted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -64,7 +65,8 @@ def unroll(
         context_kv = linear(x[n:], by_state[split:]) + take_rows(embedded_kv, plan.read_index[0][n:])
         kv = torch.cat([kv, context_kv])
     k, v = kv.view(-1, 2 * kv_heads, hd).chunk(2, dim=1)
-    cos, sin = rotary(plan.positions, hd, config.rope_theta, cast)
+    turns = functools.partial(rotary, head_dim=hd, theta=config.rope_theta, dtype=cast, scaling=config.rope_scaling)
+    cos, sin = turns(plan.positions)
     keys = gather_keys(plan, rotate(k, cos, sin), v)
 
     later = [_Later(config, layer, plan) for layer in weights.later]
@@ -79,7 +81,7 @@ def unroll(
             r = r[:n]
             x = rms_norm(r, weights.hidden_norm, eps)
             qkv = project_qkv(x, step)
-        turn = rotary(plan.positions[:n] + step, hd, config.rope_theta, cast) if step else (cos[:n], sin[:n])
+        turn = turns(plan.positions[:n] + step) if step else (cos[:n], sin[:n])
         if step:
             turned, v = torch.split(qkv.view(n, -1, hd), [heads + kv_heads, kv_heads], dim=1)
             q, k = torch.split(rotate(turned, *turn), [heads, kv_heads], dim=1)

@@ -66,6 +66,27 @@ class CheckpointError(DrafterError):
 
 
 @dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's stretching of rotary positions, which divides the low frequencies and leaves the high ones alone.
+
+    Frequencies whose wave is longer than original_max_position_embeddings / low_freq_factor are divided by `factor`,
+    those whose wave is shorter than original_max_position_embeddings / high_freq_factor stay, between them both mix.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or not self.low_freq_factor < self.high_freq_factor:
+            raise DrafterError(
+                "rope_type llama3 needs a factor of at least 1 and a low_freq_factor below high_freq_factor, got "
+                f"{self.factor}, {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """Sizes of a drafter. `aux_layers` names each captured layer by the layer whose *input* it is ("entering")."""
 
@@ -84,6 +105,7 @@ class DrafterConfig:
     model_type: str = "llama"
     norm_before_residual: bool = False
     num_hidden_layers: int = 1
+    rope_scaling: Llama3Rope | None = None
 
     def __post_init__(self) -> None:
         if self.num_hidden_layers < 1:
@@ -122,6 +144,8 @@ class DrafterConfig:
             del fields["norm_before_residual"]
         if self.num_hidden_layers == 1:
             del fields["num_hidden_layers"]
+        if self.rope_scaling is None:
+            del fields["rope_scaling"]
         return fields
 
     @classmethod
@@ -261,6 +285,7 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             model_type=str(document.get("target_model_type", "llama")),
             norm_before_residual=before,
             num_hidden_layers=layers,
+            rope_scaling=_rope_scaling(document),
         )
     except CheckpointError:
         raise
@@ -287,7 +312,7 @@ def _check_meaning(document: Mapping[str, Any]) -> None:
         faults.append(f"layer_types {layers!r}")
     ropes = [document.get(name) for name in ("rope_parameters", "rope_scaling")]
     for rope in (rope for rope in ropes if isinstance(rope, Mapping)):
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
+        if _rope_type(rope) not in ("default", "llama3"):
             faults.append(f"scaled rotary positions {dict(rope)!r}")
     shares = [where.get("partial_rotary_factor") for where in (document, *ropes) if isinstance(where, Mapping)]
     if any(share not in (None, 1, 1.0) for share in shares):
@@ -295,7 +320,7 @@ def _check_meaning(document: Mapping[str, Any]) -> None:
     if faults:
         raise CheckpointError(
             f"config.json: {', '.join(faults)} is not supported: this layout has silu without biases, full attention "
-            "and unscaled rotary positions over whole heads"
+            "and rotary positions over whole heads, unscaled or scaled as in Llama 3"
         )
 
 
@@ -313,7 +338,8 @@ def with_layers(document: Mapping[str, Any], aux_layers: Sequence[int]) -> dict[
 def reaching(document: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
     """A drafter's config.json whose max_position_embeddings is not below that of the policy's config.
 
-    No weight depends on it: the layout's positions are unscaled. Beyond it, an engine may stop drafting.
+    No weight depends on it: positions are unscaled, or stretched by a length of their own. Beyond it, an engine may
+    stop drafting.
     """
     own, whole = (config.get("max_position_embeddings") for config in (document, policy))
     if type(own) is not int or type(whole) is not int or not own < whole <= MAX_SIZE:
@@ -372,6 +398,35 @@ def _rope_theta(document: Mapping[str, Any]) -> float:
             f"config.json: one positive rope_theta, the same in rope_parameters, is expected; got {given}"
         )
     return float(given[0])
+
+
+def _rope_type(rope: Mapping[str, Any]) -> object:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _rope_scaling(document: Mapping[str, Any]) -> Llama3Rope | None:
+    """How rotary positions are stretched, None for not at all. Both fields, where present, must say the same."""
+    ropes = [rope for name in ("rope_parameters", "rope_scaling") if (rope := _mapping(document, name))]
+    found = {_llama3(document, rope) if _rope_type(rope) == "llama3" else None for rope in ropes}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"config.json: rope_parameters {dict(ropes[0])!r} and rope_scaling {dict(ropes[1])!r} name different "
+            "rotary positions, and engines read one of them; which is right?"
+        )
+    return next(iter(found), None)
+
+
+def _llama3(document: Mapping[str, Any], rope: Mapping[str, Any]) -> Llama3Rope:
+    name = "original_max_position_embeddings"
+    beside = document.get(name)  # transformers, vLLM and SGLang would take it instead
+    if beside not in (None, rope.get(name)):
+        raise CheckpointError(f"config.json: {name} is {beside!r}, in the rotary positions {rope.get(name)!r}")
+    return Llama3Rope(
+        factor=number(rope, "factor"),
+        low_freq_factor=number(rope, "low_freq_factor"),
+        high_freq_factor=number(rope, "high_freq_factor"),
+        original_max_position_embeddings=count(rope, name),
+    )
 
 
 def check_header(found: Found, config: DrafterConfig) -> None:

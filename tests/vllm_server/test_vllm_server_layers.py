@@ -1,4 +1,4 @@
-"""Drafters of other forms on a real vLLM, two layers or a normed residual: swapped, and the same function as ours."""
+"""Drafters of other forms on a real vLLM, such as two layers: swapped, and the same function as ours."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm_server.vllm_conformance import check_conformance
 from vllm_server.vllm_process import FORKED, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
+from rl_hooks.format.eagle3 import Llama3Rope
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,6 +34,8 @@ def drafter_of(seed: int, **form: Any) -> Eagle3Drafter:
 FORMS: dict[str, dict[str, Any]] = {
     "two layers": {"num_hidden_layers": 2},
     "a normed residual": {"norm_before_residual": True},
+    # Short enough that a text of some dozen tokens turns pairs of every band.
+    "scaled rotary positions": {"rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 32)},
 }
 
 

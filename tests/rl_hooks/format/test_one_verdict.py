@@ -153,6 +153,8 @@ FINGERPRINTS: Final = {
     "over the whole vocabulary": "a14693946b554f8a2b2eec8550c1834d",
     "of two layers": "9b90056b2ac89cad316df3ebda78d7cb",
     "norm_before_residual": "5ad099ca3ebfe827f9340c5e7bf70100",
+    "rope scaling llama3": "fb7d86a9d3c1960c1399bc4157ccf896",
+    "rope scaling llama3 by its old names": "fb7d86a9d3c1960c1399bc4157ccf896",
     "another limit of positions": "487b3e7044f6d09778dd96dbeb140b46",
     "another family of target": "ed03abcf231a26c824c5062e37ac99c8",
     "DeepSeek-V3's form": "1d3435f1c733c4674e673d0d5cf8dda2",
