@@ -181,6 +181,11 @@ _EAGLE3: Final[dict[str, Case]] = {
     "over the whole vocabulary": _good(draft_vocab_size=40),
     "of two layers": _good(("sglang",), num_hidden_layers=2),
     "norm_before_residual": _good(("sglang",), norm_before_residual=True),
+    "norm_before_fc": _good(norm_before_fc=True),
+    "norm_before_fc in eagle_config": _good(eagle_config={_IDS: [1, 3, 4], "norm_before_fc": True}),
+    "norm_before_fc off by both names": _good(
+        norm_before_fc=False, eagle_config={_IDS: [1, 3, 4], "norm_before_fc": None}
+    ),
     "in bfloat16": _good(tensors=_all_bfloat16),
     "of mixed dtypes": _good(tensors=_cast("norm.weight", torch.bfloat16)),
     "named as SafeAILab does": _good(architectures=["LlamaForCausalLM"]),
@@ -232,8 +237,13 @@ _EAGLE3: Final[dict[str, Case]] = {
     "tied embeddings": _odd(tie_word_embeddings=True),
     "norm_output": _odd(norm_output=True),
     "fc_norm": _odd(fc_norm=True),
-    "norm_before_fc": _odd(norm_before_fc=True),
-    "norm_before_fc in eagle_config": _odd(eagle_config={_IDS: [1, 3, 4], "norm_before_fc": True}),
+    "norm_before_fc, the other by each name": _odd(
+        norm_before_fc=False, eagle_config={_IDS: [1, 3, 4], "norm_before_fc": True}
+    ),
+    "norm_before_fc and fc_norm": _odd(norm_before_fc=True, fc_norm=True),
+    "norm_before_fc that is a text": _odd(norm_before_fc="yes"),
+    "norm_before_fc without its norm": _odd(tensors=_drop("input_norm.weight"), norm_before_fc=True),
+    "a norm before fc that the config does not name": _odd(tensors=_add("input_norm.weight", 48)),
     "use_aux_norm": _odd(use_aux_norm=True),
     "qkv_bias": _odd(qkv_bias=True),
     "attention to later tokens": _odd(is_causal=False),

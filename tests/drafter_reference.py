@@ -107,9 +107,11 @@ def reference_steps(
     for doc in documents:
         ids, mask = doc.input_ids.tolist(), doc.loss_mask.tolist()
         n = len(ids)
+        features = list(doc.aux_hidden)
+        if "input_norm.weight" in weights:
+            features = [rms(x, weights["input_norm.weight"], config.rms_norm_eps) for x in features]
         first = [
-            Row(weights, config, embed_tokens[ids[t + 1]], weights["fc.weight"] @ doc.aux_hidden[t], t)
-            for t in range(n - 1)
+            Row(weights, config, embed_tokens[ids[t + 1]], weights["fc.weight"] @ features[t], t) for t in range(n - 1)
         ]
         for t in range(n - 2):
             here, own, pre = first[t], [], zero

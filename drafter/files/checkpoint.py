@@ -147,6 +147,7 @@ def export_config(config: DrafterConfig, dtype: torch.dtype = torch.float32) -> 
         "rope_theta": config.rope_theta,
         **_rope_fields(config),
         "norm_before_residual": config.norm_before_residual,
+        **({"norm_before_fc": True} if config.norm_before_fc else {}),
         "num_hidden_layers": config.num_hidden_layers,
         **{name: FIXED[name] for name in _STATED},
         "torch_dtype": str(dtype).removeprefix("torch."),

@@ -152,6 +152,11 @@ def export_drafter(
             f"the drafter has {stored.config.num_hidden_layers} layers, and SpecForge's model has one: it would leave "
             "the others out without an error. Export it as sglang (its names are those that vLLM reads) or speculators"
         )
+    if layout == "specforge" and stored.config.norm_before_fc:
+        raise CheckpointError(
+            "norm_before_fc is true, which SpecForge's model does not have: it would leave input_norm.weight out "
+            "without an error. Export it as sglang or speculators"
+        )
     if layout == "sglang":
         write_stored(directory, stored)
         return
@@ -445,7 +450,7 @@ def _speculators_config(stored: StoredDrafter, verifier: Verifier, speculative_t
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         **{name: flat[name] for name in ("draft_vocab_size", "target_hidden_size", "norm_before_residual")},
-        "norm_before_fc": False,
+        "norm_before_fc": stored.config.norm_before_fc,
         "fc_norm": False,
         "norm_output": False,
         "embed_requires_grad": False,

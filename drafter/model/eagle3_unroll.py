@@ -56,7 +56,10 @@ def unroll(
         shared = torch.cat([take_rows(embedded_q, read), take_rows(embedded_kv, read)], dim=-1)
         return linear(x, by_state) + shared
 
-    r = linear(aux_hidden.index_select(0, plan.kv_rows).to(cast), weights.fc)
+    features = aux_hidden.index_select(0, plan.kv_rows).to(cast)
+    if weights.feature_norm is not None:
+        features = rms_norm(features, weights.feature_norm, eps)
+    r = linear(features, weights.fc)
     x = rms_norm(r, weights.hidden_norm, eps)
     n = plan.computed[0]
     qkv = project_qkv(x[:n], 0)

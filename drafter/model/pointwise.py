@@ -30,10 +30,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        unit = (x * inverse).to(x.dtype)
-        slope = grads[0] * weight
-        shared = torch.linalg.vecdot(slope, unit)[..., None] / x.shape[-1]
-        grad_x = torch.addcmul(slope, unit, shared, value=-1).mul_(inverse.to(x.dtype))
+        unit, grad_x = (x * inverse).to(x.dtype), None
+        if ctx.needs_input_grad[0]:  # features and embeddings have no gradient
+            slope = grads[0] * weight
+            shared = torch.linalg.vecdot(slope, unit)[..., None] / x.shape[-1]
+            grad_x = torch.addcmul(slope, unit, shared, value=-1).mul_(inverse.to(x.dtype))
         grad_weight = torch.linalg.vecdot(grads[0].flatten(0, -2), unit.flatten(0, -2), dim=0)
         return grad_x, grad_weight, None
 

@@ -81,6 +81,9 @@ def running_sizes(config: Mapping[str, Any], layers: tuple[int, ...]) -> Drafter
     Raises `DrafterRefusedError` for one that no file could replace.
     """
     own = with_defaults({name: value for name, value in config.items() if name not in _NOT_BY_CONFIG})
+    nested = config.get("eagle_config")
+    if isinstance(nested, Mapping) and "norm_before_fc" in nested:  # vLLM and SGLang look there first
+        own["norm_before_fc"] = bool(nested["norm_before_fc"])
     try:
         return parse_config(with_layers(own, layers))
     except DrafterError as error:

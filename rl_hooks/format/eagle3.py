@@ -22,7 +22,6 @@ Found = Mapping[str, tuple[tuple[int, ...], str]]
 #: Fields that change what the tensors mean. We support one value each; absent means that value.
 FIXED: Final[Mapping[str, Any]] = {
     "norm_output": False,
-    "norm_before_fc": False,
     "fc_norm": False,
     "attention_bias": False,
     "bias": False,
@@ -106,6 +105,7 @@ class DrafterConfig:
     norm_before_residual: bool = False
     num_hidden_layers: int = 1
     rope_scaling: Llama3Rope | None = None
+    norm_before_fc: bool = False
 
     def __post_init__(self) -> None:
         if self.num_hidden_layers < 1:
@@ -140,8 +140,9 @@ class DrafterConfig:
     def identity(self) -> dict[str, Any]:
         """Every field as JSON gives it back, to compare with a stored one. An absent switch means that it is off."""
         fields = {**asdict(self), "aux_layers": list(self.aux_layers)}
-        if not self.norm_before_residual:
-            del fields["norm_before_residual"]
+        for switch in ("norm_before_residual", "norm_before_fc"):
+            if not fields[switch]:
+                del fields[switch]
         if self.num_hidden_layers == 1:
             del fields["num_hidden_layers"]
         if self.rope_scaling is None:
@@ -233,8 +234,11 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     H, Ht, D, V = config.hidden_size, config.target_hidden_size, config.draft_vocab_size, config.vocab_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     maps: dict[str, tuple[int, ...]] = {} if D == V else {"d2t": (D,), "t2d": (V,)}
+    width = len(config.aux_layers) * Ht
+    norm: dict[str, tuple[int, ...]] = {"input_norm.weight": (width,)} if config.norm_before_fc else {}
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (H, len(config.aux_layers) * Ht),
+        **norm,
+        "fc.weight": (H, width),
         "midlayer.hidden_norm.weight": (H,),
     }
     for number in range(config.num_hidden_layers):
@@ -258,15 +262,17 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     for name, value in FIXED.items():
         if document.get(name, value) != value:
             raise CheckpointError(f"config.json: {name} must be {json.dumps(value)}, got {document[name]!r}")
-    nested = document.get("eagle_config")
-    if isinstance(nested, Mapping) and nested.get("norm_before_fc"):  # engines look here first
-        raise CheckpointError(
-            f"config.json: norm_before_fc in eagle_config must be false, got {nested['norm_before_fc']!r}"
-        )
     _check_meaning(document)
-    before = document.get("norm_before_residual", False)
-    if not isinstance(before, bool):
-        raise CheckpointError(f"config.json: norm_before_residual must be true or false, got {before!r}")
+    residual, features = _switch(document, "norm_before_residual"), _switch(document, "norm_before_fc")
+    nested = document.get("eagle_config")
+    if isinstance(nested, Mapping) and "norm_before_fc" in nested:  # engines look here first
+        inner = _switch(nested, "norm_before_fc") if nested["norm_before_fc"] is not None else False
+        if "norm_before_fc" in document and inner != features:
+            raise CheckpointError(
+                f"config.json: norm_before_fc is {features}, in eagle_config {nested['norm_before_fc']!r}; which is "
+                "right?"
+            )
+        features = inner
     try:
         sizes = {name: count(document, name) for name in SIZES}
         layers = count({"num_hidden_layers": 1, **document}, "num_hidden_layers")
@@ -283,7 +289,8 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             rms_norm_eps=eps,
             max_position_embeddings=count(document, "max_position_embeddings"),
             model_type=str(document.get("target_model_type", "llama")),
-            norm_before_residual=before,
+            norm_before_residual=residual,
+            norm_before_fc=features,
             num_hidden_layers=layers,
             rope_scaling=_rope_scaling(document),
         )
@@ -291,6 +298,13 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
         raise
     except DrafterError as error:
         raise CheckpointError(f"config.json: {error}") from error
+
+
+def _switch(document: Mapping[str, Any], name: str) -> bool:
+    value = document.get(name, False)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name} must be true or false, got {value!r}")
+    return value
 
 
 def _check_meaning(document: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def drafter_of(seed: int, **form: Any) -> Eagle3Drafter:
-    """Random weights, large enough that every layer matters."""
+    """Random weights, large enough that every layer and every norm matters."""
     one = random_drafter(base_policy()[0], seed=5, draft_vocab_size=96)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -28,6 +28,8 @@ def drafter_of(seed: int, **form: Any) -> Eagle3Drafter:
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             parameter.data *= 4
+    if drafter.input_norm is not None:
+        drafter.input_norm.weight.data = torch.linspace(0.5, 2.0, drafter.input_norm.weight.numel()).roll(seed)
     return drafter
 
 
@@ -36,6 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "a normed residual": {"norm_before_residual": True},
     # Short enough that a text of some dozen tokens turns pairs of every band.
     "scaled rotary positions": {"rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 32)},
+    "a norm before fc": {"norm_before_fc": True},
 }
 
 

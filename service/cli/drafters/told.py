@@ -33,6 +33,7 @@ def facts_of(imported: Imported) -> dict[str, Any]:
         "draft_vocabulary": f"{len(vocabulary)} of {vocabulary.vocab_size} tokens",
         "d2t_sha256": vocabulary.digest,
         "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
         "config_fingerprint": config_fingerprint(config, vocabulary),
         "verifier": imported.verifier.name_or_path,
         "notes": list(imported.notes),
