@@ -26,6 +26,7 @@ FIXED: Final[Mapping[str, Any]] = {
     "attention_bias": False,
     "bias": False,
     "tie_word_embeddings": False,
+    "embed_requires_grad": False,
     # Those of engines' own classes: vLLM's (0.32), SGLang's (0.5.23) or both.
     "use_aux_norm": False,
     "qkv_bias": False,
