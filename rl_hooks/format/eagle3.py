@@ -425,7 +425,7 @@ def _rope_scaling(document: Mapping[str, Any]) -> Llama3Rope | None:
     found = {_llama3(document, rope) if _rope_type(rope) == "llama3" else None for rope in ropes}
     if len(found) > 1:
         raise CheckpointError(
-            f"config.json: rope_parameters {dict(ropes[0])!r} and rope_scaling {dict(ropes[1])!r} name different "
+            f"config.json: rope_parameters {dict(ropes[0])!r:.200} and rope_scaling {dict(ropes[1])!r:.200} name other "
             "rotary positions, and engines read one of them; which is right?"
         )
     return next(iter(found), None)
@@ -435,7 +435,9 @@ def _llama3(document: Mapping[str, Any], rope: Mapping[str, Any]) -> Llama3Rope:
     name = "original_max_position_embeddings"
     beside = document.get(name)  # transformers, vLLM and SGLang would take it instead
     if beside not in (None, rope.get(name)):
-        raise CheckpointError(f"config.json: {name} is {beside!r}, in the rotary positions {rope.get(name)!r}")
+        raise CheckpointError(
+            f"config.json: {name} is {beside!r:.80}, in the rotary positions {rope.get(name)!r:.80}; which is right?"
+        )
     return Llama3Rope(
         factor=number(rope, "factor"),
         low_freq_factor=number(rope, "low_freq_factor"),
