@@ -59,7 +59,7 @@ ARROWS = {
     "rl_hooks.trainer": "rl_hooks.durable rl_hooks.errors rl_hooks.sending rl_hooks.wire",
     "rl_hooks.engines": """rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.release rl_hooks.sending
         rl_hooks.wire""",
-    "rl_hooks.sending": "rl_hooks.durable rl_hooks.errors rl_hooks.wire",
+    "rl_hooks.sending": "rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.wire",
     "rl_hooks.format": "",
     "rl_hooks.release": "rl_hooks.errors",
     "rl_hooks.errors": "",
