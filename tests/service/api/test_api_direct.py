@@ -29,6 +29,7 @@ from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.queue.incoming import Incoming, new_name
+from service.storage.queue.rollout_queue import AsyncRolloutQueue
 
 URL = f"s3://{BUCKET}/some/prefix"
 ZEROS = "0" * 64
@@ -173,6 +174,28 @@ def test_a_batch_whose_file_was_lost_may_come_again_and_another_dead_one_may_not
     queue(service, redis_url).dead_letter(entry, reason, keep_file=False)
     assert ask(service, file).status_code == status
     assert ask(service, file).json().get("dead_total", 1) == 1
+
+
+def test_a_batch_whose_file_is_found_lost_while_it_is_asked_about_is_not_queued_without_one(
+    service: RunningService, store: Store, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to a repeated question is not "queued": its sender would let go of the only copy."""
+    file, known = rollout_file(), AsyncRolloutQueue.batch
+    _, upload = sent(service, file)
+    entries = queue(service, redis_url).unfinished()
+
+    async def dies(self: AsyncRolloutQueue, batch_id: str) -> dict[str, str] | None:
+        found = await known(self, batch_id)
+        if entries:
+            store.client().delete_object(Bucket=BUCKET, Key=f"some/prefix/rollouts/default/{upload}")
+            queue(service, redis_url).dead_letter(entries.pop(), "blob_missing", keep_file=False)
+        return found
+
+    monkeypatch.setattr(AsyncRolloutQueue, "batch", dies)
+    reply = ask(service, file, upload)
+    assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:spool-swept")
+    assert queue(service, redis_url).unfinished() == []
+    assert sent(service, file)[0].status_code == 202
 
 
 # --- refused before any tensor travels
