@@ -238,9 +238,11 @@ class Ledger:
         self._forget_ended()
 
     def _forget_ended(self) -> None:
-        """Drop what was counted in an earlier life, where the service has it."""
+        """Drop what was counted in an earlier life, where the service has it, and knows that it has ended."""
         kept = self._buckets.items()
-        self._buckets = {key: one for key, one in kept if one.life == self.life or one.unreported_rounds > 0}
+        told = [key for key, one in kept if one.life != self.life and one.reported == (one.counts.rounds, False)]
+        for key in told:
+            del self._buckets[key]
 
     def book(self, version: str, policy_version: int | None, counts: Counts, method: str = OUR_DRAFTER) -> None:
         """Add counts that were made with `version` loaded throughout.
