@@ -98,7 +98,7 @@ async def post_direct(
             async with asyncio.timeout(_STORE_SECONDS):
                 facts = record.vocab_size, context.settings.max_rollout_tokens
                 if upload is None or not await _lies_there(incoming, upload, prefix, header, *facts):
-                    name = new_name(header.batch_id, sha256)
+                    name = new_name(header.batch_id, sha256, context.spool.now_ns())
                     place = await asyncio.to_thread(incoming.place, run, name, length)
                     told = Place(upload=name, url=place.url, headers=place.headers)
                     return Response(told.model_dump_json(), 201, media_type="application/json")

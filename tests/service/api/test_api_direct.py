@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from service.settings import Settings
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.queue.incoming import Incoming, new_name
 from service.storage.queue.rollout_queue import AsyncRolloutQueue
+from service.storage.spool import Spool
 
 URL = f"s3://{BUCKET}/some/prefix"
 ZEROS = "0" * 64
@@ -108,6 +110,13 @@ def test_a_roles_temporary_credentials_sign_too(
     place = ask(service, rollout_file())
     assert "X-Amz-Security-Token=of%20a%20role%2F%2B%3D&" in place.json()["url"]
     assert sent(service, rollout_file())[0].status_code == 202
+
+
+def test_a_name_says_when_its_file_came_by_the_clock_of_heads(service: RunningService) -> None:
+    spool = Spool(service.layout)
+    before = spool.now_ns()
+    upload = ask(service, rollout_file()).json()["upload"]
+    assert before <= int(upload.split(".")[1][:16], 16) <= spool.now_ns()
 
 
 def test_without_a_store_nothing_is_said_of_it_and_files_go_through_the_api(
@@ -291,7 +300,8 @@ def test_an_upload_of_another_run_is_none_of_this_run(service: RunningService, s
     assert (refused.status_code, refused.json()["field"]) == (422, "run")
     ours = rollout_file()
     assert ask(service, ours, upload).json()["type"] == "urn:draftalign:bad-upload"
-    renamed = new_name(wire.check_rollout_header(wire.parse_header(ours)).batch_id, hashlib.sha256(ours).hexdigest())
+    batch_id = wire.check_rollout_header(wire.parse_header(ours)).batch_id
+    renamed = new_name(batch_id, hashlib.sha256(ours).hexdigest(), time.time_ns())
     assert ask(service, ours, renamed).status_code == 201, "nobody put that"
     assert queue(service, redis_url).unfinished() == []
 
