@@ -284,6 +284,31 @@ def test_a_trainer_without_the_wrapped_methods_is_refused_when_attaching_by_vers
         attach(Strange(), "http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_trainer_whose_loss_goes_past_the_wrapped_method_is_refused_when_attaching(
+    tmp_path: Path, asks: bool
+) -> None:
+    """As Unsloth's does; one that asks TRL's own is served."""
+    trainer = make_trainer(tmp_path)
+    trl_s = type(trainer)
+
+    class Own(trl_s):  # type: ignore[misc, valid-type]
+        def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+            return super().compute_loss(model, inputs, **more)
+
+    class OwnWithoutAsking(trl_s):  # type: ignore[misc, valid-type]
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            return model(inputs["prompt_ids"]).logits.mean()
+
+    trainer.__class__ = Own if asks else OwnWithoutAsking
+    if asks:
+        attach(trainer, "http://127.0.0.1:1", aux_layers=AUX).detach(0.0)
+        return
+    with pytest.raises(UnsupportedTrainerError, match=r"OwnWithoutAsking.compute_loss does not call _compute_loss"):
+        attach(trainer, "http://127.0.0.1:1", aux_layers=AUX)
+    assert "_compute_loss" not in vars(trainer)
+
+
 def test_a_shallow_model_is_refused_when_attaching_and_left_as_it_was(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     with pytest.raises(AuxLayersError, match="aux_layers="):
