@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.hook import DrafterHook
+from rl_hooks.trainer.guard import left_out_for_images
 from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
 from rl_hooks.trainer.stacks.attachment import Attachment as Attachment
 
@@ -171,7 +172,7 @@ class GrpoAttachment(Attachment):
         if origin is None or not model.training:
             return None
         if inputs.get("pixel_values") is not None:
-            self.hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            left_out_for_images(self.hook.tally)
             return None
         version = self.policy_version(self._trainer)
         rows = [(int(number), int(made)) for number, made in origin.tolist()]
