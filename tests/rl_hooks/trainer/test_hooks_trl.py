@@ -274,6 +274,36 @@ def test_what_the_trainer_logs_gets_the_hooks_numbers_and_nothing_of_it_is_lost(
     assert "log" not in vars(trainer)
 
 
+def test_a_callback_of_the_trainers_log_is_told_alpha_headroom_and_the_drafters_number(
+    service: Receiver, tmp_path: Path
+) -> None:
+    """As W&B's and TensorBoard's are; as the service answers `GET /runs/r`."""
+    from transformers import TrainerCallback
+
+    seen: list[dict[str, float]] = []
+
+    class Records(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            seen.append(dict(logs))
+
+    rollouts = {"trained_total": 5, "dead_total": 0, "skipped_total": 0, "waiting": 1, "last_dead_reason": ""}
+    service.stands = {"alpha": 2.25, "alpha_live": 2.125, "headroom": 0.03125, "drafter": "v000012-0a1b2c3d"}
+    service.stands["rollouts"] = rollouts
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(Records())
+    attachment = attach(trainer, service.url, run="r", aux_layers=AUX)
+    assert attachment.flush(20.0)  # at its end the service is asked
+    trainer.train()
+    steps = [log for log in seen if "loss" in log]
+    assert len(steps) == 3
+    for log in steps:
+        found = {name.removeprefix("draftalign/"): value for name, value in log.items() if "draftalign/" in name}
+        assert found.pop("overhead_seconds") >= 0.0
+        expected = {"alpha": 2.25, "alpha_live": 2.125, "headroom": 0.03125, "drafter_number": 12}
+        assert found == expected | {"trained": 5, "dead": 0, "skipped": 0, "waiting": 1, "dropped": 0}
+    attachment.detach(1.0)
+
+
 def test_a_trainer_without_the_wrapped_methods_is_refused_when_attaching_by_version() -> None:
     class Strange:
         model = state = accelerator = args = None
