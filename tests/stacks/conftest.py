@@ -27,7 +27,7 @@ def summed_up(reports: list[pytest.TestReport], made: list[str]) -> tuple[str, l
     wanted: Counter[str] = Counter()
     for report in reports:
         name = dict(report.user_properties).get("stack")
-        if report.when == "call" and not report.skipped:
+        if report.failed or (report.when == "call" and not report.skipped):
             ran[str(name or "no environment")] += 1
         elif report.skipped and isinstance(report.longrepr, tuple):
             found = _WANTED.search(report.longrepr[2])

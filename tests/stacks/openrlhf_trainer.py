@@ -63,6 +63,8 @@ def gathered(parameter: Any) -> torch.Tensor:
 
 def logged(rank: int, hook: Any) -> dict[str, Any]:
     """What OpenRLHF's own `PolicyModelActor.fit` returns to the trainer, with the guide's line before its `return`."""
+    for absent in ("aiohttp", "PIL"):  # agents and images, which nobody uses here
+        stand_in(absent, Image=SimpleNamespace(Image=object))
     stand_in("vllm", __version__="0.22.0")
     stand_in("vllm.inputs", TokensPrompt=dict)
     stand_in("vllm.utils", random_uuid=str)
