@@ -96,7 +96,7 @@ def check_binding(settings: Settings) -> None:
     if not settings.binds_loopback and not settings.token_entries() and settings.token_file is None:
         raise ConfigurationError(
             f"refusing to listen on {settings.host} without tokens; set DRAFTALIGN_TOKENS or DRAFTALIGN_TOKEN_FILE, "
-            "or host 127.0.0.1"
+            "or DRAFTALIGN_HOST=127.0.0.1"
         )
 
 

@@ -47,7 +47,7 @@ def check_redis(url: str, *, may_be_away: bool = False) -> None:
             if not full and not may_be_away:
                 raise ConfigurationError(f"{trouble}; check --redis-url or DRAFTALIGN_REDIS_URL") from error
             if full or time.monotonic() - begun > _START_SECONDS:
-                log.warning("%s; it is waited for", trouble)
+                log.warning("%s; waiting for it", trouble)
                 return
             time.sleep(0.05)
         else:
