@@ -9,7 +9,7 @@ STACKS += $(if $(PRIME_RL_SOURCE),prime_rl)
 STACKS += $(if $(and $(SLIME_SOURCE)$(MILES_SOURCE),$(MEGATRON_SOURCE)),slime)
 STACKS_PIP_ARGS ?=
 .PHONY: call-sites
-.PHONY: stacks stacks-clean stacks-newest
+.PHONY: stacks stacks-clean stacks-newest stacks-newest-run
 
 # What is installed without its own requirements, after what the stack's file pins: their metadata asks for CUDA.
 EXTRA_verl := --no-build-isolation -e .
@@ -49,10 +49,28 @@ stacks: $(VENV)/.ready $(STACKS:%=.venv-%/.ready) ## The hook in real RL stacks 
 call-sites: $(VENV)/.ready ## Names that we rely on in checkouts of slime, miles, NeMo-RL and ROLL (SLIME_SOURCE=..., and so on)
 	@$(BIN)/python -m pytest tests/stacks/test_call_sites.py $(ARGS)
 
-# Within ten minutes; a minute or two is usual. Not part of `make stacks`: what it finds changes by itself.
+# Not part of `make stacks`: what it finds changes by itself. Within ten minutes; two are usual.
 stacks-newest: $(VENV)/.ready ## Names and signatures that we rely on in the newest releases of the stacks; fails by name
 	@rm -rf .venv-newest
 	@timeout 600 $(BIN)/python tests/stacks/newest.py .venv-newest
 
+# The same environments with the newest releases that pip finds together: each requirement without its pin.
+NEWEST := verl openrlhf areal skyrl megatron
+.venv-%-newest/.ready: tests/stacks/%_requirements.txt
+	@echo "setting up .venv-$*-newest (some minutes, 1 to 2 GB)"
+	@rm -rf .venv-$*-newest && $(PYTHON) -m venv .venv-$*-newest
+	@sed 's/==.*//' $< >.venv-$*-newest/requirements.txt
+	@.venv-$*-newest/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) torch setuptools
+	@.venv-$*-newest/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) \
+	  -r .venv-$*-newest/requirements.txt
+	@test -z "$(EXTRA_$*)" || DS_BUILD_OPS=0 .venv-$*-newest/bin/python -m pip install --quiet \
+	  --disable-pip-version-check --no-deps $(foreach one,$(EXTRA_$*),$(firstword $(subst ==, ,$(one))))
+	@touch $@
+
+stacks-newest-run: $(VENV)/.ready $(NEWEST:%=.venv-%-newest/.ready) ## The stacks' own tests with the newest releases (half an hour)
+	@for name in $(NEWEST); do echo "$$name, with" $$(.venv-$$name-newest/bin/python -m pip list --format freeze \
+	  --disable-pip-version-check | grep -E '^(verl|openrlhf|areal|skyrl|megatron-core|torch|transformers|deepspeed|ray)=='); done
+	@STACKS_NEWEST=1 STACKS_MADE="$(NEWEST:%=%-newest)" timeout 1500 $(BIN)/python -m pytest $(NEWEST:%=tests/stacks/test_%.py)
+
 stacks-clean: ## Remove the environments of the RL stacks
-	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl .venv-slime .venv-newest
+	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl .venv-slime .venv-newest $(NEWEST:%=.venv-%-newest)

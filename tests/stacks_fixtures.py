@@ -17,8 +17,9 @@ HERE = ROOT / "tests/stacks"
 
 
 def environment(name: str) -> Path:
-    """The folder of `.venv-NAME`; of `.venv` where there is no name."""
-    return ROOT / (f".venv-{name}" if name else ".venv")
+    """The folder of `.venv-NAME`, with STACKS_NEWEST of `.venv-NAME-newest`; of `.venv` where there is no name."""
+    newest = "-newest" if os.environ.get("STACKS_NEWEST") else ""
+    return ROOT / (f".venv-{name}{newest}" if name else ".venv")
 
 
 def in_environment(name: str, of: str) -> list[pytest.MarkDecorator]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-_WANTED = re.compile(r"\.venv-\w+|\w+_SOURCE")
+_WANTED = re.compile(r"\.venv-[\w-]+|\w+_SOURCE")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
