@@ -42,13 +42,13 @@ _READERS: Final[frozenset[TokenScope]] = frozenset({"read"})
 _ADMINS: Final[frozenset[TokenScope]] = frozenset({"admin"})
 _READS: Final = frozenset({"GET", "HEAD"})
 #: Calls whose body names the run, and that change nothing but what is queued and counted.
-_RUN_IN_BODY: Final = frozenset({("POST", "/rollouts"), ("POST", "/acceptance")})
+_RUN_IN_BODY: Final = frozenset({("POST", "/rollouts"), ("POST", "/rollouts/direct"), ("POST", "/acceptance")})
 _RUN_IN_QUERY: Final = frozenset({"rollouts", "drafter", "drafters", "alpha"})
 #: Calls that tell of no run, or only of those that the caller's token is for.
 _NO_RUN: Final = frozenset({"/", "/metrics", "/openapi.json", *PUBLIC})
 _HEAD: Final = re.compile(r"/runs/[^/]+/head")
-#: Requests other than probes that may begin in one turn of the event loop: some milliseconds of work.
-_BEGIN_AT_ONCE: Final = 16
+#: Requests other than probes that may begin in one turn of the event loop: a millisecond of work or two.
+_BEGIN_AT_ONCE: Final = 4
 #: Scope key: the caller's `Token`.
 CALLER: Final = "draftalign.caller"
 _LOOPBACK: Final = Token(LOOPBACK, frozenset(SCOPES))
@@ -96,7 +96,7 @@ def check_binding(settings: Settings) -> None:
     if not settings.binds_loopback and not settings.token_entries() and settings.token_file is None:
         raise ConfigurationError(
             f"refusing to listen on {settings.host} without tokens; set DRAFTALIGN_TOKENS or DRAFTALIGN_TOKEN_FILE, "
-            "or host 127.0.0.1"
+            "or DRAFTALIGN_HOST=127.0.0.1"
         )
 
 

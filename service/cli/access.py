@@ -11,20 +11,24 @@ from pydantic import ValidationError
 
 from service.access.audit import AuditLog
 from service.access.tokens import ALL_RUNS, TokenEntry, append_entry, hashed, new_secret
+from service.cli.checks import given_path
 from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.layout import Layout
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="The token's name, as the audit log shall have it.")],
+    name: Annotated[str, typer.Argument(help="Name of the token, for the audit log.")],
     scope: Annotated[list[str], typer.Option(help="What it may do: write, report, read or admin; repeat for several.")],
     run: Annotated[
-        list[str] | None, typer.Option(help="Run that it is for, or a pattern like 'math-*'; repeat. Default: all.")
+        list[str] | None,
+        typer.Option(help="Run that it is for, or a pattern like 'math-*'; repeat for several. Default: all."),
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="Token file. Default: DRAFTALIGN_TOKEN_FILE.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Token file. Default: DRAFTALIGN_TOKEN_FILE.", callback=given_path)
+    ] = None,
 ) -> None:
-    """Make a token: print it once, and add its hash to the token file, which a running service reads at once.
+    """Make a token: print it once, and add its hash to the token file. A running service takes it at once.
 
     To take a token back, delete its line from the file. DRAFTALIGN_TOKENS takes such lines too: "$(cat FILE)".
     """
@@ -49,9 +53,9 @@ def audit(
     run: Annotated[str | None, typer.Option(help="Only what was done to this run.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="The service's state directory.")] = None,
 ) -> None:
-    """Print who did what: time, token, run, action, what it was done to, and the answer's status; oldest first.
+    """Print who changed what, oldest first: time, token, run, action, its object, and the answer's status.
 
-    `-` for a status: the process ended before it answered, or is still at it.
+    The status `-` means that the process ended before it answered, or is still at it.
     """
     settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
     if not Layout(settings.state_dir).audit.is_dir():

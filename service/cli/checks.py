@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Final
 
 from service.errors import ConfigurationError
-from service.settings import Settings, redis_place
+from service.settings import Settings, at_home, redis_place
 
 log = logging.getLogger("draftalign")
 
@@ -47,7 +48,7 @@ def check_redis(url: str, *, may_be_away: bool = False) -> None:
             if not full and not may_be_away:
                 raise ConfigurationError(f"{trouble}; check --redis-url or DRAFTALIGN_REDIS_URL") from error
             if full or time.monotonic() - begun > _START_SECONDS:
-                log.warning("%s; it is waited for", trouble)
+                log.warning("%s; waiting for it", trouble)
                 return
             time.sleep(0.05)
         else:
@@ -75,6 +76,11 @@ def checked_redis(url: str) -> str:
             f"redis_url {place} cannot be used: {reason.rstrip('.')}; correct or drop it"
         ) from None
     return place
+
+
+def given_path(path: Path | None) -> Path | None:
+    """Of an option, its path with `~` as the home directory: a shell leaves it as it is in `--out=~/x`."""
+    return None if path is None else at_home(path)
 
 
 def unknown_variables() -> list[str]:

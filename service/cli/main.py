@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rl_hooks.agent.cli import agent
 from service.cli.access import audit, token
-from service.cli.checks import check_redis, checked_redis, unknown_variables
+from service.cli.checks import check_redis, checked_redis, given_path, unknown_variables
 from service.cli.drafters.commands import convert, evaluate, inspect
 from service.cli.plan import plan
 from service.cli.remote.drafters import download, drafters, hold, publish, release, rollback
@@ -27,8 +27,9 @@ from service.settings import Settings, redis_place
 app = typer.Typer(
     name="draftalign",
     help="Keeps a speculative-decoding drafter in step with a policy that reinforcement learning keeps changing.\n\n"
-    "`draftalign up` starts everything on this machine; `draftalign demo` shows a real RL run on it. Settings come "
-    "from DRAFTALIGN_* variables (docs/reference/settings.md).",
+    "`draftalign demo` shows it on a real RL run. `draftalign up` starts the service on this machine. "
+    "`draftalign runs` says how each run stands. Settings come from DRAFTALIGN_* variables "
+    "(docs/reference/settings.md). Words with a fixed meaning, such as gate, claim or headroom: docs/words.md.",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # else a paragraph keeps the line breaks of its docstring
     pretty_exceptions_enable=False,
@@ -45,7 +46,9 @@ RedisUrl = Annotated[str | None, typer.Option(help=f"Redis or Valkey to use; req
 OwnRedisUrl = Annotated[
     str | None, typer.Option("--redis-url", help=f"Redis or Valkey to use; unset starts an embedded Valkey. {_SECRET}")
 ]
-TlsCert = Annotated[Path | None, typer.Option(help="PEM file with the API's certificate chain: it then speaks https.")]
+TlsCert = Annotated[
+    Path | None, typer.Option(help="PEM file with the API's certificate chain. The API then speaks https.")
+]
 TlsKey = Annotated[Path | None, typer.Option(help="PEM file with that certificate's private key.")]
 
 
@@ -101,7 +104,7 @@ def serve(
 
 
 def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
-    """Run the worker: scores rollouts, trains the drafter, gates and publishes (needs a Redis, as `serve`).
+    """Run the worker, which scores rollouts, trains the drafter and publishes it (needs a Redis; `up` brings its own).
 
     Under `torchrun` it is one of several ranks, which train one drafter together.
     """
@@ -118,7 +121,7 @@ def up(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Start an embedded Valkey, API and worker as child processes; restart those that die; stop all on Ctrl-C.
+    """Start the whole service: an embedded Valkey, API and worker. Restarts what dies; Ctrl-C stops all.
 
     With --redis-url or DRAFTALIGN_REDIS_URL that Redis is used, and no Valkey is started.
     """
@@ -131,7 +134,7 @@ def up(
 def keygen(
     file: Annotated[Path, typer.Argument(help="Where the private key is written; it must not exist yet.")],
 ) -> None:
-    """Make a key that signs manifests: the private half into FILE, the public one printed, for the agents."""
+    """Make a key that signs manifests. The private half goes into FILE; the public half is printed, for the agents."""
     from rl_hooks.release import new_key
 
     try:
@@ -149,20 +152,22 @@ def keygen(
 
 def demo(
     steps: Annotated[int, typer.Option(min=2, help="RL steps.")] = 150,
-    seed: Annotated[int, typer.Option(help="Seed of the RL run, its prompts and the initial drafter.")] = 0,
-    out: Annotated[Path, typer.Option(help="Directory for steps.jsonl, summary.json and alpha.png.")] = Path(
-        "demo-out"
-    ),
+    seed: Annotated[int, typer.Option(help="Seed of the RL run, its prompts and the first drafter.")] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Directory for steps.jsonl, summary.json and alpha.png.", callback=given_path)
+    ] = Path("demo-out"),
     port: Annotated[int, typer.Option(help="TCP port of the API and its page.")] = 8400,
     redis_url: OwnRedisUrl = None,
-    task: Annotated[str, typer.Option(help="`elicit`, or `recall`, where a drafter needs hidden states.")] = "elicit",
+    task: Annotated[
+        str, typer.Option(help="`elicit`, or `recall`: a task in which a drafter needs hidden states.")
+    ] = "elicit",
     engine: Annotated[
         str,
         typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or an example engine's URL."),
     ] = "example",
     keep: Annotated[bool, typer.Option(help="Keep the service running (and its state) after the run.")] = False,
 ) -> None:
-    """Run real RL on a small policy whose drafter stays in step through the service (a few minutes on two cores)."""
+    """Run real RL on a small policy and see its drafter stay in step (a few minutes on two cores)."""
     from examples.demo import DemoConfig, run_demo
 
     run_demo(DemoConfig(steps, seed, out, port, redis_url, engine, keep, task))
@@ -194,7 +199,9 @@ def main() -> None:
     except ValidationError as error:
         first = error.errors()[0]
         named = ".".join(str(part) for part in first["loc"])
-        told = first["msg"].removeprefix("Value error, ")
+        told = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        if first["type"] != "value_error":  # pydantic's own words, which do not say what came; a secret is any string
+            told += f", got {str(first['input'])[:40]!r}"
         if not named:
             sys.exit(f"draftalign: settings: {told}")
         sys.exit(f"draftalign: setting {named} (DRAFTALIGN_{named.upper()}): {told}")

@@ -36,33 +36,37 @@ def policy_config(policy: str) -> Mapping[str, Any]:
 
 
 def plan(
-    policy: Annotated[str, typer.Option(help="8b, 32b, or the policy's directory, or its config.json.")] = "8b",
+    policy: Annotated[str, typer.Option(help="The policy's size: 8b, 32b, its directory, or its config.json.")] = "8b",
     step_seconds: Annotated[float, typer.Option(help="Time of an RL step.")] = 120.0,
-    rollouts_a_step: Annotated[int, typer.Option(help="Rollouts of a step.")] = 1024,
+    rollouts_a_step: Annotated[int, typer.Option(help="Rollouts of an RL step.")] = 1024,
     tokens_a_rollout: Annotated[int, typer.Option(help="Tokens of a rollout, its prompt included.")] = 4096,
-    prompt_share: Annotated[float, typer.Option(help="Share of them that is the prompt's.")] = 0.25,
-    group: Annotated[int, typer.Option(min=1, help="Rollouts of a prompt in one file: they share its states.")] = 1,
-    sampled_share: Annotated[float, typer.Option(help="The hook's sample_fraction.")] = 1.0,
-    dtype: Annotated[FeatureDtype, typer.Option(help="The hook's.")] = "bfloat16",
+    prompt_share: Annotated[float, typer.Option(help="Share of a rollout's tokens that is its prompt.")] = 0.25,
+    group: Annotated[
+        int, typer.Option(min=1, help="Rollouts of one prompt in a file: they share the prompt's states.")
+    ] = 1,
+    sampled_share: Annotated[
+        float, typer.Option(help="Share of the rollouts that is sent: the hook's `sample_fraction`.")
+    ] = 1.0,
+    dtype: Annotated[FeatureDtype, typer.Option(help="How the hook sends features: its `dtype`.")] = "bfloat16",
     post_share: Annotated[
-        float, typer.Option(help="Share of a step in which they are made; 0: all at its end.")
+        float, typer.Option(help="Share of a step over which its files are sent; 0: all at its end.")
     ] = 0.25,
-    ranks: Annotated[int, typer.Option(help="Trainer ranks of a run that send.")] = 8,
-    runs: Annotated[int, typer.Option(help="Runs like this that share the service.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Trainer ranks of a run that send rollouts.")] = 8,
+    runs: Annotated[int, typer.Option(help="Runs of this kind that share the service.")] = 1,
     engines: Annotated[int, typer.Option(help="Inference engines of a run.")] = 8,
-    network_gbit: Annotated[float, typer.Option(help="Line of the service, each way.")] = 100.0,
-    worker_gpus: Annotated[float | None, typer.Option(help="GPUs of the worker; unset: as many as it takes.")] = None,
-    gpu_tflops: Annotated[float, typer.Option(help="TFLOP/s that one really does.")] = GPU_TFLOPS,
+    network_gbit: Annotated[float, typer.Option(help="Network of the service in Gbit/s, each way.")] = 100.0,
+    worker_gpus: Annotated[float | None, typer.Option(help="GPUs of the worker. Default: as many as it takes.")] = None,
+    gpu_tflops: Annotated[float, typer.Option(help="TFLOP/s that one GPU really reaches.")] = GPU_TFLOPS,
     gpu_hour_price: Annotated[float | None, typer.Option(help="Price of a GPU hour, in any money.")] = None,
     step_gpus: Annotated[
-        int | None, typer.Option(help="GPUs that an RL step occupies; unset: ranks + engines.")
+        int | None, typer.Option(help="GPUs that an RL step occupies. Default: ranks + engines.")
     ] = None,
-    alpha_now: Annotated[float | None, typer.Option(help="α without alignment.")] = None,
-    alpha_gain: Annotated[float | None, typer.Option(help="What alignment adds to it.")] = None,
-    generation_share: Annotated[float, typer.Option(help="Share of a step that generation takes now.")] = 0.7,
+    alpha_now: Annotated[float | None, typer.Option(help="α of a drafter that is not kept in step.")] = None,
+    alpha_gain: Annotated[float | None, typer.Option(help="What draftalign adds to that α.")] = None,
+    generation_share: Annotated[float, typer.Option(help="Share of an RL step that generation takes now.")] = 0.7,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a deployment will need, worst fact first. Asks nobody; settings come from DRAFTALIGN_* variables."""
+    """Compute what a deployment will need, worst fact first. No service need run; settings: DRAFTALIGN_* variables."""
     settings = Settings()
     above_zero = {"worker-gpus": worker_gpus, "gpu-tflops": gpu_tflops, "gpu-hour-price": gpu_hour_price}
     above_zero |= {"step-gpus": step_gpus, "alpha-gain": alpha_gain}

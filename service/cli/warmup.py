@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from service.cli.checks import given_path
 from service.cli.drafters.commands import layer_numbers
 from service.cli.remote.client import LOCAL, Service, call
 from service.cli.remote.drafters import fetch_to, require_free
@@ -35,31 +36,34 @@ _LOST: Final = frozenset({"dropped_full", "dropped_error", "dropped_closed", "sk
 
 
 def warmup(
-    policy: Annotated[str, typer.Argument(help="The policy that RL is to train: a directory, or a hub's name.")],
+    policy: Annotated[str, typer.Argument(help="The policy that RL will train: a directory, or its name on the hub.")],
     prompts: Annotated[
         Path,
         typer.Option(
-            help="The RL run's prompts: .jsonl lines with `prompt` or `messages`, or a text file, one in each line."
+            help="The RL run's prompts: a .jsonl file with `prompt` or `messages` a line, or a text file, one a line.",
+            callback=given_path,
         ),
     ],
     chat_template_kwargs: Annotated[
         str, typer.Option(help="""JSON for the chat template, as in the RL run, e.g. '{"enable_thinking": false}'.""")
     ] = "{}",
-    rollouts: Annotated[
-        int, typer.Option(min=2, help="Answers to draw at most; it ends sooner once converged.")
-    ] = 4096,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of sampling, as in the RL run.")] = 1.0,
+    rollouts: Annotated[int, typer.Option(min=2, help="Most answers to draw; it ends sooner once converged.")] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature, as in the RL run.")] = 1.0,
     batch: Annotated[int, typer.Option(min=1, help="Answers drawn at once.")] = 16,
     aux_layers: Annotated[
-        str | None, typer.Option(help="Layers whose input the drafter reads, e.g. 2,18,33; else EAGLE-3's three.")
+        str | None, typer.Option(help="Layers whose input the drafter reads, e.g. 2,18,33. Default: EAGLE-3's three.")
     ] = None,
     device: Annotated[str, typer.Option(help="Where the policy runs: cpu, cuda, ...")] = "cpu",
     drafter: Annotated[
-        Path | None, typer.Option(help="Directory of a drafter to begin with; else one is made from scratch.")
+        Path | None,
+        typer.Option(help="Directory of a drafter to begin with. Default: from scratch.", callback=given_path),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory to write the drafter to, for the engine's start.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts' order and the answers.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory to write the drafter to; start the engine with it.", callback=given_path),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts' order and of the answers.")] = 0,
     service: Service = LOCAL,
     run: Annotated[str, typer.Option(help="Name that the RL run will have.")] = "default",
 ) -> None:

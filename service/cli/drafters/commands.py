@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from service.cli.checks import given_path
 from service.cli.drafters.decoding import check_decodable, decode_with
 from service.cli.drafters.policy import open_policy
 from service.cli.drafters.told import decoded_table, facts_of, mtp_facts, table
@@ -27,10 +28,11 @@ _NORM: Final = "What norm_before_residual is, where the config does not say."
 
 Source = Annotated[Path, typer.Argument(help="Directory with a drafter's weights and config.json, in any layout.")]
 From = Annotated[
-    str | None, typer.Option("--from", help="Layout, where it cannot be told: sglang, specforge or speculators.")
+    str | None,
+    typer.Option("--from", help="Layout of the files, if it is not recognised: sglang, specforge or speculators."),
 ]
 AuxLayers = Annotated[
-    str | None, typer.Option(help="Layers whose input the drafter reads, e.g. 2,18,33, where the config does not say.")
+    str | None, typer.Option(help="Layers whose input the drafter reads, e.g. 2,18,33, if config.json does not say.")
 ]
 Norm = Annotated[bool | None, typer.Option("--norm-before-residual/--no-norm-before-residual", help=_NORM)]
 
@@ -42,15 +44,16 @@ def convert(
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
-    verifier: Annotated[str | None, typer.Option(help="Target's name or path, for a speculators config.")] = None,
+    verifier: Annotated[str | None, typer.Option(help="Name or path of the policy, for a speculators config.")] = None,
     pickle: Annotated[
         bool, typer.Option("--pickle", help="Read a pickle of tensors too, by torch's restricted unpickler.")
     ] = False,
     draft_config: Annotated[
-        Path | None, typer.Option(help="The drafter's config.json, where its directory has none.")
+        Path | None,
+        typer.Option(help="The drafter's config.json, if its directory has none.", callback=given_path),
     ] = None,
 ) -> None:
-    """Rewrite a drafter in another project's layout, the weights bit for bit.
+    """Rewrite a drafter in another project's layout. The weights stay the same, bit for bit.
 
     With `--to mtp`, take the MTP module out of a policy's checkpoint (DeepSeek-V3, GLM-4.5), sharded or not.
     """
@@ -128,21 +131,24 @@ def evaluate(
     ] = None,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted per round.")] = 4,
     drafting: Annotated[str, typer.Option(help="How drafts are sampled: probabilistic or greedy.")] = "probabilistic",
-    tree: Annotated[bool, typer.Option("--tree", help="Add the upper bounds of trees of 2, 4 and 8 branches.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Add upper bounds for trees of 2, 4 and 8 branches.")] = False,
     decode: Annotated[
         Path | None,
-        typer.Option(help="The policy, a transformers model: decode prompts with it, by chain and by tree."),
+        typer.Option(
+            help="The policy, a transformers model: decode prompts with it too, by chain and by tree.",
+            callback=given_path,
+        ),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="With --decode: how many prompts of the rollouts.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=1, help="With --decode: tokens of each text at most.")] = 128,
-    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.95,
-    state_dir: Annotated[Path | None, typer.Option(help="Where runs live.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="With --decode: how many of the rollouts' prompts.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="With --decode: most tokens of each text.")] = 128,
+    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence level of the intervals.")] = 0.95,
+    state_dir: Annotated[Path | None, typer.Option(help="The service's state directory.")] = None,
     from_: From = None,
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Replay α of a drafter on rollout files: what it would have accepted, by position, beside n-gram drafting."""
+    """Say what a drafter would have accepted of rollout files (replay α), by position, beside n-gram drafting."""
     with _explained():
         from drafter.files.checkpoint import build_drafter
         from drafter.files.mtp import read_mtp

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 Service = Annotated[str, typer.Option(help="URL of the draftalign service.", envvar="DRAFTALIGN_URL")]
 Run = Annotated[
-    str | None, typer.Option(help="Name of the RL run; unset: the only one there is, or `default`.", show_default=False)
+    str | None,
+    typer.Option(help="Name of the RL run. Default: the only one there is, else `default`.", show_default=False),
 ]
 Reason = Annotated[str, typer.Option(help="Why, for the page and the history.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what the service answers, as JSON.")]

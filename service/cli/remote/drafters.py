@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"v([0-9]+)")
 
 
 def drafters(service: Service = LOCAL, run: Run = None, as_json: AsJson = False) -> None:
-    """List the drafter versions of a run, newest first: which is served, of which policy version, and its α.
+    """List a run's drafter versions, newest first: α, policy version, and which one is served.
 
     DRAFTALIGN_TOKEN: token for the service, of scope read.
     """
@@ -53,7 +53,7 @@ def rollback(
     service: Service = LOCAL,
     run: Run = None,
 ) -> None:
-    """Serve an earlier drafter version now. The next one that the gate finds better replaces it; `hold` keeps it.
+    """Serve an earlier drafter version now, until the gate finds a better one. To keep it longer: `hold`.
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
@@ -72,7 +72,7 @@ def hold(
     service: Service = LOCAL,
     run: Run = None,
 ) -> None:
-    """Serve a drafter version until `draftalign release`: scoring and training go on, nothing is published.
+    """Serve a drafter version until `draftalign release`. Scoring and training go on; nothing is published.
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
@@ -84,7 +84,7 @@ def hold(
 
 
 def release(service: Service = LOCAL, run: Run = None) -> None:
-    """Release the held drafter version: it is served until the gate finds a better one.
+    """End a hold: the version stays served until the gate finds a better one.
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
@@ -105,9 +105,9 @@ def publish(
     aux_layers: AuxLayers = None,
     norm_before_residual: Norm = None,
 ) -> None:
-    """Send a drafter that was trained elsewhere, in any layout; it is served once the gate finds it better.
+    """Send a drafter that was trained elsewhere, in any layout. It is served once the gate finds it better.
 
-    It must be of the run's lineage: same sizes, same draft vocabulary. DRAFTALIGN_TOKEN: token for the service, of
+    It must have the sizes and the draft vocabulary of the run's drafters. DRAFTALIGN_TOKEN: token for the service, of
     scope admin.
     """
     run = name_of(service, run)
@@ -127,15 +127,15 @@ def publish(
 def download(
     destination: Annotated[Path, typer.Argument(help="Directory to write; it must not hold files yet.")],
     version: Annotated[
-        str | None, typer.Option(help="Drafter version: v000007-0a1b2c3d, or v000007. Default: the one that is served.")
+        str | None, typer.Option(help="Drafter version: v000007-0a1b2c3d, or v000007. Default: the served one.")
     ] = None,
     service: Service = LOCAL,
     run: Run = None,
 ) -> None:
-    """Download a drafter version, verified, as a directory that engines load and `inspect` and `convert` read.
+    """Download a drafter version, verified, into a directory that engines can load.
 
-    DRAFTALIGN_TOKEN: token for the service, of scope read. DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what
-    none of them signed is then refused.
+    DRAFTALIGN_TOKEN: token for the service, of scope read. With DRAFTALIGN_PUBLIC_KEYS, what
+    none of these keys has signed is refused.
     """
     run = name_of(service, run)
     require_free(destination)

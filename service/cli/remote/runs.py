@@ -24,9 +24,9 @@ def runs(
     service: Service = LOCAL,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs with their headlines, or delete one.
+    """List the runs, each with the worst thing that is true of it; or delete one.
 
-    DRAFTALIGN_TOKEN: token for the service, of scope read; to delete, admin.
+    DRAFTALIGN_TOKEN: token for the service, of scope read; to delete, of scope admin.
     """
     if delete is not None:
         if not yes:
@@ -50,7 +50,7 @@ def runs(
 def state(
     wanted: Annotated[
         Literal["active", "paused", "draining", "archived"] | None,
-        typer.Argument(help="What the run shall be; without it, say what it is."),
+        typer.Argument(help="The state to set. Without it, say what it is now."),
     ] = None,
     reason: Reason = "by hand",
     service: Service = LOCAL,
@@ -63,7 +63,7 @@ def state(
     draining: rollouts are refused and trainers stop sending; the queue is worked off. archived: drafters can be
     fetched, nothing else; what is in the queue is dropped.
 
-    DRAFTALIGN_TOKEN: token for the service, of scope read; to change the state, admin.
+    DRAFTALIGN_TOKEN: token for the service, of scope read; to change the state, of scope admin.
     """
     run = name_of(service, run)
     path = f"/runs/{quote(run, safe='')}"
@@ -78,17 +78,19 @@ def state(
 
 def dead(
     run: Run = None,
-    retry: Annotated[str | None, typer.Option(help="Id of a batch to put back into the queue.")] = None,
-    discard: Annotated[str | None, typer.Option(help="Id of a batch to take from the list, with its file.")] = None,
+    retry: Annotated[str | None, typer.Option(help="Put the batch of this id back into the queue.")] = None,
+    discard: Annotated[
+        str | None, typer.Option(help="Take the batch of this id from the list, and delete its file.")
+    ] = None,
     save: Annotated[
-        tuple[str, Path] | None, typer.Option(help="Id of a batch, and where its file is to be written.")
+        tuple[str, Path] | None, typer.Option(help="Write the file of the batch of this id to this path.")
     ] = None,
     service: Service = LOCAL,
     as_json: AsJson = False,
 ) -> None:
-    """List the dead batches, newest first, with why they died; or put one back, discard it, or save its file.
+    """List the batches that could not be used (dead ones) and why; or put one back, discard it, save its file.
 
-    DRAFTALIGN_TOKEN: token for the service, of scope read; for anything but the list, admin.
+    DRAFTALIGN_TOKEN: token for the service, of scope read; for anything but the list, of scope admin.
     """
     path = f"/runs/{quote(name_of(service, run), safe='')}/dead"
     named = [*filter(None, (retry, discard, save and save[0]))]
@@ -133,12 +135,14 @@ def _list_dead(service: str, path: str, as_json: bool) -> None:
 def drift(
     action: Annotated[
         Literal["acknowledge", "reset"],
-        typer.Argument(help="`acknowledge`: the cause is dealt with. `reset`: this level is the right one."),
+        typer.Argument(
+            help="`acknowledge`: the cause is dealt with, keep the baseline. `reset`: α is right now, learn it."
+        ),
     ],
     service: Service = LOCAL,
     run: Run = None,
 ) -> None:
-    """Take a drift alarm back: keep its baseline, or learn a new one.
+    """End a drift alarm: keep its baseline, or learn a new one.
 
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
