@@ -1,12 +1,15 @@
 """What an upload and a download of the API cost beside what the socket and the file system cost alone.
 
-    python benchmarks/ingest.py [--mib 4 64] [--pairs 15]
+    python benchmarks/ingest.py [--mib 4 64] [--pairs 15] [--direct]
 
 The floor is a process that takes the same bytes from the same client with blocking `recv_into` of 1 MiB and `os.write`,
 and answers when the file has its name; for downloads, one that sends a file with `os.sendfile`. Both sides have one
 kept connection, files in /dev/shm, and alternate. Printed for each size: medians of wall seconds and of CPU seconds of
 the server's process, floor over service (1 is as good as the floor), and Redis commands per upload, those in scripts
 included.
+
+`--direct`: the hook's own sender instead, through the API and by an object store, in turns: CPU of the API, and bytes
+of the file that pass it. The store is moto in this process, so the seconds say nothing of a real one.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from service_fixtures import CONFIG, HEADERS, LAYERS, publish, rollout_metadata,
 
 from benchmarks.growth import cpu_seconds  # noqa: E402
 from rl_hooks import wire  # noqa: E402
+from rl_hooks.sending import delivery  # noqa: E402
+from rl_hooks.sending.sender import RolloutSender  # noqa: E402
 from service.cli.valkey import EmbeddedValkey  # noqa: E402
 from service.storage.layout import Layout  # noqa: E402
 from service.storage.registry import Registry  # noqa: E402
@@ -52,15 +57,16 @@ class Body:
         rollouts = max(1, (mib << 20) // (8 * _HIDDEN * _RESPONSE_TOKENS))
         self._tensors = rollout_tensors((_RESPONSE_TOKENS,) * rollouts, _HIDDEN)
         self._rollouts, self._sent = rollouts, 0
-        self.bytes = memoryview(bytearray(b"".join(bytes(part) for part in self._parts())))
+        self.bytes = memoryview(bytearray(b"".join(bytes(part) for part in self.parts())))
 
     def renew(self) -> None:
         """Give the rollouts new ids."""
         self._sent += 1
-        head = self._parts()[0]
+        head = self.parts()[0]
         self.bytes[: len(head)] = head
 
-    def _parts(self) -> list[bytes | memoryview]:
+    def parts(self) -> list[bytes | memoryview]:
+        """The file, as the hook lays it out."""
         ids = tuple(f"{self._rollouts:04d}-{self._sent:06d}-{i:06d}" for i in range(self._rollouts))
         fingerprint = wire.target_fingerprint(_RUN, LAYERS)
         return wire.encode(self._tensors, rollout_metadata(ids, target_fingerprint=fingerprint))
@@ -150,13 +156,13 @@ def floor_process(directory: Path, download: Path) -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def service_process(directory: Path, redis_url: str) -> Iterator[tuple[int, int]]:
-    """Process id and port of an API with the run `default`."""
+def service_process(directory: Path, redis_url: str, more: Mapping[str, str]) -> Iterator[tuple[int, int]]:
+    """Process id and port of an API with the run `default`. `more`: of its environment."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTALIGN_")}
     environment |= {"DRAFTALIGN_STATE_DIR": str(directory), "DRAFTALIGN_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
-    environment |= {"DRAFTALIGN_PORT": str(port), "DRAFTALIGN_LOG_LEVEL": "ERROR"}
+    environment |= {"DRAFTALIGN_PORT": str(port), "DRAFTALIGN_LOG_LEVEL": "ERROR", **more}
     api = subprocess.Popen([sys.executable, "-m", "service.cli", "serve"], env=environment, cwd=ROOT)
     try:
         while True:
@@ -210,22 +216,69 @@ def compare(name: str, sides: Mapping[str, tuple[int, Callable[[], float]]], pai
     )
 
 
+def direct(mib: int, pairs: int, base: Path, redis_url: str) -> None:
+    """The hook's sender through the API and by an object store, in turns."""
+    from object_fixtures import BUCKET, SECRET, Store
+
+    store, body, read = Store(), Body(mib), list[int]()
+    delivery._SMALLEST_DIRECT_BYTES = 0  # type: ignore[misc]
+    os.environ |= {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
+    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{store.port}"
+    store.client().create_bucket(Bucket=BUCKET)
+
+    def count(environ: dict[str, Any], _start: object) -> None:
+        begin, _, end = environ.get("HTTP_RANGE", "bytes=0--1").removeprefix("bytes=").partition("-")
+        read.append(int(end) + 1 - int(begin))
+
+    with service_process(base / "direct", redis_url, {"DRAFTALIGN_ROLLOUTS_URL": f"s3://{BUCKET}"}) as (pid, port):
+        sender, found = RolloutSender(f"http://127.0.0.1:{port}"), dict[bool, list[tuple[float, float, int]]]()
+        for turn in range(2 * pairs + 4):
+            body.renew()
+            parts, by_store = body.parts(), bool(turn % 2)
+            sender._delivery.direct_uploads, store.fault = by_store, count
+            read.clear()
+            begun, cpu = time.perf_counter(), cpu_seconds(pid)
+            assert sender.submit(parts)
+            assert sender.flush(120)
+            seconds, cpu = time.perf_counter() - begun, cpu_seconds(pid) - cpu
+            store.fault = None
+            passed = 2 * len(parts[0]) + sum(read) if by_store else len(body.bytes)
+            if turn >= 4:
+                found.setdefault(by_store, []).append((seconds, cpu, passed))
+            keys = store.stored()
+            assert len(keys) == by_store
+            for key in keys:
+                store.client().delete_object(Bucket=BUCKET, Key=key)
+            for file in (base / "direct" / "spool" / "runs").rglob("*.safetensors"):
+                file.unlink()
+        for by_store, name in ((False, "through the API"), (True, "by the store")):
+            wall, cpu, passed = (statistics.median(column) for column in zip(*found[by_store], strict=True))
+            figures = f"ms {1000 * wall:.1f}  API CPU ms {1000 * cpu:.1f}  KiB past it {passed / 1024:.1f}"
+            print(f"{name:>16} {mib} MiB  {figures}")
+    store.down()
+
+
 def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[4, 64], help="sizes of a body")
     parser.add_argument("--pairs", type=int, default=15, help="uploads of each side")
+    parser.add_argument("--direct", action="store_true", help="through the API and by an object store")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         valkey = EmbeddedValkey(base / "valkey")
         valkey.start()
         stack.callback(valkey.stop)
+        if options.direct:
+            for mib in options.mib:
+                direct(mib, options.pairs, base / str(mib), valkey.url)
+            return
         download = base / "download"
         download.write_bytes(bytes(64 << 20))
         (base / "floor").mkdir()
         floor_pid, floor_port = stack.enter_context(floor_process(base / "floor", download))
-        pid, port = stack.enter_context(service_process(base / "state", valkey.url))
+        pid, port = stack.enter_context(service_process(base / "state", valkey.url, {}))
         store = redis.Redis.from_url(valkey.url)
         print("floor over service; floor / service where two figures stand")
         for mib in options.mib:

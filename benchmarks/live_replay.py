@@ -6,7 +6,8 @@ The classes are the service's own: reports go through `counted`, replay through 
 `watch`. Drawn are prompts (8 rollouts each, alike), rollouts, and every round's accepted drafts by position. A policy
 version is one step; its replay is known when the step is over, as in a service. In `WORLDS` engines answer other
 prompts than are replayed, in `SHARED` these very ones, and count their rounds by prompt; in `UNCOUNTED` they do not.
-In `UNEVEN` they do not either, and prompts are shared out unevenly; the rule was not made on these worlds.
+In `UNEVEN` they do not either, and prompts are shared out unevenly; the rule was not made on these worlds. `restarted`
+has engines that begin again, and pass what they had reported before between two reports.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from service.monitor.counts import other_life, since
 from service.monitor.live.blocks import Block, counted
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import Watch, watch
 from service.monitor.records import AcceptanceRecord, DrafterSums, Replayed, ScoreRecord
+from service.storage.reports.engine_counts import Account
 
 Floats = npt.NDArray[np.float64]
 
@@ -73,6 +76,8 @@ WORLDS = (
     World("answers of 8 tokens", answer_tokens=8),
 )
 
+#: Where little scatters, so that a small difference of live and replay α is blamed.
+ALIKE = World("prompts alike", prompt_spread=0.1, rollout_spread=0.1)
 
 UNLIKE: dict[str, Any] = {"prompt_spread": 0.9, "rollout_spread": 0.6}
 SHARED = (
@@ -231,12 +236,26 @@ class Simulation:
         return odds(shares, (prompt + own)[:, None])
 
     def _report(self, step: int, number: int, shares: Floats, _part: int) -> int:
+        wanted = self._world.rounds_per_step / self._world.reports_per_step
+        return self._record(self._counts(step, number, shares, wanted))
+
+    def _counts(self, step: int, number: int, shares: Floats, wanted: float) -> AcceptanceRecord:
+        """What an engine counts in about so many rounds, of prompts of its own."""
         world, case = self._world, self._case
-        wanted = world.rounds_per_step / world.reports_per_step
         per_answer = world.answer_tokens / (1 + np.cumprod(shares).sum())
         prompts = max(1, round(wanted / per_answer / ROLLOUTS_PER_PROMPT))
         found = self._rollouts(odds(case.engine(step, number, shares), world.natural_bias), prompts)
-        return self._record(step, number, found, np.full(len(found), wanted / len(found)), scale=True)
+        return self._counted(step, number, found, np.full(len(found), wanted / len(found)), scale=True)
+
+    def lives(self, rounds: Sequence[int]) -> list[AcceptanceRecord]:
+        """What one sound engine counts of the newest version in lives of about so many rounds; α differs by 3 %."""
+        step, shifts = len(self._scores) - 1, self._random.normal(self._shift, 0.08, len(rounds))
+        return [self._counts(step, 0, odds(SOUND, s), n) for s, n in zip(shifts, rounds, strict=True)]
+
+    @property
+    def replays(self) -> Replays:
+        """What was replayed."""
+        return Replays(self._scores[-STEPS_KEPT:])
 
     def _draw(self, step: int) -> None:
         """The step's prompts, their answers' log odds and tokens [P, 8], and which engine answers each."""
@@ -272,13 +291,18 @@ class Simulation:
             return 0
         shares = odds(self._case.engine(step, number, shares), self._world.natural_bias)
         found = odds(shares, self._odds[prompt, answer][:, None])
-        return self._record(
-            step, number, found, self._tokens[prompt, answer].astype(float), prompt if self._world.counted else None
-        )
+        told = prompt if self._world.counted else None
+        return self._record(self._counted(step, number, found, self._tokens[prompt, answer].astype(float), told))
 
-    def _record(
+    def _record(self, record: AcceptanceRecord) -> int:
+        """Take a report in; returns its rounds."""
+        name = str(record.reporter)
+        self._blocks[name] = counted(self._blocks[name], record)
+        return record.rounds
+
+    def _counted(
         self, step: int, number: int, found: Floats, tokens: Floats, prompt: Any = None, *, scale: bool = False
-    ) -> int:
+    ) -> AcceptanceRecord:
         """Count answers of so many tokens; `scale`: of so many rounds, all together."""
         case = self._case
         depth = case.depth if case.wrong(step, number) else K
@@ -298,7 +322,7 @@ class Simulation:
             }
         by_position = tuple(int(n) for n in kept[::-1].cumsum()[::-1][1:])
         total = int(rounds.sum())
-        record = AcceptanceRecord(
+        return AcceptanceRecord(
             reporter=f"engine {number}",
             drafter_version=self._version(step),
             policy_version=step,
@@ -310,9 +334,6 @@ class Simulation:
             created=float(step),
             by_prompt=by_prompt,
         )
-        name = f"engine {number}"
-        self._blocks[name] = counted(self._blocks[name], record)
-        return total
 
     def _score(self, step: int, shares: Floats) -> ScoreRecord:
         found = self._rollouts(self._case.replay(step, shares), self._world.prompts)
@@ -400,6 +421,26 @@ def false_names(
     return len(called), reports, holds, names
 
 
+def restarted(rounds: int, engines: int, seed: int, rule: LiveRule, *, said: bool) -> Counter[str]:
+    """Verdicts on sound engines that restart and report next when they have counted up to a tenth more than before.
+
+    `said`: whether their reporters say of which life their counts are.
+    """
+    random, names = np.random.default_rng(seed), Counter[str]()
+    simulation = Simulation(ALIKE, Case("sound", (), sick=(), engines=1), seed, rule)
+    for _ in simulation.steps(12):
+        pass
+    for _ in range(engines):
+        old, new = simulation.lives((rounds, rounds + int(random.integers(rounds // 10))))
+        if said:
+            old, new = replace(old, life="one"), replace(new, life="two")
+        account = Account()
+        account.add(old, None, old)
+        account.add(new, None if other_life(new, old) else old, since(new, old))
+        names[watch({"engine 0": account.blocks}, simulation.replays, rule).engines[0].name] += 1
+    return names
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -416,10 +457,21 @@ def main() -> None:
         lower = names.pop("lower")
         said = f" ({', '.join(f'{n} {c}' for n, c in names.items())})" if names else ""
         print(f"| {world.name} | {engines} | {reports:,} | {called}{said} | {lower} | {holds} |", flush=True)
+    print("\nsound engines that restart, and report next when they have counted more than before: called sick\n")
+    print("| rounds of both lives | engines | where no reporter says it | where they do |\n|---|---|---|---|")
+    for rounds in (1_000, 10_000, 100_000):
+        blamed = [_blamed(restarted(rounds, asked.engines // 2, 0, rule, said=said)) for said in (False, True)]
+        print(f"| {rounds:,} | {asked.engines // 2} | {blamed[0]} | {blamed[1]} |", flush=True)
     print("\nrounds of the engine until it is named (simulated): median, worst of the runs; other names meanwhile")
     print("in brackets: the median until it is called `lower`, where that comes first\n")
     for worlds in (WORLDS[:4], SHARED[:5], (*UNCOUNTED[:3], UNEVEN[0])):
         _until_named(worlds, asked.runs, rule)
+
+
+def _blamed(names: Counter[str]) -> str:
+    sick = Counter({name: count for name, count in names.items() if name not in NO_FAULT})
+    said = ", ".join(f"{name} {count}" for name, count in sick.most_common())
+    return f"{sick.total()} ({said})" if sick else "0"
 
 
 def _until_named(worlds: Sequence[World], runs: int, rule: LiveRule) -> None:

@@ -33,7 +33,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -144,6 +144,7 @@ def create_app(engine: Engine, *, model_name: str = "policy") -> FastAPI:
     _add_drafter(app, engine)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(engine, model_name))
+    ProcessCollector(registry=registry)  # tells since when it counts
 
     @app.get("/metrics")
     def metrics() -> Response:

@@ -3,9 +3,11 @@
 STACKS := verl openrlhf areal skyrl megatron ray unsloth
 # prime-rl is in no package index: name a checkout of it, PRIME_RL_SOURCE=/src/prime-rl (v0.8.1.dev67), to have it checked.
 STACKS += $(if $(PRIME_RL_SOURCE),prime_rl)
+# So is NeMo-RL: NEMO_RL_SOURCE=/src/RL (7ea279ab).
+STACKS += $(if $(NEMO_RL_SOURCE),nemo_rl)
 # So are slime (624b824a), miles (31f1ca96) and Megatron-LM (1dcf0daf, with slime's docker/patch/latest/megatron.patch on it):
 # SLIME_SOURCE=/src/slime MEGATRON_SOURCE=/src/Megatron-LM. Call sites are read, and nothing is installed, of what
-# SLIME_SOURCE, MILES_SOURCE (31f1ca96), NEMO_RL_SOURCE (7ea279ab) and ROLL_SOURCE (8eb27cc2) name.
+# SLIME_SOURCE, MILES_SOURCE (31f1ca96), NEMO_RL_SOURCE and ROLL_SOURCE (8eb27cc2) name.
 STACKS += $(if $(and $(SLIME_SOURCE)$(MILES_SOURCE),$(MEGATRON_SOURCE)),slime)
 STACKS_PIP_ARGS ?=
 .PHONY: call-sites
@@ -16,6 +18,7 @@ EXTRA_verl := --no-build-isolation -e .
 EXTRA_openrlhf := --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2
 EXTRA_areal := areal==1.0.4
 EXTRA_skyrl := skyrl==0.3.0 skyrl-gym==0.4.0
+EXTRA_nemo_rl := nemo-automodel==0.4.0
 
 # torch goes first, so that a build of DeepSpeed finds it.
 .venv-%/.ready: tests/stacks/%_requirements.txt pyproject.toml
@@ -43,7 +46,7 @@ EXTRA_skyrl := skyrl==0.3.0 skyrl-gym==0.4.0
 	@.venv-unsloth/bin/python -m pip install --quiet --disable-pip-version-check --no-deps unsloth==2026.10.9
 	@touch $@
 
-stacks: $(VENV)/.ready $(STACKS:%=.venv-%/.ready) ## The hook in real RL stacks on a CPU (verl, OpenRLHF, AReaL, SkyRL, Megatron-Core, prime-rl, slime, miles), the service on Ray
+stacks: $(VENV)/.ready $(STACKS:%=.venv-%/.ready) ## The hook in real RL stacks on a CPU (verl, OpenRLHF, AReaL, SkyRL, Megatron-Core, prime-rl, slime, miles, NeMo-RL), the service on Ray
 	@$(if $(ARGS),,STACKS_MADE="$(STACKS)") timeout 1500 $(BIN)/python -m pytest tests/stacks $(ARGS)
 
 call-sites: $(VENV)/.ready ## Names that we rely on in checkouts of slime, miles, NeMo-RL and ROLL (SLIME_SOURCE=..., and so on)
@@ -73,4 +76,4 @@ stacks-newest-run: $(VENV)/.ready $(NEWEST:%=.venv-%-newest/.ready) ## The stack
 	@STACKS_NEWEST=1 STACKS_MADE="$(NEWEST:%=%-newest)" timeout 1500 $(BIN)/python -m pytest $(NEWEST:%=tests/stacks/test_%.py)
 
 stacks-clean: ## Remove the environments of the RL stacks
-	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl .venv-slime .venv-newest $(NEWEST:%=.venv-%-newest)
+	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl .venv-slime .venv-nemo_rl .venv-newest $(NEWEST:%=.venv-%-newest)

@@ -16,6 +16,14 @@ from types import TracebackType
 from typing import Self
 
 
+def at_home(path: str | Path) -> Path:
+    """A path whose `~` is the home directory: a shell leaves it as it is in `--state-dir=~/x`, and env files do.
+
+    That of a user who has none stays as it is.
+    """
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no home
+
+
 def sync(path: Path) -> None:
     """Flush a file, or a directory's entries, to the disk: a rename is durable only after its directory's."""
     descriptor = os.open(path, os.O_RDONLY)

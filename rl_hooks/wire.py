@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_hooks.format.container import DTYPE_BYTES, is_int_list
+from rl_hooks.format.container import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from rl_hooks.format.container import NUMPY_DTYPE as NUMPY_DTYPE
 from rl_hooks.format.container import Header as Header
 from rl_hooks.format.container import MappedFile as MappedFile

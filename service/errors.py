@@ -50,6 +50,10 @@ class TooManyReporters(ServiceError):  # noqa: N818
     """A run has as many reporters as it may, and none of them was silent for long; nothing was counted."""
 
 
+class EndedLife(ServiceError):  # noqa: N818
+    """Counts of a life that another one of the same reporter has followed; nothing was counted."""
+
+
 class VersionNotFound(ServiceError):  # noqa: N818
     """No such drafter version, or no such file in it."""
 
@@ -79,4 +83,4 @@ class WorkerError(ServiceError):
 
 
 class ObjectStoreError(OSError):
-    """The object store of `drafters_url` does not answer, refuses, or holds something else; try again later."""
+    """An object store (`drafters_url`, `rollouts_url`) does not answer, refuses, or holds something else; try again."""

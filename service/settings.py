@@ -9,12 +9,13 @@ DRAFTALIGN_TOKENS="$(cat tokens.jsonl)"           those of a token file, of whic
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Scope = Literal["write", "report", "read", "admin"]
@@ -24,6 +25,15 @@ REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", *_SEVERAL)
 #: Where `drafters_url` may lead.
 OBJECT_SCHEMES: Final = ("s3://", "gs://", "az://", "file://")
 MIB: Final = 1 << 20
+
+
+def at_home(path: str | Path) -> Path:
+    """A path whose `~` is the home directory: a shell leaves it as it is in `--state-dir=~/x`, and env files do."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises for a user who has no home
+
+
+#: A path that may begin with `~`.
+HomePath = Annotated[Path, AfterValidator(at_home)]
 
 
 def redis_place(url: str) -> str:
@@ -67,7 +77,9 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,  # the input holds tokens and passwords
     )
 
-    state_dir: Path = Field(Path(".draftalign"), description="Spool, registry, worker checkpoints, embedded Valkey.")
+    state_dir: HomePath = Field(
+        Path(".draftalign"), description="Spool, registry, worker checkpoints, embedded Valkey."
+    )
     host: str = Field("127.0.0.1", description="Address to bind. Anything but loopback needs `tokens`.")
     port: int = Field(8400, ge=0, le=65535, description="TCP port of the API; 0 takes a free one.")
     redis_url: SecretStr | None = Field(
@@ -77,13 +89,15 @@ class Settings(BaseSettings):
         SecretStr(""),
         description='Tokens: "secret:write,read;other:admin", or a token file\'s lines; empty: loopback only.',
     )
-    token_file: Path | None = Field(
+    token_file: HomePath | None = Field(
         None, description="More tokens, hashed and limited to runs; `draftalign token` adds one. Read again on change."
     )
-    tls_cert: Path | None = Field(None, description="PEM file with the API's certificate chain: it then speaks https.")
-    tls_key: Path | None = Field(None, description="PEM file with that certificate's private key.")
+    tls_cert: HomePath | None = Field(
+        None, description="PEM file with the API's certificate chain: it then speaks https."
+    )
+    tls_key: HomePath | None = Field(None, description="PEM file with that certificate's private key.")
 
-    signing_key_file: Path | None = Field(
+    signing_key_file: HomePath | None = Field(
         None, description="Private Ed25519 key (PEM) that signs manifests; `draftalign keygen` makes one."
     )
 
@@ -91,11 +105,19 @@ class Settings(BaseSettings):
         None, description="Object store that engines fetch drafters from, `s3://bucket/prefix`. Unset: from the API."
     )
 
+    rollouts_url: str | None = Field(
+        None,
+        description="Object store that trainers put rollout files into, `s3://bucket/prefix`. Unset: through the API.",
+    )
+
     max_body_bytes: int = Field(512 * MIB, gt=0, description="Largest rollout file.")
     max_run_bytes: int = Field(16 * 1024 * MIB, gt=0, description="Largest body of PUT /runs/{run} or of its head.")
     max_batch_rollouts: int = Field(4096, gt=0, description="Most rollouts in one file; above it 422.")
     max_batch_tokens: int = Field(
         131_072, ge=2, description="Most tokens in one file; above it 422. A worker does not leave a batch half way."
+    )
+    max_rollout_tokens: int = Field(
+        65_536, ge=2, description="Most tokens in one rollout; above it 422. Work grows with the square of its length."
     )
     max_runs: int = Field(256, gt=0, description="Most runs; the next one to be registered gets 429.")
     max_heads: int = Field(
@@ -220,6 +242,11 @@ class Settings(BaseSettings):
             raise ValueError("tls_cert and tls_key go together: give both, or neither for plain HTTP")
         if self.drafters_url is not None and not self.drafters_url.startswith(OBJECT_SCHEMES):
             raise ValueError(f"drafters_url must begin with one of {', '.join(OBJECT_SCHEMES)}")
+        if self.rollouts_url is not None and not self.rollouts_url.startswith("s3://"):
+            raise ValueError(
+                "rollouts_url must begin with s3://: an upload URL of another kind of store binds neither the length "
+                "nor the digest of what is put there"
+            )
         self.token_scopes()
         return self
 

@@ -21,6 +21,7 @@ RULES: Final[dict[tuple[str, str], tuple[str, str]]] = {
     ("GET", "/runs/{run}/worth"): ("read write", "path"),
     ("POST", "/runs/{run}/drift/{action}"): ("", "path"),
     ("POST", "/rollouts"): ("write", "body"),
+    ("POST", "/rollouts/direct"): ("write", "query"),
     ("GET", "/rollouts/{rollout_id}"): ("read write", "query"),
     ("GET", "/drafter/latest"): ("read", "query"),
     ("GET", "/drafter/{version}/{file}"): ("read", "query"),
@@ -47,8 +48,10 @@ RULES: Final[dict[tuple[str, str], tuple[str, str]]] = {
 }
 
 
-#: Of those, the ones that these requests do not satisfy: there is no dead batch, and a run's file is no drafter.
+#: Of those, the ones that these requests do not satisfy: there is no dead batch and no object store, and a run's file
+#: is no drafter.
 UNSATISFIED: Final = {
+    ("POST", "/rollouts/direct"),
     ("POST", "/drafters"),
     ("GET", "/runs/{run}/dead/{batch_id}/file"),
     ("POST", "/runs/{run}/dead/{batch_id}/retry"),
@@ -91,6 +94,9 @@ def request_of(service: RunningService, method: str, template: str, run: str) ->
     match method, template:
         case "POST", "/rollouts":
             call |= {"content": rollout_file(run=run), "headers": HEADERS}
+        case "POST", "/rollouts/direct":
+            call["params"] |= {"bytes": "8", "sha256": "0" * 64}
+            call |= {"content": b"x", "headers": HEADERS}
         case "PUT", "/runs/{run}":
             call |= {"content": run_file(), "headers": HEADERS}
         case "PUT", "/runs/{run}/head":

@@ -323,6 +323,7 @@ class Engine(Peer):
         self.policy_in_state = False  # else a gauge
         self.method: str | None = None  # vLLM's, when it is not eagle3
         self.takes: str | None = None  # the kind of drafter that can be swapped in under that method
+        self.started: float | None = None  # when its process began, where its page tells that
         self.rounds_during_swap = 0
         self.read: list[dict[str, str]] = []  # SHA-256 of every file that it was shown, load by load
         self.tells_digest = False  # of the model file, in its answer and its state, as vLLM's plugin does
@@ -440,6 +441,8 @@ class Engine(Peer):
         ]
         if policy is not None and not self.policy_in_state:
             lines.append(f"draftalign_policy_version {policy}")
+        if self.started is not None:
+            lines.append(f"process_start_time_seconds {self.started}")
         return "\n".join(line for line in lines if not any(line.startswith(h) for h in self.hidden_metrics)) + "\n"
 
 

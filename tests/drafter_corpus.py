@@ -160,6 +160,13 @@ def _odd(base: str = "eagle3", tensors: Change | None = None, **changes: Any) ->
 
 _ROPE: Final = {"rope_type": "default", "rope_theta": 5e5}
 _YARN: Final = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_LLAMA3: Final = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -174,11 +181,19 @@ _EAGLE3: Final[dict[str, Case]] = {
     "over the whole vocabulary": _good(draft_vocab_size=40),
     "of two layers": _good(("sglang",), num_hidden_layers=2),
     "norm_before_residual": _good(("sglang",), norm_before_residual=True),
+    "norm_before_fc": _good(norm_before_fc=True),
+    "norm_before_fc in eagle_config": _good(eagle_config={_IDS: [1, 3, 4], "norm_before_fc": True}),
+    "norm_before_fc off by both names": _good(
+        norm_before_fc=False, eagle_config={_IDS: [1, 3, 4], "norm_before_fc": None}
+    ),
     "in bfloat16": _good(tensors=_all_bfloat16),
     "of mixed dtypes": _good(tensors=_cast("norm.weight", torch.bfloat16)),
     "named as SafeAILab does": _good(architectures=["LlamaForCausalLM"]),
     "without rope_parameters": _good(rope_parameters=ABSENT),
     "rope_theta in rope_parameters alone": _good(rope_theta=ABSENT),
+    "rope scaling llama3": _good(rope_parameters=_ROPE | _LLAMA3),
+    "rope scaling llama3 by its old names": _good(rope_parameters=ABSENT, rope_scaling=_LLAMA3),
+    "rope scaling llama3 by both names": _good(rope_parameters=_ROPE | _LLAMA3, rope_scaling=_LLAMA3),
     "a window that is off": _good(sliding_window=4096, use_sliding_window=False),
     "layer_types of full attention": _good(layer_types=["full_attention"]),
     "entering layers alone": _good(eagle_config=ABSENT),
@@ -198,15 +213,37 @@ _EAGLE3: Final[dict[str, Case]] = {
     "no rope_theta": _odd(rope_theta=ABSENT, rope_parameters=ABSENT),
     "a negative rope_theta": _odd(rope_theta=-1.0, rope_parameters=ABSENT),
     "rope_theta true": _odd(rope_theta=True, rope_parameters=ABSENT),
-    "rope scaling llama3": _odd(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+    "rope scaling llama3 of the factor alone": _odd(
+        rope_parameters=ABSENT, rope_scaling={"rope_type": "llama3", "factor": 8.0}
+    ),
+    "rope scaling llama3 by one of two names": _odd(rope_scaling=_LLAMA3),
+    "rope scaling llama3, another by each name": _odd(
+        rope_parameters=_ROPE | _LLAMA3, rope_scaling=_LLAMA3 | {"factor": 32.0}
+    ),
+    "rope scaling llama3, another original length beside it": _odd(
+        rope_parameters=_ROPE | _LLAMA3, original_max_position_embeddings=128
+    ),
+    "rope scaling llama3, bands the wrong way round": _odd(
+        rope_parameters=_ROPE | _LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}
+    ),
+    "rope scaling llama3 of a factor below one": _odd(rope_parameters=_ROPE | _LLAMA3 | {"factor": 0.5}),
+    "rope scaling llama3 of a text": _odd(rope_parameters=_ROPE | _LLAMA3 | {"factor": "8"}),
+    "rope scaling llama3 of half a position": _odd(
+        rope_parameters=_ROPE | _LLAMA3 | {"original_max_position_embeddings": 64.5}
+    ),
     "rope scaling yarn": _odd(rope_parameters=_YARN | {"rope_theta": 5e5}),
     "rope scaling by its old name": _odd(rope_scaling={"type": "linear", "factor": 2.0}),
     "rope_parameters that are a text": _odd(rope_parameters="default"),
     "tied embeddings": _odd(tie_word_embeddings=True),
     "norm_output": _odd(norm_output=True),
     "fc_norm": _odd(fc_norm=True),
-    "norm_before_fc": _odd(norm_before_fc=True),
-    "norm_before_fc in eagle_config": _odd(eagle_config={_IDS: [1, 3, 4], "norm_before_fc": True}),
+    "norm_before_fc, the other by each name": _odd(
+        norm_before_fc=False, eagle_config={_IDS: [1, 3, 4], "norm_before_fc": True}
+    ),
+    "norm_before_fc and fc_norm": _odd(norm_before_fc=True, fc_norm=True),
+    "norm_before_fc that is a text": _odd(norm_before_fc="yes"),
+    "norm_before_fc without its norm": _odd(tensors=_drop("input_norm.weight"), norm_before_fc=True),
+    "a norm before fc that the config does not name": _odd(tensors=_add("input_norm.weight", 48)),
     "use_aux_norm": _odd(use_aux_norm=True),
     "qkv_bias": _odd(qkv_bias=True),
     "attention to later tokens": _odd(is_causal=False),

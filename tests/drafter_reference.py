@@ -29,12 +29,23 @@ def rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean() + eps) * gain
 
 
-def turn(x: Tensor, position: int, theta: float) -> Tensor:
-    """Rotary position of one head vector, half-split: pair (i, i + hd/2) turns by position * theta^(-2i/hd)."""
+def frequency(pair: int, width: int, theta: float, stretch: Any) -> float:
+    """By how much a pair turns per position. Llama 3 slows down those that turn seldom over the original length."""
+    plain = float(theta ** (-2 * pair / width))
+    if stretch is None:
+        return plain
+    turns = stretch.original_max_position_embeddings * plain / (2 * math.pi)
+    share = (turns - stretch.low_freq_factor) / (stretch.high_freq_factor - stretch.low_freq_factor)
+    share = min(max(share, 0.0), 1.0)
+    return float(share * plain + (1 - share) * plain / stretch.factor)
+
+
+def turn(x: Tensor, position: int, theta: float, stretch: Any = None) -> Tensor:
+    """Rotary position of one head vector, half-split: pair (i, i + hd/2) turns by position * `frequency`."""
     half = x.shape[0] // 2
     out: list[Tensor] = [x[0]] * (2 * half)
     for i in range(half):
-        angle = position * theta ** (-2 * i / x.shape[0])
+        angle = position * frequency(i, x.shape[0], theta, stretch)
         c, s = math.cos(angle), math.sin(angle)
         out[i] = x[i] * c - x[i + half] * s
         out[i + half] = x[i + half] * c + x[i] * s
@@ -54,12 +65,9 @@ class Row:
             ]
         )
         q, k, v = (weights[f"{layer}self_attn.{n}_proj.weight"] @ x for n in "qkv")
-        self.q = [
-            turn(q[h * hd : (h + 1) * hd], position, config.rope_theta) for h in range(config.num_attention_heads)
-        ]
-        self.k = [
-            turn(k[h * hd : (h + 1) * hd], position, config.rope_theta) for h in range(config.num_key_value_heads)
-        ]
+        theta, stretch = config.rope_theta, config.rope_scaling
+        self.q = [turn(q[h * hd : (h + 1) * hd], position, theta, stretch) for h in range(config.num_attention_heads)]
+        self.k = [turn(k[h * hd : (h + 1) * hd], position, theta, stretch) for h in range(config.num_key_value_heads)]
         self.v = [v[h * hd : (h + 1) * hd] for h in range(config.num_key_value_heads)]
 
     def pre(self, visible: list[Row]) -> Tensor:
@@ -99,9 +107,11 @@ def reference_steps(
     for doc in documents:
         ids, mask = doc.input_ids.tolist(), doc.loss_mask.tolist()
         n = len(ids)
+        features = list(doc.aux_hidden)
+        if "input_norm.weight" in weights:
+            features = [rms(x, weights["input_norm.weight"], config.rms_norm_eps) for x in features]
         first = [
-            Row(weights, config, embed_tokens[ids[t + 1]], weights["fc.weight"] @ doc.aux_hidden[t], t)
-            for t in range(n - 1)
+            Row(weights, config, embed_tokens[ids[t + 1]], weights["fc.weight"] @ features[t], t) for t in range(n - 1)
         ]
         for t in range(n - 2):
             here, own, pre = first[t], [], zero

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
+import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from urllib.parse import parse_qsl, quote
 
 import boto3
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-BUCKET = "drafters"
+BUCKET, SECRET = "drafters", "store-secret"
 #: What answers a request in place of the store; None leaves it to the store.
 Fault = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes] | None]
 
@@ -102,12 +107,51 @@ def silent(seconds: float) -> Fault:
     return fault
 
 
+def signed_only() -> Fault:
+    """No PUT but what its URL was signed for: a verifier of its own, by AWS' description of signature version 4.
+
+    Every header that is signed came with that value, and the body has the digest and length that its headers say.
+    """
+
+    def fault(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes] | None:
+        if environ["REQUEST_METHOD"] != "PUT" or "X-Amz-Signature" not in environ["QUERY_STRING"]:
+            return None
+        query = dict(parse_qsl(environ["QUERY_STRING"], strict_parsing=True))
+        signature, scope = query.pop("X-Amz-Signature"), query["X-Amz-Credential"].split("/")[1:]
+        sent = {name[5:].lower().replace("_", "-"): value for name, value in environ.items() if name[:5] == "HTTP_"}
+        sent["content-length"] = environ.get("CONTENT_LENGTH", "")
+        signed = query["X-Amz-SignedHeaders"].split(";")
+        canonical = [
+            "PUT",
+            quote(environ["PATH_INFO"]),
+            "&".join(f"{quote(name, '')}={quote(value, '')}" for name, value in sorted(query.items())),
+            *(f"{name}:{sent.get(name, '')}" for name in signed),
+            "",
+            ";".join(signed),
+            "UNSIGNED-PAYLOAD",
+        ]
+        request = hashlib.sha256("\n".join(canonical).encode()).hexdigest()
+        text = "\n".join([query["X-Amz-Algorithm"], query["X-Amz-Date"], "/".join(scope), request])
+        key = b"AWS4" + SECRET.encode()
+        for part in (*scope, text):
+            key = hmac.digest(key, part.encode(), "sha256")
+        body = environ["wsgi.input"].read(int(sent["content-length"] or 0))
+        digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
+        if key.hex() == signature and digest == sent.get("x-amz-checksum-sha256", digest):
+            environ["wsgi.input"] = io.BytesIO(body)
+            return None
+        start("403 Forbidden" if key.hex() != signature else "400 Bad Request", [("Content-Length", "7")])
+        return [b"refused"]
+
+    return fault
+
+
 def running_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """A store with an empty bucket, and the environment that leads to it."""
     store = Store()
     environment = {
         "AWS_ACCESS_KEY_ID": "store-key",
-        "AWS_SECRET_ACCESS_KEY": "store-secret",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{store.port}",
     }

@@ -146,6 +146,7 @@ class SGLangServer(Peer):
     def __init__(self, drafter: Path, *, ranks: int = 1) -> None:
         self.drafter, self.ranks = drafter, ranks
         self.info: dict[str, Any] = {
+            "version": "0.5.23",
             "speculative_algorithm": "EAGLE3",
             "speculative_draft_model_path": str(drafter),
             "speculative_num_draft_tokens": 4,

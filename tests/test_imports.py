@@ -56,10 +56,10 @@ ARROWS = {
     "rl_hooks.hook": "rl_hooks.trainer",
     "rl_hooks.agent": """rl_hooks.durable rl_hooks.engines rl_hooks.errors rl_hooks.format rl_hooks.lock
         rl_hooks.release rl_hooks.sending rl_hooks.wire""",
-    "rl_hooks.trainer": "rl_hooks.errors rl_hooks.sending rl_hooks.wire",
+    "rl_hooks.trainer": "rl_hooks.durable rl_hooks.errors rl_hooks.sending rl_hooks.wire",
     "rl_hooks.engines": """rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.release rl_hooks.sending
         rl_hooks.wire""",
-    "rl_hooks.sending": "rl_hooks.errors rl_hooks.wire",
+    "rl_hooks.sending": "rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.wire",
     "rl_hooks.format": "",
     "rl_hooks.release": "rl_hooks.errors",
     "rl_hooks.errors": "",
@@ -198,7 +198,7 @@ def test_wire_needs_numpy_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("service.api.app", {"torch", "transformers", "drafter", "trl", "obstore"}),
+        ("service.api.app", {"torch", "transformers", "drafter", "trl", "obstore", "botocore"}),
         ("service.cli.main", {"torch", "transformers", "fastapi"}),
         ("service.cli.up", {"torch", "drafter"}),
         ("rl_hooks.format.engines", {"numpy", "fastapi", "redis", "transformers", "torch", "service", "drafter"}),
@@ -222,13 +222,13 @@ def test_a_process_that_a_test_starts_keeps_what_it_compiled(tmp_path: Path) -> 
 
 
 def test_whatever_the_application_imports_is_among_its_core_dependencies() -> None:
-    """Triton comes with CUDA builds of torch, obstore with the extra s3, which `drafters_url` asks for by name."""
+    """Triton comes with CUDA builds of torch, obstore and botocore with the extra s3, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {re.split(r"[\[<>=; ]", line)[0].replace("-", "_") for line in project["dependencies"]}
     used = set().union(*(tops(path) for package in ("drafter", "service") for path in files(package)))
     ours = {"drafter", "rl_hooks", "service", "examples"}
     brought = {"starlette", "pydantic_core", "typing_extensions"}  # by FastAPI and pydantic, whose parts they are
-    assert used - set(sys.stdlib_module_names) - ours - brought - {"triton", "obstore"} <= core
+    assert used - set(sys.stdlib_module_names) - ours - brought - {"triton", "obstore", "botocore"} <= core
 
 
 @pytest.mark.parametrize("directory", ["", "rl_hooks"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -145,8 +145,9 @@ def export_config(config: DrafterConfig, dtype: torch.dtype = torch.float32) -> 
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **_rope_fields(config),
         "norm_before_residual": config.norm_before_residual,
+        **({"norm_before_fc": True} if config.norm_before_fc else {}),
         "num_hidden_layers": config.num_hidden_layers,
         **{name: FIXED[name] for name in _STATED},
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -156,6 +157,14 @@ def export_config(config: DrafterConfig, dtype: torch.dtype = torch.float32) -> 
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in config.aux_layers],
         },
     }
+
+
+def _rope_fields(config: DrafterConfig) -> dict[str, Any]:
+    """Rotary positions as transformers 5 reads them, and scaled ones under the name of transformers 4 and SpecForge."""
+    if config.rope_scaling is None:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
+    scaling = {"rope_type": "llama3", **asdict(config.rope_scaling)}
+    return {"rope_parameters": {**scaling, "rope_theta": config.rope_theta}, "rope_scaling": scaling}
 
 
 def config_fingerprint(config: DrafterConfig | MtpConfig, vocabulary: DraftVocabulary) -> str:

@@ -46,14 +46,19 @@ from drafter.model.eagle3 import DrafterConfig
 from rl_hooks.format.drafter import Sizes
 from rl_hooks.format.eagle3 import parse_config, tensor_shapes, with_defaults
 from rl_hooks.format.engines import EngineName, limits
+from rl_hooks.format.layouts import (
+    RESIDUAL_UNSAID,
+    ROPE_THETA,
+    canonical_name,
+    flattened,
+    is_nested,
+    with_rope_theta,
+)
 
 Layout = Literal["sglang", "speculators", "specforge"]
 LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
 
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-#: Of the target: engines share them with the policy or build them again, and a trainer reads them from the target.
-_TARGETS_OWN: Final = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
-_LLAMA_ROPE_THETA: Final = 10_000.0
 #: Positions below which policies are often served longer than a drafter's config says.
 _LONG: Final = 32_768
 #: What a speculators config proposes where nobody said otherwise.
@@ -103,13 +108,13 @@ def import_drafter(
         )
     if path.name == MODEL_FILE and _is_model(path):
         raise CheckpointError(f"{directory} holds a whole model, not a drafter: its {MODEL_FILE} has no fc.weight")
-    nested = "speculators_model_type" in document or "transformer_layer_config" in document
+    nested = is_nested(document)
     if layout is None:
         layout = "speculators" if nested else "specforge" if path.name == TRAINING_STATE else "sglang"
     elif (layout == "speculators") != nested:
         raise CheckpointError(f"{directory} is not in the {layout} layout; leave the layout out to have it found")
     notes: list[str] = []
-    flat = _flatten(document) if nested else dict(document)
+    flat = flattened(document) if nested else dict(document)
     _settle_norms(flat, layout, norm_before_residual, notes)
     _settle_aux_layers(flat, aux_layers)
     _settle_defaults(flat, notes)
@@ -151,6 +156,11 @@ def export_drafter(
         raise CheckpointError(
             f"the drafter has {stored.config.num_hidden_layers} layers, and SpecForge's model has one: it would leave "
             "the others out without an error. Export it as sglang (its names are those that vLLM reads) or speculators"
+        )
+    if layout == "specforge" and stored.config.norm_before_fc:
+        raise CheckpointError(
+            "norm_before_fc is true, which SpecForge's model does not have: it would leave input_norm.weight out "
+            "without an error. Export it as sglang or speculators"
         )
     if layout == "sglang":
         write_stored(directory, stored)
@@ -224,18 +234,6 @@ def _config_path(directory: Path, given: Path | None) -> Path:
     return given
 
 
-def _flatten(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A speculators config as a flat one."""
-    kind = document.get("speculators_model_type")
-    if kind != "eagle3":
-        raise CheckpointError(f"speculators_model_type must be eagle3, got {kind!r}; other kinds are not EAGLE-3")
-    layer = document.get("transformer_layer_config")
-    if not isinstance(layer, Mapping):
-        raise CheckpointError("config.json: a speculators config needs transformer_layer_config")
-    own = {name: value for name, value in document.items() if name not in ("transformer_layer_config", "model_type")}
-    return {**layer, "architectures": None, **own}  # the layer's are the policy's
-
-
 def _settle_norms(flat: dict[str, Any], layout: Layout, given: bool | None, notes: list[str]) -> None:
     """Two switches whose absence or value means different things to different readers."""
     stated = flat.get("norm_before_residual")
@@ -243,10 +241,7 @@ def _settle_norms(flat: dict[str, Any], layout: Layout, given: bool | None, note
         raise CheckpointError(f"config.json says norm_before_residual {stated!r}, you say {given}; which is right?")
     if stated is None:
         if layout == "speculators" and given is None:
-            raise CheckpointError(
-                "config.json does not say norm_before_residual: vLLM takes that for true, speculators for false. Say "
-                "which the drafter was trained with (--norm-before-residual or --no-norm-before-residual)"
-            )
+            raise CheckpointError(f"{RESIDUAL_UNSAID} (--norm-before-residual or --no-norm-before-residual)")
         flat["norm_before_residual"] = bool(given)
     if layout == "specforge":
         if flat.pop("norm_output", True) is not True:
@@ -256,8 +251,6 @@ def _settle_norms(flat: dict[str, Any], layout: Layout, given: bool | None, note
             "norm_output is true, which to engines feeds normed states back (EAGLE 3.1; not supported) and to "
             "SpecForge 0.2 only means the usual norm before lm_head. If SpecForge wrote this, say so (--from specforge)"
         )
-    if flat.get("embed_requires_grad"):
-        raise CheckpointError(f"config.json: embed_requires_grad must be false, got {flat['embed_requires_grad']!r}")
     # HF writes null for what is off.
     for name in [name for name, value in flat.items() if value is None]:
         del flat[name]
@@ -296,10 +289,9 @@ def _settle_defaults(flat: dict[str, Any], notes: list[str]) -> None:
             f"{said} max_position_embeddings {limit}: vLLM's V1 model runner drafts for no request while one of the "
             "batch is longer; raise it in config.json to the length that the policy is served with (it is a limit only)"
         )
-    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
-    if "rope_theta" not in flat and not (isinstance(rope, Mapping) and "rope_theta" in rope):
-        flat["rope_theta"] = _LLAMA_ROPE_THETA
-        notes.append(f"config.json gives no rope_theta: {_LLAMA_ROPE_THETA:g} is assumed, as transformers does")
+    if (filled := with_rope_theta(flat)) != flat:
+        flat.update(filled)
+        notes.append(f"config.json gives no rope_theta: {ROPE_THETA:g} is assumed, as transformers does")
 
 
 def _read_tensors(path: Path, config: DrafterConfig, notes: list[str]) -> dict[str, Tensor]:
@@ -363,10 +355,10 @@ def _canonical_names(names: Iterable[str], path: Path, notes: list[str]) -> dict
     """The file's name of each tensor by its canonical one, without the target's."""
     found: dict[str, str] = {}
     for name in names:
-        if name.removeprefix("model.") in _TARGETS_OWN:
+        canonical = canonical_name(name)
+        if canonical is None:
             notes.append(f"{name} is left out: it is the target's, and engines would overwrite the policy's")
             continue
-        canonical = name.replace("layers.0.", "midlayer.", 1)
         if canonical in found:
             raise CheckpointError(
                 f"{path} holds both midlayer.* and layers.0.* ({canonical} twice), which are two names of one layer: "
@@ -438,14 +430,14 @@ def _speculators_config(stored: StoredDrafter, verifier: Verifier, speculative_t
     layer = (
         *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("num_hidden_layers", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
-        *("rope_theta", "rope_parameters", "attention_bias", "tie_word_embeddings", "model_type"),
+        *("rope_theta", "rope_parameters", "rope_scaling", "attention_bias", "tie_word_embeddings", "model_type"),
     )
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         **{name: flat[name] for name in ("draft_vocab_size", "target_hidden_size", "norm_before_residual")},
-        "norm_before_fc": False,
+        "norm_before_fc": stored.config.norm_before_fc,
         "fc_norm": False,
         "norm_output": False,
         "embed_requires_grad": False,
@@ -453,7 +445,7 @@ def _speculators_config(stored: StoredDrafter, verifier: Verifier, speculative_t
         "target_model_type": flat["target_model_type"],
         "tie_word_embeddings": False,
         "torch_dtype": flat["torch_dtype"],
-        "transformer_layer_config": {**{name: flat[name] for name in layer}, "mlp_bias": False},
+        "transformer_layer_config": {**{name: flat[name] for name in layer if name in flat}, "mlp_bias": False},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

@@ -6,6 +6,7 @@
     q   = softmax(lm_head(norm(pre)))             over the draft vocabulary
 
 With `norm_before_residual` (an option of speculators; not every engine has it) h1 = hidden_norm(r) + attention(x).
+With `norm_before_fc` (published drafters of gpt-oss) r = fc(input_norm(features)) at step 0, one norm over all A*H.
 With several layers, plain Llama layers follow (x = input_layernorm(pre), H wide), and the last one's `pre` is what the
 head and the next step read: as vLLM serves them and speculators trains them.
 
@@ -95,7 +96,9 @@ class Eagle3Drafter(DraftModel):
             )
         self.config = config
         self.vocabulary = vocabulary
-        self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, config.hidden_size, bias=False)
+        width = len(config.aux_layers) * config.target_hidden_size
+        self.input_norm = nn.RMSNorm(width, config.rms_norm_eps) if config.norm_before_fc else None
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.midlayer = _Layer(config)
         #: The others, under the numbers by which checkpoints name them.
         self.layers = nn.ModuleDict({str(i): _LaterLayer(config) for i in range(1, config.num_hidden_layers)})
@@ -141,6 +144,7 @@ class Eagle3Drafter(DraftModel):
             norm=self.norm.weight.to(cast),
             lm_head=self.lm_head.weight.to(cast),
             later=tuple(_own_weights(layer, cast) for layer in self.layers.values()),
+            feature_norm=None if self.input_norm is None else self.input_norm.weight.to(cast),
         )
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +162,10 @@ class Eagle3Drafter(DraftModel):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Compute r [.., H] from the target's features aux [.., A*Ht]."""
-        return F.linear(aux.to(self.fc.weight.dtype), self.fc.weight)
+        aux = aux.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            aux = rms_norm(aux, self.input_norm.weight, self.config.rms_norm_eps)
+        return F.linear(aux, self.fc.weight)
 
     def attend(
         self,
@@ -182,7 +189,7 @@ class Eagle3Drafter(DraftModel):
         if mask is None:
             S = 0 if past_k is None else past_k.shape[2]
             mask = torch.ones(L, S + L, dtype=torch.bool, device=r.device).tril(S).expand(r.shape[0], L, S + L)
-        turn = rotary(positions, c.head_dim, c.rope_theta, r.dtype)
+        turn = rotary(positions, c.head_dim, c.rope_theta, r.dtype, c.rope_scaling)
         layers = c.num_hidden_layers
         earlier = zip(_by_layer(past_k, layers), _by_layer(past_v, layers), strict=True)
         normed = rms_norm(r, w.hidden_norm, c.rms_norm_eps)

@@ -37,6 +37,7 @@ class LayerWeights(NamedTuple):
     norm: Tensor  # [H]
     lm_head: Tensor  # [D, H]
     later: tuple[LaterWeights, ...] = ()  # layers after the first
+    feature_norm: Tensor | None = None  # [A*Ht], of the features before fc
 
 
 class Layers(Protocol):

@@ -9,6 +9,7 @@ depend on the step, so they are computed once per position and read shifted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -55,7 +56,10 @@ def unroll(
         shared = torch.cat([take_rows(embedded_q, read), take_rows(embedded_kv, read)], dim=-1)
         return linear(x, by_state) + shared
 
-    r = linear(aux_hidden.index_select(0, plan.kv_rows).to(cast), weights.fc)
+    features = aux_hidden.index_select(0, plan.kv_rows).to(cast)
+    if weights.feature_norm is not None:
+        features = rms_norm(features, weights.feature_norm, eps)
+    r = linear(features, weights.fc)
     x = rms_norm(r, weights.hidden_norm, eps)
     n = plan.computed[0]
     qkv = project_qkv(x[:n], 0)
@@ -64,7 +68,8 @@ def unroll(
         context_kv = linear(x[n:], by_state[split:]) + take_rows(embedded_kv, plan.read_index[0][n:])
         kv = torch.cat([kv, context_kv])
     k, v = kv.view(-1, 2 * kv_heads, hd).chunk(2, dim=1)
-    cos, sin = rotary(plan.positions, hd, config.rope_theta, cast)
+    turns = functools.partial(rotary, head_dim=hd, theta=config.rope_theta, dtype=cast, scaling=config.rope_scaling)
+    cos, sin = turns(plan.positions)
     keys = gather_keys(plan, rotate(k, cos, sin), v)
 
     later = [_Later(config, layer, plan) for layer in weights.later]
@@ -79,7 +84,7 @@ def unroll(
             r = r[:n]
             x = rms_norm(r, weights.hidden_norm, eps)
             qkv = project_qkv(x, step)
-        turn = rotary(plan.positions[:n] + step, hd, config.rope_theta, cast) if step else (cos[:n], sin[:n])
+        turn = turns(plan.positions[:n] + step) if step else (cos[:n], sin[:n])
         if step:
             turned, v = torch.split(qkv.view(n, -1, hd), [heads + kv_heads, kv_heads], dim=1)
             q, k = torch.split(rotate(turned, *turn), [heads, kv_heads], dim=1)

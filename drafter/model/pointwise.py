@@ -6,6 +6,7 @@ of rows that is most of a training step's memory.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from drafter.device import fused_on_cuda
+from rl_hooks.format.eagle3 import Llama3Rope
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -28,10 +30,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        unit = (x * inverse).to(x.dtype)
-        slope = grads[0] * weight
-        shared = torch.linalg.vecdot(slope, unit)[..., None] / x.shape[-1]
-        grad_x = torch.addcmul(slope, unit, shared, value=-1).mul_(inverse.to(x.dtype))
+        unit, grad_x = (x * inverse).to(x.dtype), None
+        if ctx.needs_input_grad[0]:  # features and embeddings have no gradient
+            slope = grads[0] * weight
+            shared = torch.linalg.vecdot(slope, unit)[..., None] / x.shape[-1]
+            grad_x = torch.addcmul(slope, unit, shared, value=-1).mul_(inverse.to(x.dtype))
         grad_weight = torch.linalg.vecdot(grads[0].flatten(0, -2), unit.flatten(0, -2), dim=0)
         return grad_x, grad_weight, None
 
@@ -125,13 +128,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary(
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: Llama3Rope | None = None
+) -> tuple[Tensor, Tensor]:
     """cos, sin [..., 1, hd] for integer `positions` [...]: computed in at least float32, then rounded to `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
-    angle = positions.to(wide)[..., None] * theta**-exponent
+    frequencies = theta**-exponent if scaling is None else stretched(1.0 / theta**exponent, scaling)
+    angle = positions.to(wide)[..., None] * frequencies
     angle = torch.cat([angle, angle], dim=-1)[..., None, :]
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def stretched(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
+    """Frequencies [hd/2] as Llama 3 stretches them, in the order of transformers' operations: the same bits."""
+    waves, whole = 2 * math.pi / frequencies, scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    slow = torch.where(waves > whole / low, frequencies / scaling.factor, frequencies)
+    share = (whole / waves - low) / (high - low)
+    mixed = (1 - share) * slow / scaling.factor + share * slow
+    return torch.where((waves < whole / high) | (waves > whole / low), slow, mixed)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
-from rl_hooks.engines.counters import NO_VERSION, Counts, Ledger, Snapshot
+from rl_hooks.agent.choice import UNREADABLE
+from rl_hooks.engines.counters import ANOTHERS_DRAFTER, NO_VERSION, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.step_times import StepTimes
 
@@ -24,12 +25,21 @@ class EngineBooks:
         self.verdicts: list[tuple[CanaryResult, int]] = []
 
     def book(
-        self, counts: Counts, state: EngineState, policy_version: int | None, mistrusted: str | None, now: float
+        self,
+        counts: Counts,
+        state: EngineState,
+        policy_version: int | None,
+        mistrusted: str | None,
+        now: float,
+        anothers: str | None = None,
     ) -> CanaryResult | None:
-        """Credit counts to what the engine serves, and to its trial."""
+        """Credit counts to what the engine serves, and to its trial. `anothers`: a version that is not of the run."""
         version = state.serving
         if version is None or version == mistrusted:  # it has no name, or is not the version that it names
             self.ledger.set_aside(counts.rounds)
+            return None
+        if version == anothers:
+            self.ledger.book(version, policy_version, counts, method=ANOTHERS_DRAFTER)
             return None
         if state.version is None:
             self.ledger.book(version, policy_version, counts.with_rounds_without_drafts(), method=version)
@@ -45,6 +55,7 @@ class EngineBooks:
         seconds: float,
         now: float,
         mistrusted: str | None = None,
+        anothers: str | None = None,
     ) -> CanaryResult | None:
         """Credit the counts of an engine that knows whose each round is; a drafter without a name gets none.
 
@@ -63,6 +74,9 @@ class EngineBooks:
             if version in (None, NO_VERSION, mistrusted):
                 self.ledger.set_aside(new.rounds)
                 continue
+            if version == anothers:
+                self.ledger.book(version, policy, new, method=ANOTHERS_DRAFTER)
+                continue
             self.ledger.book(version, policy, new)
             verdict = self.canary.count(version, new, now) or verdict
         return verdict
@@ -75,22 +89,33 @@ class EngineBooks:
     def dump(self, now: float) -> dict[str, Any]:
         """The state that the next agent needs, as JSON takes it."""
         return {
+            "life": self.ledger.life,
             "buckets": self.ledger.dump(),
             "canary": self.canary.dump(now),
             "verdicts": [[asdict(verdict), sequence] for verdict, sequence in self.verdicts],
         }
 
     @classmethod
-    def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float) -> EngineBooks:
-        """Inverse of `dump`, which was called at `now`. Of a canary that cannot be read only the fallback is kept."""
-        books, fallback = cls(rule), document["fallback"]
-        books.ledger.restore(document["buckets"])
+    def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float, fallback: str | None) -> EngineBooks:
+        """Inverse of `dump`, which was called at `now`. A part that cannot be read, of another release, is left out.
+
+        Of a canary that cannot be read only the fallback is kept.
+        """
+        books, engine = cls(rule), document.get("engine")
+        try:
+            books.ledger.restore(document["buckets"], document.get("life"))
+        except UNREADABLE as error:
+            log.warning("%s: its counts, of another release, begin from 0: %r", engine, error)
+            books.ledger = Ledger()
         try:
             books.canary.restore(document["canary"], now)
-        except (KeyError, TypeError, ValueError) as error:
-            log.warning("%s: its canary, of another release, begins from scratch: %r", document["engine"], error)
+        except UNREADABLE as error:
+            log.warning("%s: its canary, of another release, begins from scratch: %r", engine, error)
             books.canary = Canary(rule)
             if fallback is not None:
-                books.canary.loaded(fallback["manifest"]["version"], exempt=True)
-        books.verdicts = [(CanaryResult(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
+                books.canary.loaded(fallback, exempt=True)
+        try:
+            books.verdicts = [(CanaryResult(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
+        except UNREADABLE as error:
+            log.warning("%s: what its canary found, of another release, is not reported: %r", engine, error)
         return books

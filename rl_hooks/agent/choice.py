@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rl_hooks.agent.canary import CanaryResult
 from rl_hooks.agent.download import cached_release
+from rl_hooks.errors import AgentError
 from rl_hooks.release import Release, parse_manifest
+
+#: What a part of a memory raises that another release wrote, or that is damaged.
+UNREADABLE: Final = (AgentError, KeyError, TypeError, ValueError, AttributeError)
 
 
 @dataclass(slots=True)
@@ -49,9 +53,22 @@ class ReleaseChoice:
 
     @classmethod
     def restore(cls, document: dict[str, Any]) -> ReleaseChoice:
-        """Inverse of `dump`. Files that are gone are downloaded again when they are needed."""
-        rejected = {str(version): int(sequence) for version, sequence in document["rejected"].items()}
-        return cls(int(document["sequence"]), load_release(document["fallback"]), rejected)
+        """Inverse of `dump`, also of another release's: what cannot be read of it is left out.
+
+        Files that are gone are downloaded again when they are needed. A rejected version stays out also where nothing
+        is known that the engine could go back to.
+        """
+        rejected, sequence = document.get("rejected"), document.get("sequence")
+        known = rejected if isinstance(rejected, dict) else {}
+        try:
+            fallback = load_release(document.get("fallback"))
+        except UNREADABLE:
+            fallback = None
+        return cls(
+            sequence if type(sequence) is int else -1,
+            fallback,
+            {str(version): at for version, at in known.items() if type(at) is int},
+        )
 
 
 def dump_release(release: Release | None) -> dict[str, Any] | None:

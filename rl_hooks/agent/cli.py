@@ -37,10 +37,12 @@ def agent(
     """
     from rl_hooks.agent.agent import AgentConfig, run_agent
     from rl_hooks.agent.canary import CanaryRule
+    from rl_hooks.durable import at_home
     from rl_hooks.errors import AgentError
     from rl_hooks.release import PublicKeys
 
     try:
+        cache_dir = at_home(cache_dir)
         config = AgentConfig(
             service_url=service,
             engine_urls=tuple(url),

@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import shutil
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +47,7 @@ from rl_hooks.format.drafter import (
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.lock import LockHeld, exclusive
 from rl_hooks.release import Manifest, OfferedFile, Release
+from rl_hooks.sending.exchange import trusted_of_store
 
 log = logging.getLogger("draftalign.agent")
 
@@ -331,9 +331,10 @@ class _Download:
                 return
             location = response.headers.get("Location", "")
         try:
+            tls = trusted_of_store(os.environ.get("DRAFTALIGN_CA_FILE"))
             # Of its own: the service's client has the token in its headers, and trusts the service's authority alone.
             with (
-                httpx.Client(timeout=self.client.timeout, trust_env=False, verify=_store_tls()) as store,
+                httpx.Client(timeout=self.client.timeout, trust_env=False, verify=tls) as store,
                 store.stream("GET", location, headers=headers) as response,
             ):
                 self._append(response, "the object store", have)
@@ -379,14 +380,6 @@ class _Download:
 
 class _StoreFailed(Exception):  # noqa: N818
     """The object store did not give the rest of the file."""
-
-
-def _store_tls() -> ssl.SSLContext:
-    """Trusts the system's authorities, as for a public store, and that of DRAFTALIGN_CA_FILE."""
-    context = ssl.create_default_context()
-    if ca_file := os.environ.get("DRAFTALIGN_CA_FILE"):
-        context.load_verify_locations(ca_file)
-    return context
 
 
 def _receipt(directory: Path, manifest: Manifest) -> dict[str, str]:

@@ -21,18 +21,17 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryResult, CanaryRule
-from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
+from rl_hooks.agent.choice import UNREADABLE, ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
-from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, Seen, Since, between
+from rl_hooks.agent.process import Between, Contest, EngineProcess, LoadedVersion, Seen, Since, between
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Bucket, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
-from rl_hooks.errors import AgentError, EngineError, MetricsError, OtherBytesError, SwapRefusedError
+from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
 
 log = logging.getLogger("draftalign.agent")
@@ -95,11 +94,16 @@ class EngineFollower:
         verdict = self._account(snapshot, state)
         if verdict is not None:
             self._judge(verdict)
-        given_up = self._process.given_up
+        given_up, contest = self._process.given_up, self._process.contest
         wanted = self._choice.wanted(offer, state.version if state.loaded else None, given_up)
         try:
             if wanted is None or wanted.sequence in given_up or _only_counted(state, wanted):
                 return False
+            if contest.lost:
+                if state.version != wanted.version:
+                    return False
+                self._process.contest = Contest()  # the other one has gone
+                self._metrics.contested.labels(self.url).set(0)
             needed = self._needs(wanted, state)
             if needed:
                 await self._swap(wanted, state)
@@ -120,7 +124,8 @@ class EngineFollower:
     def is_loaded(self, bucket: Bucket) -> bool:
         """Whether counts may still be added to this bucket soon."""
         policy = None if self.seen.snapshot is None else self.seen.snapshot.policy_version
-        return bucket.drafter_version == self.loaded_version and bucket.policy_version == policy
+        now = (self.ledger.life, self.loaded_version, policy)
+        return (bucket.life, bucket.drafter_version, bucket.policy_version) == now
 
     # --- counting
     async def _scrape(self) -> Snapshot | None:
@@ -140,6 +145,8 @@ class EngineFollower:
         found = between(since, known, None if pending is None else pending.version, repeated=repeated)
         if since.restarted:
             self._forget_process(state, since.known)
+        elif found is Between.OTHER_SWAP and since.known is not None:
+            self._contend(state)
         verdict = self._book(found, since, state)
         self._keep_good()
         if pending is not None and found is Between.OWN_SWAP:
@@ -152,7 +159,8 @@ class EngineFollower:
             return None
         if after.exact is not None:  # it knows whose each round is
             earlier = None if since.restarted else before
-            return self.books.book_exact(earlier, after, state, since.seconds, time.monotonic(), mistrusted)
+            now, anothers = time.monotonic(), self._anothers(state)
+            return self.books.book_exact(earlier, after, state, since.seconds, now, mistrusted, anothers)
         if since.restarted:
             before = Snapshot(Counts())
         if before is None:
@@ -161,9 +169,11 @@ class EngineFollower:
             counts, now = after.counts.since(before.counts, since.seconds), time.monotonic()
             if state.version is not None:  # drafts by n-grams or MTP cost what ours do not
                 self.books.step_times.add(before, after)
-            return self.books.book(counts, state, after.policy_version, mistrusted, now)
+            return self.books.book(counts, state, after.policy_version, mistrusted, now, self._anothers(state))
         if found is Between.OTHER_SWAP:
-            log.warning("%s: another client changed the drafter from %s to %s", self.url, since.known, self.seen.known)
+            level = logging.DEBUG if self._process.contest.lost else logging.WARNING
+            text = "%s: another client changed the drafter from %s to %s"
+            log.log(level, text, self.url, since.known, self.seen.known)
             self.books.canary.interrupted()
         self.books.set_aside(before, after)
         return None
@@ -172,7 +182,36 @@ class EngineFollower:
         was = None if known is None else known.version
         log.warning("%s restarted: it had %s, now has %s after %d swaps", self.url, was, state.serving, state.swaps)
         self.books.canary.interrupted(restarted=True)
+        self.ledger.begin_life()
         self._process = EngineProcess(replaced=True)
+        self._metrics.contested.labels(self.url).set(0)
+
+    def _anothers(self, state: EngineState) -> str | None:
+        """The version that the engine has instead of the run's; None where it was not given up."""
+        return state.version if self._process.contest.lost else None
+
+    def _contend(self, state: EngineState) -> None:
+        """Another client has changed the drafter. Where it undoes swaps again and again, the engine is its own."""
+        contest, ours = self._process.contest, self._process.loaded
+        if contest.lost or ours is None or state.version in (None, ours.version):
+            return
+        contest.undone(time.monotonic())
+        if not contest.lost:
+            return
+        run, root = ours.manifest.run, self._memory.parent.parent.parent
+        others = sorted(path.parent.name for path in root.glob(f"*/{state.version}"))
+        whose = " or ".join(f"run {other!r}" for other in others if other != run)
+        whose = whose or (f"run {run!r} too" if others else "a run that is not in this cache")
+        self.withheld = (
+            f"{contest.turns} times another client undid a swap of run {run!r} at once; {state.version}, which it puts "
+            f"there, is of {whose}. One of the two must leave: end that agent, then restart this one, or the engine"
+        )
+        self._metrics.contested.labels(self.url).set(1)
+        log.error("%s is given up, and is only counted from now on: %s", self.url, self.withheld)
+
+    def _is_ours(self, version: str | None) -> bool:
+        """Whether a version is one of the run's, as far as the cache knows."""
+        return version is None or (self._memory.parent.parent / version).is_dir()
 
     def _keep_good(self) -> None:
         """Remember what to go back to: the canary's good version, also where it was accepted without a trial."""
@@ -228,6 +267,8 @@ class EngineFollower:
             self._metrics.swaps.labels(self.url, "failed").inc()
             raise
         since = self.seen.look(after, confirmed, time.monotonic())
+        if since.restarted:  # before it took the drafter
+            self.ledger.begin_life()
         self._process.repeated(since.known, self.seen.known)
         if after is not None and after.exact is not None:
             verdict = self.books.book_exact(before, after, state, since.seconds, time.monotonic())
@@ -310,6 +351,7 @@ class EngineFollower:
                 outcome = "rolled_back"
         insisted = self._choice.rejected.pop(release.version, None) is not None
         canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
+        self._process.contest.took(time.monotonic(), others=not self._is_ours(before))
         self._process.took(release)
         self._last_fault = ""
         self._choice.sequence = max(self._choice.sequence, release.sequence)
@@ -348,17 +390,23 @@ class EngineFollower:
             self._restore(json.loads(self._memory.read_text()))
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AgentError) as error:
+        except (OSError, ValueError, TypeError) as error:
             log.warning("%s: ignoring what an earlier agent left in %s: %r", self.url, self._memory, error)
 
-    def _restore(self, document: dict[str, Any]) -> None:
-        """Take all of it or, where a part other than the canary cannot be read, nothing."""
+    def _restore(self, document: object) -> None:
+        """Take each part that can be read: another release may have written it. A rejected version stays rejected."""
+        if not isinstance(document, dict):
+            raise TypeError(f"expected a JSON object, got {str(document)[:80]}")
         now, away = time.monotonic(), max(0.0, time.time() - self._memory.stat().st_mtime)
-        books, seen = EngineBooks.restore(self.books.canary.rule, document, now - away), Seen.restore(document, now)
-        pending, mistrusted = load_release(document.get("pending")), document.get("mistrusted")
         self._choice = ReleaseChoice.restore(document)
-        self.books, self.seen = books, seen
-        self._process = EngineProcess(pending=pending, mistrusted=mistrusted)
+        fallback = None if self._choice.fallback is None else self._choice.fallback.version
+        self.books = EngineBooks.restore(self.books.canary.rule, document, now - away, fallback)
+        try:
+            self.seen = Seen.restore(document, now)
+            pending = load_release(document.get("pending"))
+            self._process = EngineProcess(pending=pending, mistrusted=document.get("mistrusted"))
+        except UNREADABLE as error:
+            log.warning("%s: how the engine was last seen, by another release, is not known: %r", self.url, error)
         self.withheld = str(document.get("withheld") or "")
 
 

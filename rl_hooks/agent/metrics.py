@@ -50,6 +50,12 @@ class AgentMetrics:
             ["engine"],
             registry=self.registry,
         )
+        self.contested = Gauge(
+            "draftalign_agent_contested",
+            "1 for an engine that was given up to another client, which undid every swap.",
+            ["engine"],
+            registry=self.registry,
+        )
         self._versions: dict[str, OrderedDict[str, None]] = {}
         self._loaded: dict[str, str] = {}
 

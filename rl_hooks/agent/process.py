@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Manifest, Release
+
+#: A swap that another client undoes so soon is a turn of a contest.
+_TURN_SECONDS: Final = 300.0
+#: Turns after which the agent gives the engine up: one that found another's drafter there, before one that was first.
+_TURNS_YOUNGER: Final = 3
+_TURNS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class Seen:
     #: Tokens that it drafts a round, and `greedy` or `probabilistic`, where it says so.
     depth: int | None = None
     drafting: str | None = None
+    #: The engine's mark of its process, as it was told last.
+    life: str | None = None
 
     def look(self, snapshot: Snapshot | None, state: EngineState, now: float) -> Since:
         """Take in a scrape and the state that was asked for after it; returns what lies between."""
@@ -73,9 +81,15 @@ class Seen:
         if snapshot is not None and snapshot.policy_version is None:
             snapshot = replace(snapshot, policy_version=state.policy_version)
         known, before = self.known, self.snapshot
-        # Exact counts are of an engine in the agent's own process: they end together.
-        fallen = before is not None and snapshot is not None and snapshot.exact is None and snapshot.has_fallen(before)
-        since = Since(known, before, now - self.at, fallen or (known is not None and state.swaps < known.swaps))
+        life = state.life or (None if snapshot is None else snapshot.life)
+        if life is not None and self.life is not None:
+            other = life != self.life
+        else:  # it does not say: counters that fell tell, where they do not pass what they had before
+            # Exact counts are of an engine in the agent's own process: they end together.
+            exact = snapshot is None or snapshot.exact is not None
+            other = before is not None and snapshot is not None and not exact and snapshot.has_fallen(before)
+        since = Since(known, before, now - self.at, other or (known is not None and state.swaps < known.swaps))
+        self.life = life or self.life
         self.at, self.known, self.snapshot = now, LoadedVersion(state.serving, state.swaps), snapshot
         self.depth, self.drafting = state.depth, state.drafting
         return since
@@ -85,6 +99,7 @@ class Seen:
         return {
             "known": None if self.known is None else asdict(self.known),
             "snapshot": None if self.snapshot is None else asdict(self.snapshot),
+            "life": self.life,
         }
 
     @classmethod
@@ -95,7 +110,36 @@ class Seen:
             now,
             None if known is None else LoadedVersion(**known),
             Snapshot.load(snapshot) if snapshot and "counts" in snapshot else None,  # of an earlier release: no counts
+            life=document.get("life"),
         )
+
+
+@dataclass(slots=True)
+class Contest:
+    """Another client that undoes the agent's swaps: an agent of another run, say. Neither would ever end.
+
+    The one that is undone for the last time goes, and the other's drafter stays: so the limits of both differ.
+    """
+
+    turns: int = 0
+    younger: bool = False
+    _took_at: float | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine is given up."""
+        return self.turns >= (_TURNS_YOUNGER if self.younger else _TURNS)
+
+    def took(self, now: float, *, others: bool) -> None:
+        """The agent has swapped; `others`: in place of a drafter that is not of its run."""
+        if not self.turns:
+            self.younger = self.younger or (self._took_at is None and others)
+        self._took_at = now
+
+    def undone(self, now: float) -> None:
+        """Another client has put another drafter in the place of the agent's."""
+        soon = self._took_at is not None and now - self._took_at <= _TURN_SECONDS
+        self.turns = self.turns + 1 if soon else 0
 
 
 @dataclass(slots=True)
@@ -113,6 +157,7 @@ class EngineProcess:
     fetched_again: str | None = None
     #: Sequences that the engine refused for good.
     given_up: set[int] = field(default_factory=set)
+    contest: Contest = field(default_factory=Contest)
     #: Requests to swap in `_asked_for` that no swap has been seen for: the engine may still be at them.
     unseen_swaps: int = 0
     _asked_for: str | None = None

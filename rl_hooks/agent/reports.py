@@ -58,6 +58,8 @@ class Reports:
     async def send(self, client: httpx.AsyncClient) -> None:
         """Send the canary's verdicts, and all counts that have changed."""
         for follower in list(self._followers.values()):
+            # Those of an earlier life first: the service takes none of them after one of a later life.
+            await self._send_changed(client, follower, ended=True)
             while follower.books.verdicts:
                 verdict, sequence = follower.books.verdicts[0]
                 judged = [b for b in follower.ledger.buckets() if b.drafter_version == verdict.version]
@@ -66,9 +68,13 @@ class Reports:
                         client, follower, judged[-1], {"canary": verdict.document() | {"sequence": sequence}}
                     )
                 follower.books.verdicts.pop(0)
-            for bucket in follower.ledger.buckets():
-                if bucket.reported != (bucket.counts.rounds, follower.is_loaded(bucket)):
-                    await self._post(client, follower, bucket, {})
+            await self._send_changed(client, follower)
+
+    async def _send_changed(self, client: httpx.AsyncClient, follower: EngineFollower, *, ended: bool = False) -> None:
+        for bucket in follower.ledger.buckets():
+            changed = bucket.reported != (bucket.counts.rounds, follower.is_loaded(bucket))
+            if changed and not (ended and bucket.life == follower.ledger.life):
+                await self._post(client, follower, bucket, {})
 
     async def _post(
         self, client: httpx.AsyncClient, follower: EngineFollower, bucket: Bucket, more: dict[str, Any]
@@ -82,6 +88,7 @@ class Reports:
             "method": bucket.method,
             "drafter_version": bucket.drafter_version,
             "policy_version": bucket.policy_version,
+            "life": bucket.life,
             **asdict(bucket.counts),
             "depth": follower.seen.depth,
             "drafting": follower.seen.drafting,

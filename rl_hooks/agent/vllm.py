@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl_hooks.durable import at_home
 from rl_hooks.engines.vllm.core import CoreLink, hook
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.engines.vllm.worker import RPC_METHODS
@@ -49,7 +50,8 @@ def attach(
     """Let a `vllm.LLM` follow a run of the service from now on.
 
     `sample_fraction` of its requests are sent with their features, at most `tokens_per_minute`; 0 where a trainer's
-    hook sends them. Raises ValueError for settings out of range or an engine that follows already.
+    hook sends them. Weights that were brought before are not known as such: attach it as soon as it is made. Raises
+    ValueError for settings out of range or an engine that follows already.
     """
     settings = asdict(ServiceSettings(url, run, token, sample_fraction, tokens_per_minute))
     client = llm.llm_engine.engine_core
@@ -66,6 +68,7 @@ def _attach(core: Any, settings: dict[str, Any]) -> None:
     if link is None:
         raise ValueError("this engine does not speculate, so there is no drafter to swap")
     core._draftalign = link
+    link.first_look()
 
 
 def link_of(core: Any, settings: ServiceSettings | None) -> CoreLink | None:
@@ -94,7 +97,8 @@ def link_of(core: Any, settings: ServiceSettings | None) -> CoreLink | None:
 def drafter_directory(environment: Mapping[str, str]) -> Path:
     """Where published drafters are downloaded to; ranks on other machines must see the same directory."""
     given, caches = environment.get("DRAFTALIGN_DRAFTER_DIR"), environment.get("XDG_CACHE_HOME")
-    found = Path(given) if given else (Path(caches) if caches else Path.home() / ".cache") / "draftalign"
+    cache = Path(caches) if caches else Path.home() / ".cache"
+    found = at_home(given) if given else cache / "draftalign"
     return found.resolve()  # a home is a symbolic link on many a cluster
 
 

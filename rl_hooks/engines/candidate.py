@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from rl_hooks.format.drafter import (
 )
 from rl_hooks.format.eagle3 import MAPS, DrafterConfig, DrafterError, named, parse_config, with_defaults, with_layers
 from rl_hooks.format.engines import EngineName, limits
+from rl_hooks.format.layouts import canonical_name
 
 #: What the engine shares with the policy, in the names of drafters' files.
 _SHARED: Final = ("embed_tokens", "shared_head.head")
@@ -81,6 +83,9 @@ def running_sizes(config: Mapping[str, Any], layers: tuple[int, ...]) -> Drafter
     Raises `DrafterRefusedError` for one that no file could replace.
     """
     own = with_defaults({name: value for name, value in config.items() if name not in _NOT_BY_CONFIG})
+    nested = config.get("eagle_config")
+    if isinstance(nested, Mapping) and "norm_before_fc" in nested:  # vLLM and SGLang look there first
+        own["norm_before_fc"] = bool(nested["norm_before_fc"])
     try:
         return parse_config(with_layers(own, layers))
     except DrafterError as error:
@@ -106,13 +111,20 @@ def check_config(directory: Path, running: Sizes, engine: EngineName, expected_s
 
 
 def read_candidate(
-    body: bytes, running: Sizes, d2t: Tensor, dtype: torch.dtype, float32: frozenset[str] = frozenset()
+    body: bytes,
+    running: Sizes,
+    d2t: Tensor,
+    dtype: torch.dtype,
+    float32: frozenset[str] = frozenset(),
+    *,
+    published: bool = False,
 ) -> dict[str, Tensor]:
     """Weights as `dtype` on the CPU (`float32`: but for these), and nothing else: d2t, the engine's, is compared.
 
-    The header is judged before any tensor is made. Raises `DrafterRefusedError`.
+    The header is judged before any tensor is made. `published`: the file may be in speculators' layout, in which an
+    engine starts with a drafter. Raises `DrafterRefusedError`.
     """
-    header = _check_header(body, running)
+    header = _check_header(body, running, published=published)
     tensors = {name: _tensor(body, header.header_bytes + info.begin, info) for name, info in header.tensors.items()}
     _check_vocabulary(tensors.pop("d2t", torch.zeros_like(d2t)), tensors.pop("t2d", None), d2t, running.vocab_size)
     weights = {name: tensor.to(torch.float32 if name in float32 else dtype) for name, tensor in tensors.items()}
@@ -137,7 +149,7 @@ def _tensor(body: bytes, offset: int, info: wire.TensorInfo) -> Tensor:
     return torch.from_numpy(flat).view(_DTYPES[info.dtype]).view(info.shape)
 
 
-def _check_header(body: bytes, running: Sizes) -> wire.Header:
+def _check_header(body: bytes, running: Sizes, *, published: bool) -> wire.Header:
     try:
         header = wire.parse_header(body)
     except wire.WireError as error:
@@ -146,6 +158,9 @@ def _check_header(body: bytes, running: Sizes) -> wire.Header:
         raise DrafterRefusedError(
             f"{MODEL_FILE} is damaged: {len(body)} bytes, where its header says {header.file_bytes}; fetch it again"
         )
+    if published:
+        names = {canonical_name(name): info for name, info in header.tensors.items()}
+        header = replace(header, tensors={name: info for name, info in names.items() if name is not None})
     infos = header.tensors
     if poison := sorted(name for name in infos if any(shared in name for shared in _SHARED)):
         raise DrafterRefusedError(

@@ -4,6 +4,9 @@ Engines count rounds without saying which drafter proposed them. `Ledger` theref
 difference under the drafter version that was loaded all the time between. Rounds around a swap belong to no single
 version; they are counted apart.
 
+An engine that restarts counts from 0, and so does its ledger: each *life* of the counts has a name, which a report
+says. An engine's own mark of its process (`Snapshot.life`) tells a restart; counters may pass what they had before.
+
 Pure: no clock, no network. α = 1 + accepted / rounds, the bonus token included; vLLM counts accepted tokens *before*
 trimming at EOS, so `emitted_tokens` is what compares with replay α.
 """
@@ -11,8 +14,10 @@ trimming at EOS, so `emitted_tokens` is what compares with replay α.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self, TypeAlias
@@ -39,16 +44,21 @@ STEPS: Final = "vllm:iteration_tokens_total_count"
 OUTPUTS: Final = "vllm:inter_token_latency_seconds_count"
 OUTPUT_SECONDS: Final = "vllm:inter_token_latency_seconds_sum"
 RUNNING: Final = "vllm:num_requests_running"
+#: When the process that counts began, and else when its counter of rounds did: another value is another process.
+STARTED_AT: Final = "process_start_time_seconds"
+CREATED_AT: Final = "vllm:spec_decode_num_drafts_created"
 
 _COUNTED: Final = (ROUNDS, DRAFTED, ACCEPTED, ACCEPTED_PER_POSITION)
 _TIMES: Final = (OUTPUTS, STEPS, OUTPUT_SECONDS, RUNNING)
-_NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSION, *_TIMES)
+_NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSION, *_TIMES, STARTED_AT, CREATED_AT)
 _MAX_POSITIONS: Final = 64
 #: Characters of a page's lines of these names: 64 engine cores with 64 positions each have 0.7 million.
 _MAX_COUNTED: Final = 1 << 20
 _MAX_LINE: Final = 4096
 #: Method of counts that were made with a published drafter.
 OUR_DRAFTER: Final = "drafter"
+#: Of counts that were made with a drafter that another client keeps in the engine instead of ours.
+ANOTHERS_DRAFTER: Final = "anothers-drafter"
 #: Buckets kept per engine: the oldest that the service has acknowledged goes first.
 MAX_BUCKETS: Final = 32
 
@@ -151,6 +161,8 @@ class Snapshot:
     times: tuple[float, float, float, float] | None = None
     #: The same by drafter and policy version, where the engine knows whose each round is; else None.
     exact: ExactCounts | None = None
+    #: Mark of the process that counts, which a restart changes; None where it does not tell.
+    life: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -158,7 +170,7 @@ class Snapshot:
         samples = read_samples(text, _NAMES)
         rounds, drafted, accepted = (_total(samples, name) for name in (ROUNDS, DRAFTED, ACCEPTED))
         counts = Counts(rounds, drafted, accepted, _per_position(samples), _emitted(samples))
-        return cls(counts, _gauge(samples, POLICY_VERSION), _times(samples))
+        return cls(counts, _gauge(samples, POLICY_VERSION), _times(samples), life=_life(samples))
 
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Self:
@@ -169,6 +181,7 @@ class Snapshot:
             document["policy_version"],
             tuple(times) if isinstance(times, list) and len(times) == len(_TIMES) else None,
             None if exact is None else tuple((v, p, Counts.load(counts)) for v, p, counts in exact),
+            document.get("life"),
         )
 
     @classmethod
@@ -197,6 +210,8 @@ class Bucket:
     method: str = OUR_DRAFTER
     #: The counts, and whether the drafter was still loaded, as the service last acknowledged them.
     reported: tuple[int, bool] | None = None
+    #: Of the ledger, when this was counted.
+    life: str = ""
 
     @property
     def unreported_rounds(self) -> int:
@@ -205,11 +220,25 @@ class Bucket:
 
 
 class Ledger:
-    """Cumulative counts of one engine per (drafter version, policy version)."""
+    """Cumulative counts of one engine per (drafter version, policy version), since the engine or the ledger began.
+
+    `life`: a random name of that time. No clock: engines', agents' and the service's differ, and are set back.
+    """
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[str, int | None], Bucket] = {}
+        self._buckets: dict[tuple[str, str, str, int | None], Bucket] = {}
         self.unattributed_rounds = 0
+        self.life = uuid.uuid4().hex
+
+    def begin_life(self) -> None:
+        """Count from 0: the engine restarted. What the service has not acknowledged stays until it has."""
+        self.life = uuid.uuid4().hex
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Drop what was counted in an earlier life, where the service has it."""
+        kept = self._buckets.items()
+        self._buckets = {key: one for key, one in kept if one.life == self.life or one.unreported_rounds > 0}
 
     def book(self, version: str, policy_version: int | None, counts: Counts, method: str = OUR_DRAFTER) -> None:
         """Add counts that were made with `version` loaded throughout.
@@ -217,10 +246,11 @@ class Ledger:
         A difference across a policy update is booked under the newer policy: with synchronous RL, rounds resume only
         after the update; with asynchronous RL at most one scrape interval is misplaced.
         """
-        key = (version, policy_version)
+        key = (self.life, method, version, policy_version)
         if counts.rounds == 0 and key not in self._buckets:
             return
-        bucket = self._buckets.pop(key, None) or Bucket(version, policy_version, method=method)
+        self._forget_ended()
+        bucket = self._buckets.pop(key, None) or Bucket(version, policy_version, method=method, life=self.life)
         bucket.counts += counts
         self._buckets[key] = bucket  # last in order: most recently used
         while len(self._buckets) > MAX_BUCKETS:
@@ -232,7 +262,7 @@ class Ledger:
         self.unattributed_rounds += max(rounds, 0)
 
     def buckets(self) -> list[Bucket]:
-        """Every bucket, least recently used first."""
+        """Every bucket, least recently used first; so those of an earlier life come first."""
         return list(self._buckets.values())
 
     def version_counts(self, version: str) -> Counts:
@@ -243,13 +273,17 @@ class Ledger:
         """JSON form, so that cumulative counts survive a restart of the agent."""
         return [asdict(bucket) for bucket in self._buckets.values()]
 
-    def restore(self, documents: Iterable[Mapping[str, Any]]) -> None:
-        """Inverse of `dump`; raises KeyError or TypeError on anything else. Everything counts as unreported."""
+    def restore(self, documents: Iterable[Mapping[str, Any]], life: str | None = None) -> None:
+        """Inverse of `dump`; raises KeyError or TypeError on anything else. Everything counts as unreported.
+
+        `life`: the ledger's; None: an earlier release's, which had none.
+        """
+        self.life = life or self.life
         for document in documents:
             version, policy = str(document["drafter_version"]), document["policy_version"]
             method = str(document.get("method", OUR_DRAFTER))
-            bucket = Bucket(version, policy, Counts.load(document["counts"]), method)
-            self._buckets[bucket.drafter_version, bucket.policy_version] = bucket
+            counts, of = Counts.load(document["counts"]), str(document.get("life") or self.life)
+            self._buckets[of, method, version, policy] = Bucket(version, policy, counts, method, life=of)
 
 
 def read_samples(text: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:
@@ -308,6 +342,15 @@ def _emitted(samples: Mapping[str, list[Sample]]) -> int | None:
 
 def _gauge(samples: Mapping[str, list[Sample]], name: str) -> int | None:
     return max(_whole(name, sample.value) for sample in samples[name]) if name in samples else None
+
+
+def _life(samples: Mapping[str, list[Sample]]) -> str | None:
+    """A mark of the process; the first of several creations, because a counter of more labels may come later."""
+    for name in (STARTED_AT, CREATED_AT):
+        if name in samples:
+            first = min(repr(sample.value) for sample in samples[name])
+            return hashlib.sha256(f"{name} {first}".encode()).hexdigest()[:32]
+    return None
 
 
 def _times(samples: Mapping[str, list[Sample]]) -> tuple[float, float, float, float] | None:

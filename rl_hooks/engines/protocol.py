@@ -23,6 +23,9 @@ from rl_hooks.release import Release, layers_of
 #: vLLM's methods that propose no tokens: they use the drafter's place to store states.
 _NOT_SPECULATION = frozenset({"extract_hidden_states"})
 
+#: How an engine drafts that proposes several tokens at a place: the service compares its counts with nothing.
+TREES = "trees"
+
 #: Statuses with which an engine refuses this drafter for good. Other errors may pass.
 REFUSALS = frozenset({400, 409, 413, 415, 422})
 #: Status with which it says that the files are not the ones whose digests it was told.
@@ -42,7 +45,7 @@ class EngineState:
     takes: str | None = "eagle3"
     #: How it speculates without a drafter of ours (n-grams, its policy's own MTP module). Names its counts.
     method: str | None = None
-    #: How many tokens it drafts a round, and whether as `greedy` or `probabilistic`; None where it does not say.
+    #: How many tokens it drafts a round, and whether as `greedy`, `probabilistic` or `TREES`; None: it does not say.
     depth: int | None = None
     drafting: str | None = None
     #: SHA-256 of the model file that it read for `version`; None where it does not say.
@@ -52,6 +55,8 @@ class EngineState:
     #: Identity of its draft vocabulary, and the layers that its drafter reads, where it says so: for messages.
     d2t_sha256: str | None = None
     aux_layers: tuple[int, ...] = ()
+    #: Mark of its process, which a restart changes; None where only its counters tell.
+    life: str | None = None
 
     @property
     def serving(self) -> str | None:
@@ -59,9 +64,9 @@ class EngineState:
         return (self.version or self.method) if self.loaded else None
 
 
-def counting_only(method: str | None, policy_version: int | None = None) -> EngineState:
+def counting_only(method: str | None, policy_version: int | None = None, life: str | None = None) -> EngineState:
     """State of an engine that speculates by a method of its own; None: it does not speculate."""
-    return EngineState(None, method is not None, 0, policy_version=policy_version, takes=None, method=method)
+    return EngineState(None, method is not None, 0, policy_version=policy_version, takes=None, method=method, life=life)
 
 
 class Engine(Protocol):

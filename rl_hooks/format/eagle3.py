@@ -22,11 +22,11 @@ Found = Mapping[str, tuple[tuple[int, ...], str]]
 #: Fields that change what the tensors mean. We support one value each; absent means that value.
 FIXED: Final[Mapping[str, Any]] = {
     "norm_output": False,
-    "norm_before_fc": False,
     "fc_norm": False,
     "attention_bias": False,
     "bias": False,
     "tie_word_embeddings": False,
+    "embed_requires_grad": False,
     # Those of engines' own classes: vLLM's (0.32), SGLang's (0.5.23) or both.
     "use_aux_norm": False,
     "qkv_bias": False,
@@ -66,6 +66,27 @@ class CheckpointError(DrafterError):
 
 
 @dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's stretching of rotary positions, which divides the low frequencies and leaves the high ones alone.
+
+    Frequencies whose wave is longer than original_max_position_embeddings / low_freq_factor are divided by `factor`,
+    those whose wave is shorter than original_max_position_embeddings / high_freq_factor stay, between them both mix.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or not self.low_freq_factor < self.high_freq_factor:
+            raise DrafterError(
+                "rope_type llama3 needs a factor of at least 1 and a low_freq_factor below high_freq_factor, got "
+                f"{self.factor}, {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """Sizes of a drafter. `aux_layers` names each captured layer by the layer whose *input* it is ("entering")."""
 
@@ -84,6 +105,8 @@ class DrafterConfig:
     model_type: str = "llama"
     norm_before_residual: bool = False
     num_hidden_layers: int = 1
+    rope_scaling: Llama3Rope | None = None
+    norm_before_fc: bool = False
 
     def __post_init__(self) -> None:
         if self.num_hidden_layers < 1:
@@ -118,10 +141,13 @@ class DrafterConfig:
     def identity(self) -> dict[str, Any]:
         """Every field as JSON gives it back, to compare with a stored one. An absent switch means that it is off."""
         fields = {**asdict(self), "aux_layers": list(self.aux_layers)}
-        if not self.norm_before_residual:
-            del fields["norm_before_residual"]
+        for switch in ("norm_before_residual", "norm_before_fc"):
+            if not fields[switch]:
+                del fields[switch]
         if self.num_hidden_layers == 1:
             del fields["num_hidden_layers"]
+        if self.rope_scaling is None:
+            del fields["rope_scaling"]
         return fields
 
     @classmethod
@@ -209,8 +235,11 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     H, Ht, D, V = config.hidden_size, config.target_hidden_size, config.draft_vocab_size, config.vocab_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     maps: dict[str, tuple[int, ...]] = {} if D == V else {"d2t": (D,), "t2d": (V,)}
+    width = len(config.aux_layers) * Ht
+    norm: dict[str, tuple[int, ...]] = {"input_norm.weight": (width,)} if config.norm_before_fc else {}
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (H, len(config.aux_layers) * Ht),
+        **norm,
+        "fc.weight": (H, width),
         "midlayer.hidden_norm.weight": (H,),
     }
     for number in range(config.num_hidden_layers):
@@ -234,15 +263,17 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     for name, value in FIXED.items():
         if document.get(name, value) != value:
             raise CheckpointError(f"config.json: {name} must be {json.dumps(value)}, got {document[name]!r}")
-    nested = document.get("eagle_config")
-    if isinstance(nested, Mapping) and nested.get("norm_before_fc"):  # engines look here first
-        raise CheckpointError(
-            f"config.json: norm_before_fc in eagle_config must be false, got {nested['norm_before_fc']!r}"
-        )
     _check_meaning(document)
-    before = document.get("norm_before_residual", False)
-    if not isinstance(before, bool):
-        raise CheckpointError(f"config.json: norm_before_residual must be true or false, got {before!r}")
+    residual, features = _switch(document, "norm_before_residual"), _switch(document, "norm_before_fc")
+    nested = document.get("eagle_config")
+    if isinstance(nested, Mapping) and "norm_before_fc" in nested:  # engines look here first
+        inner = _switch(nested, "norm_before_fc") if nested["norm_before_fc"] is not None else False
+        if "norm_before_fc" in document and inner != features:
+            raise CheckpointError(
+                f"config.json: norm_before_fc is {features}, in eagle_config {nested['norm_before_fc']!r}; which is "
+                "right?"
+            )
+        features = inner
     try:
         sizes = {name: count(document, name) for name in SIZES}
         layers = count({"num_hidden_layers": 1, **document}, "num_hidden_layers")
@@ -259,13 +290,22 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             rms_norm_eps=eps,
             max_position_embeddings=count(document, "max_position_embeddings"),
             model_type=str(document.get("target_model_type", "llama")),
-            norm_before_residual=before,
+            norm_before_residual=residual,
+            norm_before_fc=features,
             num_hidden_layers=layers,
+            rope_scaling=_rope_scaling(document),
         )
     except CheckpointError:
         raise
     except DrafterError as error:
         raise CheckpointError(f"config.json: {error}") from error
+
+
+def _switch(document: Mapping[str, Any], name: str) -> bool:
+    value = document.get(name, False)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name} must be true or false, got {value!r}")
+    return value
 
 
 def _check_meaning(document: Mapping[str, Any]) -> None:
@@ -287,7 +327,7 @@ def _check_meaning(document: Mapping[str, Any]) -> None:
         faults.append(f"layer_types {layers!r}")
     ropes = [document.get(name) for name in ("rope_parameters", "rope_scaling")]
     for rope in (rope for rope in ropes if isinstance(rope, Mapping)):
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
+        if _rope_type(rope) not in ("default", "llama3"):
             faults.append(f"scaled rotary positions {dict(rope)!r}")
     shares = [where.get("partial_rotary_factor") for where in (document, *ropes) if isinstance(where, Mapping)]
     if any(share not in (None, 1, 1.0) for share in shares):
@@ -295,7 +335,7 @@ def _check_meaning(document: Mapping[str, Any]) -> None:
     if faults:
         raise CheckpointError(
             f"config.json: {', '.join(faults)} is not supported: this layout has silu without biases, full attention "
-            "and unscaled rotary positions over whole heads"
+            "and rotary positions over whole heads, unscaled or scaled as in Llama 3"
         )
 
 
@@ -313,7 +353,8 @@ def with_layers(document: Mapping[str, Any], aux_layers: Sequence[int]) -> dict[
 def reaching(document: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
     """A drafter's config.json whose max_position_embeddings is not below that of the policy's config.
 
-    No weight depends on it: the layout's positions are unscaled. Beyond it, an engine may stop drafting.
+    No weight depends on it: positions are unscaled, or stretched by a length of their own. Beyond it, an engine may
+    stop drafting.
     """
     own, whole = (config.get("max_position_embeddings") for config in (document, policy))
     if type(own) is not int or type(whole) is not int or not own < whole <= MAX_SIZE:
@@ -372,6 +413,37 @@ def _rope_theta(document: Mapping[str, Any]) -> float:
             f"config.json: one positive rope_theta, the same in rope_parameters, is expected; got {given}"
         )
     return float(given[0])
+
+
+def _rope_type(rope: Mapping[str, Any]) -> object:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _rope_scaling(document: Mapping[str, Any]) -> Llama3Rope | None:
+    """How rotary positions are stretched, None for not at all. Both fields, where present, must say the same."""
+    ropes = [rope for name in ("rope_parameters", "rope_scaling") if (rope := _mapping(document, name))]
+    found = {_llama3(document, rope) if _rope_type(rope) == "llama3" else None for rope in ropes}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"config.json: rope_parameters {dict(ropes[0])!r:.200} and rope_scaling {dict(ropes[1])!r:.200} name other "
+            "rotary positions, and engines read one of them; which is right?"
+        )
+    return next(iter(found), None)
+
+
+def _llama3(document: Mapping[str, Any], rope: Mapping[str, Any]) -> Llama3Rope:
+    name = "original_max_position_embeddings"
+    beside = document.get(name)  # transformers, vLLM and SGLang would take it instead
+    if beside not in (None, rope.get(name)):
+        raise CheckpointError(
+            f"config.json: {name} is {beside!r:.80}, in the rotary positions {rope.get(name)!r:.80}; which is right?"
+        )
+    return Llama3Rope(
+        factor=number(rope, "factor"),
+        low_freq_factor=number(rope, "low_freq_factor"),
+        high_freq_factor=number(rope, "high_freq_factor"),
+        original_max_position_embeddings=count(rope, name),
+    )
 
 
 def check_header(found: Found, config: DrafterConfig) -> None:

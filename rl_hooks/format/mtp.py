@@ -182,7 +182,7 @@ class MtpConfig:
         if missing:
             raise DrafterError(
                 f"an MTP drafter needs a config of DeepSeek-V3's or GLM-4.5's kind; this one "
-                f"({config.get('model_type')!r}) lacks {', '.join(missing)}. Train an EAGLE-3 drafter instead"
+                f"({config.get('model_type')!r}) lacks {', '.join(missing)}. {_instead(config)}"
             )
         if config.get("hidden_act", "silu") != "silu":
             raise DrafterError(f"an MTP drafter's activation must be silu, got {config['hidden_act']!r}")
@@ -212,14 +212,24 @@ def _refuse_other_modules(config: Mapping[str, Any]) -> None:
         modules = config.get(name)
         if modules is not None and (type(modules) is not int or modules != 1):
             raise DrafterError(
-                f"an MTP drafter is one module, applied again for every step; {name} is {modules!r}. Train an EAGLE-3 "
-                "drafter instead"
+                f"an MTP drafter is one module, applied again for every step; {name} is {modules!r}. {_instead(config)}"
             )
     if config.get("index_topk"):
         raise DrafterError(
             f"sparse attention by an indexer (index_topk {config['index_topk']!r}) is not supported: an MTP drafter "
-            "attends to every token. Train an EAGLE-3 drafter instead"
+            f"attends to every token. {_instead(config)}"
         )
+
+
+def _instead(config: Mapping[str, Any]) -> str:
+    """What to do with a policy whose own module is not trained here."""
+    if config.get("hc_mult") is None:
+        return "Train an EAGLE-3 drafter instead"
+    return (
+        f"Nor does an EAGLE-3 drafter fit it: it has {config['hc_mult']!r} residual streams (hc_mult), and a drafter "
+        "reads one. What works: the engine's own speculation with n-grams or that module, untrained; draftalign-agent "
+        "beside the engine reports its acceptance"
+    )
 
 
 def _latent(config: Mapping[str, Any]) -> LatentSizes:

@@ -8,12 +8,14 @@
 | `run-closed` to anything | a person drains or archived the run: the same |
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
+| `StoreUnreachable` from an upload by the object store | the same file through the API, and all for five minutes |
 | any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -22,8 +24,9 @@ from typing import Final
 
 from rl_hooks import wire
 from rl_hooks.errors import WrongTargetError
+from rl_hooks.sending.direct import DirectUpload, StoreUnreachable
 from rl_hooks.sending.exchange import Origin, Reply, exchange
-from rl_hooks.sending.jobs import Job, run_path
+from rl_hooks.sending.jobs import Job, Parts, run_path
 from rl_hooks.sending.tally import Tally, kind_of
 
 _FIRST_BACKOFF_SECONDS: Final = 0.25
@@ -35,6 +38,11 @@ _CLOSED: Final = "urn:draftalign:run-closed"
 _NOT_FOUND: Final = "urn:draftalign:not-found"
 #: Likewise, that no run of this name is registered.
 NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
+#: A smaller file costs the API less when it goes through it: docs/lab/performance.md.
+_SMALLEST_DIRECT_BYTES: Final = 8 << 20
+#: After it could not be used.
+_STORE_AWAY_SECONDS: Final = 300.0
+_THROUGH: Final = "Rollouts go through the service's API for five minutes, then it is tried again"
 _STOPPED: Final = "This process sends nothing until it is attached again; its own work goes on"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
@@ -57,11 +65,14 @@ class ServiceClient:
     last_rows: wire.LastRows = "all"
     #: Whether the service reads files that hold what a prompt's rollouts share once; not until it has said so.
     prompts_once: bool = False
+    #: Whether the service takes rollout files by an object store; not until it has said so.
+    direct_uploads: bool = False
     #: Why the worker refused the newest dead batch of the run.
     last_dead_reason: str = field(init=False, default="")
     #: Why the service refused to register the run; empty while it has not.
     _not_registered: str = field(init=False, default="")
     _dead_total: int | None = field(init=False, default=None)  # of the newest answer
+    _store_away_until: float = field(init=False, default=-math.inf)  # monotonic
 
     def deliver(self, job: Job, pause: Callable[[float], bool]) -> str:
         """Try until there is a verdict; returns the counter that it belongs to. `pause` waits; True: stop trying."""
@@ -77,13 +88,16 @@ class ServiceClient:
         headers = {"Content-Type": wire.CONTENT_TYPE, "Content-Length": str(wire.parts_bytes(parts)), **job.headers}
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
+        direct = self._direct(job, parts, headers)
         for attempt in itertools.count():
             seconds = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt, 10))
             seconds *= _JITTER.uniform(0.5, 1.0)
             try:
-                reply = exchange(
-                    self.origin, job.method, job.path, headers, parts, timeout_seconds=self.timeout_seconds
-                )
+                reply = self._send(job.method, job.path, headers, parts) if direct is None else direct.attempt()
+            except StoreUnreachable as error:
+                direct, self._store_away_until = None, time.monotonic() + _STORE_AWAY_SECONDS
+                self.tally.note("store", f"the object store cannot be used from here: {error}. {_THROUGH}")
+                continue
             except OSError as error:
                 up = "Is `draftalign up` running there? " if isinstance(error, ConnectionRefusedError) else ""
                 text = (
@@ -91,6 +105,8 @@ class ServiceClient:
                 )
                 self.tally.note("connection", text)
             else:
+                if direct is not None:
+                    self.tally.add("bytes_sent", direct.take_bytes_put())
                 verdict = self._judge(job, reply)
                 if verdict is not None:
                     return verdict
@@ -102,6 +118,24 @@ class ServiceClient:
                 return "dropped_closed"
             self.tally.add("retries")
         return "dropped_error"
+
+    def _send(self, method: str, path: str, headers: Mapping[str, str], parts: Parts) -> Reply:
+        return exchange(self.origin, method, path, headers, parts, timeout_seconds=self.timeout_seconds)
+
+    def _direct(self, job: Job, parts: Parts, headers: Mapping[str, str]) -> DirectUpload | None:
+        """The file's way by the object store; None: it goes through the API."""
+        if not (self.direct_uploads and job.path.startswith("/rollouts?")):
+            return None
+        if wire.parts_bytes(parts) < _SMALLEST_DIRECT_BYTES or time.monotonic() < self._store_away_until:
+            return None
+
+        def ask(path: str, prefix: Parts) -> Reply:
+            return self._send("POST", path, {**headers, "Content-Length": str(wire.parts_bytes(prefix))}, prefix)
+
+        try:
+            return DirectUpload(self.run, parts, ask, self.timeout_seconds)
+        except ValueError:  # no rollout file: the API says what is wrong with it
+            return None
 
     def _judge(self, job: Job, reply: Reply) -> str | None:
         """The counter of a final answer; None: try again."""
@@ -119,6 +153,7 @@ class ServiceClient:
             if (wanted := fields.get("last_rows")) in ("all", "predicting"):  # the answer to a head does not say
                 self.last_rows = wanted
             self.prompts_once = fields.get("prompts_once", self.prompts_once) is True
+            self.direct_uploads = fields.get("direct_uploads", self.direct_uploads) is True
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         if reply.status == 401:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 from urllib.parse import urlsplit
 
+from rl_hooks.durable import at_home
+
 #: How long to wait for `100 Continue` before sending the body anyway (RFC 9110 §10.1.1 asks for a limit).
 CONTINUE_SECONDS: Final = 1.0
 SLICE_BYTES: Final = 4 << 20
@@ -98,12 +100,14 @@ def exchange(
     body: Iterable[bytes | memoryview],
     *,
     timeout_seconds: float,
+    of_a_store: bool = False,
 ) -> Reply:
     """Send one request and read its answer. Raises OSError (ReplyError among them) if there is none.
 
     `timeout_seconds` bounds the connection attempt, each slice of at most 4 MiB, and then the whole answer.
+    `of_a_store`: over https the system's authorities are trusted too, whatever DRAFTALIGN_CA_FILE says.
     """
-    connection = _connect(origin, timeout_seconds)
+    connection = _connect(origin, timeout_seconds, of_a_store)
     try:
         connection.putrequest(method, origin.base_path + path, skip_accept_encoding=True)
         for name, value in (*headers.items(), ("Expect", "100-continue"), ("Connection", "close")):
@@ -166,10 +170,10 @@ class _Incoming(io.RawIOBase):
         return self._sock.recv_into(buffer)
 
 
-def _connect(origin: Origin, timeout_seconds: float) -> http.client.HTTPConnection:
+def _connect(origin: Origin, timeout_seconds: float, of_a_store: bool) -> http.client.HTTPConnection:
     connection: http.client.HTTPConnection
     if origin.scheme == "https":
-        context = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
+        context = (trusted_of_store if of_a_store else trusted)(os.environ.get("DRAFTALIGN_CA_FILE"))
         connection = http.client.HTTPSConnection(origin.host, origin.port, timeout=timeout_seconds, context=context)
     else:
         connection = http.client.HTTPConnection(origin.host, origin.port, timeout=timeout_seconds)
@@ -194,9 +198,18 @@ def trusted(ca_file: str | None) -> ssl.SSLContext:
     Reading the certificates takes longer than most requests, so this is done once.
     """
     try:
-        return ssl.create_default_context(cafile=ca_file or None)
+        return ssl.create_default_context(cafile=at_home(ca_file) if ca_file else None)
     except OSError as error:
         raise OSError(f"DRAFTALIGN_CA_FILE {ca_file}: {error}; expected a PEM file of certificates") from error
+
+
+@functools.lru_cache(1)
+def trusted_of_store(ca_file: str | None) -> ssl.SSLContext:
+    """Trusts the system's authorities, as for a public object store, and those in a PEM file. Raises OSError."""
+    context = ssl.create_default_context()
+    if ca_file:
+        context.load_verify_locations(at_home(ca_file))
+    return context
 
 
 def _slices(body: Iterable[bytes | memoryview]) -> Iterable[memoryview]:

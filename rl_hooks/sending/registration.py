@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
+from rl_hooks.format.eagle3 import DrafterError
+from rl_hooks.format.layouts import canonical_config, canonical_name, is_nested
 from rl_hooks.sending.features import as_wire
 from rl_hooks.sending.jobs import Job, run_path
 
@@ -330,10 +332,18 @@ class RunRegistration:
         for path in (weights, config):
             if not path.is_file():
                 raise FileNotFoundError(f"initial_drafter must hold model.safetensors and config.json; no {path}")
-        file = wire.MappedFile(weights)
-        for name, info in file.header.tensors.items():
-            self.tensors[f"drafter.{name}"] = wire.Tensor.of(file.array(name), info.dtype)
-        self.metadata["drafter_config"] = json.dumps(json.loads(config.read_text(encoding="utf-8")))
+        file, document = wire.MappedFile(weights), json.loads(config.read_text(encoding="utf-8"))
+        names: dict[str, str | None] = {name: name for name in file.header.tensors}
+        if is_nested(document):  # as speculators publishes it, and vLLM starts with it
+            try:
+                document, names = canonical_config(document), {name: canonical_name(name) for name in names}
+            except DrafterError as error:
+                raise UnsupportedModelError(f"{directory}: {error}") from error
+        for theirs, ours in names.items():
+            if ours is not None:
+                info = file.header.tensors[theirs]
+                self.tensors[f"drafter.{ours}"] = wire.Tensor.of(file.array(theirs), info.dtype)
+        self.metadata["drafter_config"] = json.dumps(document)
 
     def encode(self) -> list[bytes | memoryview]:
         """The request body, as parts. Raises `UnsupportedModelError` where a weight was never whole."""

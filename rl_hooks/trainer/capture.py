@@ -256,7 +256,9 @@ def _flatten(name: str, state: Any) -> Tensor:
     if state.ndim > 3:
         raise UnsupportedModelError(
             f"the hidden state of {name} is {list(state.shape)}: several residual streams (AltUp, hyper-connections). "
-            "A drafter reads one [B, S, H]; such models are not supported"
+            "A drafter reads one [B, S, H]; such models are not supported. What works: the engine's own speculation "
+            "with n-grams or the policy's MTP module, untrained; draftalign-agent beside the engine reports its "
+            "acceptance"
         )
     return state.detach().reshape(-1, state.shape[-1])
 

@@ -20,10 +20,10 @@ from service.api.drafters import tagged
 from service.api.problems import Problem
 from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
 from service.api.uploads import json_body, parse_body
-from service.errors import LatestMoved, RegistryBusy
+from service.errors import LatestMoved, RegistryBusy, ServiceError
 from service.monitor.live.blocks import Block
 from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
-from service.monitor.records import OUR_DRAFTER, AcceptanceRecord, StepSample
+from service.monitor.records import OUR_DRAFTER, TREES, AcceptanceRecord, StepSample
 from service.storage.drafters.versions import Manifest
 from service.storage.reports.drafting import Drafting, is_settled, learn_drafting
 from service.storage.runs import check_open
@@ -39,6 +39,10 @@ Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1
 
 #: Most tokens that a round may accept: engines draft fewer.
 _MAX_DEPTH: Final = 64
+_NOT_COMPARED: Final = (
+    "it drafts trees, and replay knows chains alone, so its counts are kept and compared with nothing; start SGLang "
+    "with --speculative-eagle-topk 1, --speculative-num-steps and --speculative-num-draft-tokens"
+)
 #: Tokens by which counters that are not read at one moment may disagree.
 _READ_APART: Final = 1024
 
@@ -95,10 +99,13 @@ class AcceptanceReport(BaseModel):
         description=f"Emitted tokens and rounds by the first {COUNTED_DIGITS} digits of a prompt's hash, if known.",
     )
     depth: int | None = Field(None, strict=True, description="Tokens that the engine drafts a round, if known.")
-    drafting: str | None = Field(None, description="`greedy` or `probabilistic`, if known.")
+    drafting: str | None = Field(None, description="`greedy`, `probabilistic` or `trees`, if known.")
     final: bool = False
     withheld: str | None = Field(
         None, max_length=400, description="Why the engine does not have the newest version, where it does not."
+    )
+    life: Name | None = Field(
+        None, description="Name of the time since which the counts are cumulative: with another they begin again at 0."
     )
     canary: CanaryReport | None = None
     step_times: list[StepTimes] = Field(default_factory=list, max_length=64, description="From which speed-up is told.")
@@ -156,21 +163,31 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     counts = report.model_dump(exclude={"step_times", "by_prompt"})
     record = AcceptanceRecord(**counts, by_prompt=report.by_prompt or None, created=time.time())
     steps = [StepSample(one.batch, one.depth, one.steps, one.seconds) for one in report.step_times if one.steps]
-    blocks = await context.store(report.run).book(record, steps)
+    blocks = await context.store(report.run).book(record, steps, outdated=_is_outdated(context, report))
     if report.canary is not None:
         found = report.canary
         event = {"event": f"canary_{found.outcome}", "version": found.version, "reporter": report.reporter}
         facts = {"offer": found.sequence, "canary": found.model_dump()}
         await context.locking(context.registry.history.record_verdict, report.run, event | facts)
     verdict = await _judge(context, report, blocks)
+    trees = _NOT_COMPARED if report.drafting == TREES else None
     pushed = await _push_again(request, context, report, verdict) if verdict.name == "dead" else None
     return AcceptanceReply(
         engine=verdict.name,
         dead=verdict.name == "dead",
         verdict=verdict.text,
         pushed_again=pushed,
-        warning="; ".join(filter(None, (await _follow_drafting(context, report), odd))) or None,
+        warning="; ".join(filter(None, (trees, await _follow_drafting(context, report), odd))) or None,
     )
+
+
+def _is_outdated(context: ServiceContext, report: AcceptanceReport) -> bool:
+    """Whether another version is served than the one that the engine drafted with."""
+    try:
+        served = context.pointer(report.run).served()
+    except (OSError, ServiceError):  # a damaged run: its counts are taken all the same
+        return False
+    return served is not None and served.manifest.version != report.drafter_version
 
 
 async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) -> str | None:
@@ -214,7 +231,8 @@ async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequ
     """Judge this engine by itself: a report costs the same however many others there are. `GET /alpha` judges all."""
     replays = (await context.evidence.recent(report.run)).replays
     found = await asyncio.to_thread(watch, {report.reporter: blocks}, replays, context.live_rule(report.run))
-    nothing = EngineVerdict(report.reporter, "unknown", "no rounds with a published drafter so far")
+    why = _NOT_COMPARED if report.drafting == TREES else "no rounds with a published drafter so far"
+    nothing = EngineVerdict(report.reporter, "unknown", why)
     return found.get(report.reporter) or nothing
 
 

@@ -42,13 +42,13 @@ _READERS: Final[frozenset[TokenScope]] = frozenset({"read"})
 _ADMINS: Final[frozenset[TokenScope]] = frozenset({"admin"})
 _READS: Final = frozenset({"GET", "HEAD"})
 #: Calls whose body names the run, and that change nothing but what is queued and counted.
-_RUN_IN_BODY: Final = frozenset({("POST", "/rollouts"), ("POST", "/acceptance")})
+_RUN_IN_BODY: Final = frozenset({("POST", "/rollouts"), ("POST", "/rollouts/direct"), ("POST", "/acceptance")})
 _RUN_IN_QUERY: Final = frozenset({"rollouts", "drafter", "drafters", "alpha"})
 #: Calls that tell of no run, or only of those that the caller's token is for.
 _NO_RUN: Final = frozenset({"/", "/metrics", "/openapi.json", *PUBLIC})
 _HEAD: Final = re.compile(r"/runs/[^/]+/head")
-#: Requests other than probes that may begin in one turn of the event loop: some milliseconds of work.
-_BEGIN_AT_ONCE: Final = 16
+#: Requests other than probes that may begin in one turn of the event loop: a millisecond of work or two.
+_BEGIN_AT_ONCE: Final = 4
 #: Scope key: the caller's `Token`.
 CALLER: Final = "draftalign.caller"
 _LOOPBACK: Final = Token(LOOPBACK, frozenset(SCOPES))

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from rl_hooks.wire import WireError
 from service.errors import (
+    EndedLife,
     LatestHeld,
     ObjectStoreError,
     RegistryBusy,
@@ -179,6 +180,7 @@ _ANSWERS: Final[Mapping[type[Exception], tuple[int, str, str | None]]] = {
     RunClosed: (409, "run-closed", None),
     RunDamaged: (503, "run-damaged", None),
     TooManyReporters: (429, "too-many-reporters", "reporter"),
+    EndedLife: (409, "ended-life", "life"),
     RegistryBusy: (503, "registry-busy", None),
     LatestHeld: (409, "drafter-held", None),
     ObjectStoreError: (503, "object-store-away", None),

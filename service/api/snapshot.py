@@ -27,7 +27,16 @@ from service.monitor.headline import ENGINE_SILENT_SECONDS, RECENT_BATCHES, Head
 from service.monitor.headroom import longest_pause
 from service.monitor.live.watch import EngineVerdict, failed_pushes
 from service.monitor.metrics import RunSnapshot, advice_of
-from service.monitor.records import AcceptanceRecord, Arrival, Estimate, Headroom, ServedDrafter, Vocabulary, arrival
+from service.monitor.records import (
+    ANOTHERS_DRAFTER,
+    AcceptanceRecord,
+    Arrival,
+    Estimate,
+    Headroom,
+    ServedDrafter,
+    Vocabulary,
+    arrival,
+)
 from service.reading.deltas import Delta
 from service.reading.series import ScoredBatch, Series
 from service.settings import Settings
@@ -291,6 +300,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     dead = [letter for _, letter in ended if letter is not None]
     engines = [found for found in _engines(snapshot).values() if found]
     reports = [record for found in engines for record in found]
+    newest = {r.reporter: r for r in sorted(snapshot.acceptances, key=lambda r: r.reported)}
+    recent_reports = [r for r in newest.values() if snapshot.now - r.reported <= ENGINE_SILENT_SECONDS]
     vocabulary = worker.vocabulary or Vocabulary()
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
     limit_bytes = snapshot.queue_limit_bytes
@@ -302,6 +313,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         registered=snapshot.registered,
         heartbeat=worker.heartbeat,
         worker_error=worker.error,
+        for_memory=worker.for_memory,
         action=worker.action,
         unjudged=worker.unjudged,
         no_memory=worker.no_memory,
@@ -330,6 +342,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         cause=snapshot.cause,
         watch=snapshot.watch,
         engines=[found[0] for found in engines],
+        contested=[r for r in recent_reports if r.reporter is not None and r.method == ANOTHERS_DRAFTER],
         moves=snapshot.moves,
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),

@@ -58,9 +58,13 @@ def check_announcement(request: Request, max_bytes: int) -> int:
         raise Problem(411, "length-required", "send Content-Length; a chunked body has no length to admit it by")
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise Problem(400, "bad-length", f"Content-Length must be a number of bytes, got {text[:40]!r}")
-    length = int(text)
+    return check_length(int(text), max_bytes)
+
+
+def check_length(length: int, max_bytes: int) -> int:
+    """Refuse a body, or a file, that is too large; returns its length."""
     if length > max_bytes:
-        raise Problem(413, "too-large", f"the body has {length} bytes, the limit is {max_bytes}; send smaller batches")
+        raise Problem(413, "too-large", f"it has {length} bytes, the limit is {max_bytes}; send smaller batches")
     return length
 
 
@@ -157,18 +161,23 @@ def _write(upload: Upload, chunk: bytes | memoryview) -> None:
 
 
 async def _read_json_body(request: Request) -> bytes:
-    """Read a small JSON body, up to a limit; FastAPI's own reading has none."""
+    """Read a small JSON body."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise Problem(415, "content-type", f"expected application/json, got {media_type[:80]!r}", field="Content-Type")
+    return await read_body(request, _MAX_JSON_BYTES)
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """Read a body into memory, up to a limit; FastAPI's own reading has none."""
     body = bytearray()
     deadline = time.monotonic() + 30.0
     more = True
     while more:
         chunk, more = await _next_chunk(request, 10.0, deadline)
         body += chunk
-        if len(body) > _MAX_JSON_BYTES:
-            raise Problem(413, "too-large", f"the limit for this call is {_MAX_JSON_BYTES} bytes")
+        if len(body) > most_bytes:
+            raise Problem(413, "too-large", f"the limit for this call is {most_bytes} bytes")
     return bytes(body)
 
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from service.access.audit import AuditLog
 from service.access.tokens import ALL_RUNS, TokenEntry, append_entry, hashed, new_secret
+from service.cli.checks import given_path
 from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.layout import Layout
@@ -23,7 +24,9 @@ def token(
         list[str] | None,
         typer.Option(help="Run that it is for, or a pattern like 'math-*'; repeat for several. Default: all."),
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="Token file. Default: DRAFTALIGN_TOKEN_FILE.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Token file. Default: DRAFTALIGN_TOKEN_FILE.", callback=given_path)
+    ] = None,
 ) -> None:
     """Make a token: print it once, and add its hash to the token file. A running service takes it at once.
 

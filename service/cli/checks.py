@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Final
 
 from service.errors import ConfigurationError
-from service.settings import Settings, redis_place
+from service.settings import Settings, at_home, redis_place
 
 log = logging.getLogger("draftalign")
 
@@ -75,6 +76,11 @@ def checked_redis(url: str) -> str:
             f"redis_url {place} cannot be used: {reason.rstrip('.')}; correct or drop it"
         ) from None
     return place
+
+
+def given_path(path: Path | None) -> Path | None:
+    """Of an option, its path with `~` as the home directory: a shell leaves it as it is in `--out=~/x`."""
+    return None if path is None else at_home(path)
 
 
 def unknown_variables() -> list[str]:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rl_hooks.agent.cli import agent
 from service.cli.access import audit, token
-from service.cli.checks import check_redis, checked_redis, unknown_variables
+from service.cli.checks import check_redis, checked_redis, given_path, unknown_variables
 from service.cli.drafters.commands import convert, evaluate, inspect
 from service.cli.plan import plan
 from service.cli.remote.drafters import download, drafters, hold, publish, release, rollback
@@ -153,9 +153,9 @@ def keygen(
 def demo(
     steps: Annotated[int, typer.Option(min=2, help="RL steps.")] = 150,
     seed: Annotated[int, typer.Option(help="Seed of the RL run, its prompts and the first drafter.")] = 0,
-    out: Annotated[Path, typer.Option(help="Directory for steps.jsonl, summary.json and alpha.png.")] = Path(
-        "demo-out"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Directory for steps.jsonl, summary.json and alpha.png.", callback=given_path)
+    ] = Path("demo-out"),
     port: Annotated[int, typer.Option(help="TCP port of the API and its page.")] = 8400,
     redis_url: OwnRedisUrl = None,
     task: Annotated[

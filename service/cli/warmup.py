@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from service.cli.checks import given_path
 from service.cli.drafters.commands import layer_numbers
 from service.cli.remote.client import LOCAL, Service, call
 from service.cli.remote.drafters import fetch_to, require_free
@@ -39,7 +40,8 @@ def warmup(
     prompts: Annotated[
         Path,
         typer.Option(
-            help="The RL run's prompts: a .jsonl file with `prompt` or `messages` a line, or a text file, one a line."
+            help="The RL run's prompts: a .jsonl file with `prompt` or `messages` a line, or a text file, one a line.",
+            callback=given_path,
         ),
     ],
     chat_template_kwargs: Annotated[
@@ -54,10 +56,12 @@ def warmup(
     ] = None,
     device: Annotated[str, typer.Option(help="Where the policy runs: cpu, cuda, ...")] = "cpu",
     drafter: Annotated[
-        Path | None, typer.Option(help="Directory of a drafter to begin with. Default: from scratch.")
+        Path | None,
+        typer.Option(help="Directory of a drafter to begin with. Default: from scratch.", callback=given_path),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory to write the drafter to; start the engine with it.")
+        Path | None,
+        typer.Option(help="Directory to write the drafter to; start the engine with it.", callback=given_path),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts' order and of the answers.")] = 0,
     service: Service = LOCAL,

@@ -170,6 +170,10 @@ class Cusum:
         self.claims, self.evidence = min(self.claims, float(_LEAST_CLAIMS)), 0.0
 
 
+#: Names of fields in checkpoints of earlier releases.
+_RENAMED: Final = {"looks": "probes", "looking": "probing"}
+
+
 @dataclass(slots=True)
 class Controller:
     """The controller's whole state."""
@@ -181,8 +185,8 @@ class Controller:
     version_seconds: float = 0.0  # smoothed time between policy versions; 0: not known
     deferred: int = 0  # claims passed over since the last decision
     idle: bool = False
-    looks: float = _PROBES_AT_FIRST  # credit for probes
-    looking: bool = False  # a probe has begun that may have been cut for newer rollouts
+    probes: float = _PROBES_AT_FIRST  # credit for probes
+    probing: bool = False  # a probe has begun that may have been cut for newer rollouts
     level: Cusum = field(default_factory=Cusum)
     curve: LearningCurve = field(default_factory=LearningCurve)
 
@@ -220,7 +224,7 @@ class Controller:
             return self._train("no drafter is served yet")
         self.level.feed(alpha_served, _MEMORY_IDLE if self.idle else _MEMORY_AWAKE)
         self.variance = min(self.variance + _GAIN_DRIFT, _FIRST_GAIN**2)
-        self.looks = min(self.looks + 1.0 / _CLAIMS_PER_PROBE, _MOST_PROBES)
+        self.probes = min(self.probes + 1.0 / _CLAIMS_PER_PROBE, _MOST_PROBES)
         if warming_up:
             return self._train("the learning rate is still rising; gains say little yet")
         if self.trainings < _MIN_TRAININGS:
@@ -234,25 +238,25 @@ class Controller:
             expected += f", as engines spend {economy.drafting_share:.0%} of their time in rounds with drafts"
         if self.gain > price + (sure if self.idle else 0.0):
             return self._train(expected)
-        self.looking = self.looking and unfinished
-        if self.idle and self.looking:
+        self.probing = self.probing and unfinished
+        if self.idle and self.probing:
             return Decision(Action.PROBE, "the last probe goes on with newer rollouts")
         if not self.idle:
-            self.idle, self.looks = True, min(self.looks, _PROBES_AT_FIRST)
-        if economy.may_pay and self.looks >= _MOST_PROBES:
-            self.looks, self.looking = self.looks - 1.0, True
+            self.idle, self.probes = True, min(self.probes, _PROBES_AT_FIRST)
+        if economy.may_pay and self.probes >= _MOST_PROBES:
+            self.probes, self.probing = self.probes - 1.0, True
             return Decision(
                 Action.PROBE, "engines draft nothing with this drafter; training it now and then all the same"
             )
         return self._probe(price) or Decision(Action.IDLE, expected)
 
     def _train(self, reason: str) -> Decision:
-        self.idle = self.looking = False
+        self.idle = self.probing = False
         return Decision(Action.TRAIN, reason)
 
     def _probe(self, price: float) -> Decision | None:
         """Train once to see what it gains, where that is due, is paid for, and could pay at all."""
-        if self.looks < 1.0:
+        if self.probes < 1.0:
             return None
         if self.level.fell:
             fall = self.level.shortfall
@@ -262,14 +266,14 @@ class Controller:
             reason = f"served α fell beyond chance, last by {by}; testing whether training pays again"
         elif self.gain > price:
             reason = f"the last probe promised {self.gain:+.1%}; testing again"
-        elif self.looks >= _MOST_PROBES:
+        elif self.probes >= _MOST_PROBES:
             reason = "none was due for a while; testing whether training pays again"
         else:
             return None
         if self.gain + 2.0 * math.sqrt(self.variance) <= price:
             return None
-        self.looks -= 1.0
-        self.looking = True
+        self.probes -= 1.0
+        self.probing = True
         return Decision(Action.PROBE, reason)
 
     def learn(
@@ -302,6 +306,7 @@ class Controller:
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Back from `to_json`."""
         curve = LearningCurve.of(values["curve"]["measured"])
+        values = {_RENAMED.get(name, name): value for name, value in values.items()}
         return cls(**values | {"level": Cusum(**values["level"]), "curve": curve})
 
 

@@ -18,8 +18,11 @@ _Number = TypeVar("_Number", int, float)
 
 
 def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceRecord:
-    """Give what cumulative counts grew by; all of them where they began again: a restart, after which one is lower."""
-    if before is None or any(new < old for new, old in _pairs(now, before)):
+    """Give what cumulative counts grew by; all of them where they began again.
+
+    Another `life` tells that, and where a reporter does not say it, a count that is lower: a restart.
+    """
+    if before is None or other_life(now, before) or (has_fallen(now, before) and not is_late(now, before)):
         return now
     older, newer = before.by_prompt or {}, now.by_prompt or {}
     if before.rounds and not older:  # rounds of which nobody knows the prompts: those that are told now are of all time
@@ -30,6 +33,21 @@ def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceR
     }
     grown = {prompt: counts for prompt, counts in more.items() if counts[0] >= 0 and counts[1] > 0}
     return replace(_combined(now, before, -1), by_prompt=grown)
+
+
+def other_life(now: AcceptanceRecord, before: AcceptanceRecord) -> bool:
+    """Whether both say of which life they are, and it is not one."""
+    return now.life is not None and before.life is not None and now.life != before.life
+
+
+def has_fallen(now: AcceptanceRecord, before: AcceptanceRecord) -> bool:
+    """Whether a count is below what it was."""
+    return any(new < old for new, old in _pairs(now, before))
+
+
+def is_late(now: AcceptanceRecord, before: AcceptanceRecord) -> bool:
+    """Whether a report was made before the one that came before it: in one life counts only grow."""
+    return now.life is not None and now.life == before.life and has_fallen(now, before)
 
 
 def _pairs(now: AcceptanceRecord, before: AcceptanceRecord) -> Iterator[tuple[int, int]]:

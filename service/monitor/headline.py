@@ -31,6 +31,8 @@ _START_SECONDS: Final = 30.0
 ENGINE_SILENT_SECONDS: Final = 600.0
 #: After a publish every engine has the version by then (the alert `DraftalignEngineBehind` says so too).
 _UNSWAPPED_SECONDS: Final = 600.0
+#: An engine that is silent for so long, with a drafter that was replaced, is called away.
+_AWAY_SECONDS: Final = 180.0
 #: So many dead batches in a row, the newest, are a trouble however many before them were good.
 _DEAD_IN_A_ROW: Final = 3
 #: A worker that beats is called stuck where a batch has waited, and nothing was scored, for so long.
@@ -45,6 +47,7 @@ _MOST_TILT: Final = 5.0  # beyond it a tilt's exponential says no more than "ver
 _MIX: Final = 0.05  # a fall of log α by another mix of prompts: above it is worth a word
 _BETTER, _WORSE = 1.02, 0.98  # served over frozen: between them they are level
 _REASON_CHARACTERS: Final = 300
+_CONTEST_CHARACTERS: Final = 400  # two runs and a version are named
 
 #: Verdicts on an engine, the states that they make of the run, and the words for them.
 _SICK: Final = (
@@ -66,9 +69,11 @@ class RunFacts:
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
     seconds. `queue_fill`: of its bounds; `disk_fill`: of the run's share of the disk, where that bounds its queue,
     infinite where there is no room; `redis_fill`: of its memory; `drops_oldest`: what a full queue does, instead of
-    refusing. `engines`: the newest report of each that has reported of late; `moves`: of `latest`. `failed_pushes`:
+    refusing. `engines`: the newest report of each that has reported of late; `contested`: of each that
+    another client keeps on its own drafter; `moves`: of `latest`. `failed_pushes`:
     that did not revive the drafter of the engine that is dead. `api_began`: when this API process did. `unjudged`:
-    nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out.
+    nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out. `for_memory`: that is
+    what `worker_error` is about, and what waits is tried again.
     """
 
     now: float
@@ -76,6 +81,7 @@ class RunFacts:
     registered: float | None = None
     heartbeat: float | None = None
     worker_error: str | None = None
+    for_memory: bool = False
     action: str | None = None
     unjudged: bool = False
     no_memory: bool = False
@@ -104,6 +110,7 @@ class RunFacts:
     cause: Cause | None = None
     watch: Watch = field(default_factory=Watch)
     engines: Sequence[AcceptanceRecord] = ()
+    contested: Sequence[AcceptanceRecord] = ()
     moves: Moves = field(default_factory=Moves)
     failed_pushes: int = 0
     last_engine_report: float | None = None
@@ -192,7 +199,10 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
         )
     if facts.worker_error:
         # What a silent worker said last is not the worst thing any more.
-        yield _found("bad", "refused", "Refused by the worker", f": {_short(facts.worker_error)}")
+        if facts.for_memory:
+            yield _found("bad", "short_of_memory", "Short of memory", f": {_short(facts.worker_error)}")
+        else:
+            yield _found("bad", "refused", "Refused by the worker", f": {_short(facts.worker_error)}")
     elif age <= SILENT_SECONDS:
         yield from _of_stuck_worker(facts)
 
@@ -322,6 +332,11 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
         if engine.name == "depth":
             yield _found("warn", "engine_depth", "Other depth", f": {engine.reporter}: {engine.text}.")
             break
+    if facts.contested:
+        worst = max(facts.contested, key=lambda report: report.reported)
+        others = f" So it is in {len(facts.contested) - 1} more." if len(facts.contested) > 1 else ""
+        why = _short((worst.withheld or "its agent's log says why").rstrip("."), _CONTEST_CHARACTERS)
+        yield _found("warn", "engine_contested", "Contested", f": {worst.reporter}: {why}.{others}")
     yield from _of_unswapped(facts)
     lower = [engine for engine in facts.watch.engines if engine.name == "lower"]
     if lower:
@@ -338,13 +353,24 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _of_unswapped(facts: RunFacts) -> Iterator[Headline]:
-    """Engines that have counted with another version long after it was replaced."""
-    found = [
-        (report.reported - since, report)
+    """Engines that have gone on counting with another version long after it was replaced, and those that are away.
+
+    One that was away, or asleep, has not been seen to keep it: the time that it reported meanwhile must be long.
+    """
+    replaced = [
+        (since, report)
         for report in facts.engines
         if not report.final and (since := facts.moves.replaced(report.drafter_version)) is not None
     ]
-    found = [(late, report) for late, report in found if late > _UNSWAPPED_SECONDS]
+    away = [report for since, report in replaced if _is_away(facts, since, report)]
+    if away:
+        last = max(away, key=lambda report: report.reported)
+        others = f" So it is in {len(away) - 1} more." if len(away) > 1 else ""
+        text = f": {last.reporter} has not reported for {duration(facts.now - last.reported)}; it had "
+        text += f"{short_version(last.drafter_version)}, which is replaced.{others}"
+        yield _found("note", "engine_away", "Away", text)
+    found = [(report.reported - since, report) for since, report in replaced]
+    found = [one for one in found if min(one[0], one[1].behind or 0.0) >= _UNSWAPPED_SECONDS]
     if not found:
         return
     late, worst = max(found, key=lambda one: (one[1].withheld is not None, one[0]))
@@ -353,6 +379,11 @@ def _of_unswapped(facts: RunFacts) -> Iterator[Headline]:
     old = short_version(worst.drafter_version)
     text = f": {worst.reporter} drafted with {old} {duration(late)} after it was replaced: {why}.{others}"
     yield _found("warn", "engine_unswapped", "Not swapped", text)
+
+
+def _is_away(facts: RunFacts, since: float, report: AcceptanceRecord) -> bool:
+    late = facts.now - since > _UNSWAPPED_SECONDS > (report.behind or 0.0)
+    return late and facts.now - report.reported > _AWAY_SECONDS
 
 
 def _of_tilt(tilt: Tilt) -> str:

@@ -21,6 +21,10 @@ from pydantic_core import to_json
 DRAFTERS: Final = ("served", "candidate", "frozen", "ngram", "best")
 #: Method of counts that were made with a published drafter; others carry the engine's name for theirs (ngram, mtp).
 OUR_DRAFTER: Final = "drafter"
+#: How an engine drafts whose rounds replay cannot foretell: replay's law is that of chains.
+TREES: Final = "trees"
+#: Method of counts that an engine made with what another client keeps in it, instead of the run's drafters.
+ANOTHERS_DRAFTER: Final = "anothers-drafter"
 #: Two-sided 95 % quantile of the normal distribution.
 Z_95: Final = 1.959963984540054
 _CHECKED: Final = ConfigDict(strict=True, allow_inf_nan=False)
@@ -172,11 +176,12 @@ class ScoreRecord:
 class AcceptanceRecord:
     """Cumulative counts of one reporter for one drafter version and policy version.
 
-    Without a reporter it is a sum over all of them; without a policy version, of older ones.
+    Without a reporter it is a sum over all of them; without a policy version, of older ones. `behind`: seconds over
+    which it has drafted with this version, while it reported and `latest` named another one.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld"})  # of most engines
+    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld", "life", "behind"})  # of most engines
     run: str = "default"
     reporter: str | None = None
     engine: str = ""
@@ -197,6 +202,8 @@ class AcceptanceRecord:
     as_of_arrival: bool | None = None
     by_prompt: dict[str, tuple[int, int]] | None = None
     withheld: str | None = None
+    life: str | None = None
+    behind: float | None = None
 
     @property
     def reported(self) -> float:
@@ -310,7 +317,7 @@ class WorkerGauges:
     `rounds_total`, `round_tokens_total`: sums since the run began by drafter, kept by the worker because the score
     records are bounded in number and a counter must never fall. `drift`: by lane, absent until the monitor's warm-up is
     over. `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out in each
-    training. `error`: None while there is none, "" where the worker has not said.
+    training. `error`: None while there is none, "" where the worker has not said; `for_memory`: it waits for memory.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -334,6 +341,7 @@ class WorkerGauges:
     unjudged: bool = False
     no_memory: bool = False
     error: str | None = ""
+    for_memory: bool = False
     refused: tuple[int, int] | None = None
     opening: tuple[int, int, int, float] | None = None
     #: The same of work on its batches.

@@ -17,8 +17,8 @@ from service.errors import RunNotFound, VersionNotFound
 #: Drafter versions: `v`, a number of at least six digits, and the first eight digits of the content digest.
 VERSION_NAME: Final = re.compile(r"v[0-9]{6,12}-[0-9a-f]{8}")
 BATCH_ID: Final = re.compile(r"[0-9a-f]{32}")
-#: A rollout file: its batch's id, a name of its own, the digest of its bytes.
-BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.([0-9a-f]{16})\.safetensors")
+#: A rollout file: its batch's id, a name of its own, the digest of its bytes (XXH3; SHA-256 if it came by a store).
+BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.([0-9a-f]{16}|[0-9a-f]{64})\.safetensors")
 #: Files inside a drafter version.
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -2,7 +2,8 @@
 
 An upload is written to `spool/tmp/<uuid>` and appears in a run's spool by one rename, so a file there is complete.
 Names hold the batch id *and* a new uuid, so a duplicate upload can delete its own file and no other. They hold the
-digest of the bytes that came as well (XXH3, 64 bits), which `check_blob` compares: it goes wherever the file goes.
+digest of the bytes that came as well, which `check_blob` compares: it goes wherever the file goes. XXH3 (64 bits) of
+what came through the API; SHA-256 of what a trainer put into an object store (`service.storage.queue.incoming`).
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ def check_blob(path: Path) -> None:
     if name is None:
         return
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, xxh3_64).hexdigest()
+        kind = "XXH3" if len(name[1]) == 16 else "SHA-256"
+        found = hashlib.file_digest(file, xxh3_64 if kind == "XXH3" else "sha256").hexdigest()
     if found != name[1]:
-        raise BlobDamaged(f"{path} is damaged: its bytes have the XXH3 {found}, those that came had {name[1]}")
+        raise BlobDamaged(f"{path} is damaged: its bytes have the {kind} {found}, those that came had {name[1]}")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +30,12 @@ from drafter.batch import RolloutBatch, load_batch, screen
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
 from rl_hooks.wire import WireError
-from service.errors import BlobDamaged, ServiceError
+from service.errors import BlobDamaged, ObjectStoreError, ServiceError
 from service.settings import Settings
-from service.storage.layout import Layout
+from service.storage.layout import Layout, is_there
 from service.storage.queue.deliveries import EndState, Entry, RolloutQueue
-from service.storage.spool import check_blob
+from service.storage.queue.incoming import Incoming, sha256_in
+from service.storage.spool import Spool, check_blob
 from service.worker.recent import without
 
 log = logging.getLogger("draftalign.worker")
@@ -52,10 +52,6 @@ _MOST_WAITING_TOKENS: Final = 1 << 20
 MEMORY_TRIES: Final = 60
 #: A try counts only so long after the last one that counted: a run that is opened again tries at once.
 MEMORY_TRY_SECONDS: Final = 60.0
-
-
-#: How often memory ran out for a batch, and when that counted last (monotonic), by batch id.
-MemoryTries = dict[str, tuple[int, float]]
 
 
 class Phase(Enum):
@@ -135,12 +131,11 @@ class Inbox:
         vocab_size: int,
         applied: Iterable[str] = (),
         ends_for_memory: Callable[[], bool] = lambda: True,
-        memory_tries: MemoryTries | None = None,
     ) -> None:
         """`applied`: unacknowledged batches whose effect the last checkpoint holds.
 
         `ends_for_memory`: whether to raise where memory runs out for a batch. Else it is put off, like one that cannot
-        be read. `memory_tries`: it may outlive this inbox.
+        be read.
         """
         self.versions = ArrivedVersions()
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
@@ -148,10 +143,10 @@ class Inbox:
         self._layout = layout
         self._queue = queue
         self._vocab_size = vocab_size
+        self._incoming = None if settings.rollouts_url is None else Incoming(settings.rollouts_url)
         self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that changed last comes last
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
-        self._memory_tries: MemoryTries = {} if memory_tries is None else memory_tries
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     # --- the ledger
@@ -240,7 +235,8 @@ class Inbox:
                 path.unlink(missing_ok=True)  # else another worker ended it, and it may be put back by now
             return None
         try:
-            check_blob(path)
+            if not self._bring(entry, path):
+                check_blob(path)
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
             screen(batch)
         except FileNotFoundError:
@@ -258,6 +254,23 @@ class Inbox:
         else:
             return Loaded(entry, path, batch)
         return None
+
+    def _bring(self, entry: Entry, path: Path) -> bool:
+        """Bring a file into the spool that lies in the object store; whether it came just now, and was compared."""
+        if not sha256_in(entry.blob) or is_there(path):
+            return False
+        if self._incoming is None:
+            raise ObjectStoreError("it lies in the object store, and this worker's DRAFTALIGN_ROLLOUTS_URL is not set")
+        free, sync = self._settings.spool_min_free_bytes, self._settings.spool_fsync
+        try:
+            self._incoming.bring(
+                self._queue.run, entry.blob, entry.bytes, Spool(self._layout), least_free_bytes=free, sync=sync
+            )
+        except FileNotFoundError:
+            if not is_there(path):
+                raise
+            return False  # another worker, whose lease ran out, brought it meanwhile
+        return True
 
     def _newest_policy(self) -> int:
         """Of the last batches, and of those that still wait in the queue."""
@@ -283,7 +296,7 @@ class Inbox:
     def _bury(self, entry: Entry, reason: str, *, keep_file: bool) -> None:
         log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
         self._queue.dead_letter(entry, reason, keep_file=keep_file)
-        self._end(entry)
+        self._forget(entry)
         seconds, most = self._settings.dead_letter_seconds, self._settings.dead_letter_bytes
         for blob in self._queue.sweep_dead(older_than_seconds=seconds, max_bytes=most):
             self._layout.blob(self._queue.run, blob).unlink(missing_ok=True)
@@ -298,18 +311,10 @@ class Inbox:
         log.error("%s: batch %s %s", self._queue.run, entry.batch_id, what, exc_info=error)
         self.reject(entry, f"{what}: {error_text(error)}")
 
-    def _end(self, entry: Entry) -> None:
-        self._memory_tries.pop(entry.batch_id, None)
-        self._forget(entry)
-
     def _put_off_for_memory(self, entry: Entry, error: Exception, what: str) -> None:
         if self._ends_for_memory():
             raise error
-        (tries, last), now = self._memory_tries.get(entry.batch_id, (0, -math.inf)), time.monotonic()
-        if now - last >= MEMORY_TRY_SECONDS:
-            tries, last = tries + 1, now
-        self._memory_tries[entry.batch_id] = tries, last
-        if tries < MEMORY_TRIES:
+        if self._queue.memory_ran_out(entry, MEMORY_TRY_SECONDS) < MEMORY_TRIES:
             self._put_off(entry, error, Phase.NO_MEMORY)
             return
         told = f"memory ran out {MEMORY_TRIES} times, so it {what}; raise the memory or send shorter rollouts"
@@ -323,7 +328,7 @@ class Inbox:
 
     def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:
         ended = self._queue.ack(entry, end, reason)
-        self._end(entry)
+        self._forget(entry)
         return ended
 
     def wait(self, batches: Sequence[Loaded]) -> None:

@@ -5,18 +5,16 @@ Invariants
   arrived after the training.
 * A training ends early where rollouts of a newer policy wait: they judge the candidate as it stands, and it is trained
   on them next. So a long training is published in parts. Each part is judged on rollouts that came after it was
-  trained, and the gate's budget is for all looks at one served drafter, however many there are.
-* What is served changes only through the gate, an archived version that proved better, or a person. A candidate is
-  published after the checkpoint that holds it, which was written before it was trained on the batches that judged it.
-  So redelivered batches are not scored by what was trained on them, and no look counts twice.
+  trained, and the gate's budget is for all looks at one served drafter, however many there are. It also ends early
+  where it takes long and another run has work.
+* What is published, and when: `service.worker.promotion.judge`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +22,11 @@ import torch
 
 from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
-from drafter.replay.gate import CLAIM_SD
-from service.errors import LatestMoved, WorkerError
+from service.errors import WorkerError
 from service.monitor.controller import DEFERRED, NO_MEMORY, UNJUDGED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
 from service.monitor.live.engine import LiveRule
-from service.monitor.records import DrafterSums, arrival
+from service.monitor.records import DrafterSums
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.reports.drafting import Drafting
@@ -38,10 +35,9 @@ from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.claim import ClaimPlan, ClaimScorer, Fates, Scored
 from service.worker.inbox import Loaded
 from service.worker.journal import Journal
-from service.worker.lineage import CANDIDATE, Lineage
-from service.worker.promotion.evidence import Fresh
-from service.worker.promotion.gate import Contest, Gate
-from service.worker.promotion.outcomes import Chosen
+from service.worker.lineage import Lineage
+from service.worker.promotion.gate import Contest
+from service.worker.promotion.judge import Judge
 from service.worker.recent import KeptBatch, RecentRollouts, Task, windows
 from service.worker.scoring import Scores
 from service.worker.target import Target
@@ -53,8 +49,9 @@ _HEADS_KEPT_VERSIONS = 64
 
 #: Share of a training that is done although rollouts of a newer policy wait: judging takes time too.
 _LEAST_PART = 0.125
-#: Parts that add up to this share count as a whole training: each ends with a whole step.
-_WHOLE = 0.99
+#: A claim's training ends after so long where another run of this worker has work. A default claim takes half of it on
+#: a GPU; the work grows with the square of a rollout's length.
+LONGEST_CLAIM_SECONDS = 30.0
 
 
 class TrainingStopped(WorkerError):  # noqa: N818 - reads as what happened
@@ -81,25 +78,32 @@ class Learner:
         store: Store,
         run: str,
         stopping: Callable[[], bool] = lambda: False,
+        others_wait: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`stopping`: whether somebody waits for the process to end."""
+        """`stopping`: whether somebody waits for the process to end. `others_wait`: whether another run has work."""
         self.run = run
         self._settings = settings
         self._layout = layout
         self._stopping = stopping
+        self._others_wait = others_wait
         self.target = Target.open(layout, run, settings.device)
         self.lineage = Lineage(settings, layout, run, self.target)
         self.recent = RecentRollouts(layout.worker(run) / "recent", capacity_tokens=settings.recent_tokens)
         self.journal = Journal(settings, store, run)
-        self.controller = Controller()
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
-        self.gate = Gate(settings, self.lineage, self.target)
+        self.judge = Judge(settings, run, self.target, self.lineage, self.journal, self.recent)
+        self.gate = self.judge.gate
         self.scorer = ClaimScorer(settings, self.target, self.lineage, self.journal, self.gate)
 
     @property
     def vocab_size(self) -> int:
         """V of the target."""
         return self.target.embed_tokens.shape[0]
+
+    @property
+    def controller(self) -> Controller:
+        """What trainings gain and cost, and whether the next one pays."""
+        return self.judge.controller
 
     @property
     def begun(self) -> bool:
@@ -113,7 +117,7 @@ class Learner:
         self.lineage.check_vocabulary()
         with checkpoint.reading_state():
             state = checkpoint.restore(trainer)
-            self.controller = Controller.from_json(state["controller"])
+            self.judge.controller = Controller.from_json(state["controller"])
             self.journal.restore(state)
             self.gate.restore(state["gate"])
             recent, known, _ = state["recent"], state["recent_known"], state["applied"]
@@ -129,11 +133,8 @@ class Learner:
     def _measure_from_scratch(self) -> None:
         """Engines draft otherwise now, so what was measured before is of another α: gains, baseline, evidence."""
         log.info("%s: gains and the baseline of α are measured from scratch: engines draft otherwise now", self.run)
-        known = self.controller
-        self.controller = Controller(train_seconds=known.train_seconds, version_seconds=known.version_seconds)
         self.journal.forget_baseline()
-        if (event := self.gate.begin(self.gate.served)) is not None:
-            self.lineage.record_gain(event)
+        self.judge.measure_anew()
 
     def save(self, checkpoint: WorkerCheckpoint, applied: Sequence[str]) -> None:
         """Write a checkpoint, which names the `applied` batches; what it lists of the recent rollouts moves there."""
@@ -193,6 +194,7 @@ class Learner:
         `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
         """
         plan = ClaimPlan.of(fresh, isolated=isolated)
+        began = time.monotonic()
 
         def newer_waits() -> bool:
             waiting = newest_waiting()
@@ -213,7 +215,11 @@ class Learner:
             return Learnt(passed_over[-1][1], DEFERRED, contest) if told else None
         decision = self._decide(scored, held, version_seconds)
         uncut = isolated or overdue  # a worker that trains in one claim of nine does the whole training
-        ends = (lambda: False) if uncut else newer_waits
+
+        def ends() -> bool:
+            long = time.monotonic() - began > LONGEST_CLAIM_SECONDS
+            return (long and self._others_wait()) or (not uncut and newer_waits())
+
         share, undisturbed = self._train_on(scored, decision, fates, ends, isolated)
         self.scorer.keeps_up = share == 1.0 and not overdue
         return Learnt(scored[-1][1], decision, contest, trained_with_recent=undisturbed)
@@ -233,31 +239,25 @@ class Learner:
 
         Not `may_publish`: the evidence does not describe the engines, or may not change what they serve.
         """
-        contests = list[Contest]()
-        judged, served = may_publish and not isolated, self.lineage.served_version()
+        judged = may_publish and not isolated
         if judged:
-            self._follow(served)
-        looked = self.gate.state
-        try:
-            if judged:
-                contests = self.judge([*passed_over, *scored], served, before_publishing)
+            self.judge.follow()
+        with self.judge.attempt():
+            contests = self.judge.judge([*passed_over, *scored], before_publishing) if judged else []
             best = contests[0] if contests else None
             if not may_publish:
-                self.gate.training.concluded()
-                self.gate.training.unjudged = 0  # nothing was asked
+                self.judge.conclude_unasked()
             elif scored or (best and best.verdict.promote):  # else more is to come before the next training
-                self._conclude(contests, newest_version)
-            if passed_over:
-                for loaded, _ in passed_over:
-                    self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
-                self._finish(passed_over, fates, DEFERRED)
-        except Exception:  # a full disk, say: the same batches come again, and must not count twice
-            if self.gate.served == looked["served"]:
-                self.gate.restore(looked)
-            else:  # a version was published, which the looks have ended with
-                self.gate.training.concluded()
-            raise
+                self.judge.conclude(contests, newest_version)
+            self._pass_over(passed_over, fates)
         return best
+
+    def _pass_over(self, scored: Sequence[Scored], fates: Fates) -> None:
+        """Finish what is not trained on now; it joins the recent rollouts."""
+        if scored:
+            for loaded, _ in scored:
+                self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
+            self._finish(scored, fates, DEFERRED)
 
     def _train_on(
         self, scored: Sequence[Scored], decision: Decision, fates: Fates, ends: Callable[[], bool], isolated: bool
@@ -311,7 +311,7 @@ class Learner:
             alpha,
             version_seconds=version_seconds,
             warming_up=self.lineage.needed_trainer.warming_up,
-            unfinished=self.gate.training.seconds is not None and self.gate.training.done < _WHOLE,
+            unfinished=self.gate.training.is_part,
         )
 
     def report(self, outcome: Learnt) -> None:
@@ -376,120 +376,6 @@ class Learner:
         seconds = time.perf_counter() - started
         self.journal.totals.train_seconds += seconds
         return seconds, done / whole if cut else 1.0
-
-    def judge(
-        self, scored: Sequence[Scored], served: str | None, before_publishing: Callable[[], None]
-    ) -> list[Contest]:
-        """Let the gate judge on what was scored with the candidate; promote the winner. Returns all, best first.
-
-        `served`: the version that engines are offered, as the gate knows.
-        """
-        scored = [(loaded, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
-        compared = [(loaded.batch, scores) for loaded, scores in scored]
-        if not compared:
-            return []
-        fresh = Fresh.of(compared, self.recent.prompts)
-        if served is not None and served not in fresh.replays:  # somebody changed it while the claim was scored
-            return []
-        with_all = [(batch, scores) for batch, scores in compared if "frozen" in scores.replays]
-        wider = Fresh.of(with_all, self.recent.prompts) if with_all else fresh
-        before = self.gate.state
-        entries = sorted((loaded.entry.arrived for loaded, _ in scored), key=arrival)
-        realised = self.gate.outcomes.settle(wider) if self.gate.outcomes.measures(entries[0]) else None
-        contests = self.gate.judge(fresh, served, wider)
-        if contests and contests[0].verdict.promote:
-            after = self.gate.state
-
-            def secured() -> None:
-                self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
-                before_publishing()
-                self.gate.restore(after)
-
-            policy_version = max(batch.policy_version for batch in fresh.batches)
-            try:
-                realised = self._promote(contests, served, policy_version, entries[-1], secured) or realised
-            except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
-                log.info("%s: %s", self.run, moved)
-                self.gate.restore(before)
-                return []
-        self.gate.dismiss_sent(contests)
-        if realised is not None:
-            self.lineage.record_gain(realised)
-        return contests
-
-    def _follow(self, served: str | None) -> None:
-        """Take note where another version is served than the gate knows of.
-
-        Either this worker published it and ended before that was in a checkpoint, or a person chose it.
-        """
-        if served == self.gate.served:
-            return
-        facts = self.lineage.chosen_after(self.gate.served)
-        if served is None or facts is None:
-            if self.gate.served is not None:
-                self.controller.curve = LearningCurve()  # its verdicts were against another drafter
-            event = self.gate.begin(served)
-        else:
-            event = self._go_on_from(served, facts)
-            self.gate.training.concluded()
-        if event is not None:
-            self.lineage.record_gain(event)
-
-    def _promote(
-        self,
-        contests: Sequence[Contest],
-        served: str | None,
-        policy_version: int,
-        judged_to: str,
-        before_publishing: Callable[[], None],
-    ) -> dict[str, Any] | None:
-        """Serve the winner, and train on from it where it is an archived version and better than the candidate.
-
-        `judged_to`: the newest queue entry of those that chose it. Returns the gate's event about the version that was
-        served before. Raises `LatestMoved` where another one is served.
-        """
-        winner = contests[0]
-        before_publishing()
-        candidate = next((c for c in contests if c.version == CANDIDATE), None)
-        keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
-        facts = winner.facts | {"judged_to": judged_to}
-        if winner.version != CANDIDATE:
-            facts["train_on"] = not keeps
-        manifest = self.lineage.promote(winner.version, served, policy_version, winner.verdict.reason, facts)
-        return self._go_on_from(manifest.version, facts)
-
-    def _go_on_from(self, version: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What the gate chose is served. `facts`: its evidence, all that is left of the choice after a crash."""
-        chosen = Chosen.of(facts)
-        if chosen.archived and chosen.train_on:
-            self.lineage.train_from(version)
-        self.journal.totals.published += 1
-        if chosen.archived:  # what was measured until now was against another drafter
-            self.controller.curve = LearningCurve()
-            self.gate.training.concluded()
-        return self.gate.promoted(version, self.gate.served, chosen)
-
-    def _conclude(self, contests: Sequence[Contest], policy_version: int) -> None:
-        """Tell history and controller, once for each whole training, what the gate found of it.
-
-        A part of one gains little beside the error of a look. Where that is published, it is as good as a whole one.
-        """
-        candidate = next((c for c in contests if c.version == CANDIDATE), None)
-        if candidate is None or self.gate.training.seconds is None or candidate.look.prompts < 2:
-            return  # where the prompts are too few, the next claims say more
-        if self.gate.training.done < _WHOLE and not candidate.verdict.promote:
-            return
-        if not candidate.verdict.promote:
-            self.lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
-            self.journal.totals.refused += 1
-        look = candidate.look
-        self.controller.learn(
-            gain=look.gain,
-            error=None if look.fault and not look.same else math.hypot(look.error, CLAIM_SD),
-            promoted=candidate is contests[0] and candidate.verdict.promote,
-            train_seconds=self.gate.training.seconds,
-        )
-        self.gate.training.concluded()
 
     def forget_heads(self, newest_policy: int) -> None:
         """Delete heads that neither a kept batch nor one still to come can need."""

@@ -32,7 +32,7 @@ from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
 from service.storage.reports.drafting import Drafting
 from service.storage.reports.store import Store
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
-from service.worker.inbox import Inbox, Loaded, MemoryTries, Phase, error_text, is_batch_fault
+from service.worker.inbox import Inbox, Loaded, Phase, error_text, is_batch_fault
 from service.worker.learner import Learner
 from service.worker.recent import LengthLimit
 
@@ -55,13 +55,11 @@ class RegisteredAgain(WorkerError):  # noqa: N818
 class Suspicion:
     """What of a run may be at fault. A failure ends its `RunWorker`, and not this.
 
-    `recent`: whether its recent rollouts may be. `limit`: which are too long to be trained on. `memory_tries`: for
-    which batches memory ran out.
+    `recent`: whether its recent rollouts may be. `limit`: which are too long to be trained on.
     """
 
     recent: bool = False
     limit: LengthLimit = field(default_factory=LengthLimit)
-    memory_tries: MemoryTries = field(default_factory=dict)
 
 
 @dataclass
@@ -86,6 +84,7 @@ class RunWorker:
         *,
         holds_lease: Callable[[], bool] = lambda: True,
         stopping: Callable[[], bool] = lambda: False,
+        others_wait: Callable[[], bool] = lambda: False,
         suspicion: Suspicion | None = None,
         ends_for_memory: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -97,7 +96,7 @@ class RunWorker:
         self._settings = settings
         self._layout = layout
         self._target_file = file_id(layout.target(run))  # before it is read
-        self.learner = Learner(settings, layout, store, run, stopping)
+        self.learner = Learner(settings, layout, store, run, stopping, others_wait)
         self.learner.recent.limit = self._suspicion.limit
         self._checkpoint = WorkerCheckpoint(layout.worker(run))
         self._newest = _Newest(time.monotonic())
@@ -111,8 +110,7 @@ class RunWorker:
             # With engines that draft another way it measures from scratch.
             self._newest.holds_all = state.get("drafting") == self.drafting.model_dump()
             applied = state["applied"]
-        size, tries = self.learner.vocab_size, self._suspicion.memory_tries
-        self.inbox = Inbox(settings, layout, queue, size, applied, ends_for_memory, tries)
+        self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
         self.learner.report_vocabulary(0)
 
     @property

@@ -99,6 +99,9 @@ REPORTS: Final[dict[str, Mapping[str, Any]]] = {
     "the same step twice": {"step_times": [{"batch": 1, "depth": 4, "steps": n, "seconds": n} for n in (1, 10**6)]},
     "a reason that looks like markup": {"withheld": '"} 1 <script>{{ . }}\\'},
     "a reason of controls": {"withheld": "\x00" * 400},
+    "a life that looks like markup": {"life": '"} 1 <script>{{ . }}\\'},
+    "a life of controls": {"life": "\x00" * 100},
+    "another life at each report": {"life": "\U0001f9ea" * 200},
     "no steps": {"step_times": [{"batch": 1, "depth": 4, "steps": 0, "seconds": 0}]},
     "one step without drafts": {"step_times": [{"batch": 1, "depth": 0, "steps": 1, "seconds": 1000}]},
 }  # fmt: skip

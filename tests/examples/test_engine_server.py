@@ -25,6 +25,7 @@ from safetensors.torch import save
 from examples import policy
 from examples.engine import Engine
 from examples.engine_server import create_app
+from rl_hooks.engines.counters import Snapshot
 
 PROMPTS = elicit_prompts(12, seed=4)
 
@@ -64,7 +65,7 @@ def _metrics(client: httpx.Client) -> dict[str, float]:
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
             rest = [value for name, value in sample.labels.items() if name not in ("engine", "model_name")]
-            assert set(sample.labels) >= {"engine", "model_name"}
+            assert set(sample.labels) >= {"engine", "model_name"} or sample.name.startswith("process_")
             samples[sample.name + "".join(f"{{{value}}}" for value in rest)] = sample.value
     return samples
 
@@ -93,6 +94,7 @@ def test_the_whole_life_of_a_server(client: httpx.Client, tmp_path: Path) -> Non
     plain = _generate(client)
     assert plain["policy_version"] == 0
     assert _metrics(client)["vllm:spec_decode_num_drafts_total"] == 0
+    assert Snapshot.parse(client.get("/metrics").text).life, "so an agent can tell a restart"
 
     directory = write(trained_drafter(), tmp_path / "drafter")
     reply = client.post("/drafter/swap", json={"path": str(directory), "version": "v000001-abcdef01"})

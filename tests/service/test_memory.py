@@ -46,7 +46,7 @@ def _returned(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Released each time that API or worker returns memory, which they do all the time."""
     times = threading.Semaphore(0)
     for where in (service.api.app, service.worker.process.worker):
-        monkeypatch.setattr(where, "RETURN_MEMORY_SECONDS", 0.001)
+        monkeypatch.setattr(where, "RETURN_MEMORY_SECONDS", 0.05)
         monkeypatch.setattr(where, "return_freed_memory", times.release)
     return times
 

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from examples.features import batch_of
 from rl_hooks.agent.download import strip_shared
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.errors import OtherBytesError, SwapRefusedError
+from rl_hooks.format.eagle3 import Llama3Rope
 from rl_hooks.release import Manifest, Release
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,13 +63,19 @@ def replayed(server: SGLangProcess, drafter: Eagle3Drafter, prompts: list[list[i
     server.client.post("/flush_cache").raise_for_status()
     answers = [server.ask(prompt) for prompt in prompts]
     model, _ = base_policy()
-    for prompt, answer in zip(prompts, answers, strict=True):
-        text = answer["output_ids"]
+    texts = [answer["output_ids"] for answer in answers]
+    for prompt, text in zip(prompts, texts, strict=True):
         assert model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == text
-    rollouts = [logged(model, p, a["output_ids"]) for p, a in zip(prompts, answers, strict=True)]
-    total = replay(drafter, batch_of(model, rollouts), policy_of(model), depth=DEPTH, drafting="greedy").total()
     rounds = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
-    return sum(len(a["output_ids"]) - 1 for a in answers), rounds, int(total["tokens"]), int(total["rounds"])
+    return sum(len(text) - 1 for text in texts), rounds, *replayed_of(drafter, prompts, texts)
+
+
+def replayed_of(drafter: Eagle3Drafter, prompts: list[list[int]], texts: list[list[int]]) -> tuple[int, int]:
+    """(tokens, rounds) by replay of these answers."""
+    model, _ = base_policy()
+    rollouts = [logged(model, prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    total = replay(drafter, batch_of(model, rollouts), policy_of(model), depth=DEPTH, drafting="greedy").total()
+    return int(total["tokens"]), int(total["rounds"])
 
 
 @pytest.mark.parametrize("name", ["trained", "random"])
@@ -98,6 +106,37 @@ def test_a_drafter_over_the_whole_vocabulary_is_swapped_and_drafts_as_in_replay(
     finally:
         server.stop()
     assert (tokens, rounds) == (expected_tokens, expected_rounds)
+
+
+def test_a_drafter_with_scaled_positions_and_a_norm_before_fc_drafts_as_in_replay(
+    trained: Eagle3Drafter, tmp_path: Path
+) -> None:
+    """SGLang has both, and counts what replay says."""
+    drafters = []
+    for plain in (random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), trained):
+        form = replace(plain.config, norm_before_fc=True, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 32))
+        drafter = Eagle3Drafter(form, plain.vocabulary)
+        drafter.load_state_dict(plain.state_dict(), strict=False)
+        assert drafter.input_norm is not None
+        # About the size that the features had, so that the trained weights still draft well.
+        drafter.input_norm.weight.data = torch.linspace(2.0, 6.0, drafter.input_norm.weight.numel())
+        drafters.append(drafter.eval().requires_grad_(False))
+        write(drafter, tmp_path / "drafters" / str(len(drafters) - 1))
+    server = SGLangProcess(tmp_path, tmp_path / "drafters" / "0", tmp_path / "drafters")
+    prompts = odd_prompts(20, seed=7) + elicit_prompts(20, seed=21)
+    try:
+        server.wait_until_ready()
+        swap(server, tmp_path / "drafters", tmp_path / "drafters" / "1", "newer")
+        tokens, rounds, expected_tokens, expected_rounds = replayed(server, drafters[1], prompts)
+        texts = [server.ask(prompt)["output_ids"] for prompt in prompts]
+    finally:
+        server.stop()
+    print(f"alpha {tokens / rounds:.4f}, {rounds} rounds, replay {expected_rounds}")
+    assert (tokens, rounds) == (expected_tokens, expected_rounds)
+    for other in ({"rope_scaling": None}, {"norm_before_fc": False}):
+        changed = Eagle3Drafter(replace(drafters[1].config, **other), trained.vocabulary)
+        changed.load_state_dict(drafters[1].state_dict(), strict=False)
+        assert replayed_of(changed.eval(), prompts, texts)[1] != rounds, "each of both shows in the rounds"
 
 
 def test_swaps_under_load_fail_no_request_and_change_no_text(server: SGLangProcess, drafters: Path) -> None:

@@ -23,6 +23,13 @@ TRAIN = (
     "optimizer.step",
 )
 
+#: NeMo-RL's, one after the other; that for packed rows a second time, for forwards that keep the ranks in step.
+ITERATORS = (
+    "data.make_microbatch_iterator_with_dynamic_shapes",
+    *["data.make_microbatch_iterator_for_packable_sequences"] * 2,
+    "data.make_microbatch_iterator",
+)
+
 
 def log_prob(forward: str) -> tuple[str, ...]:
     return tuple(step.format(forward=forward) for step in LOG_PROB)
@@ -139,12 +146,30 @@ SITES: dict[str, tuple[Site, ...]] = {
             ("data", "micro_batch_size"),
             ("self.model.eval", "get_microbatch_iterator", "megatron_forward_backward"),
         ),
-        Site(
-            "nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py",
-            "DTensorPolicyWorkerV2Impl.get_logprobs",
-            ("data", "micro_batch_size"),
-            ("self.model.eval", "get_microbatch_iterator", "forward_with_post_processing_fn"),
+        *(
+            Site(
+                f"nemo_rl/models/policy/workers/{module}.py",
+                f"{kind}.get_logprobs",
+                ("data", "micro_batch_size"),
+                ("self.model.eval", *steps),
+            )
+            for module, kind, steps in (
+                ("dtensor_policy_worker", "DTensorPolicyWorkerImpl", (*ITERATORS, "self.model(**model_args)")),
+                (
+                    "dtensor_policy_worker_v2",
+                    "DTensorPolicyWorkerV2Impl",
+                    ("get_microbatch_iterator", "forward_with_post_processing_fn"),
+                ),
+            )
         ),
+        Site("nemo_rl/models/automodel/data.py", "get_microbatch_iterator", ("data",), ITERATORS),
+        Site(
+            "nemo_rl/models/policy/workers/base_policy_worker.py",
+            "AbstractPolicyWorker.get_reference_policy_logprobs",
+            ("data",),
+            ("self.use_reference_model", "self.get_logprobs"),
+        ),
+        Site("nemo_rl/distributed/virtual_cluster.py", "init_ray", does=("env_vars = dict(os.environ)", "ray.init")),
         Site(
             "nemo_rl/algorithms/grpo.py",
             "grpo_train",

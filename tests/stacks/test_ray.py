@@ -1,8 +1,12 @@
-"""The service as actors of a real Ray with two local nodes (`ray_service.py`), in an environment of its own."""
+"""The service as actors of a real Ray with two local nodes (`ray_service.py`), in an environment of its own.
+
+And an actor of a trainer's, whose class Ray's setup hook extends (`ray_actors.py`).
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from failover_fixtures import free_port
 from stacks_fixtures import Stack
 
 STACK = Stack("ray", "ray_service.py", "Ray", {"RAY_USAGE_STATS_ENABLED": "0"})
+ACTORS = Stack("ray", "ray_actors.py", "Ray", {"RAY_USAGE_STATS_ENABLED": "0"})
 
 pytestmark = STACK.marks
 
@@ -36,3 +41,8 @@ def test_both_parts_share_a_node_and_move_together_when_it_is_lost(found: dict[s
 
 def test_nothing_is_left_over_after_down(found: dict[str, Any]) -> None:
     assert found["left over"] == []
+
+
+def test_an_actor_has_what_its_class_was_extended_by_after_ray_had_decorated_it(tmp_path: Path) -> None:
+    ACTORS.run(tmp_path)
+    assert json.loads((tmp_path / "found.json").read_text()) == [True] * 5

@@ -7,14 +7,20 @@ first argument, because vLLM writes to stdout.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 
 def make(policy: str, drafter: str, depth: int, ranks: int) -> Any:
+    """`DRAFTALIGN_TESTS_DUMMY`: it starts without the policy's weights, as verl and NeMo-RL start it."""
     from vllm import LLM
 
+    speculative: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": depth}
+    dummy = os.environ.get("DRAFTALIGN_TESTS_DUMMY") == "1"
+    if dummy:
+        speculative["draft_load_config"] = {"load_format": "auto"}
     return LLM(
         policy,
         dtype="float32",
@@ -25,8 +31,11 @@ def make(policy: str, drafter: str, depth: int, ranks: int) -> Any:
         enforce_eager=True,
         disable_log_stats=False,
         enable_prefix_caching=True,
+        block_size=32,
         generation_config="vllm",
-        speculative_config={"method": "eagle3", "model": drafter, "num_speculative_tokens": depth},
+        load_format="dummy" if dummy else "auto",
+        weight_transfer_config={"backend": "files"},
+        speculative_config=speculative,
     )
 
 
@@ -63,6 +72,22 @@ class Commands:
         self.llm.reset_prefix_cache()
         if version is not None:
             self.llm.update_weight_version(version)
+
+    def start_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update(self, path: str, part: int, parts: int) -> None:
+        self.llm.update_weights({"update_info": {"path": path, "part": part, "parts": parts}})
+
+    def finish_update(self) -> None:
+        self.llm.finish_weight_update()
+        self.llm.reset_prefix_cache()
+
+    def load_past_the_core(self, path: str) -> None:
+        """As TRL does beside a trainer: into the worker's own objects, by no call of the engine."""
+        executor = self.llm.llm_engine.model_executor
+        executor.driver_worker.worker.tests_refit("buckets", path)
+        self.llm.reset_prefix_cache()
 
     def attach(self, url: str) -> str:
         """The explicit form; what it said where it was refused."""

@@ -1,8 +1,11 @@
-"""Two data-parallel engine cores and two API processes behind one server: every core is swapped, or the swap failed."""
+"""Two data-parallel engine cores and two API processes behind one server: every core is swapped, or the swap failed.
+
+Where the cores follow the service by themselves, each does, and each reports what it has counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,14 @@ from typing import Any
 import httpx
 import pytest
 from agent_fixtures import eventually
+from engine_fixtures import elicit_prompts
+from redis import Redis
+from server_load import publish
+from service_fixtures import RunningService
+from storage_fixtures import Store
 from vllm_server.vllm_process import FORKED, VllmServer
+
+from drafter.model.eagle3 import Eagle3Drafter
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -50,3 +60,65 @@ def test_a_core_that_fails_fails_the_swap_and_a_paused_engine_is_told_of_alike_b
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(told, range(24))) == {("v1", True, True, "the engine sleeps or is paused")}
+
+
+def test_two_cores_follow_the_service_with_variables_alone_and_each_reports_its_rounds(
+    serve: Callable[..., RunningService],
+    redis_url: str,
+    drafters: Path,
+    trained: Eagle3Drafter,
+    tmp_path: Path,
+) -> None:
+    service, prompts = serve(), elicit_prompts(16, seed=3)
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    server = VllmServer(
+        tmp_path,
+        drafters / "random",
+        drafters,
+        options=("--data-parallel-size", "2"),  # and as many API processes
+        DRAFTALIGN_URL=service.url,
+        DRAFTALIGN_SAMPLE_FRACTION="1.0",
+        DRAFTALIGN_TOKENS_PER_MINUTE="10000000",
+        # As vLLM sets it for API processes that it spawns. Ours are forked from one that has read it already.
+        PROMETHEUS_MULTIPROC_DIR=str(metrics),
+        **FORKED,
+    )
+
+    def generate() -> list[list[int]]:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(server.generate, prompts))
+
+    def staged() -> list[dict[str, Any]]:
+        body = {"method": "draftalign_staged"}
+        answers: list[dict[str, Any]] = server.client.post("/test/rpc", json=body).raise_for_status().json()
+        return answers
+
+    try:
+        server.wait_until_healthy()
+        texts = generate()
+        eventually(lambda: service.client.get("/runs/default").status_code == 200, 30)
+        version = publish(service, drafters / "trained", trained)
+        eventually(lambda: [(one.get("version"), one.get("done")) for one in staged()] == [(version, True)] * 2, 120)
+        assert server.state()["version"] is None, "an engine that is idle swaps nothing"
+        before = server.counters()
+        assert generate() == texts
+        after = server.counters()
+        assert (server.state()["version"], server.state()["loaded"]) == (version, True)
+        rounds, accepted = after.rounds - before.rounds, after.accepted_tokens - before.accepted_tokens
+        assert 1 + accepted / rounds > 2.0
+
+        def reported() -> dict[str | None, tuple[int, int | None]]:
+            with Redis.from_url(redis_url) as client:
+                found = Store(client, "default").acceptances()
+            ours = [one for one in found if one.drafter_version == version and one.policy_version == 0]
+            return {one.reporter: (one.rounds, one.accepted_tokens) for one in ours if one.reporter}
+
+        eventually(lambda: sum(one for one, _ in reported().values()) >= rounds, 60)
+        counts = list(reported().values())
+        print(f"rounds and accepted drafts by core {counts}, vLLM's own {rounds} and {accepted}")
+        assert len(counts) == 2
+        assert min(one for one, _ in counts) > 0
+        assert (sum(one for one, _ in counts), sum(one or 0 for _, one in counts)) == (rounds, accepted)
+    finally:
+        server.stop()

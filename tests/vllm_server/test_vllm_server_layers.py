@@ -1,4 +1,4 @@
-"""Drafters of other forms on a real vLLM, two layers or a normed residual: swapped, and the same function as ours."""
+"""Drafters of other forms on a real vLLM, such as two layers: swapped, and the same function as ours."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from vllm_server.vllm_conformance import check_conformance
 from vllm_server.vllm_process import FORKED, VllmServer
 
 from drafter.model.eagle3 import Eagle3Drafter
+from rl_hooks.format.eagle3 import Llama3Rope
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def drafter_of(seed: int, **form: Any) -> Eagle3Drafter:
-    """Random weights, large enough that every layer matters."""
+    """Random weights, large enough that every layer and every norm matters."""
     one = random_drafter(base_policy()[0], seed=5, draft_vocab_size=96)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -27,12 +28,17 @@ def drafter_of(seed: int, **form: Any) -> Eagle3Drafter:
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             parameter.data *= 4
+    if drafter.input_norm is not None:
+        drafter.input_norm.weight.data = torch.linspace(0.5, 2.0, drafter.input_norm.weight.numel()).roll(seed)
     return drafter
 
 
 FORMS: dict[str, dict[str, Any]] = {
     "two layers": {"num_hidden_layers": 2},
     "a normed residual": {"norm_before_residual": True},
+    # Short enough that a text of some dozen tokens turns pairs of every band.
+    "scaled rotary positions": {"rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 32)},
+    "a norm before fc": {"norm_before_fc": True},
 }
 
 

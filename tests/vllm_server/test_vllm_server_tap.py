@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +19,10 @@ from service_fixtures import RunningService
 from storage_fixtures import RolloutQueue, Store
 from tap_fixtures import truncated
 from vllm_server.vllm_process import DEPTH, FORKED, V2_RUNNER, VllmServer
+from vllm_server.vllm_refits import check_refits
 
 from drafter.batch import load_batch
+from drafter.model.eagle3 import Eagle3Drafter
 from examples.policy import AUX_LAYERS
 from service.storage.layout import Layout
 from service.worker.loop import RunWorker
@@ -48,7 +48,8 @@ def fleet(
         "DRAFTALIGN_TOKENS_PER_MINUTE": "10000000",
         **request.param,
     }
-    server = VllmServer(tmp_path / "vllm", drafters / "trained", drafters, **environment)
+    options = ("--weight-transfer-config", '{"backend": "files"}', "--block-size", "32")
+    server = VllmServer(tmp_path / "vllm", drafters / "trained", drafters, options=options, **environment)
     try:
         server.wait_until_healthy()
         yield service, server
@@ -70,6 +71,7 @@ def test_live_traffic_comes_out_exactly_and_the_worker_learns_from_it_by_policy_
     fleet: tuple[RunningService, VllmServer],
     redis_url: str,
     drafters: Path,
+    trained: Eagle3Drafter,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -122,45 +124,8 @@ def test_live_traffic_comes_out_exactly_and_the_worker_learns_from_it_by_policy_
     assert worst["last"] < TOLERANCE
     assert worst["logprobs"] < TOLERANCE
     _check_service(service, redis_url, (before, after), len(prompts))
-    _check_reloads(service, server, drafters)
-
-
-RELOADS: dict[str, tuple[str, list[Any]]] = {
-    "load_weights": ("tests_move_policy", ["load_weights"]),
-    "reload_weights": ("reload_weights", []),
-    "sleep of level 2": ("sleep", [2]),
-    "copies": ("tests_move_policy", ["copies"]),
-}
-
-
-def _check_reloads(service: RunningService, server: VllmServer, drafters: Path) -> None:
-    """A policy that is loaded again is a new version, and a swapped drafter is none."""
-    prompts, again = elicit_prompts(4, seed=31), RELOADS["reload_weights"]
-    for number, (method, arguments) in enumerate([again, *RELOADS.values(), again]):
-        assert server.swap(drafters / ("random", "trained")[number % 2], f"v{number}").status_code == 200
-        for prompt in prompts if number else []:  # version 0 has served already
-            server.generate(prompt)
-        server.generate([5], max_tokens=1)  # a step, in which the last ends are told
-        server.client.post("/test/rpc", json={"method": method, "args": arguments}).raise_for_status()
-        server.client.post("/test/rpc", json={"method": "wake_up", "args": []}).raise_for_status()
-    server.generate([5], max_tokens=1)
-    wanted = dict.fromkeys(range(1, 6), len(prompts))
-    with contextlib.suppress(AssertionError):  # the next line says what is missing
-        eventually(lambda: _by_version(service) == wanted, 60)
-    assert _by_version(service) == wanted, "rollouts by policy version"
-    assert "failures" not in server.state()["tap"]
-
-
-def _by_version(service: RunningService) -> dict[int, int]:
-    """Rollouts with an answer of several tokens, by policy version but the first."""
-    found: Counter[int] = Counter()
-    for path in service.spooled():
-        if "live" in path.parts and path.suffix == ".safetensors":
-            batch = load_batch(path)
-            lengths = batch.cu_seqlens.diff().tolist()
-            if batch.policy_version > 0:
-                found[int(batch.policy_version)] += sum(length > 2 for length in lengths)
-    return dict(found)
+    answers = 8 if "V2" in request.node.name else 12  # its kernels are interpreted
+    check_refits(service, server, redis_url, (drafters / "trained", trained), tmp_path, answers)
 
 
 def _delivered(server: VllmServer, count: int) -> dict[str, Any] | None:

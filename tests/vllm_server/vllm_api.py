@@ -2,15 +2,42 @@
 
     python tests/vllm_server/vllm_api.py PATH      # the folder `vllm` of an unpacked wheel or sdist
 
-Prints what is missing; the exit status is the number of it. `FUNCTIONS` and `NAMES` are the whole list of what is used.
+Prints what is missing; the exit status is the number of it. `FUNCTIONS` and `NAMES` are the whole list of what is used:
+`unlisted` compares it with the plugin's code.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import hmac
+import inspect
+import itertools
+import json
+import logging
+import math
+import os
+import queue
+import re
+import socket
 import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import fastapi
+import numpy
+import safetensors
+import torch
 
 _V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
 _RELOAD = "model_executor/model_loader/reload/"
@@ -53,7 +80,7 @@ FUNCTIONS: Final = (
     ("v1/engine/async_llm.py", "AsyncLLM", "reset_prefix_cache", ()),
     *(
         ("v1/engine/core.py", "EngineCore", name, ())
-        for name in ("step", "step_with_batch_queue", "wake_up", "shutdown")
+        for name in ("step", "step_with_batch_queue", "wake_up", "shutdown", "_initialize_kv_caches")
     ),
     ("v1/engine/core.py", "EngineCore", "add_request", ("request",)),
     ("v1/engine/core.py", "EngineCore", "sleep", ("level",)),
@@ -71,6 +98,10 @@ FUNCTIONS: Final = (
     ("v1/core/sched/scheduler.py", "Scheduler", "schedule", ()),
     ("v1/core/sched/scheduler.py", "Scheduler", "update_from_output", ("scheduler_output",)),
     ("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "timeout", "args")),
+    ("distributed/parallel_state.py", "", "get_tp_group", ()),
+    ("model_executor/layers/vocab_parallel_embedding.py", "", "num_org_elements", ()),
+    ("model_executor/layers/vocab_parallel_embedding.py", "", "num_added_elements_padded", ()),
+    ("v1/worker/gpu_worker.py", "Worker", "wake_up", ("tags",)),
     ("plugins/endpoint_plugins/interface.py", "EndpointPlugin", "attach_router", ("app",)),
     ("plugins/endpoint_plugins/interface.py", "EndpointPlugin", "init_state", ("engine_client", "state", "args")),
     ("v1/worker/gpu_worker.py", "Worker", "reload_weights", ()),
@@ -92,17 +123,36 @@ NAMES: Final = (
         "",
         ("_weight_version", "model_executor", "scheduler", "_idle_state_callbacks", "input_queue", "WAKEUP"),
     ),
+    ("v1/engine/__init__.py", "EngineCoreRequestType", ("WAKEUP",)),
+    ("v1/engine/__init__.py", "EngineCoreOutputs", ("outputs",)),
     ("v1/engine/core_client.py", "", ("InprocClient", "engine_core", "call_utility")),
+    ("entrypoints/llm.py", "LLM", ("llm_engine",)),
+    ("v1/executor/abstract.py", "Executor", ("is_sleeping",)),
     ("v1/executor/uniproc_executor.py", "UniProcExecutor", ("driver_worker",)),
+    ("v1/worker/worker_base.py", "WorkerWrapperBase", ("worker",)),
     ("v1/worker/gpu_worker.py", "Worker", ("_weight_update_active",)),
     ("v1/request.py", "Request", ("request_id", "skip_reading_prefix_cache")),
-    ("v1/core/sched/scheduler.py", "Scheduler", ("requests",)),
+    ("v1/core/sched/scheduler.py", "Scheduler", ("requests", "connector")),
     ("v1/engine/async_llm.py", "AsyncLLM", ("engine_core",)),
-    # And `call_utility_all_async`, which 0.31 has not: it swaps no drafter into several cores.
-    ("v1/engine/core_client.py", "AsyncMPClient", ("core_engines",)),
+    ("v1/engine/core_client.py", "MPClient", ("core_engines",)),
+    ("v1/engine/core_client.py", "AsyncMPClient", ("call_utility_all_async",)),
     ("v1/engine/__init__.py", "EngineCoreOutput", ("request_id", "new_token_ids")),
     ("v1/worker/worker_base.py", "WorkerBase", ("vllm_config", "model_runner", "device")),
-    (_V1, "GPUModelRunner", ("input_batch", "input_ids", "positions")),
+    (
+        _V1,
+        "GPUModelRunner",
+        ("input_batch", "input_ids", "positions", "effective_drafter_max_model_len", "max_model_len"),
+    ),
+    ("v1/worker/gpu_input_batch.py", "InputBatch", ("req_ids",)),
+    ("v1/utils.py", "CpuGpuBuffer", ("gpu",)),
+    ("distributed/parallel_state.py", "GroupCoordinator", ("cpu_group", "ranks", "rank_in_group")),
+    ("model_executor/layers/vocab_parallel_embedding.py", "VocabParallelEmbedding", ("shard_indices",)),
+    (
+        "model_executor/layers/vocab_parallel_embedding.py",
+        "VocabParallelEmbeddingShardIndices",
+        ("org_vocab_start_index",),
+    ),
+    ("model_executor/layers/fused_moe/routed_experts.py", "RoutedExperts", ("quant_method",)),
     ("config/speculative.py", "", ("glm4_moe_mtp", "deepseek_mtp")),
     ("model_executor/layers/fused_moe/unquantized_fused_moe_method.py", "", ("moe_kernel",)),
     (_V2, "GPUModelRunner", ("speculator",)),
@@ -119,7 +169,10 @@ NAMES: Final = (
     (
         "v1/core/sched/output.py",
         "NewRequestData",
-        ("req_id", "prompt_token_ids", "sampling_params", "mm_features", "lora_request", "prompt_embeds"),
+        (
+            *("req_id", "prompt_token_ids", "sampling_params", "mm_features", "lora_request", "prompt_embeds"),
+            "prefill_token_ids",
+        ),
     ),
     (
         "sampling_params.py",
@@ -128,6 +181,7 @@ NAMES: Final = (
             *("temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens", "ignore_eos", "stop_token_ids"),
             *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
             *("structured_outputs", "bad_words", "all_stop_token_ids", "eos_token_id", "extra_args"),
+            *("skip_reading_prefix_cache", "Struct"),  # msgspec's, of whose fields `__struct_fields__` tells
         ),
     ),
     (_RELOAD + "types.py", "LayerReloadingInfo", ("restore_metadata", "load_numel")),
@@ -136,11 +190,20 @@ NAMES: Final = (
         "SpeculativeConfig",
         ("method", "num_speculative_tokens", "draft_model_config", "draft_sample_method"),
     ),
-    ("config/model.py", "ModelConfig", ("hf_config", "hf_text_config", "dtype", "model", "enable_sleep_mode")),
+    (
+        "config/model.py",
+        "ModelConfig",
+        ("hf_config", "hf_text_config", "dtype", "model", "enable_sleep_mode", "quantization", "revision"),
+    ),
+    ("config/load.py", "LoadConfig", ("load_format",)),
+    ("config/vllm.py", "VllmConfig", ("parallel_config", "speculative_config", "load_config", "model_config")),
     (
         "config/parallel.py",
         "ParallelConfig",
-        ("tensor_parallel_size", "pipeline_parallel_size", "world_size", "data_parallel_index"),
+        (
+            *("tensor_parallel_size", "pipeline_parallel_size", "world_size", "data_parallel_index"),
+            *("distributed_executor_backend", "enable_eplb"),
+        ),
     ),
     ("config/parallel.py", "", ("external_launcher",)),
     ("config/__init__.py", "", ("set_current_vllm_config",)),
@@ -157,6 +220,9 @@ NAMES: Final = (
     ("v1/metrics/loggers.py", "", ("vllm:generation_tokens", "vllm:time_to_first_token_seconds")),
 )
 
+
+#: What vLLM 0.31 has not, and what goes without: no drafter is swapped into several cores.
+SINCE_0_32: Final = frozenset({"call_utility_all_async"})
 
 #: What stood elsewhere in vLLM 0.31: file and class.
 BEFORE_0_32: Final = {
@@ -209,6 +275,8 @@ def _name_faults(root: Path, path: str, owner: str, names: tuple[str, ...]) -> l
             known.add(node.asname or node.name)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             known.add(node.value)
+    if any(not (root / path).exists() for path in BEFORE_0_32):
+        known |= SINCE_0_32
     return [f"{path}: {owner or 'the file'} has no {name}" for name in names if name not in known]
 
 
@@ -220,6 +288,105 @@ def _scope(root: Path, path: str, owner: str) -> ast.AST | None:
     if not owner:
         return tree
     return next((node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner), None)
+
+
+# --- the list, beside the code
+
+_REPOSITORY: Final = Path(__file__).parents[2]
+#: The plugin's code.
+CODE: Final = (
+    *sorted((_REPOSITORY / "rl_hooks/engines/vllm").glob("*.py")),
+    *(_REPOSITORY / "rl_hooks" / name for name in ("agent/vllm.py", "agent/in_process.py", "engines/policy_watch.py")),
+)
+#: Calls that take a name as text: where a vLLM has another one, nothing is said.
+_BY_TEXT: Final = frozenset({"getattr", "hasattr", "before_call", "_wrap"})
+#: Names that are asked of others: transformers' configs, torch's modules, functions of any kind.
+_OTHERS: Final = frozenset(
+    (
+        *("architectures", "tie_word_embeddings", "vocab_size", "__struct_fields__", "__qualname__"),
+        *("draft_id_to_target_id", "weight"),
+    )
+)
+
+
+def unlisted(code: Sequence[Path] = CODE) -> list[str]:
+    """Names that the plugin's code asks of vLLM and that `FUNCTIONS` and `NAMES` lack, with the file that does.
+
+    A plain attribute counts unless rl_hooks, torch or Python's own library has the name too. One that is asked by text,
+    as `getattr` does, counts in any case, except our own, which begin with `_draftalign`.
+    """
+    known = {name for names in NAMES for name in (names[1], *names[2])} | _OTHERS
+    known |= {name for _, owner, function, parameters in FUNCTIONS for name in (owner, function, *parameters)}
+    defined, found = _defined() | _of_libraries(), []
+    for path in code:
+        plain, by_text = _asked(ast.parse(path.read_text()))
+        absent = {name for name in plain - defined if not name.startswith("__")} | by_text
+        found += [f"{path.name}: {name}" for name in sorted(absent - known) if not name.startswith("_draftalign")]
+    return found
+
+
+def _asked(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Attributes, and names that are given as text: in a call itself, or by a loop over such names."""
+    nodes = list(ast.walk(tree))
+    plain = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    by_text = {
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
+    }
+    loops = [(node.target, node.iter) for node in nodes if isinstance(node, ast.For | ast.comprehension)]
+    assigned = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
+    constants = {node.target.id: node for node in assigned if isinstance(node.target, ast.Name)}
+    for call in nodes:
+        if not isinstance(call, ast.Call) or _name(call.func) not in _BY_TEXT or len(call.args) < 2:
+            continue
+        by_text |= _texts(call.args[1])
+        for target, names in loops:
+            if isinstance(call.args[1], ast.Name) and call.args[1].id in _variables(target):
+                by_text |= _texts(names).union(*(_texts(constants[v]) for v in _variables(names) if v in constants))
+    return plain, by_text
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _variables(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def _texts(node: ast.AST) -> set[str]:
+    found = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+    return {text for text in found if isinstance(text, str) and text.isidentifier()}
+
+
+def _defined() -> set[str]:
+    """Functions, classes, fields and attributes that rl_hooks itself has."""
+    names = set()
+    for path in (_REPOSITORY / "rl_hooks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+    return names
+
+
+def _of_libraries() -> set[str]:
+    """What modules and objects of torch, NumPy and Python's own library have."""
+    parts: list[Any] = [
+        *(torch, torch.Tensor, torch.nn.Module, torch.device, torch.accelerator, torch.nn, torch.distributed),
+        *(torch.distributed.ReduceOp, torch.distributed.Work, numpy, numpy.ndarray, safetensors.safe_open),
+        *(asyncio, concurrent.futures.Future, contextlib, dataclasses, functools, hashlib, hashlib.sha256(), hmac),
+        *(inspect, inspect.Signature, inspect.BoundArguments, itertools, json, logging, logging.Logger, math, os),
+        *(Path, queue, queue.SimpleQueue, re, re.compile(""), socket, threading, threading.Thread, threading.Event),
+        *(threading.Lock(), time, uuid, uuid.uuid4(), dict, list, set, str, bytes, int, collections.deque),
+        *(fastapi.FastAPI, fastapi.Request),
+    ]
+    return {name for part in parts for name in dir(part)}
 
 
 def main(arguments: list[str]) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from decode_fixtures import policy_of
@@ -22,8 +23,8 @@ TOLERANCE = 1e-4
 class Mirror:
     """Our drafter with a cache by position, repeating the engine's calls for one sequence."""
 
-    def __init__(self, drafter: Eagle3Drafter) -> None:
-        self.drafter, self.embed_tokens = drafter, policy_of(base_policy()[0]).embed_tokens
+    def __init__(self, drafter: Eagle3Drafter, policy: Any) -> None:
+        self.drafter, self.embed_tokens = drafter, policy_of(policy).embed_tokens
         self.keys = torch.zeros(256, drafter.cache_heads, drafter.config.head_dim)
         self.values = torch.zeros_like(self.keys)
 
@@ -64,21 +65,34 @@ def record(server: VllmServer, path: Path, prompt: list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def features(token_ids: list[int]) -> Tensor:
+def features(token_ids: list[int], policy: Any, layers: Sequence[int]) -> Tensor:
     """The states entering the aux layers, [T, A*H], by a plain forward of the policy."""
-    states = base_policy()[0](torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-    return torch.cat([states[layer][0] for layer in AUX_LAYERS], dim=-1)
+    states = policy(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in layers], dim=-1)
+
+
+def check_conformance(server: VllmServer, drafters: Path, tmp_path: Path, name: str, *, every_row: bool = True) -> None:
+    """Swap to `drafters / name`, and hold what the engine's drafter then computes against ours."""
+    assert server.swap(name, f"conformance-{name}").status_code == 200
+    # A prompt that no other test begins with: rows found in the prefix cache never reach the drafter.
+    prompt, ours = odd_prompts(1, seed=len(name))[0] + elicit_prompts(1, seed=11)[0], read_drafter(drafters / name)
+    check_calls(server, ours, tmp_path, prompt, base_policy()[0], AUX_LAYERS, every_row=every_row)
 
 
 @torch.no_grad()
-def check_conformance(server: VllmServer, drafters: Path, tmp_path: Path, name: str, *, every_row: bool = True) -> None:
-    """Swap to `drafters / name`, record a request, and repeat every call of the engine's drafter with ours."""
-    assert server.swap(name, f"conformance-{name}").status_code == 200
-    # A prompt that no other test begins with: rows found in the prefix cache never reach the drafter.
-    prompt = odd_prompts(1, seed=len(name))[0] + elicit_prompts(1, seed=11)[0]
+def check_calls(
+    server: VllmServer,
+    ours: Eagle3Drafter,
+    tmp_path: Path,
+    prompt: list[int],
+    policy: Any,
+    layers: Sequence[int],
+    *,
+    every_row: bool = True,
+) -> None:
+    """Record a request, and repeat every call of the engine's drafter with ours."""
     text = record(server, tmp_path / "calls.safetensors", prompt)
-    ours = read_drafter(drafters / name)
-    mirror, expected = Mirror(ours), features(prompt + text)
+    mirror, expected = Mirror(ours, policy), features(prompt + text, policy, layers)
     seen = {"combine": 0, "forward": 0, "logits": 0}
     worst = dict.fromkeys(("features", "fuse", "pre", "logits"), 0.0)
 
@@ -105,7 +119,7 @@ def check_conformance(server: VllmServer, drafters: Path, tmp_path: Path, name: 
             assert bool((call["logits"][:, outside] == -torch.inf).all())
     assert seen["combine"] >= 3
     assert seen["logits"] >= DEPTH * 3
-    print(f"{name}: {seen}, largest differences {worst}")
+    print(f"{seen}, largest differences {worst}")
     assert max(worst.values()) < TOLERANCE, worst
 
 

@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import struct
 import time
 import uuid
@@ -35,7 +36,7 @@ import numpy as np
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Counts, Snapshot, read_samples
-from rl_hooks.engines.protocol import EngineHttp, EngineState, counting_only
+from rl_hooks.engines.protocol import TREES, EngineHttp, EngineState, counting_only
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
 from rl_hooks.format.eagle3 import DrafterError
@@ -55,6 +56,9 @@ _NO_SESSION: Final = "no weight-update session is open"
 _SESSION_RETRY_SECONDS: Final = 0.5
 _END_ATTEMPTS: Final = 4
 _MAX_RANKS: Final = 1024
+#: In older ones a second `begin_weight_update` ends the scheduler, and with it every request.
+_OLDEST: Final = (0, 5, 23)
+_RELEASE: Final = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
 
 
 class SGLangEngine(EngineHttp):
@@ -97,14 +101,25 @@ class SGLangEngine(EngineHttp):
         version = int(policy) if isinstance(policy, str) and policy.isdecimal() and len(policy) < 16 else None
         algorithm = info.get("speculative_algorithm")
         if str(algorithm).upper() != "EAGLE3":
-            return counting_only(None if algorithm is None else cut(str(algorithm)).lower(), version)
+            life = process_identity(info) if "startup_time" in info else None
+            return counting_only(None if algorithm is None else cut(str(algorithm)).lower(), version, life)
         started, loaded = process_identity(info), self._loaded
         steps = info.get("speculative_num_steps")
         depth = steps if type(steps) is int else None
         served, swaps = (loaded[1], loaded[2]) if loaded is not None and loaded[0] == started else (None, 0)
         # By default it takes the most probable tokens, also where answers are sampled.
         drafting = "probabilistic" if info.get("speculative_use_rejection_sampling") else "greedy"
-        return EngineState(served, served is not None, swaps, policy_version=version, depth=depth, drafting=drafting)
+        if info.get("speculative_eagle_topk") not in (None, 1):
+            drafting = TREES
+        return EngineState(
+            served,
+            served is not None,
+            swaps,
+            policy_version=version,
+            depth=depth,
+            drafting=drafting,
+            life=started,
+        )
 
     async def snapshot(self) -> Snapshot:
         """Counters. SGLang counts a request when it has finished, so a round of α 1 counts as one emitted token.
@@ -123,13 +138,6 @@ class SGLangEngine(EngineHttp):
         """
         info = await self._object("GET", "/server_info")
         check_server(info)
-        if (branches := info.get("speculative_eagle_topk")) not in (None, 1):
-            log.warning(
-                "%s drafts trees of %s branches, and replay knows chains alone: it will seem to accept too much. "
-                "Start it with --speculative-eagle-topk 1 and --speculative-num-steps",
-                self.url,
-                cut(str(branches)),
-            )
         check_release(release, info)
         ranks = _ranks(info)
         outcome = self._directory / f"swap-{uuid.uuid4().hex}"
@@ -263,6 +271,10 @@ class SGLangEngine(EngineHttp):
 def check_server(info: Mapping[str, Any]) -> None:
     """Refuse servers whose drafter cannot be swapped this way; the message says how to start one that can."""
     faults = []
+    version = str(info.get("version") or "")
+    if (found := _RELEASE.match(version)) and tuple(map(int, found.groups())) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        faults.append(f"it is SGLang {cut(version)}; its weight-update calls are known from {oldest} on, so update it")
     if str(info.get("speculative_algorithm")).upper() != "EAGLE3":
         faults.append(f"it runs speculative algorithm {info.get('speculative_algorithm')!r:.200}, not EAGLE3")
     if int(info.get("dp_size") or 1) != 1:

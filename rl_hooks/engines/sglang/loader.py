@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from rl_hooks.durable import replace_file
+from rl_hooks.durable import at_home, replace_file
 from rl_hooks.engines.candidate import (
     DigestMismatchError,
     DrafterRefusedError,
@@ -84,7 +84,7 @@ def _home() -> Path:
     home = os.environ.get("DRAFTALIGN_DRAFTER_DIR")
     if not home:
         raise ValueError("set DRAFTALIGN_DRAFTER_DIR to the directory that drafters come from, and restart the server")
-    return Path(home).resolve()
+    return at_home(home).resolve()
 
 
 def _inside(home: Path, path: str) -> Path:

@@ -7,6 +7,9 @@ Only where there is something to do, it does it there, on the engine's own threa
   that a sleep has lost, and finds the policy's version;
 * calls of the thread that follows the service: one of them is the swap.
 
+The weights are looked at once before that, when the engine core has loaded its model: an update before the first step
+is noticed, and the draft vocabulary is on the host before the first sleep.
+
 A swap never falls between two calls of a trainer that updates weights: it runs only when a step is about to run, and
 never inside vLLM's own weight update. No failure of ours reaches the engine: it costs one line of the log.
 """
@@ -34,15 +37,13 @@ _LOOK_SECONDS: Final = 10.0
 _END_SECONDS: Final = 10.0
 #: Calls that read files and touch no weights: they may also run while the engine is idle or asleep.
 _HARMLESS: Final = frozenset({"draftalign_stage", "draftalign_staged"})
-#: Calls of the workers that take weights away.
-_DISCARDING: Final = ("sleep", "discard")
 #: vLLM's weight version before anybody has set one.
 _UNNAMED: Final = "default"
 
 #: Methods of vLLM's EngineCore that are wrapped.
 _WRAPPED: Final = (
     *("step", "step_with_batch_queue", "add_request", "sleep", "shutdown", "collective_rpc", "wake_up"),
-    "set_weight_version",
+    *("set_weight_version", "_initialize_kv_caches"),
 )
 
 Begin = Callable[["CoreLink"], None]
@@ -53,7 +54,7 @@ class CoreLink:
 
     def __init__(self, core: Any, sample_fraction: float, begin: Begin, end: Callable[[], None]) -> None:
         self.core, self.sample_fraction, self._end = core, sample_fraction, end
-        #: The joint state of the workers; empty before the first step.
+        #: The joint state of the workers; empty until they were looked at.
         self.state: dict[str, Any] = {}
         self._begin: Begin | None = begin
         self._rounds: RoundCounter | None = None
@@ -63,6 +64,11 @@ class CoreLink:
         self._warned: set[str] = set()
 
     # --- called on the engine's thread
+    def first_look(self) -> None:
+        """Watch the weights from now on, where they are in memory. Nothing is asked of the service yet."""
+        if not getattr(self.core.model_executor, "is_sleeping", False):
+            self.guard("looking at the weights", self.look)
+
     def admit(self, request: Any) -> None:
         """Let a request that will be tapped compute its whole prompt: rows from the prefix cache would be missing."""
         begun = self._begin is None  # before that nobody knows whether there will be a tap
@@ -93,6 +99,7 @@ class CoreLink:
         """Bring state and policy version up to date. The weights must be readable."""
         self._touched = False
         self._take(self._rpc("draftalign_settle", self._named()))
+        self._watch_the_worker()
 
     def settle(self) -> None:
         """`look`, and begin to follow at the first time: a step is about to run, so the weights are worth reading."""
@@ -100,7 +107,6 @@ class CoreLink:
         if self._begin is not None:
             begin, self._begin = self._begin, None
             self.guard("counting rounds", self._count)
-            self.guard("watching the worker", self._watch_the_worker)
             begin(self)
 
     def close(self) -> None:
@@ -214,20 +220,26 @@ class CoreLink:
 
 
 def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
-    """Wrap vLLM's EngineCore, once per process. `link_of` makes a core's link at its first request or sleep."""
+    """Wrap vLLM's EngineCore, once per process. `link_of` makes a core's link when it has loaded its model.
+
+    Not after `__init__`: a process of its own loads its plugins in there.
+    """
     from vllm.v1.engine.core import EngineCore
 
     if hasattr(EngineCore, "_draftalign"):
         return
     EngineCore._draftalign = None
 
-    def linked(core: Any) -> CoreLink | None:
+    def linked(core: Any, *_: Any, **__: Any) -> CoreLink | None:
         if "_draftalign" not in vars(core):
             core._draftalign = None
             try:
-                core._draftalign = link_of(core)
-                if core._draftalign is not None and (missing := unknown_names(core)):
-                    log.warning("draftalign: this vLLM has no %s; the plugin knows 0.31 to 0.33", ", ".join(missing))
+                core._draftalign = link = link_of(core)
+                if link is not None:
+                    if missing := unknown_names(core):
+                        names = ", ".join(missing)
+                        log.warning("draftalign: this vLLM has no %s; the plugin knows 0.31 to 0.33", names)
+                    link.first_look()
             except Exception as error:  # noqa: BLE001 - the engine must not feel this
                 log.warning("draftalign: this engine does not follow a service: %s", error)
         found: CoreLink | None = core._draftalign
@@ -241,16 +253,6 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
         if (link := linked(core)) is not None:
             link.admit(request)
 
-    def sleep(core: Any, *_: Any, **__: Any) -> None:
-        # The draft vocabulary must be copied to the host before a deep sleep takes it. Nothing else is read: an engine
-        # that sleeps before its first step may not have got any weights yet.
-        if (link := linked(core)) is not None and not link.state and not core.model_executor.is_sleeping:
-            link.guard("looking at the weights", link.look)
-
-    def collective_rpc(core: Any, method: Any, *_: Any, **__: Any) -> None:
-        if method in _DISCARDING:  # past the engine core's own call
-            sleep(core)
-
     def shutdown(core: Any, *_: Any, **__: Any) -> None:
         if (link := vars(core).get("_draftalign")) is not None:
             link.guard("ending", link.close)
@@ -261,11 +263,10 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
 
     for name, before in (("step", step), ("step_with_batch_queue", step), ("add_request", add_request)):
         _wrap(EngineCore, name, before=before)
-    _wrap(EngineCore, "sleep", before=sleep, after=touch)
+    _wrap(EngineCore, "_initialize_kv_caches", done=linked)
     _wrap(EngineCore, "shutdown", before=shutdown)
-    _wrap(EngineCore, "collective_rpc", before=collective_rpc, after=touch)
-    for name in ("wake_up", "set_weight_version"):
-        _wrap(EngineCore, name, after=touch)
+    for name in ("sleep", "collective_rpc", "wake_up", "set_weight_version"):
+        _wrap(EngineCore, name, before=linked, after=touch)
 
 
 def unknown_names(core: Any) -> list[str]:
@@ -275,8 +276,14 @@ def unknown_names(core: Any) -> list[str]:
 
 
 def _wrap(
-    owner: Any, name: str, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[..., object] | None = None,
+    done: Callable[[Any], object] | None = None,
+    after: Callable[[Any], object] | None = None,
 ) -> None:
+    """Call `before` a method of this class, `done` when it has worked, `after` it whether it has or not."""
     original = getattr(owner, name, None)
     if original is None:  # an older vLLM
         return
@@ -286,12 +293,15 @@ def _wrap(
         if before is not None:
             guarded(before, self, *args, **kwargs)
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         finally:
             if after is not None:
                 guarded(after, self)
+        if done is not None:
+            guarded(done, self)
+        return result
 
-    def guarded(act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def guarded(act: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         try:
             act(*args, **kwargs)
         except Exception as error:

@@ -117,7 +117,7 @@ class RunningDraft:
                 return read_own_module(directory, sizes, self.dtype())
             directory = started_with(self._worker)
             body, _ = read_file(directory / MODEL_FILE, most_bytes(sizes), None)
-            return read_candidate(body, sizes, d2t, self.dtype())
+            return read_candidate(body, sizes, d2t, self.dtype(), published=True)
         except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
             log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
             return None

@@ -22,12 +22,12 @@ import logging
 import os
 import re
 from argparse import Namespace
-from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from rl_hooks.durable import at_home
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
 
@@ -46,7 +46,7 @@ class DrafterEndpoints:
 
     def __init__(self) -> None:
         directory = os.environ.get("DRAFTALIGN_DRAFTER_DIR")
-        self._directory = Path(directory) if directory else None
+        self._directory = at_home(directory) if directory else None
         self._token = os.environ.get("DRAFTALIGN_SWAP_TOKEN") or None
         self._swapper: Swapper | None = None
 

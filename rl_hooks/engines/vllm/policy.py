@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from torch import Tensor, nn
 
@@ -11,6 +12,9 @@ from rl_hooks.engines.vllm.ranks import Ranks, slice_of
 from rl_hooks.engines.vllm.steps import TapUnsupportedError
 from rl_hooks.sending.registration import known_logit_map, target_config
 from rl_hooks.wire import LogitMap
+
+#: Where vLLM looks for the embedding that a drafter shares; gpt-oss has the second.
+_EMBEDDINGS: Final = ("model.embed_tokens", "model.embedding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class ServedPolicy(nn.Module):
     def on(cls, ranks: Ranks, config: Any, model: nn.Module) -> Self:
         """With what this rank holds of both matrices."""
         rows = int(config.vocab_size)
-        embedding = _weight(_module(model, "model.embed_tokens"), rows, ranks)
+        embedding = _weight(_module(model, *_EMBEDDINGS), rows, ranks)
         head = embedding if config.tie_word_embeddings else _weight(_module(model, "lm_head"), rows, ranks)
         return cls._named(config, model)(config, embedding, head)
 
@@ -75,11 +79,12 @@ class ServedPolicy(nn.Module):
         return self.head
 
 
-def _module(model: nn.Module, path: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError as error:
-        raise TapUnsupportedError(f"{type(model).__name__} has no {path}") from error
+def _module(model: nn.Module, *paths: str) -> nn.Module:
+    """The first of these that there is."""
+    for path in paths:
+        with contextlib.suppress(AttributeError):
+            return model.get_submodule(path)
+    raise TapUnsupportedError(f"{type(model).__name__} has no {' or '.join(paths)}")
 
 
 def _weight(module: nn.Module, rows: int, ranks: Ranks) -> Matrix:

@@ -164,7 +164,7 @@ class DrafterSwap:
                 self.weights.mend(lost=lost)
             tainted = watch.settle(named)
             if self._waiting is not None:
-                self._begin(*self._waiting, named, later=True)
+                self._begin(*self._waiting, named)
             elif self.tap is not None:
                 self.tap.settled(tainted=tainted)
         return {**self.state(), "policy_version": watch.version}
@@ -188,20 +188,21 @@ class DrafterSwap:
         """
         watch, service = self._watched(), ServiceSettings(**settings)
         if service.sample_fraction > 0:
-            self._begin(service, newest, named, later=False)
+            self._begin(service, newest, named)
         return {**self.state(), "policy_version": watch.version}
 
-    def _begin(self, settings: ServiceSettings, newest: int | None, named: str | None, *, later: bool) -> None:
+    def _begin(self, settings: ServiceSettings, newest: int | None, named: str | None) -> None:
         """Number the versions and start the tap, unless the weights are not the run's yet.
 
         That is so where vLLM made them up (`load_format="dummy"`), and in an engine that joins a run whose policy has
-        moved on from what it started with, until somebody brings or names others. `later`: they have come since.
+        moved on from what it started with, until somebody brings or names others. In such a run they get a number of
+        their own: they need not be those that the service knows as the newest.
         """
         watch, load = self._watched(), getattr(self._worker.vllm_config, "load_config", None)
         made_up = getattr(load, "load_format", None) == "dummy"
         waits = not watch.updated and bool(made_up or newest)
         if not self._ranks.all_agree(ok=not waits):
-            if not later:
+            if self._waiting is None:
                 why = f"the run is at policy version {newest}, and this engine has had no new weights since its start"
                 log.warning(
                     "draftalign: %s: no features are sent until weights are loaded, or vLLM's weight version is set to "
@@ -211,7 +212,7 @@ class DrafterSwap:
             self._waiting = (settings, newest)
             return
         self._waiting = None
-        watch.number(named, newest + later if newest else 0)
+        watch.number(named, newest + 1 if newest else 0)
         if self.draft is not None and self.tap is None:
             try:
                 with self._ranks.together():

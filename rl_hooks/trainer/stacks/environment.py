@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rl_hooks.durable import at_home
 from rl_hooks.errors import AuxLayersError
 
 #: Share of its requests that a vLLM beside the trainer sends: none, as the trainer sends its rollouts.
@@ -49,7 +50,7 @@ def _options(url: str) -> dict[str, Any]:
     """`DrafterHook`'s, as the environment has them."""
     options: dict[str, Any] = {"url": url, "run": os.environ.get("DRAFTALIGN_RUN", "default")}
     if drafter := os.environ.get("DRAFTALIGN_INITIAL_DRAFTER"):
-        options["initial_drafter"] = drafter
+        options["initial_drafter"] = str(at_home(drafter))
     if layers := os.environ.get("DRAFTALIGN_AUX_LAYERS"):
         try:
             options["aux_layers"] = tuple(int(layer) for layer in layers.split(","))

@@ -1,4 +1,4 @@
-"""OpenRLHF or SkyRL on Ray with the hook in its policy, by one line of Ray's runtime environment and no fork.
+"""OpenRLHF, SkyRL or NeMo-RL on Ray with the hook in its policy, by one line of Ray's environment and no fork.
 
 >>> ray job submit --runtime-env-json '{"worker_process_setup_hook": "rl_hooks.trainer.stacks.on_ray.install",
 ...     "env_vars": {"DRAFTALIGN_URL": "http://service:8400"}}' -- python -m openrlhf.cli.train_ppo_ray ...
@@ -23,10 +23,13 @@ from typing import Final
 from rl_hooks.trainer.stacks.environment import ENGINES_SHARE
 
 _log = logging.getLogger("rl_hooks")
+_NEMO_RL: Final = "nemo_rl.models.policy.workers"
 #: Module of a trainer: the class in it that is extended, and the adapter that does it.
 _EXTENDED: Final = {
     "openrlhf.utils.deepspeed.deepspeed": ("DeepspeedStrategy", "rl_hooks.trainer.stacks.openrlhf"),
     "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker": ("FSDPPolicyWorkerBase", "rl_hooks.trainer.stacks.skyrl"),
+    f"{_NEMO_RL}.dtensor_policy_worker": ("DTensorPolicyWorkerImpl", "rl_hooks.trainer.stacks.nemo_rl"),
+    f"{_NEMO_RL}.dtensor_policy_worker_v2": ("DTensorPolicyWorkerV2Impl", "rl_hooks.trainer.stacks.nemo_rl"),
 }
 
 
@@ -59,10 +62,27 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 run(module)
                 name, adapter = _EXTENDED[fullname]
                 try:
+                    kind = getattr(module, name)
+                    own = dict(vars(kind))
                     # Imported now: Ray's other processes shall not load torch.
-                    importlib.import_module(adapter).extend(getattr(module, name))
+                    importlib.import_module(adapter).extend(kind)
+                    _leave_to_inheritance(
+                        module, kind, {each for each in vars(kind) if vars(kind)[each] is not own.get(each)}
+                    )
                 except Exception:  # noqa: BLE001 - the trainer goes on without us
                     _log.exception("draftalign is OFF: %s of %s cannot be extended", name, fullname)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _leave_to_inheritance(module: ModuleType, kind: type, extended: set[str]) -> None:
+    """Have the actors of `module` inherit what of `kind` was extended: Ray's decorator has copied `kind`'s own methods.
+
+    A process that makes actors pickles the copies by value, so the actor would have the methods of before.
+    """
+    for one in vars(module).values():
+        actor = getattr(getattr(one, "__ray_metadata__", None), "modified_class", None)
+        if isinstance(actor, type) and issubclass(actor, kind):
+            for name in extended & vars(actor).keys():
+                delattr(actor, name)

@@ -29,6 +29,7 @@ from service.reading.shared import Shared
 from service.settings import Settings
 from service.storage.layout import FileId, Layout, file_id, is_there
 from service.storage.queue.dead import DeadLetters
+from service.storage.queue.incoming import Incoming
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
 from service.storage.ready import PROBE_SECONDS, WriteTest, asked_of, memory_of
 from service.storage.registry import Registry
@@ -91,6 +92,8 @@ class ServiceContext:
         self.layout = Layout(settings.state_dir)
         self.registry = Registry(self.layout, settings.drafters_url)
         self.spool = Spool(self.layout)
+        #: Where trainers put rollout files, past this process.
+        self.incoming = None if settings.rollouts_url is None else Incoming(settings.rollouts_url)
         self.spare = SpareFile(self.layout.spare)
         self.signer = signing_key(settings.signing_key_file)
         if self.signer is not None:
@@ -101,7 +104,7 @@ class ServiceContext:
         #: Answers that are being computed: those who ask for the same share one.
         self.answers = Shared()
         self.evidence = Evidence(self.live_rule, self.answers, self.store, self.pointer)
-        self.disk = Disk(settings, self.layout, self.spool, self.queue, self.dead)
+        self.disk = Disk(settings, self.layout, self.spool, self.queue, self.dead, self.incoming)
         self._kept: dict[str, _Kept] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
@@ -195,14 +198,15 @@ class ServiceContext:
 
     async def finish_deletion(self, run: str) -> bool:
         """Delete all of a withdrawn run; false while a worker has not let go of it. One that is gone is finished."""
-        store, objects = self.store(run), self.registry.objects
+        store, stores = self.store(run), (self.registry.objects, self.incoming)
         if not await store.take_from_workers():
             return not is_there(self.layout.withdrawn(run))
         forget = self.forgetting(run)
 
         def forget_all() -> None:  # the objects first: where the store is away, the next attempt finds the rest
-            if objects is not None:
-                objects.forget(run)
+            for objects in stores:
+                if objects is not None:
+                    objects.forget(run)
             forget()
 
         if is_there(self.layout.withdrawn(run)) and await self.locking(delete_run, self.layout, run, forget_all):

@@ -11,6 +11,7 @@ import redis.exceptions
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue.dead import DeadLetters
+from service.storage.queue.incoming import Incoming
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
 from service.storage.ready import asked_of
 from service.storage.runs import kept_bytes
@@ -29,7 +30,9 @@ class Disk:
         spool: Spool,
         queue: Callable[[str], AsyncRolloutQueue],
         dead: Callable[[str], DeadLetters],
+        incoming: Incoming | None = None,
     ) -> None:
+        self._incoming = incoming
         self._settings, self._layout, self._spool, self._queue, self._dead = settings, layout, spool, queue, dead
         self._kept_bytes: dict[str, int] = {}  # what the worker keeps of each run, as of the last sweep
         #: Set when uploads find no room: files of dead batches may be in their way.
@@ -86,6 +89,21 @@ class Disk:
                 self._kept_bytes[run] = await asyncio.to_thread(kept_bytes, self._layout, run)
             except (redis.exceptions.RedisError, OSError) as error:  # other runs' files are no less in the way
                 log.warning("run %s: its spool was not swept: %s", run, error)
+        return gone + await self._sweep_incoming(runs)
+
+    async def _sweep_incoming(self, runs: Collection[str]) -> int:
+        """Delete files in the object store that no entry will ever name: a sender did not come back, say."""
+        gone, incoming = 0, self._incoming
+        if incoming is None:
+            return 0
+        try:
+            for run in runs:
+                old = await asyncio.to_thread(incoming.old, run, self._settings.orphan_age_seconds)
+                blobs = [blob for blob in old if await self._queue(run).disown(blob.partition(".")[0], blob)]
+                await asyncio.to_thread(incoming.remove, run, blobs)
+                gone += len(blobs)
+        except (redis.exceptions.RedisError, OSError) as error:  # another run's would fail as slowly
+            log.warning("the object store was not swept: %s", error)
         return gone
 
     def want_room(self, spare_bytes: int) -> None:

@@ -14,6 +14,7 @@ import os
 import resource
 import socket
 import ssl
+import weakref
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -127,6 +128,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """
         if self._reader is not None:
             self._reader.client_left()
+            self._reader = None
         self._works()
         self._end_header_timer()
         super().connection_lost(exc)
@@ -184,7 +186,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise self._refused(HTTPStatus.TOO_MANY_REQUESTS, f"at most {MAX_PIPELINED} requests may wait for answers")
         super().on_headers_complete()
         extensions = self.cycle.scope.setdefault("extensions", {})
-        extensions[TAKE_BODY] = {"take": functools.partial(self._take_body, self.cycle)}
+        extensions[TAKE_BODY] = {"take": functools.partial(_take_body, weakref.ref(self), weakref.ref(self.cycle))}
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -198,7 +200,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     # --- a long body
-    async def _take_body(
+    async def take_body(
         self, cycle: RequestResponseCycle, left: int, write: Write, idle_seconds: float, seconds: float
     ) -> None:
         """Give the last `left` bytes of a request's body to `write`, past the parser; see `BodyReader.wait`."""
@@ -275,6 +277,20 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: `Upgrade` (h2c, WebSocket) is ignored, as HTTP allows, and any client can ask for it often."""
+
+
+async def _take_body(
+    connection: weakref.ref[BoundedProtocol], cycle: weakref.ref[RequestResponseCycle], *of_body: Any
+) -> None:
+    """`BoundedProtocol.take_body`, for a request's scope.
+
+    Weak: a scope that refers to itself stays, and all of its request with it, until garbage is collected. That holds
+    the event loop for tens of milliseconds when many requests wait.
+    """
+    taker, request = connection(), cycle()
+    if taker is None or request is None:
+        raise ClientDisconnect
+    await taker.take_body(request, *of_body)
 
 
 class TlsDoor(asyncio.Protocol):

@@ -11,12 +11,13 @@ import asyncio
 import functools
 import json
 import logging
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from redis.exceptions import OutOfMemoryError, RedisError
 
@@ -31,7 +32,8 @@ from rl_hooks.wire import (
     check_index,
     check_rollout_header,
 )
-from service.api.auth import Caller, check_covers
+from service.access.tokens import Token
+from service.api.auth import CALLER, Caller, check_covers
 from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.problems import Problem, in_units
 from service.api.runs import check_room
@@ -57,7 +59,8 @@ class Receipt(BaseModel):
     `known_rollouts`: those of its rollouts that came in an earlier batch, by their ids, and are not used again. A file
     that holds nothing else is a duplicate. `dead_total` and `last_dead_reason` count all the run's batches so far: a
     batch can die only after its own answer. `last_rows`: what the run's next files must hold of `last_hidden` and
-    `logsumexp` at least (`rl_hooks.wire`). `prompts_once`: they may hold `aux_rows`.
+    `logsumexp` at least (`rl_hooks.wire`). `prompts_once`: they may hold `aux_rows`. `direct_uploads`: they may go
+    straight to an object store (`POST /rollouts/direct`).
     """
 
     batch_id: str
@@ -69,91 +72,108 @@ class Receipt(BaseModel):
     known_rollouts: int = 0
     last_rows: LastRows
     prompts_once: bool = True
+    direct_uploads: bool = False
     warning: str | None = None
 
 
-@router.post(
-    "/rollouts",
-    status_code=202,
-    openapi_extra=FILE_BODY,
-    responses={
-        200: {"description": "A duplicate: it is counted once."},
-        409: {"description": "The run takes no more rollouts: it is draining or archived. Do not send it again."},
-        429: {"description": "The queue is full."},
-    },
-)
+class _Plain(APIRoute):
+    """FastAPI describes the route, and no more: to find its arguments takes a tenth of a small upload's time."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+
+        async def answer(request: Request) -> Response:
+            scope, run = request.scope, request.query_params.get("run")
+            found: Response = await self.endpoint(request, scope["app"].state.context, scope[CALLER], run)
+            return found
+
+        return answer
+
+
 async def post_rollouts(
     request: Request,
-    response: Response,
     context: Context,
     caller: Caller,
     run: Annotated[
         str | None, Query(description="The file's run; naming it here lets a full queue refuse early.")
     ] = None,
-) -> Receipt:
+) -> Response:
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
     check_room(context, length, run or "")
-    room = _Room(0)
+    room = Room(0)
     named: RunRecord | None = None
     if run is None:
         await context.check_redis()  # without it the body could not be queued
     else:
         named = context.run(run)
         check_open(context.layout, run, for_rollouts=True)
-        room = await _check_queue(context, run, length)
+        room = await check_queue(context, run, length)
 
     async def on_header(header: Header) -> tuple[RolloutHeader, RunRecord]:
         nonlocal room
-        rollouts = check_rollout_header(header)
-        if run is not None and rollouts.run != run:
-            raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
-        check_covers(caller, rollouts.run)
-        if rollouts.rollouts > context.settings.max_batch_rollouts:
-            most = context.settings.max_batch_rollouts
-            raise WireError("rollout_ids", f"{rollouts.rollouts} rollouts in one file; at most {most}, send several")
-        if rollouts.tokens > (most := context.settings.max_batch_tokens):
-            raise WireError(
-                "input_ids",
-                f"{rollouts.tokens} tokens in one file; at most {most} (`max_batch_tokens`), send several files: other "
-                "runs wait while the worker is at one",
-            )
-        if rollouts.states_bytes > (largest := context.settings.max_body_bytes):
-            raise WireError(
-                "aux_rows",
-                f"tokens share rows that make {rollouts.states_bytes} bytes of states when each has its own; at most "
-                f"{largest} (`max_body_bytes`), send several files",
-            )
+        rollouts = check_header(context, caller, header, run)
         found = named or context.run(rollouts.run)
-        _check_run(found, rollouts)
+        check_run(found, rollouts)
         if run is None:
             check_open(context.layout, rollouts.run, for_rollouts=True)
-            room = await _check_queue(context, rollouts.run, length)
+            room = await check_queue(context, rollouts.run, length)
         return rollouts, found
 
     check_room(context, length, run or "")  # again: others came while Redis was asked; from here on nothing is awaited
     with context.spool.reserve(length, run or ""), context.spool.upload() as upload:
         header, record = await receive_file(request, upload, length, context.settings, on_header)
-        if header.tokens <= _FEW_TOKENS:
-            _check_index(upload, header, record.vocab_size)
-        else:
-            await asyncio.to_thread(_check_index, upload, header, record.vocab_size)
-        batch = Batch(
-            batch_id=(batch_id := header.batch_id),
-            blob=context.spool.new_blob(batch_id, upload.digest),
-            bytes=length,
-            tokens=header.tokens,
-            rollouts=header.rollouts,
-            policy_version=header.policy_version,
-            policy_version_max=header.policy_version_max,
-            rollout_ids=header.rollout_ids,
-        )
+        read = {name: upload.read(begin, end - begin) for name, (begin, end) in index_stretches(header).items()}
+        await check_index_bytes(header, read, record.vocab_size, context.settings.max_rollout_tokens)
+        batch = batch_of(header, context.spool.new_blob(header.batch_id, upload.digest))
         outcome = await _enqueue(context, upload, header, batch, room)
+    return receipt(context, header, record, outcome)
+
+
+def check_header(context: ServiceContext, caller: Token, header: Header, run: str | None) -> RolloutHeader:
+    """Refuse a file by its header. `run`: which the request names, if any."""
+    rollouts = check_rollout_header(header)
+    if run is not None and rollouts.run != run:
+        raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
+    check_covers(caller, rollouts.run)
+    if rollouts.rollouts > context.settings.max_batch_rollouts:
+        most = context.settings.max_batch_rollouts
+        raise WireError("rollout_ids", f"{rollouts.rollouts} rollouts in one file; at most {most}, send several")
+    if rollouts.tokens > (most := context.settings.max_batch_tokens):
+        raise WireError(
+            "input_ids",
+            f"{rollouts.tokens} tokens in one file; at most {most} (`max_batch_tokens`), send several files: other "
+            "runs wait while the worker is at one",
+        )
+    if rollouts.states_bytes > (largest := context.settings.max_body_bytes):
+        raise WireError(
+            "aux_rows",
+            f"tokens share rows that make {rollouts.states_bytes} bytes of states when each has its own; at most "
+            f"{largest} (`max_body_bytes`), send several files",
+        )
+    return rollouts
+
+
+def batch_of(header: RolloutHeader, blob: str) -> Batch:
+    """What is queued of a file."""
+    return Batch(
+        batch_id=header.batch_id,
+        blob=blob,
+        bytes=header.header.file_bytes,
+        tokens=header.tokens,
+        rollouts=header.rollouts,
+        policy_version=header.policy_version,
+        policy_version_max=header.policy_version_max,
+        rollout_ids=header.rollout_ids,
+    )
+
+
+def receipt(context: ServiceContext, header: RolloutHeader, record: RunRecord, outcome: Enqueued) -> Response:
+    """The answer to a file that was queued, or is a duplicate: a `Receipt`."""
     duplicate = outcome.outcome == "duplicate"
-    response.status_code = 200 if duplicate else 202
-    return Receipt.model_validate(
+    found = Receipt.model_validate(
         {
-            "batch_id": batch.batch_id,
+            "batch_id": header.batch_id,
             "duplicate": duplicate,
             "run": header.run,
             "state": outcome.state,
@@ -161,9 +181,27 @@ async def post_rollouts(
             "last_dead_reason": outcome.last_dead_reason,
             "known_rollouts": outcome.known,
             "last_rows": record.last_rows,
+            "direct_uploads": context.incoming is not None,
             "warning": _warning(outcome, header.rollouts),
         }
     )
+    return Response(found.model_dump_json(), 200 if duplicate else 202, media_type="application/json")
+
+
+router.add_api_route(
+    "/rollouts",
+    post_rollouts,
+    methods=["POST"],
+    response_model=Receipt,
+    status_code=202,
+    openapi_extra=FILE_BODY,
+    responses={
+        200: {"description": "A duplicate: it is counted once."},
+        409: {"description": "The run takes no more rollouts: it is draining or archived. Do not send it again."},
+        429: {"description": "The queue is full."},
+    },
+    route_class_override=_Plain,
+)
 
 
 def _warning(outcome: Enqueued, rollouts: int) -> str | None:
@@ -175,14 +213,14 @@ def _warning(outcome: Enqueued, rollouts: int) -> str | None:
     return None
 
 
-class _Room(NamedTuple):
+class Room(NamedTuple):
     """What a file finds in its run's queue."""
 
     limit_bytes: int  # at which the queue is full
     dead_bytes: int | None = None  # of files of the run's dead batches may stay, the rest make room; None: all may
 
 
-async def _check_queue(context: ServiceContext, run: str, length: int) -> _Room:
+async def check_queue(context: ServiceContext, run: str, length: int) -> Room:
     """Refuse a file that would not fit the run's queue."""
     settings = context.settings
     queue = context.queue(run)
@@ -205,7 +243,7 @@ async def _check_queue(context: ServiceContext, run: str, length: int) -> _Room:
     if full:
         await context.soon(context.queue(run).count_rejected())
         raise queue_full(context, run, Depth(items, size + coming, rollouts), length, limit_bytes)
-    return _Room(limit_bytes, gives_way)
+    return Room(limit_bytes, gives_way)
 
 
 def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limit_bytes: int) -> Problem:
@@ -223,7 +261,7 @@ def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limi
     )
 
 
-def _check_run(record: RunRecord, header: RolloutHeader) -> None:
+def check_run(record: RunRecord, header: RolloutHeader) -> None:
     """The file must be of the target that the run was registered with."""
     if header.aux_layers != record.aux_layers:
         raise WireError(
@@ -247,22 +285,37 @@ def _check_run(record: RunRecord, header: RolloutHeader) -> None:
         )
 
 
-def _check_index(upload: Upload, header: RolloutHeader, vocab_size: int) -> None:
-    """Verify the integer tensors; no other tensor is read."""
-    file = header.header
+def index_stretches(header: RolloutHeader) -> dict[str, tuple[int, int]]:
+    """Where in the file the integer tensors lie; no other tensor is read."""
+    file, names = header.header, ("input_ids", "cu_seqlens", "loss_mask", "aux_rows")
+    infos = {name: file.tensors[name] for name in names if name in file.tensors}
+    return {name: (file.header_bytes + info.begin, file.header_bytes + info.end) for name, info in infos.items()}
 
-    def vector(name: str) -> npt.NDArray[Any]:
-        info = file.tensors[name]
-        data = upload.read(file.header_bytes + info.begin, info.end - info.begin)
-        return np.frombuffer(data, NUMPY_DTYPE[info.dtype])
 
-    input_ids, cu_seqlens, loss_mask = map(vector, ("input_ids", "cu_seqlens", "loss_mask"))
-    aux_rows = vector("aux_rows") if "aux_rows" in file.tensors else None
-    check_index(header, input_ids, cu_seqlens, loss_mask, vocab_size, aux_rows)
+async def check_index_bytes(header: RolloutHeader, read: Mapping[str, bytes], vocab_size: int, longest: int) -> None:
+    """Verify the integer tensors. `longest`: most tokens in one rollout."""
+
+    def check() -> None:
+        found = {
+            name: np.frombuffer(data, NUMPY_DTYPE[header.header.tensors[name].dtype]) for name, data in read.items()
+        }
+        aux_rows = found.get("aux_rows")
+        check_index(header, found["input_ids"], found["cu_seqlens"], found["loss_mask"], vocab_size, aux_rows)
+        if (tokens := int(np.diff(found["cu_seqlens"]).max())) > longest:
+            raise WireError(
+                "cu_seqlens",
+                f"a rollout of {tokens} tokens; at most {longest} (`max_rollout_tokens`), cut it: work grows with the "
+                "square of a rollout's length, and other runs wait for it",
+            )
+
+    if header.tokens <= _FEW_TOKENS:
+        check()
+    else:
+        await asyncio.to_thread(check)
 
 
 async def _enqueue(
-    context: ServiceContext, upload: Upload, header: RolloutHeader, batch: Batch, room: _Room
+    context: ServiceContext, upload: Upload, header: RolloutHeader, batch: Batch, room: Room
 ) -> Enqueued:
     """Move the file into the spool, then add its queue entry: an entry never names a missing file.
 
@@ -274,11 +327,17 @@ async def _enqueue(
         await asyncio.to_thread(upload.sync)
     upload.keep(context.spool.path(run, batch.blob))
     try:
-        _check_run(context.run(run), header)
-        check_open(context.layout, run, for_rollouts=True)
+        return await add_entry(context, header, batch, room)
     except (RunNotFound, RunClosed, WireError):  # it was deleted or closed while this came, or registered again
         context.spool.delete(run, batch.blob)
         raise
+
+
+async def add_entry(context: ServiceContext, header: RolloutHeader, batch: Batch, room: Room) -> Enqueued:
+    """Add the queue entry of a file that is where it belongs."""
+    run = header.run
+    check_run(context.run(run), header)
+    check_open(context.layout, run, for_rollouts=True)
     finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch, room))
     try:
         for seconds in (PROBE_SECONDS, _AWAKE_SECONDS):
@@ -312,7 +371,7 @@ async def _delete_unless_named(context: ServiceContext, run: str, batch: Batch) 
     return first
 
 
-async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room: _Room) -> Enqueued:
+async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room: Room) -> Enqueued:
     settings, spool = context.settings, context.spool
     try:
         outcome = await context.queue(run).enqueue(

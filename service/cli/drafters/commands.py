@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from service.cli.checks import given_path
 from service.cli.drafters.decoding import check_decodable, decode_with
 from service.cli.drafters.policy import open_policy
 from service.cli.drafters.told import decoded_table, facts_of, mtp_facts, table
@@ -48,7 +49,8 @@ def convert(
         bool, typer.Option("--pickle", help="Read a pickle of tensors too, by torch's restricted unpickler.")
     ] = False,
     draft_config: Annotated[
-        Path | None, typer.Option(help="The drafter's config.json, if its directory has none.")
+        Path | None,
+        typer.Option(help="The drafter's config.json, if its directory has none.", callback=given_path),
     ] = None,
 ) -> None:
     """Rewrite a drafter in another project's layout. The weights stay the same, bit for bit.
@@ -132,7 +134,10 @@ def evaluate(
     tree: Annotated[bool, typer.Option("--tree", help="Add upper bounds for trees of 2, 4 and 8 branches.")] = False,
     decode: Annotated[
         Path | None,
-        typer.Option(help="The policy, a transformers model: decode prompts with it too, by chain and by tree."),
+        typer.Option(
+            help="The policy, a transformers model: decode prompts with it too, by chain and by tree.",
+            callback=given_path,
+        ),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="With --decode: how many of the rollouts' prompts.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="With --decode: most tokens of each text.")] = 128,

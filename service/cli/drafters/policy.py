@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from service.errors import ConfigurationError
-from service.settings import Settings
+from service.settings import Settings, at_home
 from service.storage.layout import Layout
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def open_policy(target: str | None, state_dir: Path | None, *, with_head: bool) 
     """
     from service.worker.target import Target
 
-    path = None if target is None else Path(target)
+    path = None if target is None else at_home(target)
     if path is not None and (path.is_dir() or path.suffix == ".safetensors"):
         return _FixedPolicy(path, with_head=with_head)
     layout = Layout(Settings(**({} if state_dir is None else {"state_dir": state_dir})).state_dir)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,13 @@ def facts_of(imported: Imported) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "heads": f"{config.num_attention_heads} queries, {config.num_key_value_heads} keys, of {config.head_dim}",
         "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling and {"rope_type": "llama3", **asdict(config.rope_scaling)},
         "aux_layers_entering": list(config.aux_layers),
         "aux_layers_outputs": [layer - 1 for layer in config.aux_layers],
         "draft_vocabulary": f"{len(vocabulary)} of {vocabulary.vocab_size} tokens",
         "d2t_sha256": vocabulary.digest,
         "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
         "config_fingerprint": config_fingerprint(config, vocabulary),
         "verifier": imported.verifier.name_or_path,
         "notes": list(imported.notes),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
 
-from service.monitor.records import AcceptanceRecord
+from service.monitor.records import TREES, AcceptanceRecord
 
 #: Prompts that a block tells apart: as many as a report (`rl_hooks.wire.COUNTED_PROMPTS`; this room imports nothing).
 MOST_PROMPTS: Final = 64
@@ -87,8 +87,8 @@ class Block:
 
 def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...]:
     """`blocks` (oldest first) with what a report counted more than the one before it. Never more than `KEPT_BLOCKS`."""
-    tokens = more.emitted
-    if not more.ours or more.rounds <= 0 or tokens is None or more.policy_version is None or _is_of_two(more):
+    tokens, compared = more.emitted, more.ours and more.drafting != TREES
+    if not compared or more.rounds <= 0 or tokens is None or more.policy_version is None or _is_of_two(more):
         return tuple(blocks)
     if more.accepted_tokens is not None:
         tokens = min(tokens, more.accepted_tokens + more.rounds)  # no engine emits more
@@ -114,7 +114,12 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
 
 
 def _is_of_two(more: AcceptanceRecord) -> bool:
-    """Whether one process cannot have counted this: the engine restarted, and passed what it had reported before."""
+    """Whether one process cannot have counted this: the engine restarted, and passed what it had reported before.
+
+    A guess, and not asked of a reporter that says in which life of its counts it counted.
+    """
+    if more.life is not None:
+        return False
     accepted, kept = more.accepted_tokens or 0, more.accepted_per_position
     rising = sum(kept) == accepted and any(later > earlier for earlier, later in pairwise((more.rounds, *kept)))
     return rising or accepted > (accepted if more.drafted_tokens is None else more.drafted_tokens)

@@ -1,4 +1,4 @@
-"""Copies of published drafters in object storage (`drafters_url`), from where engines fetch them by presigned URLs.
+"""Object storage, and in it copies of published drafters (`drafters_url`) that engines fetch by presigned URLs.
 
     <url>/runs/<run>/<digest of the version>/<file>
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,22 +28,22 @@ _PARTS_AT_ONCE: Final = 2
 #: One request, a part's upload among them; and all attempts at it together.
 _REQUEST_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 10.0
-#: How long a presigned URL opens an object. A download that has begun may take longer.
-_URL_SECONDS: Final = 900.0
+#: How long a presigned URL is good for. What has begun may take longer.
+URL_SECONDS: Final = 900.0
 #: Age at which objects of no version were left by a publisher that died.
 _LEFTOVER_SECONDS: Final = 3600.0
 
 
-class Objects:
-    """The drafters under one URL. Credentials and endpoint come from the environment that obstore reads."""
+class ObjectStore:
+    """What lies under one URL. Credentials and endpoint come from the environment that obstore reads."""
 
-    def __init__(self, url: str, *, request_seconds: float = _REQUEST_SECONDS) -> None:
+    def __init__(self, setting: str, url: str, *, request_seconds: float = _REQUEST_SECONDS) -> None:
         """Nothing is sent yet. Raises ConfigurationError where the URL or the environment cannot be used."""
         try:
             import obstore
             from obstore.store import from_url
         except ImportError as error:
-            raise ConfigurationError("drafters_url needs the extra s3: pip install '.[s3]'") from error
+            raise ConfigurationError(f"{setting} needs the extra s3: pip install '.[s3]'") from error
         seconds = datetime.timedelta(seconds=1)
         client = {"allow_http": True, "connect_timeout": 5 * seconds, "timeout": request_seconds * seconds}
         retry = {"max_retries": 3, "retry_timeout": _RETRY_SECONDS * seconds}
@@ -52,13 +52,48 @@ class Objects:
         try:
             self._store: Any = from_url(url, **options)
         except (obstore.exceptions.BaseError, ValueError, OSError) as error:
-            raise ConfigurationError(f"drafters_url {url}: {_said(error)}") from error
+            raise ConfigurationError(f"{setting} {url}: {_said(error)}") from error
+
+    def size(self, key: str) -> int | None:
+        """Bytes of an object; None where there is none. Inside `errors`."""
+        try:
+            return int(self._obstore.head(self._store, key)["size"])
+        except FileNotFoundError:
+            return None
+
+    def listed(self, prefix: str) -> list[tuple[str, float]]:
+        """Keys under a prefix, with the time at which each was written, in Unix seconds. Blocks."""
+        with self.errors(prefix):
+            found = [one for page in self._obstore.list(self._store, prefix) for one in page]
+        return [(one["path"], one["last_modified"].timestamp()) for one in found]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; missing is fine. Blocks."""
+        if keys:
+            with self.errors(keys[0]):
+                self._obstore.delete(self._store, list(keys))
+
+    @contextlib.contextmanager
+    def errors(self, what: str) -> Iterator[None]:
+        """Make every error of the store an `ObjectStoreError`."""
+        try:
+            yield
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            raise ObjectStoreError(f"the object store failed at {what}: {_said(error)}") from error
+
+
+class Objects(ObjectStore):
+    """The drafters under one URL."""
+
+    def __init__(self, url: str, *, request_seconds: float = _REQUEST_SECONDS) -> None:
+        """As of `ObjectStore`."""
+        super().__init__("drafters_url", url, request_seconds=request_seconds)
 
     def put(self, run: str, digest: str, path: Path, size: int) -> None:
         """Store one file of a version, of `size` bytes; nothing is sent where it is there already. Blocks."""
         key = _key(run, digest, path.name)
-        with self._errors(key):
-            if (found := self._size(key)) is None:
+        with self.errors(key):
+            if (found := self.size(key)) is None:
                 try:
                     # obstore sends a conditional put in one piece: larger files go in parts, to a key that is theirs.
                     mode = "create" if size <= _PART_BYTES else "overwrite"
@@ -66,26 +101,20 @@ class Objects:
                     self._obstore.put(self._store, key, path, **options)
                 except self._obstore.exceptions.AlreadyExistsError:
                     pass  # ours: the attempt whose answer was lost
-                found = self._size(key)
+                found = self.size(key)
         if found != size:
             raise ObjectStoreError(
                 f"the object store holds {found} bytes as {key}, expected {size}; delete that object"
             )
 
-    def _size(self, key: str) -> int | None:
-        try:
-            return int(self._obstore.head(self._store, key)["size"])
-        except FileNotFoundError:
-            return None
-
     async def url(self, run: str, digest: str, name: str, size: int) -> str | None:
         """A URL that opens one file for a quarter of an hour; None where the store has no such file, or cannot sign."""
         key = _key(run, digest, name)
-        with self._errors(key):
+        with self.errors(key):
             try:
                 if (await self._obstore.head_async(self._store, key))["size"] != size:
                     return None
-                expires = datetime.timedelta(seconds=_URL_SECONDS)
+                expires = datetime.timedelta(seconds=URL_SECONDS)
                 return str(await self._obstore.sign_async(self._store, "GET", key, expires))
             except (FileNotFoundError, ValueError, TypeError):  # a directory cannot sign
                 return None
@@ -97,29 +126,15 @@ class Objects:
         """
         began = time.time()
 
-        def unwanted(digest: str, modified: datetime.datetime) -> bool:
-            return digest not in digests and (digest in gone or began - modified.timestamp() > _LEFTOVER_SECONDS)
+        def unwanted(digest: str, written: float) -> bool:
+            return digest not in digests and (digest in gone or began - written > _LEFTOVER_SECONDS)
 
-        self._delete(run, unwanted)
+        found = self.listed(f"runs/{run}/")
+        self.delete([key for key, written in found if unwanted(key.split("/")[2], written)])
 
     def forget(self, run: str) -> None:
         """Delete everything of a run. Blocks."""
-        self._delete(run, lambda _digest, _modified: True)
-
-    def _delete(self, run: str, unwanted: Callable[[str, datetime.datetime], bool]) -> None:
-        prefix = f"runs/{run}/"
-        with self._errors(prefix):
-            found = [one for page in self._obstore.list(self._store, prefix) for one in page]
-            keys = [one["path"] for one in found if unwanted(one["path"].split("/")[2], one["last_modified"])]
-            if keys:
-                self._obstore.delete(self._store, keys)
-
-    @contextlib.contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (self._obstore.exceptions.BaseError, OSError) as error:
-            raise ObjectStoreError(f"the object store failed at {what}: {_said(error)}") from error
+        self.delete([key for key, _ in self.listed(f"runs/{run}/")])
 
 
 def _key(run: str, digest: str, name: str) -> str:

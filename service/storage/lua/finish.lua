@@ -15,6 +15,7 @@ local name = ARGV[6] .. 'held'
 local held = held_of(redis.call('GET', name))
 leave(held, fields)
 redis.call('SET', name, written(held))
+redis.call('HDEL', batch, 'memory_tries', 'memory_tried')
 redis.call('HSET', batch, 'state', ARGV[3], 'reason', ARGV[4])
 if ARGV[3] == 'dead' then
   redis.call('SET', ARGV[6] .. 'last_death', redis.call('HINCRBY', counters, 'dead_total', 1) .. ' ' .. ARGV[4])

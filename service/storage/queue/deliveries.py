@@ -31,6 +31,20 @@ MAX_DELIVERIES: Final = 3
 KILLER: Final = f"killed its worker {MAX_DELIVERIES} times"
 DEAD_LETTERS_KEPT: Final = 10_000
 EndState = Literal["trained", "skipped"]
+#: Counts that memory ran out for a batch, once in so many seconds by the clock of Redis; `finish.lua` forgets it. HDEL
+#: before HSET: a server that is full refuses what needs room as a script's first write, and not afterwards.
+_MEMORY_RAN_OUT: Final = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
+local now = tonumber(redis.call('TIME')[1])
+local found = redis.call('HMGET', KEYS[1], 'memory_tries', 'memory_tried')
+local tries, last = tonumber(found[1] or '0'), tonumber(found[2] or '0')
+if now < last or now - last >= tonumber(ARGV[1]) then
+  tries = tries + 1
+  redis.call('HDEL', KEYS[1], 'memory_tries', 'memory_tried')
+  redis.call('HSET', KEYS[1], 'memory_tries', tries, 'memory_tried', now)
+end
+return tries
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +182,13 @@ class RolloutQueue:
             self._heartbeat(
                 keys=[self._keys.queue], args=[GROUP, consumer, max(0, entry.deliveries - 1), entry.entry_id]
             )
+
+    def memory_ran_out(self, entry: Entry, pause_seconds: float) -> int:
+        """Count that memory ran out for a batch; returns how often, by all workers that had it.
+
+        It counts only so long after the last time that counted: a run that is opened again tries at once.
+        """
+        return int(self._redis.eval(_MEMORY_RAN_OUT, 1, self._keys.batch(entry.batch_id), pause_seconds))
 
     def ack(self, entry: Entry, state: EndState = "trained", reason: str = "") -> bool:
         """End an entry. False if it had ended before (another worker claimed and finished it)."""

@@ -13,6 +13,9 @@ A trainer that goes back reaches policy versions again, and engines count on. Wh
 policy version *after* that is a record of its own (`_parted`): the older one is added up as above, in live sums of its
 attempt, and the newest report is kept beside (`unplaced`), for its counts are still of all time.
 
+A reporter may say of which *life* its counts are: they begin again with another. What it counted in the old one is
+added up in the same way, and its blocks end there. Of a reporter that does not say it, a count that fell tells.
+
 One script (`lua/book.lua`) writes all changes of a report, by compare-and-set on the reporter's account: a crash books
 a report completely or not at all, and a repeated report changes nothing.
 """
@@ -24,8 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, Final
 
-from service.errors import TooManyReporters
-from service.monitor.counts import since, total
+from service.errors import EndedLife, TooManyReporters
+from service.monitor.counts import is_late, other_life, since, total
 from service.monitor.live.blocks import Block, counted
 from service.monitor.records import AcceptanceRecord, StepSample, read, written
 from service.storage.queue.keys import lua
@@ -45,6 +48,10 @@ MAX_LIVE: Final = 4096
 KEPT_CHANGES: Final = 16 * 1024
 #: A reporter that counts a policy version again so far below one that it has counted since: its trainer went back.
 _WENT_BACK: Final = 16
+#: A reporter that was silent for longer was away, or its engine slept: it is not known with what it drafted meanwhile.
+AWAY_SECONDS: Final = 180.0
+#: Names of a reporter's last lives that are kept: late reports of those before the newest are not counted.
+_LIVES: Final = 8
 _BOOK: Final = lua("book")
 
 
@@ -53,13 +60,16 @@ class Account:
     """One reporter's: sums `[rounds, accepted tokens]` by drafter, and the records that are apart, oldest first.
 
     `blocks`: its last rounds, as the comparison of live with replay α takes them. `steps`: what it last said of the
-    time of its steps, cumulative.
+    time of its steps, cumulative. `lives`: names of the last lives of its counts, the newest last. `behind`:
+    the version that `latest` had replaced when it was reported last, the time of that, and `AcceptanceRecord.behind`.
     """
 
     sums: dict[str, list[int]] = field(default_factory=dict)
     apart: list[tuple[str, int | None]] = field(default_factory=list)
     blocks: tuple[Block, ...] = ()
     steps: tuple[StepSample, ...] = ()
+    lives: tuple[str, ...] = ()
+    behind: tuple[str, float, float] | None = None
 
     @classmethod
     def read(cls, text: str | bytes) -> Account:
@@ -74,14 +84,18 @@ class Account:
             steps = tuple(map(_step, document.get("steps", [])))
         except (TypeError, ValueError):
             steps = ()
-        return cls(document["sums"], apart, blocks, steps)
+        lives, behind = tuple(map(str, document.get("lives", []))), document.get("behind")
+        return cls(document["sums"], apart, blocks, steps, lives, tuple(behind) if behind else None)
 
     def text(self) -> str:
         """Write it for Redis."""
         # `astuple` would copy each prompt's counts.
         blocks = [[getattr(block, one.name) for one in fields(Block)] for block in self.blocks]
         steps = list(map(astuple, self.steps))
-        document = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
+        kept = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
+        document: dict[str, Any] = kept | {"lives": self.lives}
+        if self.behind is not None:
+            document["behind"] = self.behind
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None, more: AcceptanceRecord) -> None:
@@ -97,11 +111,30 @@ class Account:
         accepted += (record.accepted_tokens or 0) - (before.accepted_tokens or 0)
         self.sums[drafter] = [rounds, accepted]
         kept = [b for b in self.blocks if previous is not None or (b.drafter_version, b.policy_version) != key]
+        if record.life is not None and record.life not in self.lives:
+            kept = kept if not self.lives else []
+            self.lives = (*self.lives, record.life)[-_LIVES:]
         self.blocks = counted(kept, more)
         if more.rounds and key in self.apart:
             self.apart.remove(key)
         if key not in self.apart:
             self.apart.append(key)
+
+    def note(self, report: AcceptanceRecord, *, outdated: bool) -> float | None:
+        """Note whether `latest` names another version than the engine drafts with; returns for how long that is so.
+
+        By the times of the reports alone: the clocks of those who publish and of those who take reports in may differ.
+        """
+        if report.final or not report.ours:  # of what is not loaded any more
+            return None
+        version, last, seconds = self.behind or ("", 0.0, 0.0)
+        if not outdated:
+            self.behind = None
+            return None
+        gone = report.reported - last
+        seconds = 0.0 if version != report.drafter_version else seconds + (gone if 0 <= gone <= AWAY_SECONDS else 0.0)
+        self.behind = str(report.drafter_version), report.reported, seconds
+        return seconds
 
     def newer(self, drafter: str, policy: int | None) -> list[tuple[str, int | None]]:
         """What was counted after this drafter and policy version; nothing where that was not counted, or last."""
@@ -146,8 +179,8 @@ class _Changes:
     ) -> AcceptanceRecord:
         """Add a record to the one of older policy versions at `into`, and return that."""
         created = max(r.reported for r in (record, older or record))
-        merged = replace(total(record, older), drafter_version=drafter, policy_version=None, canary=None, withheld=None)
-        self.set[into] = replace(merged, created=created)
+        merged = replace(total(record, older), drafter_version=drafter, policy_version=None, created=created)
+        self.set[into] = replace(merged, canary=None, withheld=None, life=None, behind=None)
         return self.set[into]
 
     def pool(self, record: AcceptanceRecord, returns: Sequence[int]) -> None:
@@ -176,17 +209,24 @@ class EngineCounts:
         self._most = max_reporters
         self._book = redis.register_script(_BOOK)
 
-    async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
+    async def book(
+        self, record: AcceptanceRecord, steps: Sequence[StepSample] = (), *, outdated: bool = False
+    ) -> tuple[Block, ...]:
         """Take a report in; returns its reporter's last rounds, oldest first. `steps` replace what it said before.
 
-        Raises TooManyReporters, and changes nothing, where a new reporter finds no room.
+        `outdated`: whether `latest` names another version than the report.
+
+        Raises TooManyReporters where a new reporter finds no room, and EndedLife for what comes after a later life has
+        begun; nothing is changed then.
         """
         while True:  # another try only where another report of the same reporter was booked meanwhile
-            blocks = await self._try(record, tuple(steps))
+            blocks = await self._try(record, tuple(steps), outdated=outdated)
             if blocks is not None:
                 return blocks
 
-    async def _try(self, report: AcceptanceRecord, steps: tuple[StepSample, ...]) -> tuple[Block, ...] | None:
+    async def _try(
+        self, report: AcceptanceRecord, steps: tuple[StepSample, ...], *, outdated: bool
+    ) -> tuple[Block, ...] | None:
         reporter, drafter = str(report.reporter), str(report.drafter_version)
         of_all = report.policy_version is None  # its counts are of all policy versions
         own = f"{reporter}/{drafter}" if of_all else acceptance_key(reporter, drafter, report.policy_version)
@@ -200,6 +240,7 @@ class EngineCounts:
         if known is None:
             await self._make_room(report, returns)
         account = Account() if known is None else Account.read(known)
+        _check_life(account, report)
         account.steps = steps or account.steps
         changes, placed = _Changes(), report
         said = None if unplaced is None else read(AcceptanceRecord, unplaced)
@@ -208,18 +249,25 @@ class EngineCounts:
         name = acceptance_key(reporter, drafter, placed.policy_version)
         previous = await self._record(name)
         whole = not of_all and said is None  # the record says the same as the report
-        more = since(placed, previous if whole else said)
+        base = previous if whole else said
+        if base is not None and is_late(report, base):
+            return account.blocks
+        more = since(placed, base)
         newer = account.newer(drafter, placed.policy_version)
-        parted = None if previous is None or not _parted(previous, newer, returns) else previous
+        parted = None
+        if previous is not None and (other_life(placed, previous) or _parted(previous, newer, returns)):
+            parted = previous
         if parted is not None and more.rounds:
             await self._part(reporter, parted, changes, returns)
             previous, whole = None, False
         if more.rounds or parted is None:  # else it is reported again, and stays of its attempt
             record = placed if whole else total(more, previous)
             if not more.rounds and previous is not None:  # reported again: it stays where and when it was counted
-                record = replace(record, created=previous.created)
+                record = replace(record, created=previous.created, behind=previous.behind)
             if not whole:
                 changes.unplaced[own] = report
+            if more.rounds:
+                record = replace(record, behind=account.note(report, outdated=outdated))
             account.add(record, previous, more)
             changes.set[name] = record
             await self._shrink(reporter, account, changes, returns)
@@ -304,6 +352,15 @@ def acceptance_key(reporter: str, drafter_version: str, policy_version: int | No
 def older_key(reporter: str, drafter: str | None) -> str:
     """Identity of the record that a reporter's older ones were added to: of one drafter version, or of the oldest."""
     return f"{reporter}/{drafter or ''}/older"
+
+
+def _check_life(account: Account, report: AcceptanceRecord) -> None:
+    if report.life is not None and report.life in account.lives[:-1]:
+        raise EndedLife(
+            f"{report.reporter!r} has counted in another life, {account.lives[-1]!r}, since {report.life!r}, so these "
+            "counts are not booked. A report that comes late does no harm; if it goes on, two agents report under one "
+            "name: give each its own (--agent-id), or restart this one with an empty cache"
+        )
 
 
 def _parted(previous: AcceptanceRecord, newer: Sequence[tuple[str, int | None]], returns: Sequence[int]) -> bool:

@@ -218,14 +218,17 @@ class AsyncStore:
         more = await asyncio.to_thread(_by_name, unknown, found)
         return {name: record for name in newest if (record := known.get(name) or more.get(name)) is not None}
 
-    async def book(self, record: AcceptanceRecord, steps: Sequence[StepSample] = ()) -> tuple[Block, ...]:
+    async def book(
+        self, record: AcceptanceRecord, steps: Sequence[StepSample] = (), *, outdated: bool = False
+    ) -> tuple[Block, ...]:
         """Record an engine's cumulative counts; returns the engine's last rounds, oldest first.
 
         The newest report of one reporter, drafter and policy version replaces. Where it names no policy version, what
         came since the last such report goes to the version of the batch that arrived last. A crash loses no report and
-        counts none twice.
+        counts none twice. `outdated`: whether `latest` names another version than the report.
         """
-        return await EngineCounts(self._redis, self._keys, self._max_reporters).book(record, steps)
+        counts = EngineCounts(self._redis, self._keys, self._max_reporters)
+        return await counts.book(record, steps, outdated=outdated)
 
     async def engines(self, since: float) -> dict[str, bytes]:
         """Every engine that has reported since then (Unix seconds), as `Account.read` reads it.

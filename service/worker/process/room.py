@@ -65,6 +65,10 @@ class Room:
         newest = self._redis.xrevrange(queue, count=1)
         return bool(newest) and (text(newest[0][0]) not in held or self._redis.xlen(queue) > len(held))
 
+    def others_wait(self, run: str) -> bool:
+        """Whether another open run has work, as this one is worked on."""
+        return not served(self._runs).keys() - {run} <= set(self.idle())
+
     def needs(self, run: str) -> bool:
         """Whether opening a run is urgent: it has work, or was never begun, and its first drafter is to be served."""
         return self._has_work(run) or untouched(self._layout, run)

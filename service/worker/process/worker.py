@@ -40,6 +40,7 @@ from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id, is_there
 from service.storage.lease import Leases
 from service.storage.queue.deliveries import Entry, RolloutQueue
+from service.storage.queue.incoming import Incoming
 from service.storage.ready import is_of_one_key, why_unusable
 from service.storage.reports.drafting import Drafting, settings_of
 from service.storage.reports.store import Store
@@ -201,7 +202,8 @@ class Worker:
         elif not self._room.close_idle_for(run):
             seconds = state.back_off(_FAILED_SECONDS)  # counted in any case, for `Room.closes_for_memory`
             seconds = REFUSED_SECONDS if isinstance(error, torch.OutOfMemoryError) else seconds
-            self._close_until(run, seconds, advised(f"{_NO_ROOM}: {type(error).__name__}: {error}"))
+            told = advised(f"{_NO_ROOM}: {type(error).__name__}: {error}")
+            self._close_until(run, seconds, told, for_memory=True)
             self._share.leave(run, time.monotonic())
 
     def _drop(self, run: str, reason: str) -> None:
@@ -218,22 +220,25 @@ class Worker:
         log.error("run %s: %s; nothing was acknowledged, trying again in %.0f s", run, error, seconds)
         self._tell(run, seconds, str(error))
 
-    def _close_until(self, run: str, seconds: float, told: str, *, trace: Exception | None = None) -> None:
+    def _close_until(
+        self, run: str, seconds: float, told: str, *, trace: Exception | None = None, for_memory: bool = False
+    ) -> None:
         """Close a run; it is opened again from its last checkpoint, here or by another worker."""
         log.error("run %s: %s; it is closed for up to %.0f s", run, told, seconds, exc_info=trace)
         state = self._runs[run]
         state.worker = None
-        self._tell(run, seconds, told)  # first: whoever serves it next takes it back
+        self._tell(run, seconds, told, for_memory=for_memory)  # first: whoever serves it next takes it back
         if not (trace and state.suspicion.recent):  # of the suspicion another worker would not know
             self._give_back(run)
 
-    def _tell(self, run: str, seconds: float, error: str) -> None:
+    def _tell(self, run: str, seconds: float, error: str, *, for_memory: bool = False) -> None:
         state = self._runs[run]
         state.proven, state.retry_at = False, time.monotonic() + seconds
         error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
         with _despite_broken_keys(run):
             if not self._leases.is_anothers(run):  # that one says how it is, and would not take this back
-                Store(self._redis, run).set_worker({"error": error})  # GET /runs/{run} tells it
+                # GET /runs/{run} tells it.
+                Store(self._redis, run).set_worker({"error": error, "for_memory": for_memory})
 
     def _note_work(self, run: str) -> None:
         """Take back what was said of a run's trouble: it was opened and has worked, or has nothing to do any more."""
@@ -400,6 +405,7 @@ class Worker:
                 run,
                 holds_lease=lambda: not state.lost and self._leases.hold(run),
                 stopping=lambda: self._stopping or not read_state(self._layout, run).worked_on,
+                others_wait=functools.partial(self._room.others_wait, run),
                 suspicion=state.suspicion,
                 ends_for_memory=functools.partial(self._room.closes_for_memory, run),
             )
@@ -466,6 +472,8 @@ def run_worker(settings: Settings) -> None:
     """Run a worker in this process until SIGTERM or SIGINT."""
     if settings.redis_url is None:
         raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
+    if settings.rollouts_url is not None:
+        Incoming(settings.rollouts_url)  # refused here, not once for each run
     use_device(settings.device, settings.gpu_memory_share)
     worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
     for number in (signal.SIGTERM, signal.SIGINT):

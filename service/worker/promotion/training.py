@@ -8,6 +8,8 @@ from typing import Any, Final, Self
 
 #: Trainings in a row that nothing could judge, after which none is made. Siblings of one step may come in many claims.
 UNJUDGED_TRAININGS: Final = 64
+#: Parts that add up to this share count as a whole training: each ends with a whole step.
+_WHOLE: Final = 0.99
 
 
 @dataclass(slots=True)
@@ -37,6 +39,11 @@ class Training:
     def is_blind(self) -> bool:
         """Whether nothing could judge the last `UNJUDGED_TRAININGS`: one more is of no use."""
         return self.unjudged >= UNJUDGED_TRAININGS
+
+    @property
+    def is_part(self) -> bool:
+        """Whether a training was cut, and waits for the rest or a verdict."""
+        return self.seconds is not None and self.done < _WHOLE
 
     def lacks(self, rollouts: int, more: int = 0) -> bool:
         """Whether it waits for a verdict on so many rollouts and has fewer, with `more` of them."""

@@ -184,7 +184,7 @@ def test_weights_of_several_dtypes_are_read_as_one(written: Path) -> None:
         ({"rms_norm_eps": "absent"}, "rms_norm_eps"),
         ({"rope_theta": 1e4}, "rope_theta"),
         ({"rope_theta": "absent", "rope_parameters": "absent"}, "rope_theta"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "unscaled"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "scaled rotary positions"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "different layers"),
         ({"eagle_aux_hidden_state_layer_ids": "absent"}, "is missing"),
         ({"eagle_aux_hidden_state_layer_ids": "2,3,5"}, "list of layer numbers"),

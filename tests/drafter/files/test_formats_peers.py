@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 
 from drafter.files.checkpoint import StoredDrafter
 from drafter.files.formats import Verifier, export_drafter, import_drafter
+from drafter.model.eagle3 import Eagle3Drafter
 from drafter.model.eagle3_unroll import unroll
 from drafter.unroll.plan import make_plan
+from rl_hooks.format.eagle3 import Llama3Rope
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,10 +26,25 @@ pytestmark = [
 ]
 
 
-def drafted(*, normed: bool, draft: int) -> Case:
+def drafted(*, draft: int, **form: Any) -> Case:
     c = case((60, 31), response=0.6, draft=draft)
-    c.drafter.config = replace(c.drafter.config, norm_before_residual=normed)
+    config = replace(c.drafter.config, **form)
+    with torch.random.fork_rng(devices=[]):
+        drafter = Eagle3Drafter(config, c.drafter.vocabulary)
+    drafter.load_state_dict(c.drafter.state_dict(), strict=False)
+    if drafter.input_norm is not None:
+        drafter.input_norm.weight.data = torch.linspace(0.5, 2.0, drafter.input_norm.weight.numel())
+    c.drafter = drafter
     return c
+
+
+#: What a drafter may be beside the plain one.
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "normed residual": {"norm_before_residual": True},
+    "scaled rotary positions": {"rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 32)},
+    "a norm before fc": {"norm_before_fc": True},
+}
 
 
 def stored(c: Case) -> StoredDrafter:
@@ -56,21 +73,22 @@ def loaded(directory: Path, c: Case) -> Any:
 
 
 @pytest.mark.parametrize("draft", [VOCAB, 23], ids=["whole vocabulary", "draft vocabulary"])
-@pytest.mark.parametrize("normed", [False, True], ids=["plain residual", "normed residual"])
+@pytest.mark.parametrize("form", FORMS)
 def test_their_model_computes_from_our_files_what_ours_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, normed: bool, draft: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, draft: int
 ) -> None:
-    c = drafted(normed=normed, draft=draft)
+    c = drafted(draft=draft, **FORMS[form])
     export_drafter(tmp_path, stored(c), "speculators", verifier=Verifier(None, ("LlamaForCausalLM",)))
     monkeypatch.setattr(parity_fixtures, "_model", lambda case: loaded(tmp_path, case))
-    assert deviation(ours(c, 4), theirs(c, 4, packed=True)) < 1e-5
-    c.drafter.config = replace(c.drafter.config, norm_before_residual=not normed)
-    assert deviation(ours(c, 4), theirs(c, 4, packed=True)) > 1e-2, "the switch is in their config as well"
+    got = theirs(c, 4, packed=True)
+    assert deviation(ours(c, 4), got) < 1e-5
+    other = ours(drafted(draft=draft, **FORMS["plain" if FORMS[form] else "normed residual"]), 4)
+    assert float((other.sums / got.sums - 1).abs().max()) > 1e-3, "the switch is in their config as well"
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain residual", "normed residual"])
-def test_what_their_model_saves_comes_back_bit_for_bit(tmp_path: Path, normed: bool) -> None:
-    c = drafted(normed=normed, draft=23)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_their_model_saves_comes_back_bit_for_bit(tmp_path: Path, form: str) -> None:
+    c = drafted(draft=23, **FORMS[form])
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     export_drafter(first, stored(c), "speculators")
@@ -83,7 +101,7 @@ def test_what_their_model_saves_comes_back_bit_for_bit(tmp_path: Path, normed: b
     for name, weight in stored(c).weights.items():
         assert torch.equal(imported.stored.weights[name], weight), name
     assert any("embed_tokens.weight is left out" in note for note in imported.notes)
-    assert any("SGLang" in note for note in imported.notes) == normed
+    assert any("SGLang" in note for note in imported.notes) == (form == "normed residual")
 
 
 def test_specforges_own_model_computes_from_our_export_what_ours_computes(tmp_path: Path) -> None:
@@ -91,7 +109,7 @@ def test_specforges_own_model_computes_from_our_export_what_ours_computes(tmp_pa
     eagle = pytest.importorskip(
         "specforge.modeling.draft.llama3_eagle", reason="pip install --no-deps specforge==0.2.0"
     )
-    transformers, c = parity_fixtures._imported("transformers"), drafted(normed=False, draft=23)
+    transformers, c = parity_fixtures._imported("transformers"), drafted(draft=23)
     b = c.batch.select([0])
     T = b.tokens
     plan = make_plan(b.cu_seqlens, torch.ones(T, dtype=torch.bool), 3)

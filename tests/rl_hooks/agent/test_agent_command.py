@@ -56,3 +56,9 @@ def test_a_port_for_metrics_that_is_taken_is_named(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert str(tmp_path / "file" / "cache") in refused(tmp_path / "file" / "cache")
+
+
+def test_a_tilde_in_the_caches_path_is_the_home_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    line = refused(tmp_path, "--cache-dir=~/file/cache", HOME=str(tmp_path))
+    assert str(tmp_path / "file" / "cache") in line

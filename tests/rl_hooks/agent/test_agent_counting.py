@@ -16,6 +16,7 @@ import pytest
 from agent_fixtures import Engine, Service, eventually, running_agent, settle
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.counters import (
@@ -81,6 +82,7 @@ def test_rounds_are_booked_under_the_version_that_made_them(service: Service, en
         "method": "drafter",
         "drafter_version": first,
         "policy_version": None,
+        "life": report["life"],
         "rounds": 100,
         "drafted_tokens": 300,
         "accepted_tokens": 200,
@@ -133,22 +135,31 @@ def test_counts_are_kept_apart_by_policy_version(
     assert not service.last_report(version, 4)["final"]
 
 
-def test_a_counter_reset_never_gives_negative_or_double_counts(
-    service: Service, engine: Engine, tmp_path: Path
+@pytest.mark.parametrize("says", [False, True], ids=["by counters that fell", "by the process's start"])
+def test_an_engine_that_restarts_begins_a_life_of_its_counts(
+    says: bool, service: Service, engine: Engine, tmp_path: Path
 ) -> None:
-    version = service.publish(1)
+    """It may pass what it had counted before, between two looks: then only the start of its process tells."""
+    version, after = service.publish(1), 130 if says else 30
+    engine.started = 1.7e9 if says else None
     with running_agent(service, engine, cache=tmp_path):
         eventually(lambda: engine.version == version)
         settle(engine)
         engine.play(100, 2)
         eventually(lambda: service.last_report(version).get("rounds") == 100)
-        engine.restart()
-        eventually(lambda: engine.version == version)
+    engine.restart(version)
+    if says:
+        engine.started = 1.7e9 + 100.25
+    engine.play(after, 1)
+    with running_agent(service, engine, cache=tmp_path):  # the second agent has the memory of the first
+        eventually(lambda: service.last_report(version).get("rounds") == after)
         settle(engine)
-        engine.play(30, 2)
-        eventually(lambda: service.last_report(version).get("rounds") == 130)
-    rounds = [r["rounds"] for r in service.reports if r["drafter_version"] == version]
-    assert rounds == sorted(rounds)
+        engine.play(5, 1)
+        eventually(lambda: service.last_report(version).get("rounds") == after + 5)
+    first, second = dict.fromkeys(r["life"] for r in service.reports)
+    counts = [(r["life"], r["rounds"]) for r in service.reports]
+    assert counts == sorted(counts, key=lambda one: ((first, second).index(one[0]), one[1]))
+    assert max(rounds for life, rounds in counts if life == first) == 100
 
 
 def test_reports_go_on_where_they_were_when_the_agent_restarts(
@@ -548,6 +559,57 @@ def test_a_position_that_fell_tells_of_a_restart_and_emitted_tokens_do_not() -> 
 def test_nonsense_metrics_are_an_error(text: str, said: str) -> None:
     with pytest.raises(MetricsError, match=said):
         Snapshot.parse(text)
+
+
+PAGE = f'{ROUNDS} 5\n{DRAFTED} 20\n{ACCEPTED} 9\n{ACCEPTED_PER_POSITION}{{position="0"}} 9\n'
+CREATED = "vllm:spec_decode_num_drafts_created"
+
+
+def test_a_page_tells_its_process_by_its_start_or_by_the_first_creation_of_its_counter() -> None:
+    assert Snapshot.parse(PAGE).life is None
+    pages = [
+        "process_start_time_seconds 1.7e9\n",
+        "process_start_time_seconds 1.7000000001e9\n",
+        f'{CREATED}{{engine="0"}} 1.7e9\n',
+        f'{CREATED}{{engine="0"}} 1.7e9\n{CREATED}{{engine="1"}} 1.8e9\n',
+        f'process_start_time_seconds 1.7e9\n{CREATED}{{engine="0"}} 1.8e9\n',
+        "process_start_time_seconds NaN\n",
+    ]
+    one, other, created, grown, both, odd = (Snapshot.parse(PAGE + more).life for more in pages)
+    assert len({one, other, created, odd}) == 4
+    assert (grown, both) == (created, one)
+
+
+def test_a_page_of_the_real_client_library_tells_its_process() -> None:
+    registry = CollectorRegistry()
+    Counter("vllm:spec_decode_num_drafts", "", ["engine"], registry=registry).labels("0").inc(5)
+    alone = PAGE.replace(f"{ROUNDS} 5\n", generate_latest(registry).decode())
+    life = Snapshot.parse(alone).life
+    assert life is not None
+    ProcessCollector(registry=registry)
+    with_process = Snapshot.parse(PAGE.replace(f"{ROUNDS} 5\n", generate_latest(registry).decode())).life
+    assert with_process not in (None, life)
+    assert with_process == Snapshot.parse(PAGE.replace(f"{ROUNDS} 5\n", generate_latest(registry).decode())).life
+
+
+def test_what_the_service_has_not_got_of_an_earlier_life_is_kept_until_it_has() -> None:
+    ledger = Ledger()
+    ledger.book("v1", 0, Counts(10))
+    ledger.book("v1", 1, Counts(20))
+    ledger.buckets()[0].reported = (10, False)
+    first = ledger.life
+    ledger.begin_life()
+    ledger.book("v1", 1, Counts(3))
+    assert [(b.life, b.policy_version, b.counts.rounds) for b in ledger.buckets()] == [
+        (first, 1, 20),
+        (ledger.life, 1, 3),
+    ]
+    again = Ledger()
+    again.restore(json.loads(json.dumps(ledger.dump())), ledger.life)
+    assert [(b.life, b.counts) for b in again.buckets()] == [(b.life, b.counts) for b in ledger.buckets()]
+    ledger.buckets()[0].reported = (20, False)
+    ledger.book("v1", 1, Counts(3))
+    assert [(b.life, b.counts.rounds) for b in ledger.buckets()] == [(ledger.life, 6)]
 
 
 def test_rounds_that_the_service_has_not_got_yet_are_kept_or_set_aside() -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from agent_fixtures import manifest
 
-from rl_hooks.agent.canary import CanaryResult
+from rl_hooks.agent.canary import CanaryResult, CanaryRule
 from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
-from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, Seen, Since, between
+from rl_hooks.agent.follower import EngineFollower
+from rl_hooks.agent.metrics import AgentMetrics
+from rl_hooks.agent.process import Between, Contest, EngineProcess, LoadedVersion, Seen, Since, between
 from rl_hooks.engines.counters import Counts, Snapshot
-from rl_hooks.engines.protocol import EngineState
+from rl_hooks.engines.protocol import EngineState, SwapEngine
 from rl_hooks.release import Release, layers_of, parse_manifest
 
 
@@ -110,6 +114,24 @@ def test_a_restart_is_seen_by_counters_that_fell_or_by_fewer_swaps() -> None:
     assert Seen.restore(json.loads(json.dumps(seen.dump())), 6.0).known == LoadedVersion("a", 1)
 
 
+@pytest.mark.parametrize("in_state", [False, True])
+def test_a_restart_is_told_by_the_engines_own_mark_alone_where_it_has_one(in_state: bool) -> None:
+    def look(seen: Seen, life: str | None, rounds: int) -> bool:
+        snapshot, state = replace(scrape(rounds), life=life), EngineState("a", True, 0)
+        if in_state:
+            snapshot, state = scrape(rounds), replace(state, life=life)
+        return seen.look(snapshot, state, 1.0).restarted
+
+    seen = Seen(0.0)
+    assert not look(seen, "one", 10)
+    assert look(seen, "two", 30), "it passed what it had counted"
+    assert not look(seen, "two", 29)
+    assert not look(seen, None, 30), "a page that does not say it once is no other process"
+    assert look(seen, None, 20)
+    seen = Seen.restore(json.loads(json.dumps(seen.dump())), 1.0)
+    assert look(seen, "three", 40)
+
+
 @pytest.mark.parametrize(
     ("known", "now", "pending", "restarted", "repeated", "found"),
     [
@@ -166,3 +188,66 @@ def test_layers_that_are_none_are_not_told(said: object) -> None:
     """An engine or a service may answer anything; the layers stand in messages only."""
     assert layers_of(said) == ()
     assert layers_of([2, 18, 33]) == (2, 18, 33)
+
+
+def test_of_two_clients_that_undo_each_other_the_younger_one_goes_first() -> None:
+    elder, younger = Contest(), Contest()
+    elder.took(0.0, others=False)
+    turns, now = 0, 1.0
+    while not (elder.lost or younger.lost):
+        younger.took(now, others=True)
+        elder.undone(now)
+        if elder.lost:
+            break
+        elder.took(now + 1, others=True)
+        younger.undone(now + 1)
+        turns, now = turns + 1, now + 2
+    assert (turns, elder.lost, younger.lost) == (3, False, True)
+
+
+def test_a_person_who_swaps_now_and_then_is_no_contest() -> None:
+    contest = Contest()
+    for hour in range(20):
+        contest.took(3600.0 * hour, others=False)
+        contest.undone(3600.0 * hour + 600)
+    assert (contest.turns, contest.lost) == (0, False)
+
+
+RECORDED = Path(__file__).with_name("recorded") / "memory.json"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"buckets": [{"drafter": "v1", "sums": [1, 2]}]},
+        {"snapshot": {"counts": {"rounds": 1, "a count of tomorrow": 2}, "times": None, "exact": None}},
+        {"known": 7},
+        {"canary": {"good": 3}},
+        {"verdicts": [[{"version": "v1", "a field of tomorrow": 1}, 2]]},
+        {"fallback": {"manifest": {"version": "v000001-4e27ac3d", "run": "default"}, "path": "x"}},
+        {"pending": ["v3"]},
+        {"sequence": "2"},
+        {"life": None, "contest": {}},
+    ],
+    ids=lambda changes: ", ".join(changes) or "as it is",
+)
+def test_what_an_agent_of_an_earlier_release_has_rejected_stays_out(changes: dict[str, Any], tmp_path: Path) -> None:
+    """An agent of 27 November 2026 wrote the file; with each part of it in a form that this one cannot read."""
+    memory = tmp_path / "default" / "engines" / f"{hashlib.sha256(b'http://engine').hexdigest()[:16]}.json"
+    memory.parent.mkdir(parents=True)
+    written = json.loads(RECORDED.read_text())
+    memory.write_text(json.dumps(written | changes))
+
+    def fetch(*_: Any) -> Release:
+        raise AssertionError("nothing is downloaded here")
+
+    engine = SwapEngine("http://engine", httpx.AsyncClient())
+    follower = EngineFollower(engine, CanaryRule(rounds=200), AgentMetrics(), tmp_path / "default", fetch)
+    assert follower._choice.rejected == {"v000002-6a573c0d": 2}
+    again = replace(release(2), manifest=replace(release(2).manifest, version="v000002-6a573c0d"))
+    assert follower._choice.wanted(again, "v000001-4e27ac3d", ()) is not again
+    assert follower.withheld.startswith("its canary swapped v000002-6a573c0d back")
+    counts = {bucket.drafter_version: bucket.counts.rounds for bucket in follower.ledger.buckets()}
+    assert counts == ({} if "buckets" in changes else {"v000002-6a573c0d": 200, "v000001-4e27ac3d": 305})
+    assert follower.books.canary.good == (None if {"canary", "fallback"} <= changes.keys() else "v000001-4e27ac3d")

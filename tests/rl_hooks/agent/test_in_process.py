@@ -380,6 +380,7 @@ def test_only_an_engine_that_could_follow_does(caplog: pytest.LogCaptureFixture)
 
 def test_drafters_go_where_the_variable_says_or_into_the_users_cache(tmp_path: Path) -> None:
     assert drafter_directory({"DRAFTALIGN_DRAFTER_DIR": str(tmp_path)}) == tmp_path
+    assert drafter_directory({"DRAFTALIGN_DRAFTER_DIR": "~/drafters"}) == (Path.home() / "drafters").resolve()
     assert drafter_directory({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "draftalign"
     assert drafter_directory({}) == (Path.home() / ".cache" / "draftalign").resolve()
 

@@ -28,7 +28,8 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.candidate import DrafterRefusedError
-from rl_hooks.engines.sglang.adapter import SGLangEngine, _totals, process_identity, request_payload
+from rl_hooks.engines.protocol import TREES
+from rl_hooks.engines.sglang.adapter import SGLangEngine, _totals, check_server, process_identity, request_payload
 from rl_hooks.engines.sglang.loader import (
     entered_layers,
     load_drafter,
@@ -38,6 +39,7 @@ from rl_hooks.engines.sglang.loader import (
 )
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Manifest, Release
+from service.monitor import records
 
 #: Bits that flip before a load; `make chaos` 1,000.
 FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "20"))
@@ -156,14 +158,26 @@ def test_a_drafter_is_swapped_by_the_documented_calls_and_no_others(
     assert not list((home / "default" / "engines").glob("swap-*"))
 
 
-def test_a_server_that_drafts_trees_gets_drafters_and_is_named(
-    service: Service, server: SGLangServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_server_that_drafts_trees_gets_drafters_and_the_service_is_told(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path
 ) -> None:
     server.info |= {"speculative_eagle_topk": 4}
     with agent(service, server, home) as running:
         version = service.publish(1, files=drafter_files(tmp_path / "1", seed=1))
         eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
-    assert f"{server.url} drafts trees of 4 branches" in caplog.text
+        assert running.followers[server.url].seen.drafting == TREES
+        assert TREES == records.TREES, "and the service knows the word"
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.24.post1", "0.6.0rc1", "0.10.0", "main", None])
+def test_a_server_of_a_version_that_has_these_calls_is_taken(server: SGLangServer, version: str | None) -> None:
+    check_server(server.info | {"version": version})
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.9.post2", "0.4.99"])
+def test_an_older_server_is_refused_by_its_version(server: SGLangServer, version: str) -> None:
+    with pytest.raises(SwapRefusedError, match=rf"it is SGLang {version}; .* from 0\.5\.23 on"):
+        check_server(server.info | {"version": version})
 
 
 def test_a_restarted_server_gets_its_drafter_back_and_a_restarted_agent_leaves_it_alone(

@@ -59,6 +59,10 @@ class Core:
         self.scheduler = Scheduler(0)
         self._weight_version = "default"
         self.done: list[str] = []
+        self._initialize_kv_caches()
+
+    def _initialize_kv_caches(self) -> None:
+        """The model is loaded; the scheduler is made after this."""
 
     def step(self) -> str:
         self.done.append("step")
@@ -107,13 +111,19 @@ def linked(core: Any, begun: list[CoreLink] | None = None, fraction: float = 1.0
     return CoreLink(core, fraction, (begun if begun is not None else []).append, lambda: None)
 
 
+def forget(core: Core) -> None:
+    """As if the plugin had not known of it until now."""
+    vars(core).pop("_draftalign")
+    core.model_executor.asked.clear()
+
+
 def test_a_step_asks_the_workers_only_after_something_may_have_changed_weights(hooked: Hooked) -> None:
     begun: list[CoreLink] = []
     core = hooked(lambda core: linked(core, begun))()
     for _ in range(1000):
         assert core.step() == "outputs"
     asked = core.model_executor.asked
-    assert asked == ["draftalign_settle"]
+    assert asked == ["draftalign_settle"] * 2  # when the model was loaded, and before the first step
     assert len(begun) == 1
     changes: list[Callable[[], Any]] = [
         lambda: core.collective_rpc("load"),
@@ -122,7 +132,7 @@ def test_a_step_asks_the_workers_only_after_something_may_have_changed_weights(h
         lambda: core.set_weight_version("3"),
         core.model_executor.driver_worker.worker._draftalign_swap.watch.noticed,
     ]
-    for number, change in enumerate(changes, 2):
+    for number, change in enumerate(changes, 3):
         change()
         assert len(asked) == number - 1, "not before a step is about to run"
         core.step()
@@ -248,17 +258,43 @@ def test_a_truncated_request_that_the_ranks_cannot_score_keeps_its_prefix_cache(
     assert request.skip_reading_prefix_cache is skips
 
 
-def test_the_draft_vocabulary_is_kept_before_the_first_sleep_and_a_sleeping_engine_is_not_read(hooked: Hooked) -> None:
-    core = hooked(linked)()
-    core.sleep(2)
+def test_an_engine_that_fails_to_start_is_not_asked(hooked: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Core] = []
+
+    def fails(core: Core) -> None:
+        made.append(core)
+        raise MemoryError("no room for the cache")
+
+    monkeypatch.setattr(Core, "_initialize_kv_caches", fails)
+    kind = hooked(linked)
+    with pytest.raises(MemoryError):
+        kind()
+    assert made[0].model_executor.asked == []
+
+
+def test_the_weights_are_watched_from_when_the_model_is_loaded(hooked: Hooked) -> None:
+    """A trainer that goes on from a checkpoint brings its weights before the first step, perhaps past every call."""
+    begun: list[CoreLink] = []
+    core = hooked(lambda core: linked(core, begun))()
+    watch = core.model_executor.driver_worker.worker._draftalign_swap.watch
     assert core.model_executor.asked == ["draftalign_settle"]
-    past = hooked(linked)()
-    past.collective_rpc("sleep", None, (2,))  # past the engine core's own call
-    assert (past.done, past.model_executor.asked) == (["sleep"], ["draftalign_settle"])
-    asleep = hooked(linked)()
+    assert watch.noticed == vars(core)["_draftalign"].touch
+    assert begun == [], "nothing is asked of the service before the first step"
+
+
+@pytest.mark.parametrize(
+    "first", [lambda core: core.sleep(2), lambda core: core.collective_rpc("sleep"), lambda core: core.wake_up()]
+)
+def test_an_engine_that_was_not_looked_at_when_it_was_made_is_before_the_first_call(
+    hooked: Hooked, first: Callable[[Core], Any]
+) -> None:
+    """So the draft vocabulary is on the host before a deep sleep takes it. An engine that sleeps is not read."""
+    core, asleep = (hooked(linked)() for _ in range(2))
     asleep.model_executor.is_sleeping = True
-    asleep.sleep(2)
-    assert asleep.model_executor.asked == []
+    for one, asked in ((core, ["draftalign_settle"]), (asleep, [])):
+        forget(one)
+        first(one)
+        assert one.model_executor.asked == asked
 
 
 def test_an_engine_that_sleeps_before_its_first_step_joins_nothing_yet(hooked: Hooked) -> None:
@@ -275,13 +311,14 @@ def test_an_engine_that_sleeps_before_its_first_step_joins_nothing_yet(hooked: H
 def test_an_empty_step_of_a_sleeping_engine_reads_no_weights(hooked: Hooked) -> None:
     core = hooked(linked)()
     core.step()
+    asked = len(core.model_executor.asked)
     core.model_executor.is_sleeping = True
     core.collective_rpc("anything")
     core.step()
-    assert core.model_executor.asked == ["draftalign_settle"]
+    assert len(core.model_executor.asked) == asked
     core.model_executor.is_sleeping = False
     core.step()
-    assert core.model_executor.asked == ["draftalign_settle"] * 2
+    assert len(core.model_executor.asked) == asked + 1
 
 
 def test_failures_of_ours_cost_a_line_and_no_step(hooked: Hooked, caplog: pytest.LogCaptureFixture) -> None:
@@ -311,7 +348,9 @@ def test_what_a_vllm_lacks_of_the_names_that_are_used_is_told_once(
     hooked: Hooked, caplog: pytest.LogCaptureFixture
 ) -> None:
     core = hooked(linked)()
+    forget(core)
     del core._weight_version
+    caplog.clear()
     for _ in range(3):
         core.step()
     assert caplog.text.count("has no EngineCore.step_with_batch_queue, EngineCore._weight_version;") == 1

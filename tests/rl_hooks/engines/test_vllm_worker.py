@@ -298,10 +298,25 @@ def test_weights_that_have_a_name_or_were_brought_before_are_the_runs(named: str
     del loads
     swap = DrafterSwap(Worker())
     swap.settle(named)
-    assert swap.follow(SETTINGS, named, 7)["policy_version"] == (9 if named == "9" else 7)
-    worker = Worker("dummy")
+    assert swap.follow(SETTINGS, named, 7)["policy_version"] == (9 if named == "9" else 8)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "newest", "first"), [("dummy", None, 0), ("dummy", 7, 8), ("auto", 7, 8), ("auto", None, 0)]
+)
+def test_weights_that_were_brought_before_the_first_step_are_the_runs(
+    load_format: str, newest: int | None, first: int, loads: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that goes on from a checkpoint refits first; the engine has looked at its weights when they loaded."""
+    del loads
+    worker = Worker(load_format)
     swap = DrafterSwap(worker)
-    swap.settle(None)
+    swap.settle(None)  # the model was loaded
     worker.target.load_weights([("weight", torch.ones(4, 4))])
-    swap.settle(None)
-    assert swap.follow(SETTINGS, None, None)["policy_version"] == 0
+    swap.settle(None)  # the first step
+    assert swap.follow(SETTINGS, None, newest)["policy_version"] == first
+    tap: Any = swap.tap
+    assert tap.begun == (first, newest is not None)
+    assert "no features are sent" not in caplog.text
+    worker.target.load_weights([("weight", torch.full((4, 4), 2.0))])
+    assert swap.settle(None)["policy_version"] == first + 1

@@ -158,6 +158,23 @@ def test_training_is_bit_identical_whatever_the_service_does(tmp_path: Path, tro
         assert time.monotonic() - started < 10, "nobody waits for an answer that takes 20 s"
 
 
+def test_what_the_trainers_data_loader_forks_changes_nothing(service: Receiver, tmp_path: Path) -> None:
+    """The workers are forked after attaching, anew for each epoch, and end within the run."""
+    expected_curve, expected_weights = trained(make_trainer(tmp_path, dataloader_num_workers=2))
+    trainer = make_trainer(tmp_path, dataloader_num_workers=2)
+    attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True)
+    curve, weights = trained(trainer)
+    assert curve == expected_curve
+    assert torch.equal(weights, expected_weights)
+    assert attachment.flush(20)
+    headers = [wire.parse_header(one.body) for one in service.rollouts()]
+    assert [int(one.metadata["policy_version"]) for one in headers] == [0, 1, 2]
+    names = [name for one in headers for name in json.loads(one.metadata["rollout_ids"])]
+    assert len(names) == len({*names}) == attachment.stats()["captured_rollouts"] == 24
+    assert [one.path for one in service.requests if one.method == "PUT"].count("/runs/r") == 1
+    attachment.detach()
+
+
 def test_a_capture_that_fails_at_every_step_leaves_training_bit_identical(service: Receiver, tmp_path: Path) -> None:
     expected_curve, expected_weights = trained(make_trainer(tmp_path))
     trainer = make_trainer(tmp_path)

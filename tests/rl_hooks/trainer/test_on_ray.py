@@ -90,3 +90,28 @@ def test_an_actor_that_cannot_be_attached_to_is_prepared_all_the_same(
     with caplog.at_level(logging.ERROR, "rl_hooks"):
         assert strategy.prepare((actor, {})) == ((actor, {}),)
     assert "draftalign is OFF" in caplog.text
+
+
+def test_an_actors_class_that_ray_has_copied_the_methods_into_inherits_the_extended_ones(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray 2.60's decorator leaves it; tests/stacks/test_ray.py has a real one."""
+    monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:1")
+    package.write_text(
+        """
+from types import SimpleNamespace
+class DeepspeedStrategy:
+    def prepare(self, *models):
+        return models
+class Made(DeepspeedStrategy):
+    prepare = DeepspeedStrategy.prepare
+    __init__ = DeepspeedStrategy.__init__
+class Handle:
+    __ray_metadata__ = SimpleNamespace(modified_class=Made)
+"""
+    )
+    on_ray.install()
+    module: Any = importlib.import_module(MODULE)
+    assert module.Made.prepare is module.DeepspeedStrategy.prepare
+    assert hasattr(module.Made.prepare, "__wrapped__")
+    assert "__init__" in vars(module.Made), "which was not extended"

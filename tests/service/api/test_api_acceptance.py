@@ -27,6 +27,7 @@ from service.cli.main import app
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES
 from service.monitor.live.watch import EngineVerdict, failed_pushes, push_is_due
+from service.monitor.records import AcceptanceRecord, read
 from service.storage.reports.engine_counts import Account
 from service.storage.reports.keys import StoreKeys
 
@@ -262,6 +263,35 @@ def test_an_engine_that_restarts_from_zero_is_still_judged(engine: Engine) -> No
     assert engine.report(300, 0).json()["dead"]
 
 
+def test_an_engine_of_another_life_is_judged_from_scratch_and_what_comes_of_the_old_one_is_refused(
+    engine: Engine,
+) -> None:
+    assert engine.report(1000, 2000, life="one").status_code == 200
+    engine.totals.clear()
+    reply = engine.report(1500, 0, life="two").json()  # by its counts alone it would have accepted 2,000 fewer
+    assert (reply["engine"], "over 1,500 rounds" in reply["verdict"]) == ("dead", True)
+    refused = engine.report(2000, 4000, life="one")
+    assert (refused.status_code, refused.json()["type"]) == (409, "urn:draftalign:ended-life")
+    rounds = engine.service.client.get("/alpha").json()["points"][0]["live_rounds"]
+    assert rounds == 1000, "of the old life; those of a dead drafter say nothing of it"
+
+
+def test_a_report_of_what_is_not_served_any_more_says_so_in_its_record(engine: Engine, redis_client: Redis) -> None:
+    def behind() -> float | None:
+        (text,) = redis_client.hvals(StoreKeys("default").acceptance)
+        record = read(AcceptanceRecord, text)
+        assert record is not None
+        return record.behind
+
+    engine.report(100, 150)
+    assert behind() is None
+    engine.service.publish(content=b"another")
+    engine.report(100, 150)
+    assert behind() == 0.0
+    engine.report(100, 150)
+    assert 0.0 < (behind() or 0.0) < 60.0
+
+
 def test_reports_replace_and_live_alpha_appears_in_the_series(engine: Engine) -> None:
     engine.report(100, 150)
     engine.report(100, 150)
@@ -295,6 +325,10 @@ def test_a_canary_verdict_is_kept_once(engine: Engine) -> None:
         ({"drafter_version": None}, "drafter_version"),
         ({"withheld": 3}, "withheld"),
         ({"withheld": "x" * 401}, "withheld"),
+        ({"life": ""}, "life"),
+        ({"life": 1.7e9}, "life"),
+        ({"life": "a\nb"}, "life"),
+        ({"life": "x" * 201}, "life"),
         ({"accepted_per_position": [-1]}, "accepted_per_position.0"),
         ({"accepted_per_position": [0] * 65}, "accepted_per_position"),
         ({"window_seconds": -1}, "window_seconds"),

@@ -69,6 +69,17 @@ def test_a_file_of_too_many_tokens_is_refused_before_it_is_queued(serve: Callabl
     assert len(service.spooled()) == 1
 
 
+def test_a_rollout_that_is_too_long_is_refused_before_it_is_queued(serve: Callable[..., RunningService]) -> None:
+    """Training and scoring take time by the square of its length."""
+    service = serve(max_rollout_tokens=6)
+    service.register()
+    assert service.post(rollout_file(("a", "b"), lengths=(6, 6))).status_code == 202
+    reply = service.post(rollout_file(("c", "d"), lengths=(7, 2)))
+    assert (reply.status_code, kind(reply), reply.json()["field"]) == (422, "bad-file", "cu_seqlens")
+    assert "a rollout of 7 tokens; at most 6 (`max_rollout_tokens`)" in reply.json()["detail"]
+    assert len(service.spooled()) == 1
+
+
 def test_so_many_rollouts_wait_in_the_queue_and_room_comes_back_as_they_end(
     serve: Callable[..., RunningService], redis_client: Redis
 ) -> None:
@@ -319,6 +330,7 @@ WITHOUT_REDIS = {
     ("POST", "/drafter/{version}/rollback"),
     *((method, "/drafter/{version}/hold") for method in ("PUT", "DELETE")),
     ("POST", "/drafters"),
+    ("POST", "/rollouts/direct"),  # 404 at once: no object store is set here; test_api_direct.py has one
 }
 
 

@@ -8,11 +8,13 @@ import http.client
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from agent_fixtures import eventually
 from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, POST, Process, places, pour
 from pydantic import SecretStr
 from service_fixtures import HEADERS, RunningService, rollout_file
@@ -279,15 +281,73 @@ def test_garbage_collections_pass_over_what_lives_as_long_as_the_process(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen: list[int] = []
+    full: list[int] = []
 
     def serve(self: app.Server) -> None:
         self.started = True
         frozen.append(gc.get_freeze_count())
+        before = gc.get_stats()[2]["collections"]
+        waiting = [[] for _ in range(300_000)]  # type: ignore[var-annotated]  # more than 1,000 requests that wait have
+        full.append(gc.get_stats()[2]["collections"] - before)
+        del waiting
 
     monkeypatch.setattr(app.Server, "run", serve)
     alive: list[list[int]] = [[] for _ in range(20_000)]
-    before = gc.get_freeze_count()
+    before, threshold = gc.get_freeze_count(), gc.get_threshold()
     # Nothing is thawed afterwards: a full collection over what the whole suite has imported takes
     # a second, in which no service of this process answers.
-    app.run_api(Settings(state_dir=tmp_path, redis_url=SecretStr(redis_url)))
+    try:
+        app.run_api(Settings(state_dir=tmp_path, redis_url=SecretStr(redis_url)))
+    finally:
+        gc.set_threshold(*threshold)
     assert frozen[0] >= before + len(alive)
+    assert full == [0], "each holds the event loop while it looks at all that wait"
+
+
+def test_what_no_request_leaves_is_collected_all_the_same(
+    serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    monkeypatch.setattr(app, "RETURN_MEMORY_SECONDS", 0.05)
+    found = weakref.ref(Circle())
+    gc.disable()
+    try:
+        serve()
+        eventually(lambda: found() is None)
+    finally:
+        gc.enable()
+
+
+def test_a_request_leaves_no_garbage(service: RunningService) -> None:
+    """What refers to itself stays until a full collection: beside many requests these hold the event loop for long."""
+
+    def kept() -> int:
+        kinds = {"BoundedProtocol", "RequestResponseCycle", "BodyReader"}
+        return sum(type(one).__name__ in kinds for one in gc.get_objects())
+
+    etag, body = service.publish().etag, rollout_file()
+    poll = f"GET /drafter/latest?wait=20 HTTP/1.1\r\nHost: localhost\r\nIf-None-Match: {etag}\r\n\r\n".encode()
+    post = f"POST /rollouts?run=default HTTP/1.1\r\nHost: localhost\r\nContent-Type: {HEADERS['Content-Type']}\r\n"
+    post += f"Content-Length: {len(body)}\r\n\r\n"
+    service.client.close()
+    service.wait_for_no_connections()
+    gc.collect()
+    before = kept()
+    gc.disable()
+    try:
+        for said in (
+            b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2,
+            poll,  # whose client goes
+            post.encode() + body,
+            post.encode() + body[: len(body) // 2],
+            post.encode() + b"no file",
+        ):
+            service.raw(said, read_seconds=0.3)
+        service.wait_for_no_connections()
+        eventually(lambda: kept() == before)
+    finally:
+        gc.enable()

@@ -32,9 +32,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "_ASK_AGAIN_SECONDS", 0.0)
 
 
-def report(service: RunningService, engine: str = "one", rounds: int = 10, **said: Any) -> str | None:
-    """What the service warns of after a report that says this."""
-    document = {
+def counts(service: RunningService, engine: str = "one", rounds: int = 10, **said: Any) -> dict[str, Any]:
+    """A report that says this."""
+    return {
         "reporter": f"agent http://{engine}",
         "drafter_version": service.registry.versions("default")[-1],
         "policy_version": 1,
@@ -43,7 +43,11 @@ def report(service: RunningService, engine: str = "one", rounds: int = 10, **sai
         "drafted_tokens": 4 * rounds,
         **said,
     }
-    answer = service.client.post("/acceptance", json=document)
+
+
+def report(service: RunningService, engine: str = "one", rounds: int = 10, **said: Any) -> str | None:
+    """What the service warns of after such a report."""
+    answer = service.client.post("/acceptance", json=counts(service, engine, rounds, **said))
     assert answer.status_code == 200, answer.text
     warning: str | None = answer.json()["warning"]
     return warning
@@ -104,6 +108,16 @@ def test_a_setting_that_was_given_holds_and_an_engine_that_drafts_otherwise_is_t
     assert warned in (report(service, **said) or "")
     assert supposed(service) == DEFAULT
     assert report(service, depth=3, drafting="greedy", method="ngram") is None
+
+
+def test_counts_of_trees_are_compared_with_nothing_and_the_answer_says_why(
+    serve: Callable[..., RunningService],
+) -> None:
+    service, said = served(serve), "it drafts trees, and replay knows chains alone"
+    for how, named in (("trees", True), ("greedy", False)):
+        answer = service.client.post("/acceptance", json=counts(service, drafting=how)).json()
+        assert (said in answer["verdict"], said in (answer["warning"] or "")) == (named, named)
+    assert supposed(service)[1] == "greedy"
 
 
 def test_what_no_setting_says_is_learnt_beside_one_that_does(serve: Callable[..., RunningService]) -> None:

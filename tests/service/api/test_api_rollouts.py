@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fastapi.routing
 import httpx
 import numpy as np
 import pytest
@@ -75,6 +76,7 @@ def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningSe
         "known_rollouts": 0,
         "last_rows": "predicting",
         "prompts_once": True,
+        "direct_uploads": False,
         "warning": None,
     }
     (entry,) = queue.claim("w", 1000, 60.0)
@@ -111,6 +113,27 @@ def test_an_upload_is_seven_commands_of_redis(service: RunningService, redis_cli
         body = rollout_file(tuple(f"{start}-{number}" for number in range(8)))
         assert service.client.post("/rollouts?run=default", content=body, headers=HEADERS).status_code == 202
     assert done() - before == 7
+
+
+def test_fastapi_describes_the_upload_and_solves_nothing_for_it(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved: list[str] = []
+    plain: Any = getattr(fastapi.routing, "solve_dependencies")  # noqa: B009 - mypy: it is not exported
+
+    async def solve(**named: Any) -> Any:
+        solved.append(named["request"].url.path)
+        return await plain(**named)
+
+    monkeypatch.setattr(fastapi.routing, "solve_dependencies", solve)
+    assert service.post(rollout_file(), run="default").status_code == 202
+    assert service.post(rollout_file(), run="elsewhere").status_code == 404, "the query is read all the same"
+    assert not solved
+    service.client.get("/drafters").raise_for_status()
+    assert solved == ["/drafters"]
+    described = service.client.get("/openapi.json").json()["paths"]["/rollouts"]["post"]
+    assert [one["name"] for one in described["parameters"]] == ["run"]
+    assert described["responses"]["202"]["content"]["application/json"]["schema"]["$ref"].endswith("/Receipt")
 
 
 def test_sending_a_batch_twice_queues_it_once(service: RunningService, queue: RolloutQueue) -> None:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from service_fixtures import HEADERS, RunningService, rollout_file, run_file
 from typer.testing import CliRunner
 
-from rl_hooks.sending.exchange import Origin, ReplyError, exchange, trusted
+from rl_hooks.sending.exchange import Origin, ReplyError, exchange, trusted, trusted_of_store
 from service.api.app import make_server
 from service.api.port import connections
 from service.cli.main import app as command_line
@@ -82,9 +82,20 @@ def trusting(monkeypatch: pytest.MonkeyPatch, authority: Authority) -> Iterator[
     monkeypatch.setenv("DRAFTALIGN_CA_FILE", str(authority.file))
     yield
     trusted.cache_clear()
+    trusted_of_store.cache_clear()
 
 
 # --- what passes
+
+
+@pytest.mark.usefixtures("trusting")
+def test_a_store_is_trusted_by_our_authority_and_by_the_systems(secure: RunningService, authority: Authority) -> None:
+    """A store of one's own, or a public one, beside a service whose authority is one's own."""
+    reply = exchange(Origin.parse(secure.url), "GET", "/healthz", {}, (), timeout_seconds=5, of_a_store=True)
+    assert reply.status == 200
+    system = ssl.create_default_context().get_ca_certs(binary_form=True)
+    assert set(trusted_of_store(str(authority.file)).get_ca_certs(binary_form=True)) > set(system)
+    assert len(trusted(str(authority.file)).get_ca_certs()) == 1, "the service by its own alone"
 
 
 @pytest.mark.usefixtures("trusting")

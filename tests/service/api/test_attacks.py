@@ -9,10 +9,13 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from attacks.accepted import ACCEPTED
 from attacks.corpus import MAKERS, Attack
 from attacks.runs import RUNS
+from attacks.sent import DRAFTERS, HEADS, REPORTS
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, rollout_file
 from storage_fixtures import RolloutQueue
@@ -99,5 +102,7 @@ def test_after_all_that_a_good_batch_is_taken(target: RunningService, queue: Rol
 
 
 def test_the_corpus_is_not_thinned_out() -> None:
-    assert len(MAKERS) >= 75
-    assert len(RUNS) >= 50
+    page = (Path(__file__).parents[3] / "docs/reference/guarantees.md").read_text()
+    assert f"{len(MAKERS)} hostile requests and {len(RUNS)} hostile run files" in page
+    of_worker = f"{len(ACCEPTED)} hostile files that the API takes, {len(RUNS)} hostile runs, {len(HEADS)} heads, "
+    assert f"{of_worker}{len(DRAFTERS)} sent drafters and {len(REPORTS)} reports of engines" in page

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,12 +18,15 @@ import httpx
 import pytest
 import torch
 from pydantic import SecretStr
+from typer.models import OptionInfo
+from typer.testing import CliRunner
 from worker_fixtures import World, alive
 
 import service.ranks
 import service.worker.process.worker
 from service.api.app import make_server
 from service.cli import main
+from service.cli.main import app
 from service.cli.supervisor import Child
 from service.cli.up import _check_device, run_up
 from service.errors import ConfigurationError
@@ -428,3 +432,35 @@ def test_drift_asks_the_service_and_says_what_it_answered(tmp_path: Path) -> Non
     assert silent.returncode == 1
     assert "does not answer" in last_line(silent.stderr)
     assert run("drift", "silence", cwd=tmp_path).returncode == 2
+
+
+def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell leaves it as it is after `=`, and so does a file of variables."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DRAFTALIGN_STATE_DIR", "~/state")
+    monkeypatch.setenv("DRAFTALIGN_TOKEN_FILE", "~/tokens.jsonl")
+    assert (Settings().state_dir, Settings().token_file) == (tmp_path / "state", tmp_path / "tokens.jsonl")
+    monkeypatch.setenv("DRAFTALIGN_STATE_DIR", "~nobody-of-this-name/state")
+    assert Settings().state_dir == Path("~nobody-of-this-name/state")
+    made = CliRunner().invoke(app, ["token", "t", "--scope=read", "--file=~/more.jsonl"])
+    assert made.exit_code == 0, made.output
+    assert (tmp_path / "more.jsonl").is_file()
+    said = CliRunner().invoke(app, ["audit", "--state-dir=~/elsewhere"])
+    assert str(tmp_path / "elsewhere") in str(said.exception)
+
+
+def test_every_option_that_takes_a_path_knows_the_home_directory() -> None:
+    """Those of the settings do by themselves, and the agent's."""
+    found = {
+        f"{command.callback.__name__} {name}": option.callback
+        for command in app.registered_commands
+        if command.callback is not None
+        for name, hint in typing.get_type_hints(command.callback, include_extras=True).items()
+        for option in getattr(hint, "__metadata__", ())
+        if isinstance(option, OptionInfo) and hint.__origin__ in (Path, Path | None)
+    }
+    assert len(found) > 8
+    by_themselves = ("state_dir", "tls_cert", "tls_key", "cache_dir")
+    assert [name for name, given in found.items() if given is None and not name.endswith(by_themselves)] == []

@@ -61,6 +61,17 @@ def test_counts_that_fell_began_anew() -> None:
     assert since(untold, before).rounds == 5, "what one of the two does not tell did not fall"
 
 
+def test_counts_begin_again_with_another_life_and_where_it_is_said_not_with_a_fall() -> None:
+    before = counted(100, 70, life="one")
+    assert since(counted(105, 75, life="two"), before) == counted(105, 75, life="two")
+    assert since(counted(105, 75, life="one"), before).rounds == 5
+    late = since(counted(90, 60, life="one"), before)
+    assert (late.rounds, late.accepted_tokens) == (0, 0)
+    assert since(counted(105, 75), before).rounds == 5, "an agent of an earlier release takes over"
+    assert since(counted(90, 60), before).rounds == 90
+    assert since(counted(105, 75, life="one"), counted(100, 70)).rounds == 5
+
+
 def test_rounds_of_prompts_are_differences_and_belong_to_no_sum() -> None:
     """Where one of the two does not know its prompts, or contradicts the other, nothing is known of the difference."""
     before = counted(10, 4, by_prompt={"0000000a": (9, 3), "0000000b": (5, 7)})

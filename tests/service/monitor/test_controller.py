@@ -148,33 +148,33 @@ def test_a_fall_of_served_alpha_is_looked_at_and_the_reason_says_so() -> None:
     assert "fell beyond chance" in decisions[-1].reason
 
 
-def test_looks_are_paid_from_a_credit_that_no_noise_can_overdraw() -> None:
+def test_probes_are_paid_from_a_credit_that_no_noise_can_overdraw() -> None:
     """α that halves and doubles from claim to claim: one look in 28 claims, and two more."""
-    controller, looks = taught(0.0), 0
+    controller, probes = taught(0.0), 0
     for t in range(280):
         if controller.decide(ECONOMY, (2.0, 4.0, 1.2)[t % 3]).action is not Action.IDLE:
-            looks += 1
+            probes += 1
             controller.learn(gain=0.0, error=0.004, promoted=False, train_seconds=1.0)
-    assert looks <= 12
+    assert probes <= 12
 
 
 def idle(**values: object) -> Controller:
     """An idle controller in the middle of a run, which is sure that nothing is to be gained."""
-    state = {"trainings": 9, "gain": 0.0, "variance": 1e-6, "looks": 1.5, "idle": True} | values
+    state = {"trainings": 9, "gain": 0.0, "variance": 1e-6, "probes": 1.5, "idle": True} | values
     return Controller.from_json(
         {**Controller().to_json(), **state, "level": {"claims": 64.0, "mean": math.log(3.0), "variance": 1e-4}}
     )
 
 
-def test_a_look_after_a_fall_doubts_the_gain_by_the_size_of_the_fall_and_begins_a_new_level() -> None:
-    controller = idle(looks=1.5)
+def test_a_probe_after_a_fall_doubts_the_gain_by_the_size_of_the_fall_and_begins_a_new_level() -> None:
+    controller = idle(probes=1.5)
     controller.level.evidence = 5.5  # a claim 40 % lower, at most four deviations of one, raises the alarm
     decision = controller.decide(ECONOMY, 1.8)
     assert decision.action is Action.PROBE
     assert decision.reason == "served α fell beyond chance, last by 40.0%; testing whether training pays again"
     fall = math.log(3.0 / 1.8)
     assert controller.variance == pytest.approx(1e-6 + 0.003**2 + fall**2)
-    assert controller.looks == pytest.approx(1.5 + 1 / 28 - 1)
+    assert controller.probes == pytest.approx(1.5 + 1 / 28 - 1)
     assert (controller.level.claims, controller.level.evidence) == (6.0, 0.0)
 
 
@@ -185,16 +185,16 @@ def test_a_small_fall_is_a_reason_to_expect_three_percent() -> None:
     assert controller.variance == pytest.approx(1e-6 + 0.003**2 + 0.03**2)
 
 
-@pytest.mark.parametrize(("looks", "action"), [(0.95, Action.IDLE), (1.0 - 1 / 28, Action.PROBE), (1.2, Action.PROBE)])
-def test_a_look_takes_a_whole_credit(looks: float, action: Action) -> None:
-    controller = idle(looks=looks)
+@pytest.mark.parametrize(("probes", "action"), [(0.95, Action.IDLE), (1.0 - 1 / 28, Action.PROBE), (1.2, Action.PROBE)])
+def test_a_probe_takes_a_whole_credit(probes: float, action: Action) -> None:
+    controller = idle(probes=probes)
     controller.level.evidence = 9.0
     assert controller.decide(ECONOMY, 3.0).action is action
 
 
 def test_a_full_credit_and_a_promising_look_are_reasons_of_their_own() -> None:
     """A gain that pays, though not by a standard error, is tested again."""
-    full, promising, neither = idle(looks=2.0), idle(gain=0.02, variance=0.03**2), idle()
+    full, promising, neither = idle(probes=2.0), idle(gain=0.02, variance=0.03**2), idle()
     for controller in (full, promising, neither):
         controller.variance = max(controller.variance, 0.005**2)  # two of these above the price of 0.5 %
     assert full.decide(ECONOMY, 3.0).reason == "none was due for a while; testing whether training pays again"
@@ -205,7 +205,7 @@ def test_a_full_credit_and_a_promising_look_are_reasons_of_their_own() -> None:
 @pytest.mark.parametrize(("sd", "action"), [(0.0020, Action.IDLE), (0.0045, Action.PROBE)])
 def test_no_look_where_two_standard_errors_do_not_reach_the_price(sd: float, action: Action) -> None:
     """The price is 1 %, the gain 0.2 %; the claim adds (0.3 %)² to the variance."""
-    controller = idle(looks=2.0, gain=0.002, variance=sd**2)
+    controller = idle(probes=2.0, gain=0.002, variance=sd**2)
     economy = replace(ECONOMY, min_gain=0.01)
     assert controller.decide(economy, 3.0).action is action
 
@@ -354,7 +354,7 @@ def test_evidence_is_the_sum_of_shortfalls_in_standard_deviations_less_half_of_o
 
 @pytest.mark.parametrize(("asleep", "memory"), [(False, 5), (True, 64)])
 def test_the_level_moves_with_publishes_and_is_held_while_idle(asleep: bool, memory: int) -> None:
-    controller = idle(idle=asleep, looks=0.0, gain=0.0 if asleep else 0.1)
+    controller = idle(idle=asleep, probes=0.0, gain=0.0 if asleep else 0.1)
     controller.decide(ECONOMY, 3.0 * math.exp(0.01))
     assert controller.idle is asleep
     assert controller.level.mean - math.log(3.0) == pytest.approx(0.01 / memory)
@@ -362,7 +362,7 @@ def test_the_level_moves_with_publishes_and_is_held_while_idle(asleep: bool, mem
 
 # --- what is said
 def test_the_reason_states_what_is_expected_what_it_costs_and_what_engines_draft() -> None:
-    controller = idle(gain=0.02, variance=0.01**2 - 0.003**2, looks=0.0, train_seconds=60.0, version_seconds=20.0)
+    controller = idle(gain=0.02, variance=0.01**2 - 0.003**2, probes=0.0, train_seconds=60.0, version_seconds=20.0)
     price = 0.1 * 60 / (5 * 0.7 * 20 - 0.1 * 60)
     said = f"a training is expected to gain +2.0% ± 1.0%; it pays from {price:.1%}"
     engines = ", as engines spend 70% of their time in rounds with drafts"
@@ -376,37 +376,37 @@ def test_the_reason_states_what_is_expected_what_it_costs_and_what_engines_draft
     fresh = Controller()
     assert fresh.decide(ECONOMY, None).reason == "no drafter is served yet"
     assert fresh.decide(ECONOMY, 3.0).reason == "0 of the first 4 trainings done; gains are not known yet"
-    cut = idle(looking=True)
+    cut = idle(probing=True)
     assert cut.decide(ECONOMY, 3.0, unfinished=True).reason == "the last probe goes on with newer rollouts"
 
 
 def test_who_trains_goes_on_until_it_does_not_pay_and_who_idles_begins_only_by_a_standard_error() -> None:
-    known: dict[str, Any] = {"gain": 0.02, "variance": 0.03**2, "looks": 0.0}
+    known: dict[str, Any] = {"gain": 0.02, "variance": 0.03**2, "probes": 0.0}
     assert idle(idle=False, **known).decide(ECONOMY, 3.0).action is Action.TRAIN
     assert idle(idle=True, **known).decide(ECONOMY, 3.0).action is Action.IDLE
 
 
 def test_what_is_not_measured_for_long_is_as_unsure_as_in_the_beginning_and_not_less_sure() -> None:
-    controller = idle(looks=0.0)
+    controller = idle(probes=0.0)
     for _ in range(1000):
-        controller.looks = 0.0
+        controller.probes = 0.0
         controller.decide(ECONOMY, 3.0)
     assert controller.variance == 0.05**2
 
 
-def test_a_look_that_was_cut_goes_on_and_is_paid_for_once() -> None:
-    controller = Controller(trainings=9, gain=0.0, variance=0.01, idle=True, looks=4.0)
+def test_a_probe_that_was_cut_goes_on_and_is_paid_for_once() -> None:
+    controller = Controller(trainings=9, gain=0.0, variance=0.01, idle=True, probes=4.0)
     assert controller.decide(ECONOMY, 3.0).action is Action.PROBE
-    left = controller.looks
+    left = controller.probes
     for part in range(1, 4):
         assert controller.decide(ECONOMY, 3.0, unfinished=True).action is Action.PROBE
-        assert controller.looks == pytest.approx(left + part / 28), "nothing more is paid"
+        assert controller.probes == pytest.approx(left + part / 28), "nothing more is paid"
     assert controller.decide(ECONOMY, 3.0).action is Action.IDLE, "it was done"
     assert controller.decide(ECONOMY, 3.0, unfinished=True).action is Action.IDLE, "of an earlier training"
 
 
 def test_a_training_that_was_cut_as_the_worker_became_idle_is_not_a_look() -> None:
-    controller = Controller(trainings=9, gain=-0.1, variance=1e-6, looks=0.4)
+    controller = Controller(trainings=9, gain=-0.1, variance=1e-6, probes=0.4)
     for _ in range(3):
         assert controller.decide(ECONOMY, 3.0, unfinished=True).action is Action.IDLE
 
@@ -442,3 +442,12 @@ def test_state_survives_json() -> None:
     restored = Controller.from_json(json.loads(json.dumps(controller.to_json())))
     assert restored == controller
     assert restored.decide(ECONOMY, 2.0) == controller.decide(ECONOMY, 2.0)
+
+
+def test_a_checkpoint_of_an_earlier_release_is_read_by_the_names_that_it_has() -> None:
+    controller = replace(taught(0.0), probes=1.25, probing=True)
+    values = controller.to_json()
+    values |= {"looks": values.pop("probes"), "looking": values.pop("probing")}
+    restored = Controller.from_json(json.loads(json.dumps(values)))
+    assert restored == controller
+    assert (restored.probes, restored.probing) == (1.25, True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.unswapped import simulate
 from service.monitor.alpha import Compared
 from service.monitor.counts import LiveAlpha
 from service.monitor.current import Current, Tilt
@@ -446,6 +447,7 @@ def unswapped(**changes: Any) -> Headline:
     for sequence, (ago, version) in enumerate(((2000, "v000003-0a"), (1200, "v000006-0a"), (30, "v000007-0a1b2c3d"))):
         moves.add({"event": "published", "time": NOW - ago, "sequence": sequence, "version": version})
     known: dict[str, Any] = {"reporter": "agent http://e:8000", "drafter_version": "v000003-0a", "created": NOW - 30}
+    known["behind"] = 600.0
     return headline(facts(moves=moves, engines=[AcceptanceRecord(**(known | {"rounds": 90} | changes))]))
 
 
@@ -457,7 +459,43 @@ def test_an_engine_that_does_not_get_what_is_published_is_named_with_what_its_ag
     assert said(found) == ("warn", "engine_unswapped", text)
     assert unswapped(withheld="another draft vocabulary.").text.endswith("replaced: another draft vocabulary.")
     assert unswapped(drafter_version="initial").state == "engine_unswapped", "one that this run never published"
-    assert unswapped(drafter_version="initial", created=NOW - 1450).state == "aligned"
+    assert unswapped(drafter_version="initial", created=NOW - 1450, behind=None).state == "aligned"
+
+
+def test_a_run_that_waits_for_memory_is_not_called_refused() -> None:
+    told = "memory ran out: OSError"
+    assert said(headline(facts(worker_error=told, for_memory=True))) == (
+        "bad",
+        "short_of_memory",
+        "Short of memory: memory ran out: OSError",
+    )
+    assert headline(facts(worker_error=told)).state == "refused"
+
+
+def test_an_engine_that_another_client_keeps_is_named_with_both_runs() -> None:
+    record = AcceptanceRecord(reporter="agent e", method="anothers-drafter", withheld="of run 'b' and run 'a'.")
+    text = "Contested: agent e: of run 'b' and run 'a'."
+    assert said(headline(facts(contested=[record]))) == ("warn", "engine_contested", text)
+    two = headline(facts(contested=[record, replace(record, withheld=None, created=NOW)]))
+    assert two.text == "Contested: agent e: its agent's log says why. So it is in 1 more."
+
+
+def test_an_engine_that_is_silent_with_what_was_replaced_is_away_and_not_unswapped() -> None:
+    found = unswapped(behind=20.0, created=NOW - 240)
+    assert found.state == "aligned"
+    assert found.also == ("Away: agent http://e:8000 has not reported for 4 min; it had v000003, which is replaced.",)
+    for changes in ({"created": NOW - 170}, {"drafter_version": "v000006-0a"}, {"final": True}):
+        assert unswapped(**({"behind": 20.0, "created": NOW - 240} | changes)).also == ()
+    assert unswapped(behind=600.0, created=NOW - 240).state == "engine_unswapped", "what it did is known"
+
+
+def test_no_engine_that_swaps_is_called_not_swapped_and_those_that_never_do_are() -> None:
+    """Simulated: they sleep, their agents are away, clocks differ."""
+    found = simulate(engines=40, hours=2.0, seed=1, stuck=4)
+    assert found.words.total() == 0
+    assert found.old_words.total() > 10, "or nothing is shown here"
+    assert found.named[0] < 12
+    assert found.named[-1] < 120
 
 
 @pytest.mark.parametrize(
@@ -465,7 +503,8 @@ def test_an_engine_that_does_not_get_what_is_published_is_named_with_what_its_ag
     [
         {"drafter_version": "v000007-0a1b2c3d"},
         {"drafter_version": "v000006-0a"},
-        {"created": NOW - 700},
+        {"created": NOW - 30, "behind": 599.0},
+        {"created": NOW - 30, "behind": None},
         {"final": True},
     ],
 )

@@ -132,6 +132,7 @@ async def rollouts_live(worker: Any, api: Any, dead: Any) -> None:
     assert await api.remembered() > await api.shorten(0) == 0, "of the one that was dropped"
 
     first, second, third = worker.claim("one", 1000, HOUR)
+    assert [worker.memory_ran_out(third, pause) for pause in (60.0, 60.0, 0.0)] == [1, 1, 2]
     worker.release("one", [third])
     assert [entry.deliveries for entry in worker.own_pending("one", [first.entry_id, second.entry_id])] == [1]
     assert worker.heartbeat("one", [first.entry_id]) == [first.entry_id]

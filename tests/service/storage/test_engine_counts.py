@@ -19,7 +19,7 @@ from service_fixtures import RunningService
 from storage_fixtures import Store
 
 from service.api import snapshot
-from service.errors import TooManyReporters
+from service.errors import EndedLife, TooManyReporters
 from service.monitor.alpha import Attempt, Turn, alpha_series
 from service.monitor.counts import (
     LiveAlpha,
@@ -413,3 +413,77 @@ def test_a_report_of_an_old_engine_costs_a_few_fields_more_at_most(
     many = cost(1000)
     assert many[0] <= few[0] + 2, "one reads what is added up"
     assert many[1] <= few[1] + 12
+
+
+def test_a_new_life_ends_the_blocks_of_the_old_one_and_loses_no_round(redis_url: str, redis_client: Redis) -> None:
+    """Exactly at the boundary: whatever the counts are, all of the new ones are of the new life."""
+    one: dict[str, Any] = {"life": "one"}
+    two: dict[str, Any] = {"life": "two"}
+
+    async def work(store: AsyncStore) -> list[Any]:
+        blocks = []
+        for fields in (
+            report(rounds=300, **one),
+            report(rounds=500, **one),
+            report(rounds=100, policy=1, **one),
+            report(rounds=700, **two),  # more than before: no count fell
+            report(rounds=750, **two),
+            report(rounds=740, **two),  # late, and not counted
+            report(rounds=90, policy=1, **two),
+        ):
+            found = await store.book(acceptance(fields))
+            blocks.append([(b.policy_version, b.rounds) for b in found])
+        with pytest.raises(EndedLife, match="'two', since 'one'"):
+            await store.book(acceptance(report(rounds=900, **one)))
+        return blocks
+
+    blocks = with_store(redis_url, work)
+    assert blocks[2] == [(0, 300), (0, 200), (1, 100)]
+    assert blocks[3:6] == [[(0, 700)], [(0, 700), (0, 50)], [(0, 700), (0, 50)]]
+    assert blocks[6] == [(0, 700), (0, 50), (1, 90)]
+    (text,) = redis_client.hvals(KEYS.reporters)
+    account = Account.read(text)
+    assert account.lives == ("one", "two")
+    assert account.sums["v1"][0] == 500 + 100 + 750 + 90
+    rounds = [r.rounds for r in with_store(redis_url, lambda store: store.acceptances()) if r.reporter is not None]
+    assert sum(rounds) == 1440
+
+
+def test_the_time_that_an_engine_was_behind_is_that_over_which_it_reported(redis_url: str) -> None:
+    """Neither the time that it slept is, nor what it drafts with again."""
+    times = (
+        (1000.0, "v1", False, None),
+        (1060.0, "v1", True, 0.0),
+        (1200.0, "v1", True, 140.0),
+        (1500.0, "v1", True, 140.0),  # away
+        (1560.0, "v1", True, 200.0),
+        (1500.0, "v1", True, 200.0),  # the clock was set back
+        (1510.0, "v2", True, 0.0),  # swapped, to one that is replaced as well
+        (1520.0, "v2", False, None),
+        (1530.0, "v2", True, 0.0),
+    )
+
+    async def work(store: AsyncStore) -> list[float | None]:
+        found = []
+        for rounds, (at, version, outdated, _) in enumerate(times, 1):
+            await store.book(acceptance(report(drafter=version, rounds=rounds, created=at)), outdated=outdated)
+            await store.book(acceptance(report(drafter="v0", rounds=5, created=at, final=True)), outdated=True)
+            await store.book(acceptance(report(drafter=version, rounds=rounds, created=at + 100)), outdated=outdated)
+            (record,) = (r for r in await store.acceptances() if r.drafter_version == version)
+            found.append(record.behind)
+        return found
+
+    assert with_store(redis_url, work) == [behind for *_, behind in times]
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_reporter_that_loses_its_memory_again_and_again_is_counted_once(redis_url: str, placed: bool) -> None:
+    """As a plugin that dies with its engine, under one name; more lives than are remembered."""
+    policy = 0 if placed else None
+    reports = [
+        report(policy=policy, rounds=rounds, life=f"{life:x}")
+        for life in range(20)
+        for rounds in (10 + life, 10 + life, 30 + life)
+    ]
+    sums = book(redis_url, *reports)
+    assert sums[-1][0] == sum(30 + life for life in range(20))

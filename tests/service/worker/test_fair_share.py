@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from storage_fixtures import RolloutQueue
 from worker_fixtures import Bench
 
+from drafter.training.trainer import DrafterTrainer, StepReport
+from service.worker import learner
 from service.worker.loop import RunWorker
 from service.worker.process import turns
 from service.worker.process import worker as process
@@ -88,6 +92,35 @@ def test_a_run_that_is_closed_or_fails_keeps_nobody_waiting() -> None:
     for _ in range(10):
         turns.asked("fails", 0.01, at_work=False)
         assert one_pass(turns, ["here"], lambda _: 5.0) == {"here": 5.0}
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["another waits", "alone"])
+def test_a_long_training_ends_where_another_run_has_work_and_only_there(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    monkeypatch.setattr(learner, "LONGEST_CLAIM_SECONDS", 0.0)  # every claim is long
+    for run in ("long", "other"):
+        bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=run)
+    worker, step = Worker(bench.settings.model_copy(update={"train_passes": 8.0}), bench.redis), DrafterTrainer.step
+    worker._turn()
+    lengths, tokens = [16] * 8, dict.fromkeys(worker.served, 0)
+    of = {id(worker.served[run].learner.lineage.needed_trainer): run for run in worker.served}
+
+    def watched(self: DrafterTrainer[Any], window: Any) -> StepReport:
+        if waits and tokens["long"] == 0:
+            bench.post_file(bench.world.rollout_file("other", run="other", lengths=lengths))
+        report = step(self, window)
+        tokens[of[id(self)]] += report.tokens
+        return report
+
+    monkeypatch.setattr(DrafterTrainer, "step", watched)
+    posted = bench.post_file(bench.world.rollout_file("long", run="long", lengths=lengths))
+    for _ in range(6):
+        worker._turn()
+    whole = 8 * sum(lengths)
+    assert RolloutQueue(bench.redis, "long").batch(posted)["state"] == "trained"  # type: ignore[index]
+    assert (whole / 8 <= tokens["long"] < whole / 2) if waits else tokens["long"] == whole
+    assert tokens["other"] == (whole if waits else 0), "nobody waits for it"
 
 
 def test_beside_four_floods_an_honest_run_is_trained_after_the_claim_in_hand(

@@ -333,7 +333,7 @@ def test_a_look_of_an_idle_worker_goes_on_in_parts_until_it_is_a_whole_training(
         bench.drain(worker)
     controller = worker.learner.controller
     monkeypatch.setattr(learner, "Economy", lambda *_, **__: Economy(min_gain=0.2))  # nothing ever gains so much
-    controller.gain, controller.variance, controller.looks, controller.idle = 0.0, 0.15**2, 2.0, True
+    controller.gain, controller.variance, controller.probes, controller.idle = 0.0, 0.15**2, 2.0, True
     parts = stepped(monkeypatch, lambda n: bench.post(f"newer {n}", policy_version=n) if n < 4 else None)
     bench.post("first", policy_version=0)
     bench.drain(worker)
@@ -341,7 +341,7 @@ def test_a_look_of_an_idle_worker_goes_on_in_parts_until_it_is_a_whole_training(
     assert [one.action for one in records[8:]] == ["probe"] * 4
     cut, whole = [len(part) for part in parts[:3]], len(parts[3])
     assert max(cut) <= whole // 5, "an eighth is done in any case"
-    assert controller.looks < 1.2, "one look was paid for"
+    assert controller.probes < 1.2, "one look was paid for"
     assert controller.idle
 
 

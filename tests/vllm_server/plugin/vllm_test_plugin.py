@@ -4,18 +4,20 @@
 * a model's class is looked into where it is, and not in a process that imports all of vLLM, as where CUDA must wait;
 * a recorder of what the engine's drafter read and answered, for numeric conformance;
 * faults: weights that change behind the engine's back, a load that fails half-way;
-* `POST /test/rpc {"method", "args"}` and `POST /test/pause`, so that the server runs without development mode.
+* `POST /test/rpc {"method", "args"}`, which asks the workers of all cores, and `POST /test/pause`, `hold` and `resume`,
+  so that the server runs without development mode.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from fastapi import FastAPI, Request
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from examples.vllm_plugin import load_policy, repair_sampling
 
@@ -31,7 +33,8 @@ def register() -> None:
         *looking,
         load_policy,
         set_tap,
-        move_policy,
+        refit,
+        policy_version,
         wipe_drafter,
         rot_drafter,
         fail_next_load,
@@ -41,6 +44,7 @@ def register() -> None:
     ):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
+    register_files()
 
 
 # --- recording
@@ -142,16 +146,106 @@ def set_tap(self: Any, fraction: float | None) -> None:
     self._draftalign_swap.tap.tap.fraction = fraction or 0.0
 
 
-def move_policy(self: Any, how: str) -> None:
-    """Bring weights into the policy: by its `load_weights`, in two buckets, or by copying over its parameters."""
+def refit(self: Any, how: str, path: str, part: int | None = None) -> int:
+    """Bring the policy's weights from a file, as one of the RL stacks does; `part`: of the tensors, only this one.
+
+    Returns how many tensors there are to bring. Linear layers are packed on a CPU: what is not loaded through vLLM's
+    layerwise reload (`per tensor`, `copies`) are the weights that stay readable, norms and embedding.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
     model = self.model_runner.get_model()
-    with torch.inference_mode():
-        if how == "load_weights":
-            for _ in range(2):
-                model.load_weights([("model.norm.weight", model.model.norm.weight.clone())])
+    weights = sorted(load_file(f"{path}/model.safetensors").items())
+    if how in ("per tensor", "copies"):
+        weights = [(name, tensor) for name, tensor in weights if "norm" in name or "embed" in name]
+    with torch.inference_mode(), set_current_vllm_config(self.vllm_config):
+        if how == "reload_weights":
+            self.reload_weights(weights_path=path)
+        elif how == "buckets":
+            initialize_layerwise_reload(model)
+            for bucket in (weights[::2], weights[1::2]):
+                model.load_weights(bucket)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+        elif how == "per tensor":
+            model.load_weights(weights if part is None else [weights[part]])
+        elif how == "copies":
+            parameters = dict(model.named_parameters())
+            for name, tensor in weights:
+                parameters[name].data[: len(tensor)].copy_(tensor)  # vLLM pads the vocabulary
         else:
-            for parameter in model.parameters():
-                parameter.data.copy_(parameter.data * 1.01)
+            raise ValueError(how)
+        _repack_head(model)
+    return len(weights)
+
+
+def _repack_head(model: Any) -> None:
+    # A head that is tied to the embedding keeps the packed copy of the old one on a CPU.
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear"):
+        with torch.inference_mode():
+            head.quant_method.process_weights_after_loading(head)
+
+
+def policy_version(self: Any) -> int | None:
+    """What the weights are numbered now."""
+    version: int | None = self._draftalign_swap.watch.version
+    return version
+
+
+def register_files() -> None:
+    """`weight_transfer_config={"backend": "files"}`: vLLM's own start, update and finish, with a file as transport."""
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    @dataclass
+    class Init(WeightTransferInitInfo):  # type: ignore[misc]
+        pass
+
+    @dataclass
+    class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+        """Each `parts`-th tensor of a policy, from the one of number `part` on."""
+
+        path: str = ""
+        part: int = 0
+        parts: int = 1
+
+    class Files(WeightTransferEngine):  # type: ignore[misc]
+        init_info_cls, update_info_cls = Init, Update
+
+        def init_transfer_engine(self, info: Any) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def update_weights(self, info: Any) -> None:
+            self.receive_weights(self.parse_update_info(info))
+
+        def receive_weights(self, info: Any) -> None:
+            tensors = sorted(load_file(f"{info.path}/model.safetensors").items())
+            self.model.load_weights(tensors[info.part :: info.parts])
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            _repack_head(self.model)
+
+        def shutdown(self) -> None:
+            pass
+
+    if "files" not in WeightTransferEngineFactory._registry:  # plugins may be loaded twice
+        WeightTransferEngineFactory.register_engine("files", Files)
 
 
 def policy_digest(self: Any) -> str:
@@ -231,12 +325,25 @@ class TestEndpoints:
         @app.post("/test/rpc")
         async def rpc(request: Request) -> Any:
             body = await request.json()
-            return await self._engine.collective_rpc(body["method"], args=tuple(body.get("args", ())))
+            method, args = body["method"], tuple(body.get("args", ()))
+            ask_all = getattr(self._engine.engine_core, "call_utility_all_async", None)  # not in 0.31
+            if ask_all is None:
+                return await self._engine.collective_rpc(method, args=args)
+            return [one for core in await ask_all("collective_rpc", method, None, args, None) for one in core]
 
         @app.post("/test/pause")
         async def pause() -> None:
             """Pause, as an engine does that can sleep: vLLM on a CPU has no sleep mode."""
             await self._engine.sleep(0)
+
+        @app.post("/test/hold")
+        async def hold() -> None:
+            """Pause with the requests that are under way, as a trainer does before it brings weights."""
+            await self._engine.pause_generation(mode="keep")
+
+        @app.post("/test/resume")
+        async def resume() -> None:
+            await self._engine.resume_generation()
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's protocol
         """Keep the engine's client."""

@@ -28,6 +28,7 @@ from service.worker.checkpoint import CheckpointSuperseded
 from service.worker.learner import Learner
 from service.worker.loop import LeaseLost
 from service.worker.process.worker import Worker
+from service.worker.promotion.judge import Judge
 from service.worker.scoring import score as learners_score
 
 
@@ -103,9 +104,9 @@ def test_a_batch_that_fails_every_training_is_dead_after_three_tries_and_holds_n
 def test_a_gate_that_raises_ends_at_its_run(bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     other = bench.post_file(bench.world.rollout_file("x", run=FIRST))
     batch = bench.post("a")
-    bad = broken(ZeroDivisionError("division by zero"), lambda self, *_: self.run == FIRST, Learner.judge)
+    bad = broken(ZeroDivisionError("division by zero"), lambda self, *_: self.run == FIRST, Judge.judge)
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "judge", bad)
+        patch.setattr(Judge, "judge", bad)
         turns(worker, bench, [batch])
         assert bench.state(batch) == "trained"
         assert "division by zero" in error_of(bench)
@@ -159,7 +160,7 @@ def test_a_run_whose_gpu_memory_ran_out_says_what_to_do(
     assert str(error) in told
 
 
-@pytest.mark.parametrize("where", ["train", "judge"])
+@pytest.mark.parametrize("where", [(Learner, "train"), (Judge, "judge")], ids=["train", "judge"])
 @pytest.mark.parametrize(
     "error",
     [
@@ -171,7 +172,7 @@ def test_a_run_whose_gpu_memory_ran_out_says_what_to_do(
     ids=["cuda", "cpu", "drafter", "service"],
 )
 def test_what_is_no_batchs_fault_kills_none_however_long_it_lasts(
-    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, error: Exception, where: tuple[type, str]
 ) -> None:
     posted = [bench.post(name) for name in "abc"]
     raised: list[int] = []
@@ -181,7 +182,7 @@ def test_what_is_no_batchs_fault_kills_none_however_long_it_lasts(
         return True
 
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, where, broken(error, always, getattr(Learner, where)))
+        patch.setattr(*where, broken(error, always, getattr(*where)))
         for _ in range(4 * MAX_DELIVERIES):
             a_minute_later(worker)  # a minute later
             worker._turn()
@@ -204,17 +205,23 @@ def test_rollouts_that_must_not_be_trained_on_are_the_batchs_fault_in_training_t
     assert bench.reason(batch) == "failed its worker 3 times, at last alone: BatchRejected: not to be trained on"
 
 
-@pytest.mark.parametrize("where", ["train", "judge"])
+@pytest.mark.parametrize("where", [(Learner, "train"), (Judge, "judge")], ids=["train", "judge"])
 def test_a_kept_batch_with_which_nothing_can_be_trained_kills_no_later_one_and_is_dropped(
-    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+    bench: Bench,
+    worker: Worker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: tuple[type, str],
 ) -> None:
     first = bench.post("a")
     turns(worker, bench, [first])
 
-    def mixed(self: Learner, _newest: Any, *more: Any) -> bool:
-        return any(kept.name.startswith(first) for kept in more[0]) if where == "train" else holds(self.recent, first)
+    def mixed(self: Learner | Judge, _newest: Any, *more: Any) -> bool:
+        if isinstance(self, Judge):
+            return holds(self._recent, first)
+        return any(kept.name.startswith(first) for kept in more[0])
 
-    monkeypatch.setattr(Learner, where, broken(RuntimeError("bad mix"), mixed, getattr(Learner, where)))
+    monkeypatch.setattr(*where, broken(RuntimeError("bad mix"), mixed, getattr(*where)))
     kept_first = [p for p in (bench.layout.worker("default") / "recent").iterdir() if p.name.startswith(first)]
     posted = [bench.post(name) for name in "bcd"]
     turns(worker, bench, posted)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from failure_fixtures import a_minute_later, error_of, turns
+from redis import Redis
 from worker_fixtures import Bench
 
 import service.worker.scoring
@@ -21,6 +22,11 @@ from service.worker.process.worker import Worker
 
 MOST = 200  # tokens of a rollout for which there is memory
 TRIES = 10
+
+
+def tries_of(bench: Bench, batch_id: str) -> Any:
+    """How often memory ran out for a batch, as Redis has it."""
+    return bench.redis.hget(f"da:{{default}}:batch:{batch_id}", "memory_tries")
 
 
 def longest(batch: RolloutBatch) -> int:
@@ -70,13 +76,14 @@ def test_a_batch_that_needs_more_memory_than_there_is_ends_after_some_tries_and_
     turns(worker, bench, short)
     assert bench.state(long) == "queued", "another process may have the memory for a while"
     assert "memory" in error_of(bench, "default")
+    assert bench.store.worker().for_memory
     turns(worker, bench, [long])
     assert bench.state(long) == "dead"
     assert bench.reason(long).startswith(f"memory ran out {TRIES} times")
     assert TRIES <= sum(n > MOST for n in tried) <= 2 * TRIES + 4
     turns(worker, bench, [bench.post("later", rollouts=4)])
     assert error_of(bench, "default") is None
-    assert not worker._runs["default"].suspicion.memory_tries
+    assert tries_of(bench, long) is None
 
 
 @pytest.mark.parametrize("tried", ["loaded"], indirect=True)
@@ -93,7 +100,28 @@ def test_a_run_that_is_opened_again_and_again_does_not_use_up_the_tries_of_its_b
         worker._turn()
         worker._room.close_idle()
     assert bench.state(long) == "queued"
-    assert worker._runs["default"].suspicion.memory_tries
+    assert tries_of(bench, long) == b"1"
+
+
+@pytest.mark.parametrize("tried", ["loaded"], indirect=True)
+@pytest.mark.usefixtures("tried")
+def test_a_worker_that_is_restarted_every_few_minutes_does_not_forget_the_tries_of_a_batch(
+    bench: Bench, worker: Worker
+) -> None:
+    long = bench.post("long", lengths=[900, 12])
+    for tries in range(1, TRIES + 1):
+        worker._settings = worker._settings.model_copy(update={"claim_idle_seconds": 0.001})
+        for _ in range(20):
+            a_minute_later(worker)
+            worker._look_at = 0.0
+            worker._turn()
+            if bench.state(long) == "dead" or int(tries_of(bench, long) or 0) >= tries:
+                break
+        assert bench.state(long) == ("dead" if tries == TRIES else "queued")
+        worker._close()
+        worker = Worker(bench.settings, Redis.from_url(bench.redis_url))
+    assert bench.reason(long).startswith(f"memory ran out {TRIES} times")
+    assert tries_of(bench, long) is None, "one that is put back begins again"
 
 
 def test_where_all_newer_rollouts_are_too_long_to_be_trained_on_they_are_tried_again_as_well(

@@ -21,6 +21,7 @@ from service.storage.registry import Registry
 from service.worker.learner import Learner
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
+from service.worker.promotion.judge import Judge
 
 #: Gains that show at once.
 EAGER: dict[str, Any] = {"gate_min_gain": 0.005, "recent_tokens": 100_000, "learning_rate": 5e-3}
@@ -206,7 +207,7 @@ def test_rollouts_that_chose_a_version_do_not_measure_it_when_they_come_again(
     promote = Lineage.promote
 
     def then_the_disk_fails(self: Lineage, *arguments: Any) -> Any:
-        patch.setattr(Learner, "_conclude", fails_with(OSError(5, "Input/output error")))
+        patch.setattr(Judge, "conclude", fails_with(OSError(5, "Input/output error")))
         return promote(self, *arguments)
 
     with monkeypatch.context() as patch:

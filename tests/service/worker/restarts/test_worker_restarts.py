@@ -19,13 +19,14 @@ from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.claim import ClaimScorer
 from service.worker.inbox import Loaded
 from service.worker.learner import Learner
+from service.worker.promotion.judge import Judge
 
 MOMENTS = [
     (ClaimScorer, "score", False),
     (Learner, "train", False),
     (Learner, "train", True),
-    (Learner, "judge", False),
-    (Learner, "judge", True),
+    (Judge, "judge", False),
+    (Judge, "judge", True),
     (WorkersStore, "put_score", False),
     (WorkersStore, "put_score", True),
     (WorkerCheckpoint, "save", False),

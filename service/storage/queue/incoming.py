@@ -1,0 +1,176 @@
+"""Rollout files on their way through object storage (`rollouts_url`), past the API.
+
+    <url>/rollouts/<run>/<blob>
+
+Invariants:
+* The store carries files and keeps none: a file lies there from the trainer's PUT until a worker has it in the spool.
+  From there on it is as one that came through the API.
+* Its name holds the SHA-256 of the bytes. The URL that it is put to is signed for that digest and length; whoever
+  brings it compares both, for a store may ignore the one, and its owner may change the object.
+* An object is deleted when its file is in the spool, or when no entry will ever name it (`disown`).
+* A prefix is one state directory's.
+
+Every error of the store is an `ObjectStoreError`, which is an OSError, and comes within a bounded time.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import errno
+import hashlib
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+from service.errors import BlobDamaged, ConfigurationError, ObjectStoreError
+from service.storage.drafters.objects import URL_SECONDS, ObjectStore
+from service.storage.layout import BLOB_NAME
+from service.storage.spool import Spool
+
+#: A file is brought in pieces: each is a request of bounded time, and memory holds four.
+_PIECE_BYTES: Final = 8 << 20
+_PIECES_AT_ONCE: Final = 4
+#: Stretches of a file that are nearer are read in one request.
+_NEAR_BYTES: Final = 16 << 10
+#: After a failure nothing is asked for so long, so that a claim of many files does not wait for each.
+_AWAY_SECONDS: Final = 5.0
+
+
+class Place(NamedTuple):
+    """Where a file may be put, once and the same: `headers` are signed into the URL."""
+
+    url: str
+    headers: dict[str, str]
+
+
+def new_name(batch_id: str, sha256: str) -> str:
+    """A fresh name for a batch's file."""
+    return f"{batch_id}.{uuid.uuid4().hex}.{sha256}.safetensors"
+
+
+def sha256_in(blob: str) -> str:
+    """The digest in a file's name; empty where it came through the API, which names another one."""
+    name = BLOB_NAME.fullmatch(blob)
+    return name[1] if name is not None and len(name[1]) == 64 else ""
+
+
+class Incoming(ObjectStore):
+    """The rollout files under one URL."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigurationError where the URL or the environment cannot be used, or signs nothing."""
+        super().__init__("rollouts_url", url)
+        self._away_until = 0.0
+        try:
+            import botocore.auth
+            import botocore.awsrequest
+            import botocore.exceptions
+            import botocore.session
+        except ImportError as error:
+            raise ConfigurationError("rollouts_url needs the extra s3: pip install '.[s3]'") from error
+        self._botocore: Any = botocore
+        try:
+            self._credentials: Any = botocore.session.get_session().get_credentials()
+            self.place("none", new_name("0" * 32, "0" * 64), 0)
+        except (ObjectStoreError, botocore.exceptions.BotoCoreError) as error:
+            raise ConfigurationError(
+                f"rollouts_url {url}: no upload can be signed: {error}. Set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
+                "and AWS_REGION, or give this machine a role"
+            ) from error
+
+    def place(self, run: str, blob: str, size: int) -> Place:
+        """A URL that takes one file of this length, with the digest in its name, for a quarter of an hour. Blocks."""
+        key = _key(run, blob)
+        checksum = base64.b64encode(bytes.fromhex(sha256_in(blob))).decode()
+        headers = {"Content-Length": str(size), "x-amz-checksum-sha256": checksum}
+        if self._credentials is None:
+            raise ObjectStoreError("there are no credentials")
+        try:
+            with self.errors(key):
+                # obstore signs no headers, and botocore knows neither its endpoint nor its way to name a bucket.
+                signed = self._obstore.sign(self._store, "PUT", key, datetime.timedelta(seconds=URL_SECONDS))
+            region = parse_qs(urlsplit(signed).query)["X-Amz-Credential"][0].split("/")[2]
+            request = self._botocore.awsrequest.AWSRequest("PUT", signed.partition("?")[0], headers=headers)
+            auth = self._botocore.auth.S3SigV4QueryAuth
+            auth(self._credentials.get_frozen_credentials(), "s3", region, int(URL_SECONDS)).add_auth(request)
+        except self._botocore.exceptions.BotoCoreError as error:
+            raise ObjectStoreError(f"no upload can be signed: {error}") from error
+        return Place(str(request.url), headers)
+
+    async def read(self, run: str, blob: str, size: int, stretches: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """Some stretches of a file, each from one byte to another. None: there is no such file of this length."""
+        key, (begins, ends) = _key(run, blob), zip(*stretches, strict=True)
+        with self.errors(key):
+            try:
+                if (await self._obstore.head_async(self._store, key))["size"] != size:
+                    return None
+                found = await self._obstore.get_ranges_async(
+                    self._store, key, starts=begins, ends=ends, coalesce=_NEAR_BYTES
+                )
+            except FileNotFoundError:
+                return None
+        return [bytes(one) for one in found]
+
+    def bring(self, run: str, blob: str, size: int, spool: Spool, *, least_free_bytes: int, sync: bool) -> None:
+        """Bring one file into the spool, whole and with the digest in its name, then delete the object. Blocks.
+
+        Raises FileNotFoundError where it is not there, BlobDamaged where it is another, OSError where it cannot be had
+        now: the store fails, or the disk has no room. Whoever is killed in here leaves the file in one place at least.
+        """
+        key, digest = _key(run, blob), hashlib.sha256()
+        if (left := self._away_until - time.monotonic()) > 0:
+            raise ObjectStoreError(f"the object store failed a moment ago; it is asked again in {left:.0f} s")
+        if (found := self._of_store(key, self.size)) is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", key)
+        if found != size:
+            raise BlobDamaged(f"{key} is damaged: the object store has {found} bytes of it, the sender said {size}")
+        if spool.free_bytes() - size < least_free_bytes:
+            raise OSError(errno.ENOSPC, f"{size} bytes would leave less than {least_free_bytes} free on the disk", key)
+        with spool.upload() as upload:
+            for begin in range(0, size, _PIECE_BYTES * _PIECES_AT_ONCE):
+                for piece in self._of_store(key, self._pieces, begin, size):
+                    upload.write(piece)
+                    digest.update(piece)
+            if digest.hexdigest() != sha256_in(blob):
+                raise BlobDamaged(f"{key} is damaged: its bytes have the SHA-256 {digest.hexdigest()}")
+            if sync:
+                upload.sync()
+            upload.keep(spool.path(run, blob))
+        with contextlib.suppress(ObjectStoreError):  # else the sweep does
+            self.delete([key])
+
+    def _pieces(self, key: str, begin: int, size: int) -> list[memoryview]:
+        starts = range(begin, min(begin + _PIECE_BYTES * _PIECES_AT_ONCE, size), _PIECE_BYTES)
+        ends = [min(start + _PIECE_BYTES, size) for start in starts]
+        found = self._obstore.get_ranges(self._store, key, starts=list(starts), ends=ends, coalesce=0)
+        return [memoryview(one) for one in found]
+
+    def _of_store(self, key: str, ask: Any, *args: Any) -> Any:
+        try:
+            with self.errors(key):
+                return ask(key, *args)
+        except ObjectStoreError:
+            self._away_until = time.monotonic() + _AWAY_SECONDS
+            raise
+
+    def old(self, run: str, older_than_seconds: float) -> list[str]:
+        """Names of files older than this: the reaper asks the queue about each. Blocks."""
+        limit = time.time() - older_than_seconds
+        names = [(key.rpartition("/")[2], written) for key, written in self.listed(f"rollouts/{run}/")]
+        return [name for name, written in names if written < limit and BLOB_NAME.fullmatch(name)]
+
+    def remove(self, run: str, blobs: Sequence[str]) -> None:
+        """Delete files; missing is fine. Blocks."""
+        self.delete([_key(run, blob) for blob in blobs])
+
+    def forget(self, run: str) -> None:
+        """Delete everything of a run. Blocks."""
+        self.delete([key for key, _ in self.listed(f"rollouts/{run}/")])
+
+
+def _key(run: str, blob: str) -> str:
+    return f"rollouts/{run}/{blob}"

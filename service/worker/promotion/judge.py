@@ -1,0 +1,198 @@
+"""Lets the gate judge each claim, serves what won, and tells the controller what trainings gained.
+
+Invariants
+* What is served changes only through the gate, an archived version that proved better, or a person.
+* A candidate is published after the checkpoint that holds it, which was written before it was trained on the batches
+  that judged it. So redelivered batches are not scored by what was trained on them, and no look counts twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from drafter.replay.gate import CLAIM_SD
+from service.errors import LatestMoved
+from service.monitor.controller import Controller
+from service.monitor.headroom import LearningCurve
+from service.monitor.records import arrival
+from service.settings import Settings
+from service.worker.claim import Scored
+from service.worker.journal import Journal
+from service.worker.lineage import CANDIDATE, Lineage
+from service.worker.promotion.evidence import Fresh
+from service.worker.promotion.gate import Contest, Gate
+from service.worker.promotion.outcomes import Chosen
+from service.worker.recent import RecentRollouts
+from service.worker.target import Target
+
+log = logging.getLogger("draftalign.worker")
+
+
+class Judge:
+    """Of one run: its gate, and what follows from the verdicts."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run: str,
+        target: Target,
+        lineage: Lineage,
+        journal: Journal,
+        recent: RecentRollouts,
+    ) -> None:
+        """`recent`: the prompts in it were trained on, and judge nothing."""
+        self.run = run
+        self._lineage = lineage
+        self._journal = journal
+        self._recent = recent
+        self.gate = Gate(settings, lineage, target)
+        self.controller = Controller()
+
+    def measure_anew(self) -> None:
+        """Engines draft otherwise now, so what was measured before is of another α: gains and evidence."""
+        known = self.controller
+        self.controller = Controller(train_seconds=known.train_seconds, version_seconds=known.version_seconds)
+        self._record(self.gate.begin(self.gate.served))
+
+    def follow(self) -> None:
+        """Take note where another version is served than the gate knows of.
+
+        Either this worker published it and ended before that was in a checkpoint, or a person chose it.
+        """
+        served = self._lineage.served_version()
+        if served == self.gate.served:
+            return
+        facts = self._lineage.chosen_after(self.gate.served)
+        if served is None or facts is None:
+            if self.gate.served is not None:
+                self.controller.curve = LearningCurve()  # its verdicts were against another drafter
+            event = self.gate.begin(served)
+        else:
+            event = self._go_on_from(served, facts)
+            self.gate.training.concluded()
+        self._record(event)
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Within it the gate's looks count only if nothing is raised: the same batches come again."""
+        before = self.gate.state
+        try:
+            yield
+        except Exception:  # a full disk, say
+            if self.gate.served == before["served"]:
+                self.gate.restore(before)
+            else:  # a version was published, which the looks have ended with
+                self.gate.training.concluded()
+            raise
+
+    def judge(self, scored: Sequence[Scored], before_publishing: Callable[[], None]) -> list[Contest]:
+        """Let the gate judge on what was scored with the candidate; promote the winner. Returns all, best first.
+
+        `before_publishing` must write a checkpoint, and raise where nothing may be published.
+        """
+        served = self.gate.served
+        scored = [(loaded, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
+        compared = [(loaded.batch, scores) for loaded, scores in scored]
+        if not compared:
+            return []
+        fresh = Fresh.of(compared, self._recent.prompts)
+        if served is not None and served not in fresh.replays:  # somebody changed it while the claim was scored
+            return []
+        with_all = [(batch, scores) for batch, scores in compared if "frozen" in scores.replays]
+        wider = Fresh.of(with_all, self._recent.prompts) if with_all else fresh
+        before = self.gate.state
+        entries = sorted((loaded.entry.arrived for loaded, _ in scored), key=arrival)
+        realised = self.gate.outcomes.settle(wider) if self.gate.outcomes.measures(entries[0]) else None
+        contests = self.gate.judge(fresh, served, wider)
+        if contests and contests[0].verdict.promote:
+            after = self.gate.state
+
+            def secured() -> None:
+                self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
+                before_publishing()
+                self.gate.restore(after)
+
+            policy_version = max(batch.policy_version for batch in fresh.batches)
+            try:
+                realised = self._promote(contests, served, policy_version, entries[-1], secured) or realised
+            except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
+                log.info("%s: %s", self.run, moved)
+                self.gate.restore(before)
+                return []
+        self.gate.dismiss_sent(contests)
+        self._record(realised)
+        return contests
+
+    def _promote(
+        self,
+        contests: Sequence[Contest],
+        served: str | None,
+        policy_version: int,
+        judged_to: str,
+        before_publishing: Callable[[], None],
+    ) -> dict[str, Any] | None:
+        """Serve the winner, and train on from it where it is an archived version and better than the candidate.
+
+        `judged_to`: the newest queue entry of those that chose it. Returns the gate's event about the version that was
+        served before. Raises `LatestMoved` where another one is served.
+        """
+        winner = contests[0]
+        before_publishing()
+        candidate = _of_candidate(contests)
+        keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
+        facts = winner.facts | {"judged_to": judged_to}
+        if winner.version != CANDIDATE:
+            facts["train_on"] = not keeps
+        manifest = self._lineage.promote(winner.version, served, policy_version, winner.verdict.reason, facts)
+        return self._go_on_from(manifest.version, facts)
+
+    def _go_on_from(self, version: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What the gate chose is served. `facts`: its evidence, all that is left of the choice after a crash."""
+        chosen = Chosen.of(facts)
+        if chosen.archived and chosen.train_on:
+            self._lineage.train_from(version)
+        self._journal.totals.published += 1
+        if chosen.archived:  # what was measured until now was against another drafter
+            self.controller.curve = LearningCurve()
+            self.gate.training.concluded()
+        return self.gate.promoted(version, self.gate.served, chosen)
+
+    def conclude(self, contests: Sequence[Contest], policy_version: int) -> None:
+        """Tell history and controller, once for each whole training, what the gate found of it.
+
+        A part of one gains little beside the error of a look. Where that is published, it is as good as a whole one.
+        """
+        candidate, training = _of_candidate(contests), self.gate.training
+        if candidate is None or training.seconds is None or candidate.look.prompts < 2:
+            return  # where the prompts are too few, the next claims say more
+        if training.is_part and not candidate.verdict.promote:
+            return
+        if not candidate.verdict.promote:
+            self._lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
+            self._journal.totals.refused += 1
+        look = candidate.look
+        self.controller.learn(
+            gain=look.gain,
+            error=None if look.fault and not look.same else math.hypot(look.error, CLAIM_SD),
+            promoted=candidate is contests[0] and candidate.verdict.promote,
+            train_seconds=training.seconds,
+        )
+        training.concluded()
+
+    def conclude_unasked(self) -> None:
+        """Nothing may be published, so the last training is not judged."""
+        self.gate.training.concluded()
+        self.gate.training.unjudged = 0
+
+    def _record(self, realised: dict[str, Any] | None) -> None:
+        """Write an event about the version that was served before into the run's history, where there is one."""
+        if realised is not None:
+            self._lineage.record_gain(realised)
+
+
+def _of_candidate(contests: Sequence[Contest]) -> Contest | None:
+    return next((contest for contest in contests if contest.version == CANDIDATE), None)
