@@ -105,6 +105,7 @@ _SERVER = "verl/workers/rollout/llm_server.py"
 _SPANS = ("global_steps", "min_global_steps", "max_global_steps")
 _AREAL_FSDP, _AREAL_MEGATRON = (f"areal/engine/{name}_engine.py" for name in ("fsdp", "megatron"))
 _RAY_ACTOR, _WRAP = (f"openrlhf/trainer/ray/{name}.py" for name in ("ppo_actor", "vllm_worker_wrap"))
+_SGLANG = "sglang/srt"
 _SKYRL = "skyrl/backends/skyrl_train/workers"
 _GPT, _LAYERS = "megatron/core/models/gpt/gpt_model.py", "megatron/core/tensor_parallel/layers.py"
 
@@ -306,6 +307,47 @@ CONTRACTS: dict[str, Contract] = {
             Site(_AREAL_MEGATRON, "MegatronEngine.export_stats"),
             Site(_AREAL_MEGATRON, "MegatronPPOActor.compute_logp", does=("self.actor.compute_logp",)),
             Site("areal/trainer/rl_trainer.py", "PPOTrainer._create_train_engine", says=("megatron",)),
+        ),
+    ),
+    "SGLang's EAGLE worker": Contract(
+        "sglang",
+        "sglang",
+        "no tap: features come from the trainer's hook. One would read in the verification and in the prefill. Rows: what "
+        "LogitsProcessor is given (the last state, and the auxiliary ones); tokens: what `eagle_sample` accepts, by "
+        "request of the batch; version: `weight_version` at the time",
+        (
+            Site(
+                f"{_SGLANG}/layers/logits_processor.py",
+                "LogitsProcessor.forward",
+                ("input_ids", "hidden_states", "lm_head", "logits_metadata", "aux_hidden_states"),
+            ),
+            Site(
+                f"{_SGLANG}/speculative/eagle_worker_v2.py",
+                "EAGLEWorkerV2._forward_prefill_batch",
+                ("batch",),
+                ("self.target_worker.forward_batch_generation", "self.draft_worker._draft_extend_for_prefill"),
+            ),
+            Site(
+                f"{_SGLANG}/speculative/eagle_worker_common.py",
+                "run_eagle_verify",
+                ("batch", "target_worker", "topk"),
+                (
+                    "target_worker.forward_batch_generation",
+                    "logits_output = forward_batch_output.logits_output",
+                    "eagle_sample",
+                ),
+            ),
+            Site(
+                f"{_SGLANG}/managers/schedule_batch.py",
+                "Req.__init__",
+                ("rid", "origin_input_ids", "sampling_params"),
+                (
+                    "self.rid = rid",
+                    "self.origin_input_ids = origin_input_ids",
+                    "self.sampling_params = sampling_params",
+                ),
+            ),
+            Site(f"{_SGLANG}/managers/scheduler.py", "Scheduler.record_weight_version_change", ("new_version",)),
         ),
     ),
     "OpenRLHF Actor": Contract(
