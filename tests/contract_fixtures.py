@@ -312,8 +312,8 @@ CONTRACTS: dict[str, Contract] = {
     "SGLang's EAGLE worker": Contract(
         "sglang",
         "sglang",
-        "no tap: features come from the trainer's hook. One would read in the verification and in the prefill. Rows: what "
-        "LogitsProcessor is given (the last state, and the auxiliary ones); tokens: what `eagle_sample` accepts, by "
+        "no tap: features come from the trainer's hook. One would read in the verification and in the prefill. Rows: "
+        "what LogitsProcessor is given (the last state, and the auxiliary ones); tokens: what `eagle_sample` accepts, by "
         "request of the batch; version: `weight_version` at the time",
         (
             Site(
