@@ -313,8 +313,8 @@ CONTRACTS: dict[str, Contract] = {
         "sglang",
         "sglang",
         "no tap: features come from the trainer's hook. One would read in the verification and in the prefill. Rows: "
-        "what LogitsProcessor is given (the last state, and the auxiliary ones); tokens: what `eagle_sample` accepts, by "
-        "request of the batch; version: `weight_version` at the time",
+        "what LogitsProcessor is given (the last state, and the auxiliary ones); tokens: what `eagle_sample` accepts, "
+        "by request of the batch; version: `weight_version` at the time",
         (
             Site(
                 f"{_SGLANG}/layers/logits_processor.py",
