@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,11 @@ def micro_batch_rollouts(batch: Any, *, packed: bool) -> dict[str, Any]:
 
 class _Policy:
     """One worker's hook."""
+
+    @classmethod
+    def of(cls, worker: Any, options: dict[str, Any]) -> Self | None:
+        """None for a worker that does not train a policy: a teacher, a critic, or the like."""
+        return None if worker.optimizer is None or worker._is_reward_model else cls(worker, options)
 
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
         if worker.tp_size > 1 or worker.cp_size > 1:
@@ -117,8 +122,7 @@ def extend(kind: Any) -> None:
     @functools.wraps(init)
     def begin(self: Any, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
-        if self.optimizer is not None and not self._is_reward_model:  # else a teacher, or the like
-            self.draftalign = attached("NeMo-RL", dist.get_rank(), functools.partial(_Policy, self))
+        self.draftalign = attached("NeMo-RL", dist.get_rank(), functools.partial(_Policy.of, self))
 
     @functools.wraps(score)
     def get_logprobs(self: Any, data: Any, *args: Any, **more: Any) -> Any:
