@@ -51,8 +51,8 @@ def canonical_config(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_rope_theta(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A flat config with the rotary base that transformers assumes where it names none."""
-    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
-    named = "rope_theta" in flat or (isinstance(rope, Mapping) and "rope_theta" in rope)
+    places = (flat, flat.get("rope_parameters"), flat.get("rope_scaling"))
+    named = any("rope_theta" in place for place in places if isinstance(place, Mapping))
     return dict(flat) if named else {**flat, "rope_theta": ROPE_THETA}
 
 

@@ -118,3 +118,13 @@ def test_what_is_another_drafter_is_refused_there_too(change: dict[str, Any]) ->
     document = {**small_config("gpt-oss-20b", 16, 40, 20), **change}
     with pytest.raises(CheckpointError, match=f"{next(iter(change))} must be false"):
         parse_config(with_layers(canonical_config(document), LAYERS))
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_a_rotary_base_that_is_named_in_either_place_is_not_assumed(place: str) -> None:
+    document = small_config("Llama-3.3-70B", 16, 40, 20)
+    layer = document["transformer_layer_config"]
+    rope = {name: value for name, value in layer["rope_parameters"].items() if name != "rope_theta"}
+    layer.pop("rope_theta", None)
+    layer |= {"rope_parameters": rope, "rope_scaling": rope} | {place: {**rope, "rope_theta": 5e5}}
+    assert parse_config(canonical_config(document)).rope_theta == 5e5
