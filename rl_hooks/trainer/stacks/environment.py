@@ -27,10 +27,10 @@ _log = logging.getLogger("rl_hooks")
 _Made = TypeVar("_Made")
 
 
-def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made | None]) -> _Made | None:
+def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made]) -> _Made | None:
     """What `attach(options)` makes, of `DrafterHook`'s; None where it fails. The trainer goes on without us then.
 
-    It makes None of what trains no policy: nothing is said then. `trainer`, `rank`: for the log.
+    `trainer`, `rank`: for the log.
     """
     url = os.environ.get("DRAFTALIGN_URL", "")
     if not url:
@@ -40,8 +40,6 @@ def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made |
         made = attach(_options(url))
     except Exception:  # noqa: BLE001 - the trainer goes on without us
         _log.exception("draftalign is OFF: this policy's rollouts are not sent")
-        return None
-    if made is None:
         return None
     os.environ.setdefault(ENGINES_SHARE, "0")  # for an engine that starts here later
     _log.warning("draftalign is on: %s's rank %d sends rollouts to %s", trainer, rank, url)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -48,14 +48,11 @@ def micro_batch_rollouts(batch: Any, *, packed: bool) -> dict[str, Any]:
 class _Policy:
     """One worker's hook."""
 
-    @classmethod
-    def of(cls, worker: Any, options: dict[str, Any]) -> Self | None:
-        """None for a worker that does not train a policy: a teacher, a critic, or the like."""
-        return None if worker.optimizer is None or worker._is_reward_model else cls(worker, options)
-
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
         if worker.tp_size > 1 or worker.cp_size > 1:
             raise UnsupportedTrainerError("only data parallelism: tensor_parallel_size and context_parallel_size of 1")
+        if missing := [name for name in ("optimizer", "_is_reward_model") if not hasattr(worker, name)]:
+            raise UnsupportedTrainerError(f"this NeMo-RL's workers have no {' and no '.join(missing)}")
         self._worker, self.passes = worker, 0
         self.hook = DrafterHook(worker.model, **options, rank=dist.get_rank(), world_size=dist.get_world_size())
 
@@ -122,7 +119,9 @@ def extend(kind: Any) -> None:
     @functools.wraps(init)
     def begin(self: Any, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
-        self.draftalign = attached("NeMo-RL", dist.get_rank(), functools.partial(_Policy.of, self))
+        # Else a teacher, or the like. One that does not say is attached, and fails there: that is logged.
+        if getattr(self, "optimizer", self) is not None and not getattr(self, "_is_reward_model", False):
+            self.draftalign = attached("NeMo-RL", dist.get_rank(), functools.partial(_Policy, self))
 
     @functools.wraps(score)
     def get_logprobs(self: Any, data: Any, *args: Any, **more: Any) -> Any:

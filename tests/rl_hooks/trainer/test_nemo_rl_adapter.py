@@ -166,10 +166,11 @@ def test_what_does_not_train_a_policy_or_splits_it_otherwise_is_left_alone(
     assert ("draftalign is O" in caplog.text) is split, "what trains no policy says nothing of it"
 
 
+@pytest.mark.parametrize("field", ["_is_reward_model", "optimizer", "tp_size"])
 def test_a_worker_of_another_nemo_rl_trains_without_us(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str
 ) -> None:
-    monkeypatch.delattr(Worker, "_is_reward_model")
+    monkeypatch.delattr(Worker, field)
     with extended(monkeypatch) as (worker, _):
         assert worker.get_logprobs(Batch(ROWS)) == 2
         assert worker.draftalign is None
