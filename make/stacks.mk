@@ -1,6 +1,6 @@
 # RL stacks with their real packages, on a CPU, each pinned and in an environment of its own. Not part of `make test`.
 # STACKS_PIP_ARGS goes to pip where torch must come from an index of CPU builds (a CUDA torch works too, but is 3 GB more).
-STACKS := verl openrlhf areal skyrl megatron ray
+STACKS := verl openrlhf areal skyrl megatron ray unsloth
 # prime-rl is in no package index: name a checkout of it, PRIME_RL_SOURCE=/src/prime-rl (v0.8.1.dev67), to have it checked.
 STACKS += $(if $(PRIME_RL_SOURCE),prime_rl)
 # So is NeMo-RL: NEMO_RL_SOURCE=/src/RL (7ea279ab).
@@ -11,7 +11,7 @@ STACKS += $(if $(NEMO_RL_SOURCE),nemo_rl)
 STACKS += $(if $(and $(SLIME_SOURCE)$(MILES_SOURCE),$(MEGATRON_SOURCE)),slime)
 STACKS_PIP_ARGS ?=
 .PHONY: call-sites
-.PHONY: stacks stacks-clean
+.PHONY: stacks stacks-clean stacks-newest stacks-newest-run
 
 # What is installed without its own requirements, after what the stack's file pins: their metadata asks for CUDA.
 EXTRA_verl := --no-build-isolation -e .
@@ -39,11 +39,41 @@ EXTRA_nemo_rl := nemo-automodel==0.4.0
 	  -e . pytest ray==2.60.0
 	@touch $@
 
+# Unsloth's source is read and not run: it asks for a GPU.
+.venv-unsloth/.ready:
+	@echo "setting up .venv-unsloth with Unsloth's source (once; seconds, 100 MB)"
+	@test -x .venv-unsloth/bin/python || $(PYTHON) -m venv .venv-unsloth
+	@.venv-unsloth/bin/python -m pip install --quiet --disable-pip-version-check --no-deps unsloth==2026.10.9
+	@touch $@
+
 stacks: $(VENV)/.ready $(STACKS:%=.venv-%/.ready) ## The hook in real RL stacks on a CPU (verl, OpenRLHF, AReaL, SkyRL, Megatron-Core, prime-rl, slime, miles, NeMo-RL), the service on Ray
-	@timeout 1500 $(BIN)/python -m pytest tests/stacks $(ARGS)
+	@$(if $(ARGS),,STACKS_MADE="$(STACKS)") timeout 1500 $(BIN)/python -m pytest tests/stacks $(ARGS)
 
 call-sites: $(VENV)/.ready ## Names that we rely on in checkouts of slime, miles, NeMo-RL and ROLL (SLIME_SOURCE=..., and so on)
 	@$(BIN)/python -m pytest tests/stacks/test_call_sites.py $(ARGS)
 
+# Not part of `make stacks`: what it finds changes by itself. Within ten minutes; two are usual.
+stacks-newest: $(VENV)/.ready ## Names and signatures that we rely on in the newest releases of the stacks; fails by name
+	@rm -rf .venv-newest
+	@timeout 600 $(BIN)/python tests/stacks/newest.py .venv-newest
+
+# The same environments with the newest releases that pip finds together: each requirement without its pin.
+NEWEST := verl openrlhf areal skyrl megatron
+.venv-%-newest/.ready: tests/stacks/%_requirements.txt
+	@echo "setting up .venv-$*-newest (some minutes, 1 to 2 GB)"
+	@rm -rf .venv-$*-newest && $(PYTHON) -m venv .venv-$*-newest
+	@sed 's/==.*//' $< >.venv-$*-newest/requirements.txt
+	@.venv-$*-newest/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) torch setuptools
+	@.venv-$*-newest/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) \
+	  -r .venv-$*-newest/requirements.txt
+	@test -z "$(EXTRA_$*)" || DS_BUILD_OPS=0 .venv-$*-newest/bin/python -m pip install --quiet \
+	  --disable-pip-version-check --no-deps $(foreach one,$(EXTRA_$*),$(firstword $(subst ==, ,$(one))))
+	@touch $@
+
+stacks-newest-run: $(VENV)/.ready $(NEWEST:%=.venv-%-newest/.ready) ## The stacks' own tests with the newest releases (half an hour)
+	@for name in $(NEWEST); do echo "$$name, with" $$(.venv-$$name-newest/bin/python -m pip list --format freeze \
+	  --disable-pip-version-check | grep -E '^(verl|openrlhf|areal|skyrl|megatron-core|torch|transformers|deepspeed|ray)=='); done
+	@STACKS_NEWEST=1 STACKS_MADE="$(NEWEST:%=%-newest)" timeout 1500 $(BIN)/python -m pytest $(NEWEST:%=tests/stacks/test_%.py)
+
 stacks-clean: ## Remove the environments of the RL stacks
-	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl .venv-slime .venv-nemo_rl
+	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl .venv-slime .venv-nemo_rl .venv-newest $(NEWEST:%=.venv-%-newest)

@@ -18,6 +18,7 @@ log-probabilities needs no care: the first pass of `_compute_loss` sees the same
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.hook import DrafterHook
+from rl_hooks.trainer.guard import left_out_for_images
 from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
 from rl_hooks.trainer.stacks.attachment import Attachment as Attachment
 
@@ -82,6 +84,25 @@ def _check_trainer(trainer: Any, kind: type[Attachment]) -> None:
             "written against GRPOTrainer, RLOOTrainer and AsyncGRPOTrainer of TRL 1.16; use rl_hooks.hook.DrafterHook "
             "in your own loop."
         )
+    if "_compute_loss" in kind.METHODS and not _calls_compute_loss(type(trainer)):
+        raise UnsupportedTrainerError(
+            f"{type(trainer).__name__}.compute_loss does not call _compute_loss, whose forward this adapter captures: "
+            "nothing would be sent. Unsloth's trainers are so: use TRL's own, without Unsloth"
+        )
+
+
+def _calls_compute_loss(kind: type) -> bool:
+    """Whether its `compute_loss` calls `_compute_loss`, itself or by way of `super()`."""
+    for base in kind.__mro__:
+        method = vars(base).get("compute_loss")
+        if method is None:
+            continue
+        names = inspect.unwrap(method).__code__.co_names
+        if "_compute_loss" in names:
+            return True
+        if "compute_loss" not in names:
+            return False
+    return False
 
 
 class GrpoAttachment(Attachment):
@@ -151,7 +172,7 @@ class GrpoAttachment(Attachment):
         if origin is None or not model.training:
             return None
         if inputs.get("pixel_values") is not None:
-            self.hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            left_out_for_images(self.hook.tally)
             return None
         version = self.policy_version(self._trainer)
         rows = [(int(number), int(made)) for number, made in origin.tolist()]

@@ -101,6 +101,8 @@ class Receiver:
     #: Answer to `Expect: 100-continue`; None lets the body come.
     refuse: Callable[[], tuple[int, dict[str, str], Any] | None] = lambda: None
     answer: Callable[[Received], Answer] = lambda _request: (202, {}, {"duplicate": False})
+    #: Answer to how the run stands; None: nobody answers that.
+    stands: dict[str, Any] | None = None
     misbehave: str = ""  # "", "reset", "garbage", "slow", "silent"
 
     def rollouts(self) -> list[Received]:
@@ -158,6 +160,9 @@ def receiver(port: int = 0) -> Iterator[Receiver]:
             status, headers, reply = state.answer(request)
             state.requests.append(request)
             self._reply(status, headers, reply)
+
+        def do_GET(self) -> None:
+            self._reply(404 if state.stands is None else 200, {}, state.stands or {})
 
         do_POST = do_PUT = _take  # noqa: N815 - names that BaseHTTPRequestHandler looks for
 

@@ -1,9 +1,11 @@
-"""Small drafters whose config.json is, but for its sizes, that of drafters that speculators' quick start serves.
+"""Small drafters with a config.json like those of the drafters that speculators' quick start serves.
 
-Fields and values are those that are on record in public: the converter's own printout (speculators pull request 53) and
-printouts of configs of drafters that speculators trained (its issue 1065), with what is reported of these two drafters:
-the Qwen3-8B one has 16 tensors and names no layers, the gpt-oss-20b one has 17 and says null for them. The files bring
-the policy's embedding, as theirs do.
+The files themselves were not at hand. Fields and values are composed of what is on record: the converter's printout
+(speculators pull request 53), printouts of configs of drafters that speculators trained (its issue 1065), and what is
+reported of two drafters: the one of Qwen3-8B has 16 tensors and names no layers, the one of gpt-oss-20b has 17, says
+null for them, has a draft vocabulary of 64,000 and both switches on. That the first one scales its rotary positions as
+Llama 3 is second-hand; rope_theta, position limit and eps there are guesses, and the copy for Llama 3.3 is made up. The
+files bring the policy's embedding, as theirs do.
 """
 
 from __future__ import annotations

@@ -16,6 +16,19 @@ ROOT = Path(__file__).parents[1]
 HERE = ROOT / "tests/stacks"
 
 
+def environment(name: str) -> Path:
+    """The folder of `.venv-NAME`, with STACKS_NEWEST of `.venv-NAME-newest`; of `.venv` where there is no name."""
+    newest = "-newest" if os.environ.get("STACKS_NEWEST") else ""
+    return ROOT / (f".venv-{name}{newest}" if name else ".venv")
+
+
+def in_environment(name: str, of: str) -> list[pytest.MarkDecorator]:
+    """Marks of a test that needs `.venv-NAME`, whole; `of` is what it checks, for people."""
+    folder = environment(name)
+    reason = f"no {folder.name} (`make stacks`): nothing was checked on {of}"
+    return [pytest.mark.stack(folder.name), pytest.mark.skipif(not (folder / ".ready").exists(), reason=reason)]
+
+
 @dataclass(frozen=True)
 class Stack:
     """`name` of the environment `.venv-NAME` that `make stacks` sets up, and the script of tests/stacks run in it."""
@@ -28,14 +41,12 @@ class Stack:
     @property
     def python(self) -> Path:
         """Its interpreter."""
-        return ROOT / f".venv-{self.name}/bin/python"
+        return environment(self.name) / "bin/python"
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         """Of the test module."""
-        reason = f"no .venv-{self.name} (`make stacks`): nothing was checked on {self.of}"
-        missing = pytest.mark.skipif(not self.python.exists(), reason=reason)
-        return [pytest.mark.slow, pytest.mark.timeout(600), missing]
+        return [pytest.mark.slow, pytest.mark.timeout(600), *in_environment(self.name, self.of)]
 
     def run(self, out: Path, *arguments: str) -> None:
         """Have the script write what it found into `out`."""

@@ -247,3 +247,21 @@ def test_the_small_distribution_has_every_package() -> None:
     assert {path.parent.relative_to(ROOT) for path in files("rl_hooks")} == rooms, (
         "a folder of code without __init__.py"
     )
+
+
+#: Of code: not blank, no comment, no docstring.
+ADAPTER_LINES = 110
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "rl_hooks/trainer/stacks").glob("*.py")), ids=lambda path: path.stem)
+def test_an_adapter_is_short(path: Path) -> None:
+    """It answers four questions about its stack. What another one needs too belongs in a module that both import."""
+    text = path.read_text(encoding="utf-8")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    said: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            said.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = [line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in said]
+    code = [line for line in lines if line and not line.startswith("#")]
+    assert len(code) <= ADAPTER_LINES

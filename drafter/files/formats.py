@@ -49,7 +49,7 @@ from rl_hooks.format.engines import EngineName, limits
 from rl_hooks.format.layouts import (
     RESIDUAL_UNSAID,
     ROPE_THETA,
-    canonical_name,
+    canonical_names,
     flattened,
     is_nested,
     with_rope_theta,
@@ -353,18 +353,13 @@ def _read_pickle(path: Path, notes: list[str]) -> dict[str, Tensor]:
 
 def _canonical_names(names: Iterable[str], path: Path, notes: list[str]) -> dict[str, str]:
     """The file's name of each tensor by its canonical one, without the target's."""
-    found: dict[str, str] = {}
-    for name in names:
-        canonical = canonical_name(name)
-        if canonical is None:
-            notes.append(f"{name} is left out: it is the target's, and engines would overwrite the policy's")
-            continue
-        if canonical in found:
-            raise CheckpointError(
-                f"{path} holds both midlayer.* and layers.0.* ({canonical} twice), which are two names of one layer: "
-                "leave out those that are not the drafter's"
-            )
-        found[canonical] = name
+    theirs = list(names)
+    try:
+        found = canonical_names(theirs)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} holds {error}") from error
+    left_out = (name for name in theirs if name not in found.values())
+    notes.extend(f"{n} is left out: it is the target's, and engines would overwrite the policy's" for n in left_out)
     return found
 
 

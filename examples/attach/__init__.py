@@ -1,4 +1,7 @@
-"""One short script for each way in: start the service, then run one. Each runs on a CPU in a minute.
+"""One short script for each way in. `tests/stacks/test_examples.py` says what was checked of each.
 
-The scripts say how: with `DRAFTALIGN_VOCAB_MIN_TOKENS=500`, else their few tokens wait for more.
+`trl_grpo` and `own_loop` run on a CPU in a minute, beside a service that was started with
+`DRAFTALIGN_VOCAB_MIN_TOKENS=500`, else their few tokens wait for more. The others stand where the script of your stack
+does: `verl.sh`, `openrlhf.sh`, `skyrl.sh`, `slime.sh`, `areal_grpo`, `megatron_core`, and `on_ray` for a driver of your
+own.
 """

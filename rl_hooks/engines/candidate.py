@@ -31,7 +31,7 @@ from rl_hooks.format.drafter import (
 )
 from rl_hooks.format.eagle3 import MAPS, DrafterConfig, DrafterError, named, parse_config, with_defaults, with_layers
 from rl_hooks.format.engines import EngineName, limits
-from rl_hooks.format.layouts import canonical_name
+from rl_hooks.format.layouts import canonical_names
 
 #: What the engine shares with the policy, in the names of drafters' files.
 _SHARED: Final = ("embed_tokens", "shared_head.head")
@@ -159,8 +159,11 @@ def _check_header(body: bytes, running: Sizes, *, published: bool) -> wire.Heade
             f"{MODEL_FILE} is damaged: {len(body)} bytes, where its header says {header.file_bytes}; fetch it again"
         )
     if published:
-        names = {canonical_name(name): info for name, info in header.tensors.items()}
-        header = replace(header, tensors={name: info for name, info in names.items() if name is not None})
+        try:
+            names = canonical_names(header.tensors)
+        except DrafterError as error:
+            raise DrafterRefusedError(f"{MODEL_FILE} holds {error}") from error
+        header = replace(header, tensors={ours: header.tensors[theirs] for ours, theirs in names.items()})
     infos = header.tensors
     if poison := sorted(name for name in infos if any(shared in name for shared in _SHARED)):
         raise DrafterRefusedError(

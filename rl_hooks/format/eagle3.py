@@ -405,12 +405,12 @@ def _aux_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rope_theta(document: Mapping[str, Any]) -> float:
-    parameters, scaling = _mapping(document, "rope_parameters"), _mapping(document, "rope_scaling")
-    rope = parameters or scaling
-    given = [x for x in (document.get("rope_theta"), rope.get("rope_theta")) if x is not None]
+    places = (document, _mapping(document, "rope_parameters"), _mapping(document, "rope_scaling"))
+    given = [x for place in places if (x := place.get("rope_theta")) is not None]
     if not given or any(type(x) not in (int, float) or not 0 < x <= sys.float_info.max or x != given[0] for x in given):
         raise CheckpointError(
-            f"config.json: one positive rope_theta, the same in rope_parameters, is expected; got {given}"
+            "config.json: one positive rope_theta, the same in rope_parameters and rope_scaling, is expected; got "
+            f"{given}"
         )
     return float(given[0])
 

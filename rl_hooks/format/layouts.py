@@ -6,7 +6,7 @@ starts with, an engine that keeps its first drafter, `drafter.files.formats`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from rl_hooks.format.eagle3 import CheckpointError, with_defaults
@@ -51,11 +51,25 @@ def canonical_config(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_rope_theta(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A flat config with the rotary base that transformers assumes where it names none."""
-    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
-    named = "rope_theta" in flat or (isinstance(rope, Mapping) and "rope_theta" in rope)
+    places = (flat, flat.get("rope_parameters"), flat.get("rope_scaling"))
+    named = any("rope_theta" in place for place in places if isinstance(place, Mapping))
     return dict(flat) if named else {**flat, "rope_theta": ROPE_THETA}
 
 
-def canonical_name(name: str) -> str | None:
-    """What ours call a tensor of a speculators file; None for one that is the target's."""
-    return None if name.removeprefix("model.") in _TARGETS_OWN else name.replace("layers.0.", "midlayer.", 1)
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """The file's name of each tensor of a speculators file, by ours; without those that are the target's.
+
+    Raises `CheckpointError` for two names of one tensor.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        if name.removeprefix("model.") in _TARGETS_OWN:
+            continue
+        canonical = name.replace("layers.0.", "midlayer.", 1)
+        if canonical in found:
+            raise CheckpointError(
+                f"both midlayer.* and layers.0.* ({canonical} twice), which are two names of one layer: leave out "
+                "those that are not the drafter's"
+            )
+        found[canonical] = name
+    return found

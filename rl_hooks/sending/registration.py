@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.format.eagle3 import DrafterError
-from rl_hooks.format.layouts import canonical_config, canonical_name, is_nested
+from rl_hooks.format.layouts import canonical_config, canonical_names, is_nested
 from rl_hooks.sending.features import as_wire
 from rl_hooks.sending.jobs import Job, run_path
 
@@ -333,16 +333,14 @@ class RunRegistration:
             if not path.is_file():
                 raise FileNotFoundError(f"initial_drafter must hold model.safetensors and config.json; no {path}")
         file, document = wire.MappedFile(weights), json.loads(config.read_text(encoding="utf-8"))
-        names: dict[str, str | None] = {name: name for name in file.header.tensors}
-        if is_nested(document):  # as speculators publishes it, and vLLM starts with it
+        names = {name: name for name in file.header.tensors}
+        if isinstance(document, dict) and is_nested(document):  # as speculators publishes it, and vLLM starts with it
             try:
-                document, names = canonical_config(document), {name: canonical_name(name) for name in names}
+                document, names = canonical_config(document), canonical_names(names)
             except DrafterError as error:
                 raise UnsupportedModelError(f"{directory}: {error}") from error
-        for theirs, ours in names.items():
-            if ours is not None:
-                info = file.header.tensors[theirs]
-                self.tensors[f"drafter.{ours}"] = wire.Tensor.of(file.array(theirs), info.dtype)
+        for ours, theirs in names.items():
+            self.tensors[f"drafter.{ours}"] = wire.Tensor.of(file.array(theirs), file.header.tensors[theirs].dtype)
         self.metadata["drafter_config"] = json.dumps(document)
 
     def encode(self) -> list[bytes | memoryview]:

@@ -64,6 +64,12 @@ def one_row_of_features_too_few() -> Attack:
     return Attack(422, "aux_hidden", tensor(aux_hidden=wire.Tensor.of(np.zeros((10, 24), np.uint16), "BF16")))
 
 
+@attack
+def tokens_and_log_probabilities_alone() -> Attack:
+    without = dict.fromkeys(("aux_hidden", "last_hidden", "logsumexp"))
+    return Attack(422, "aux_hidden: is missing", tensor(**without))
+
+
 def sharing(rows: list[int], held: int = 9, **others: wire.Tensor | None) -> bytes:
     """A file of 11 tokens that have these of `held` rows."""
     aux = wire.Tensor.of(np.zeros((held, 24), np.uint16), "BF16")

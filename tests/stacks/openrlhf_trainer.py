@@ -6,12 +6,15 @@ with and without us.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import tempfile
+import textwrap
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -58,6 +61,27 @@ def gathered(parameter: Any) -> torch.Tensor:
     return torch.cat(shards)[: parameter.ds_numel].view(parameter.ds_shape)
 
 
+def logged(rank: int, hook: Any) -> dict[str, Any]:
+    """What OpenRLHF's own `PolicyModelActor.fit` returns to the trainer, with the guide's line before its `return`."""
+    for absent in ("aiohttp", "PIL"):  # agents and images, which nobody uses here
+        stand_in(absent, Image=SimpleNamespace(Image=object))
+    stand_in("vllm", __version__="0.22.0")
+    stand_in("vllm.inputs", TokensPrompt=dict)
+    stand_in("vllm.utils", random_uuid=str)
+    from openrlhf.trainer.ray import ppo_actor
+
+    cuda: Any = torch.cuda
+    cuda.synchronize = lambda: None
+    fit = textwrap.dedent(inspect.getsource(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class.fit))
+    before, last, _ = fit.partition("    return status")
+    assert last, "it returns something else now"
+    names = vars(ppo_actor) | {"rank": rank, "hook": hook}
+    exec(f"{before}    if rank == 0: status |= hook.metrics()\n{last}", names)  # noqa: S102 - OpenRLHF's source
+    trainer = SimpleNamespace(ppo_train=lambda _: {"policy_loss": 0.5}, replay_buffer=[])
+    found: dict[str, Any] = names["fit"](SimpleNamespace(actor=torch.nn.Identity(), trainer=trainer))
+    return found
+
+
 def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
     model = tiny_qwen3(tied="tied" in words, seed=3)
     model.config.use_cache = False  # as Actor sets it: with a cache, sdpa does not see the packing
@@ -92,6 +116,7 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
         engine.step()
     if hook is not None:
         found["requests"] = [f"{r.method} {r.path}" for r in service.requests]
+        found["logged"] = sorted(logged(rank, hook))
         hook.close()
     return [p.ds_tensor.detach().clone() for p in model.parameters()]
 

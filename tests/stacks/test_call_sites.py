@@ -6,29 +6,11 @@ is gone is named, with the file and the function where it was.
 
 from __future__ import annotations
 
-import ast
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-
-@dataclass(frozen=True)
-class Site:
-    """What `name` ("function" or "Class.function") of a file must have; an empty name is the whole file.
-
-    `takes`: arguments, whatever their order. `does`: calls, assignments and imports as `ast.unparse` writes them, or
-    the function of a call alone; in this order. `says`: texts, such as a key or an option.
-    """
-
-    file: str
-    name: str = ""
-    takes: tuple[str, ...] = ()
-    does: tuple[str, ...] = ()
-    says: tuple[str, ...] = ()
-
+from contract_fixtures import Site, gone
 
 OPTIONS = ("--custom-megatron-before-log-prob-hook-path", "--custom-megatron-before-train-step-hook-path")
 #: What `get_batch` gives. A row in which rollouts follow each other, then padding.
@@ -229,44 +211,6 @@ SITES: dict[str, tuple[Site, ...]] = {
 }
 
 
-def done(node: ast.AST) -> Iterator[str]:
-    """What is called, assigned and imported, in the source's order. A call comes twice: whole, and its function."""
-    kinds = (ast.Call, ast.Assign, ast.AnnAssign, ast.ImportFrom)
-    found = [one for one in ast.walk(node) if isinstance(one, kinds)]
-    for one in sorted(found, key=lambda each: (each.lineno, each.col_offset)):
-        if isinstance(one, ast.AnnAssign):
-            yield f"{ast.unparse(one.target)}: {ast.unparse(one.annotation)}"
-        else:
-            yield ast.unparse(one)
-        if isinstance(one, ast.Call):
-            yield ast.unparse(one.func)
-
-
-def gone(root: Path, site: Site) -> str:
-    """What of it is not there, or nothing."""
-    where = f"{site.file}: {site.name}" if site.name else site.file
-    if not (root / site.file).is_file():
-        return f"{site.file} is gone"
-    node: ast.AST = ast.parse((root / site.file).read_text(encoding="utf-8"))
-    for part in filter(None, site.name.split(".")):
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        inside = [one for one in ast.iter_child_nodes(node) if isinstance(one, kinds) and one.name == part]
-        if not inside:
-            return f"{where} is gone"
-        node = inside[0]
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        has = {argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
-        if lacks := [name for name in site.takes if name not in has]:
-            return f"{where} takes no {', '.join(lacks)}"
-    steps = done(node)
-    for before, step in zip(("", *site.does), site.does, strict=False):
-        if step not in steps:  # `in` reads on from where the last one was
-            return f"{where} has no {step}" + (f" after {before}" if before else "")
-    texts = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
-    lacks = [text for text in site.says if text not in texts]
-    return f"{where} has no {', '.join(map(repr, lacks))}" if lacks else ""
-
-
 @pytest.mark.parametrize("variable", SITES)
 def test_what_we_rely_on_is_where_it_was_read(variable: str) -> None:
     source = os.environ.get(variable)
@@ -292,6 +236,7 @@ KEPT = Site(
     ("args", "model"),
     ("get_batch", "hook(args, model, step)", "model(**batch)"),
     ("tokens",),
+    ("self.go", "ids"),
 )
 
 
@@ -309,6 +254,8 @@ KEPT = Site(
         ),
         ("batch = get_batch(", "batch = get_row(", "w.py: Worker.run has no get_batch"),
         ('"tokens"', '"ids"', "w.py: Worker.run has no 'tokens'"),
+        ('["tokens"]', '["tokens", "ids"]', "w.py: Worker.run has ids now"),
+        ("return model(**batch)", "return self.go(model(**batch))", "w.py: Worker.run has self.go now"),
     ],
 )
 def test_a_name_that_is_gone_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:

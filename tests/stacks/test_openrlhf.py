@@ -44,6 +44,12 @@ def test_the_weights_are_bit_identical_with_and_without_the_hook(ranks: list[dic
     assert [found[case]["weights"] for found in ranks] == [True, True]
 
 
+def test_what_openrlhf_logs_of_a_training_has_the_hooks_numbers_by_the_guides_line(ranks: list[dict[str, Any]]) -> None:
+    """OpenRLHF merges what all ranks return: of rank 0 only."""
+    ours = ["draftalign/dropped", "draftalign/overhead_seconds", "policy_loss"]
+    assert [found["untied"]["logged"] for found in ranks] == [ours, ["policy_loss"]]
+
+
 @pytest.fixture(name="on_ray", scope="module")
 def _on_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     out = tmp_path_factory.mktemp("ray")

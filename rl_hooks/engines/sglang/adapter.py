@@ -59,6 +59,8 @@ _MAX_RANKS: Final = 1024
 #: In older ones a second `begin_weight_update` ends the scheduler, and with it every request.
 _OLDEST: Final = (0, 5, 23)
 _RELEASE: Final = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
+#: What SGLang calls itself where it was built without its git history, whatever it is.
+_UNKNOWN: Final = (0, 0, 0)
 
 
 class SGLangEngine(EngineHttp):
@@ -272,7 +274,7 @@ def check_server(info: Mapping[str, Any]) -> None:
     """Refuse servers whose drafter cannot be swapped this way; the message says how to start one that can."""
     faults = []
     version = str(info.get("version") or "")
-    if (found := _RELEASE.match(version)) and tuple(map(int, found.groups())) < _OLDEST:
+    if (found := _RELEASE.match(version)) and _UNKNOWN < tuple(map(int, found.groups())) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         faults.append(f"it is SGLang {cut(version)}; its weight-update calls are known from {oldest} on, so update it")
     if str(info.get("speculative_algorithm")).upper() != "EAGLE3":

@@ -245,6 +245,10 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
         found: CoreLink | None = core._draftalign
         return found
 
+    def linked_if_made(core: Any, *_: Any, **__: Any) -> CoreLink | None:
+        # vLLM's own `__init__` makes some of these calls while it sizes its cache: with workers that are half made.
+        return linked(core) if hasattr(core, "scheduler") else None
+
     def step(core: Any, *_: Any, **__: Any) -> None:
         if (link := linked(core)) is not None:
             link.before_step()
@@ -258,7 +262,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
             link.guard("ending", link.close)
 
     def touch(core: Any, *_: Any) -> None:
-        if (link := linked(core)) is not None:
+        if (link := linked_if_made(core)) is not None:
             link.touch()
 
     for name, before in (("step", step), ("step_with_batch_queue", step), ("add_request", add_request)):
@@ -266,7 +270,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
     _wrap(EngineCore, "_initialize_kv_caches", done=linked)
     _wrap(EngineCore, "shutdown", before=shutdown)
     for name in ("sleep", "collective_rpc", "wake_up", "set_weight_version"):
-        _wrap(EngineCore, name, before=linked, after=touch)
+        _wrap(EngineCore, name, before=linked_if_made, after=touch)
 
 
 def unknown_names(core: Any) -> list[str]:

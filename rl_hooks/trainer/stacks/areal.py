@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -25,6 +24,7 @@ from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils.environ import is_single_controller
 
 from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.guard import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import VARIABLES, attached
 
@@ -70,9 +70,7 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
         order = iter(mb_list.forward_indices)  # AReaL packs the rollouts in another order, but for what has no token
         for item in mb_list:
             places = list(islice(order, len(item.orig_mb["cu_seqlens"]) - 1))
-            with ExitStack() as captured:
-                if (told := hook.guard(self._told, hook, item.orig_mb, places)) is not None:
-                    captured.enter_context(hook.capture(**told))
+            with captured(hook, self._told, hook, item.orig_mb, places):
                 super().forward_backward_batch([item], process_output_fn, forward_only)
 
     def export_stats(self) -> dict[str, float]:
@@ -84,7 +82,7 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
     def _told(self, hook: DrafterHook, packed: dict[str, Any], places: list[int]) -> dict[str, Any] | None:
         """What `capture` is to be told of a packed micro-batch, whose rollouts have `places` in the batch; or None."""
         if "multi_modal_input" in packed:
-            hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            left_out_for_images(hook.tally)
             return None
         if "logprobs" not in packed:
             hook.tally.warn("logprobs", "rollouts without the sampler's log-probabilities (`logprobs`) are left out")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
+from rl_hooks.trainer.guard import captured
 from rl_hooks.trainer.hook import DrafterHook
 
 
@@ -79,8 +79,7 @@ class Attachment:
         raise NotImplementedError
 
     def _loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        request = self.hook.guard(self._request, model, inputs) if self._active else None
-        with nullcontext() if request is None else self.hook.capture(**request):
+        with captured(self.hook if self._active else None, self._request, model, inputs):
             return original(model, inputs, *args, **kwargs)
 
     def stepped(self) -> None:

@@ -51,6 +51,8 @@ class _Policy:
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
         if worker.tp_size > 1 or worker.cp_size > 1:
             raise UnsupportedTrainerError("only data parallelism: tensor_parallel_size and context_parallel_size of 1")
+        if missing := [name for name in ("optimizer", "_is_reward_model") if not hasattr(worker, name)]:
+            raise UnsupportedTrainerError(f"this NeMo-RL's workers have no {' and no '.join(missing)}")
         self._worker, self.passes = worker, 0
         self.hook = DrafterHook(worker.model, **options, rank=dist.get_rank(), world_size=dist.get_world_size())
 
@@ -117,7 +119,8 @@ def extend(kind: Any) -> None:
     @functools.wraps(init)
     def begin(self: Any, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
-        if self.optimizer is not None and not self._is_reward_model:  # else a teacher, or the like
+        # Else a teacher, or the like. One that does not say is attached, and fails there: that is logged.
+        if getattr(self, "optimizer", self) is not None and not getattr(self, "_is_reward_model", False):
             self.draftalign = attached("NeMo-RL", dist.get_rank(), functools.partial(_Policy, self))
 
     @functools.wraps(score)

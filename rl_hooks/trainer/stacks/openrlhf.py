@@ -19,7 +19,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.guard import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
 
@@ -70,7 +70,7 @@ def attach(
     def asked(sequences: Tensor, action_mask: Any, attention_mask: Any, more: dict[str, Any]) -> dict[str, Any] | None:
         """What `capture` is to be told of a pass for experience; None: it is left out."""
         if more.keys() - named:  # the model's inputs beside the text
-            hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            left_out_for_images(hook.tally)
             return None
         if action_mask is None or attention_mask is None or more.get("ring_attn_group") is not None:
             hook.tally.warn("left out", "a forward without masks, or of ring attention, was left out")
@@ -79,20 +79,15 @@ def attach(
         now = state["version"] if version is None else version()
         return {**told, "policy_version": now, "temperature": actor.temperature}
 
-    def captured(
-        sequences: Tensor, action_mask: Any = None, attention_mask: Any = None, *args: Any, **more: Any
-    ) -> Any:
-        told = None
-        if torch.is_grad_enabled():
-            state["trained"] = True
-        else:
-            if state["trained"]:  # whatever becomes of this pass
-                state.update(version=state["version"] + 1, trained=False)
-            told = hook.guard(asked, sequences, action_mask, attention_mask, more)
-        with nullcontext() if told is None else hook.capture(**told):
+    def seen(sequences: Tensor, action_mask: Any = None, attention_mask: Any = None, *args: Any, **more: Any) -> Any:
+        trains = torch.is_grad_enabled()
+        if state["trained"] and not trains:  # whatever becomes of this pass
+            state["version"] += 1
+        state["trained"] = trains
+        with captured(None if trains else hook, asked, sequences, action_mask, attention_mask, more):
             return forward(sequences, action_mask, attention_mask, *args, **more)
 
-    actor.forward = captured
+    actor.forward = seen
     return hook
 
 

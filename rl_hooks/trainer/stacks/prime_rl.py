@@ -19,7 +19,6 @@ import importlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.guard import captured, left_out_for_images, one_temperature
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
 
@@ -42,9 +42,6 @@ def micro_batch_rollouts(input_ids: Tensor, micro_batch: Mapping[str, Any]) -> d
     if rl is not None or ref_kl is not None:  # prime-rl's own rule for tokens that have a sampler's log-probabilities
         sampled = drawn if rl is None else rl != 0
         drawn = drawn & (sampled if ref_kl is None else sampled | (ref_kl != 0))
-    temperatures = set(micro_batch["temperatures"][drawn].tolist())
-    if len(temperatures) > 1:
-        raise UnsupportedTrainerError(f"rollouts of several temperatures in one micro-batch: {sorted(temperatures)}")
     lengths = micro_batch["sequence_lengths"]
     # The row is padded within its last sequence, where positions begin again.
     places = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -54,7 +51,7 @@ def micro_batch_rollouts(input_ids: Tensor, micro_batch: Mapping[str, Any]) -> d
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
         "loss_mask": drawn,
         "logprobs": micro_batch["inference_logprobs"],
-        "temperature": temperatures.pop() if temperatures else 1.0,
+        "temperature": one_temperature(micro_batch["temperatures"][drawn].tolist()),
     }
 
 
@@ -79,7 +76,7 @@ class _Run:
             hook.tally.warn("version", "rollouts are left out: this prime-rl's DataLoader is not told its `start_step`")
             return None
         if micro_batch["mm_kwargs"]:
-            hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            left_out_for_images(hook.tally)
             return None
         return {**micro_batch_rollouts(input_ids, micro_batch), "policy_version": self.version}
 
@@ -112,9 +109,7 @@ def extend(train: Any) -> None:
             return batch
 
     def forward(model: Any, input_ids: Any, *args: Any, **more: Any) -> Any:
-        hook = run.hook
-        told = None if hook is None else hook.guard(run.told, hook, input_ids)
-        with nullcontext() if hook is None or told is None else hook.capture(**told):
+        with captured(run.hook, run.told, run.hook, input_ids):
             return run_forward(model, input_ids, *args, **more)
 
     train.setup_model, train.DataLoader, train.forward = setup_model, DataLoader, forward

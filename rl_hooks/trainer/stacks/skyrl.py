@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 
 from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.guard import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
 from rl_hooks.trainer.stacks.openrlhf import experience_rollouts
@@ -53,7 +53,7 @@ class _Policy:
             self.hook.tally.warn("supervised", "supervised batches are left out: the policy did not write them")
             return None
         if experience.pixel_values is not None:
-            self.hook.tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            left_out_for_images(self.hook.tally)
             return None
         if experience.loss_mask is None:
             self.hook.tally.warn("loss mask", "rollouts without a loss mask are left out: what was drawn is not known")
@@ -90,8 +90,9 @@ def extend(kind: Any) -> None:
     @functools.wraps(micro)
     def forward_backward_micro(self: Any, *args: Any, **more: Any) -> Any:
         policy = self.draftalign
-        told = None if policy is None else policy.hook.guard(policy.told, *args, **more)
-        with nullcontext() if told is None else policy.hook.capture(**told):
+        if policy is None:
+            return micro(self, *args, **more)
+        with captured(policy.hook, policy.told, *args, **more):
             return micro(self, *args, **more)
 
     @functools.wraps(update)

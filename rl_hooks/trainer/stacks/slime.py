@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -28,6 +27,7 @@ import torch
 from torch import nn
 
 from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.trainer.guard import captured
 from rl_hooks.trainer.megatron.hook import MegatronHook, attach
 from rl_hooks.trainer.stacks.environment import attached
 
@@ -81,15 +81,14 @@ class _Actor:
             self._batch = get_batch(data_iterator, [*keys, *WANTED], *rest, **more)
             return self._batch
 
-        def captured(*inputs: Any, **more: Any) -> Any:
+        def seen(*inputs: Any, **more: Any) -> Any:
             batch, self._batch = self._batch, None
             wanted = batch is not None and torch.is_grad_enabled() is self.gradients
-            told = hook.guard(self._told, batch) if wanted else None
-            with nullcontext() if told is None else hook.capture(**told):
+            with captured(hook if wanted else None, self._told, batch):
                 return forward(*inputs, **more)
 
         module.get_batch = noted
-        model.forward = captured
+        model.forward = seen
 
     def _told(self, batch: dict[str, Any]) -> dict[str, Any] | None:
         """What `capture` is to be told, the same on every tensor-parallel rank; None where nothing is captured."""

@@ -24,6 +24,7 @@ import torch
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.guard import captured, left_out_for_images, one_temperature
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
 
@@ -38,9 +39,6 @@ def micro_batch_rollouts(micro_batch: Any) -> dict[str, Any]:
     if not responses.is_nested:
         lengths = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1).tolist()
     said = micro_batch["temperature"]
-    temperatures = set(said.flatten().tolist() if isinstance(said, torch.Tensor) else [float(said)])
-    if len(temperatures) != 1:
-        raise UnsupportedTrainerError(f"rollouts of several temperatures in one micro-batch: {sorted(temperatures)}")
 
     def over_rollouts(name: str) -> torch.Tensor | None:
         of_responses = micro_batch.get(name)
@@ -55,14 +53,14 @@ def micro_batch_rollouts(micro_batch: Any) -> dict[str, Any]:
         "cu_seqlens": torch.tensor([0, *(len(one) for one in ids)]).cumsum(0),
         "loss_mask": over_rollouts("loss_mask"),
         "logprobs": over_rollouts("rollout_log_probs"),
-        "temperature": temperatures.pop(),
+        "temperature": one_temperature(said.flatten().tolist() if isinstance(said, torch.Tensor) else [float(said)]),
     }
 
 
 def told_of(micro_batch: Any, tally: Tally) -> dict[str, Any] | None:
     """`micro_batch_rollouts`; None where any has images. (The others of a mixed one have None, or no entries.)"""
     if any(getattr(one, "data", one) for one in micro_batch.get("multi_modal_inputs", [])):
-        tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+        left_out_for_images(tally)
         return None
     return micro_batch_rollouts(micro_batch)
 
@@ -105,11 +103,12 @@ def register() -> type:
             self._passes += wanted
             if hook is not None and not self._passes:
                 hook.tally.warn("no pass", "verl updates without a pass for old log-probabilities: nothing is captured")
-            told = hook.guard(told_of, micro_batch, hook.tally) if hook is not None and wanted else None
-            if hook is None or told is None:
+            with captured(hook if wanted else None, self._told, hook, micro_batch):
                 return super().forward_step(micro_batch, loss_function, forward_only)
-            with hook.capture(**told, policy_version=int(self.lr_scheduler.last_epoch)):
-                return super().forward_step(micro_batch, loss_function, forward_only)
+
+        def _told(self, hook: DrafterHook, micro_batch: Any) -> dict[str, Any] | None:
+            told = told_of(micro_batch, hook.tally)
+            return None if told is None else told | {"policy_version": int(self.lr_scheduler.last_epoch)}
 
         def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
             output, hook = super().train_batch(data, loss_function), self.hook

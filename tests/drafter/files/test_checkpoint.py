@@ -183,6 +183,7 @@ def test_weights_of_several_dtypes_are_read_as_one(written: Path) -> None:
         ({"target_hidden_size": 32}, "hidden_size must be 32"),
         ({"rms_norm_eps": "absent"}, "rms_norm_eps"),
         ({"rope_theta": 1e4}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}}, "one positive rope_theta"),  # engines take it
         ({"rope_theta": "absent", "rope_parameters": "absent"}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "scaled rotary positions"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "different layers"),

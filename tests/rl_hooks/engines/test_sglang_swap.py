@@ -169,7 +169,7 @@ def test_a_server_that_drafts_trees_gets_drafters_and_the_service_is_told(
         assert TREES == records.TREES, "and the service knows the word"
 
 
-@pytest.mark.parametrize("version", ["0.5.23", "0.5.24.post1", "0.6.0rc1", "0.10.0", "main", None])
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.24.post1", "0.6.0rc1", "0.10.0", "0.0.0.dev0", "main", None])
 def test_a_server_of_a_version_that_has_these_calls_is_taken(server: SGLangServer, version: str | None) -> None:
     check_server(server.info | {"version": version})
 

@@ -56,13 +56,15 @@ class Core:
             speculative_config=SimpleNamespace(draft_sample_method="greedy"),
         )
         self.model_executor = Executor()
-        self.scheduler = Scheduler(0)
         self._weight_version = "default"
         self.done: list[str] = []
         self._initialize_kv_caches()
+        self.done.clear()
+        self.scheduler = Scheduler(0)
 
     def _initialize_kv_caches(self) -> None:
         """The model is loaded; the scheduler is made after this."""
+        self.collective_rpc("update_max_model_len")  # where vLLM finds the length by itself
 
     def step(self) -> str:
         self.done.append("step")
@@ -263,6 +265,7 @@ def test_an_engine_that_fails_to_start_is_not_asked(hooked: Hooked, monkeypatch:
 
     def fails(core: Core) -> None:
         made.append(core)
+        core.collective_rpc("update_max_model_len")
         raise MemoryError("no room for the cache")
 
     monkeypatch.setattr(Core, "_initialize_kv_caches", fails)

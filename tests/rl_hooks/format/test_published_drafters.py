@@ -11,7 +11,7 @@ import torch
 from command_fixtures import worked
 from drafter_corpus import TARGET
 from published_drafters import PUBLISHED, small_config, write_published
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from drafter.files.checkpoint import read_drafter, read_stored
@@ -118,3 +118,29 @@ def test_what_is_another_drafter_is_refused_there_too(change: dict[str, Any]) ->
     document = {**small_config("gpt-oss-20b", 16, 40, 20), **change}
     with pytest.raises(CheckpointError, match=f"{next(iter(change))} must be false"):
         parse_config(with_layers(canonical_config(document), LAYERS))
+
+
+def test_one_tensor_under_two_names_is_refused_wherever_it_is_read(tmp_path: Path) -> None:
+    """Which one would be taken? vLLM loads both, one over the other."""
+    embedding = policy().get_input_embeddings().weight.detach()
+    source = write_published(tmp_path / "published", "Qwen3-8B", embedding, seed=1)
+    theirs = load_file(source / "model.safetensors")
+    theirs["midlayer.mlp.up_proj.weight"] = torch.zeros_like(theirs["layers.0.mlp.up_proj.weight"])
+    save_file(theirs, source / "model.safetensors")
+    running = parse_config(with_layers(canonical_config(json.loads((source / "config.json").read_text())), LAYERS))
+    with pytest.raises(DrafterRefusedError, match=r"model\.safetensors holds both midlayer.* and layers"):
+        read_candidate(
+            (source / "model.safetensors").read_bytes(), running, theirs["d2t"], torch.float32, published=True
+        )
+    with pytest.raises(UnsupportedModelError, match=r"midlayer\.mlp\.up_proj\.weight twice"):
+        RunRegistration(policy(), aux_layers=LAYERS, initial_drafter=source)
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_a_rotary_base_that_is_named_in_either_place_is_not_assumed(place: str) -> None:
+    document = small_config("Llama-3.3-70B", 16, 40, 20)
+    layer = document["transformer_layer_config"]
+    rope = {name: value for name, value in layer["rope_parameters"].items() if name != "rope_theta"}
+    layer.pop("rope_theta", None)
+    layer |= {"rope_parameters": rope, "rope_scaling": rope} | {place: {**rope, "rope_theta": 5e5}}
+    assert parse_config(canonical_config(document)).rope_theta == 5e5

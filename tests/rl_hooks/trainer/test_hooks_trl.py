@@ -291,6 +291,36 @@ def test_what_the_trainer_logs_gets_the_hooks_numbers_and_nothing_of_it_is_lost(
     assert "log" not in vars(trainer)
 
 
+def test_a_callback_of_the_trainers_log_is_told_alpha_headroom_and_the_drafters_number(
+    service: Receiver, tmp_path: Path
+) -> None:
+    """As W&B's and TensorBoard's are; as the service answers `GET /runs/r`."""
+    from transformers import TrainerCallback
+
+    seen: list[dict[str, float]] = []
+
+    class Records(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            seen.append(dict(logs))
+
+    rollouts = {"trained_total": 5, "dead_total": 0, "skipped_total": 0, "waiting": 1, "last_dead_reason": ""}
+    service.stands = {"alpha": 2.25, "alpha_live": 2.125, "headroom": 0.03125, "drafter": "v000012-0a1b2c3d"}
+    service.stands["rollouts"] = rollouts
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(Records())
+    attachment = attach(trainer, service.url, run="r", aux_layers=AUX)
+    assert attachment.flush(20.0)  # at its end the service is asked
+    trainer.train()
+    steps = [log for log in seen if "loss" in log]
+    assert len(steps) == 3
+    for log in steps:
+        found = {name.removeprefix("draftalign/"): value for name, value in log.items() if "draftalign/" in name}
+        assert found.pop("overhead_seconds") >= 0.0
+        expected = {"alpha": 2.25, "alpha_live": 2.125, "headroom": 0.03125, "drafter_number": 12}
+        assert found == expected | {"trained": 5, "dead": 0, "skipped": 0, "waiting": 1, "dropped": 0}
+    attachment.detach(1.0)
+
+
 def test_a_trainer_without_the_wrapped_methods_is_refused_when_attaching_by_version() -> None:
     class Strange:
         model = state = accelerator = args = None
@@ -299,6 +329,31 @@ def test_a_trainer_without_the_wrapped_methods_is_refused_when_attaching_by_vers
 
     with pytest.raises(UnsupportedTrainerError, match=r"Strange of TRL 1\.\d+.*_generate_and_score_completions"):
         attach(Strange(), "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_trainer_whose_loss_goes_past_the_wrapped_method_is_refused_when_attaching(
+    tmp_path: Path, asks: bool
+) -> None:
+    """As Unsloth's does; one that asks TRL's own is served."""
+    trainer = make_trainer(tmp_path)
+    trl_s = type(trainer)
+
+    class Own(trl_s):  # type: ignore[misc, valid-type]
+        def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+            return super().compute_loss(model, inputs, **more)
+
+    class OwnWithoutAsking(trl_s):  # type: ignore[misc, valid-type]
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            return model(inputs["prompt_ids"]).logits.mean()
+
+    trainer.__class__ = Own if asks else OwnWithoutAsking
+    if asks:
+        attach(trainer, "http://127.0.0.1:1", aux_layers=AUX).detach(0.0)
+        return
+    with pytest.raises(UnsupportedTrainerError, match=r"OwnWithoutAsking.compute_loss does not call _compute_loss"):
+        attach(trainer, "http://127.0.0.1:1", aux_layers=AUX)
+    assert "_compute_loss" not in vars(trainer)
 
 
 def test_a_shallow_model_is_refused_when_attaching_and_left_as_it_was(tmp_path: Path) -> None:

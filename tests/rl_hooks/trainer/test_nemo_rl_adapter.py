@@ -161,7 +161,20 @@ def test_what_does_not_train_a_policy_or_splits_it_otherwise_is_left_alone(
         assert worker.get_reference_policy_logprobs(data=Batch(ROWS)) == 2
         assert worker.train("data") == {"all_mb_metrics": {"loss": [0.5]}}
         assert not service.requests
-    assert ("only data parallelism" in caplog.text) is ("tp_size" in changes or "cp_size" in changes)
+    split = "tp_size" in changes or "cp_size" in changes
+    assert ("only data parallelism" in caplog.text) is split
+    assert ("draftalign is O" in caplog.text) is split, "what trains no policy says nothing of it"
+
+
+@pytest.mark.parametrize("field", ["_is_reward_model", "optimizer", "tp_size"])
+def test_a_worker_of_another_nemo_rl_trains_without_us(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    monkeypatch.delattr(Worker, field)
+    with extended(monkeypatch) as (worker, _):
+        assert worker.get_logprobs(Batch(ROWS)) == 2
+        assert worker.draftalign is None
+    assert "draftalign is OFF" in caplog.text
 
 
 def test_updates_without_a_pass_are_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# OpenRLHF's own PPO on a Ray cluster with draftalign in its policy's workers: what comes beside the options of your
+# script. `pip install './rl_hooks[agent]'` of draftalign's checkout was run where Ray's workers run.
+#
+# > DRAFTALIGN_URL=http://service:8400 examples/attach/openrlhf.sh --actor.model_name_or_path /models/policy ...
+#
+# OpenRLHF 0.11.2 has no option for a drafter: add `"speculative_config": {...}` to `actor_kwargs` in its
+# openrlhf/trainer/ray/vllm_engine.py, or its engines do not speculate.
+set -euo pipefail
+: "${DRAFTALIGN_URL:?the service, as http://host:port}"
+
+ENVIRONMENT="{\"worker_process_setup_hook\": \"rl_hooks.trainer.stacks.on_ray.install\", \"env_vars\": {
+  \"DRAFTALIGN_URL\": \"${DRAFTALIGN_URL}\",
+  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"
+}}"
+
+exec ray job submit --address="${RAY_ADDRESS:-http://127.0.0.1:8265}" --runtime-env-json="${ENVIRONMENT}" -- \
+  python3 -m openrlhf.cli.train_ppo_ray --ds.zero_stage 3 --ds.packing_samples "$@"

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# SkyRL's own trainer on a Ray cluster with draftalign in its FSDP policy's workers: what comes beside the options of
+# your script. `pip install './rl_hooks[agent]'` of draftalign's checkout was run where Ray's workers run.
+#
+# > DRAFTALIGN_URL=http://service:8400 examples/attach/skyrl.sh trainer.policy.model.path=/models/policy ...
+#
+# /models/drafter is what `draftalign warmup /models/policy ... --run "$DRAFTALIGN_RUN"` wrote.
+set -euo pipefail
+: "${DRAFTALIGN_URL:?the service, as http://host:port}"
+
+ENVIRONMENT="{\"worker_process_setup_hook\": \"rl_hooks.trainer.stacks.on_ray.install\", \"env_vars\": {
+  \"DRAFTALIGN_URL\": \"${DRAFTALIGN_URL}\",
+  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"
+}}"
+DRAFTS="{method: eagle3, model: ${DRAFTER:-/models/drafter}, num_speculative_tokens: 4}"
+
+exec ray job submit --address="${RAY_ADDRESS:-http://127.0.0.1:8265}" --runtime-env-json="${ENVIRONMENT}" -- \
+  python3 -m skyrl.train.entrypoints.main_base \
+  trainer.strategy=fsdp \
+  trainer.policy.sequence_parallel_size=1 \
+  generator.inference_engine.backend=vllm \
+  "generator.inference_engine.speculative_config=${DRAFTS}" \
+  "$@"

@@ -1,0 +1,488 @@
+"""Names, signatures and call sites of other people's packages that we rely on, read in their source: nothing is run.
+
+`CONTRACTS` are those of packages in an index. `tests/stacks/test_contracts.py` reads the pinned releases in the
+environments of `make stacks`, and `make stacks-newest` the newest ones.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Site:
+    """What `name` ("function" or "Class.function") of a file must have; an empty name is the whole file.
+
+    `takes`: arguments, whatever their order. `does`: calls, assignments and imports as `ast.unparse` writes them, or
+    the function of a call alone; in this order. `says`: texts, such as a key or an option. `never`: calls and texts
+    that are not there.
+    """
+
+    file: str
+    name: str = ""
+    takes: tuple[str, ...] = ()
+    does: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+
+
+def done(node: ast.AST) -> Iterator[str]:
+    """What is called, assigned and imported, in the source's order. A call comes twice: whole, and its function."""
+    kinds = (ast.Call, ast.Assign, ast.AnnAssign, ast.ImportFrom)
+    found = [one for one in ast.walk(node) if isinstance(one, kinds)]
+    for one in sorted(found, key=lambda each: (each.lineno, each.col_offset)):
+        if isinstance(one, ast.AnnAssign):
+            yield f"{ast.unparse(one.target)}: {ast.unparse(one.annotation)}"
+        else:
+            yield ast.unparse(one)
+        if isinstance(one, ast.Call):
+            yield ast.unparse(one.func)
+
+
+def gone(root: Path, site: Site) -> str:
+    """What of it is not there, or nothing."""
+    where = f"{site.file}: {site.name}" if site.name else site.file
+    if not (root / site.file).is_file():
+        return f"{site.file} is gone"
+    node: ast.AST = ast.parse((root / site.file).read_text(encoding="utf-8"))
+    for part in filter(None, site.name.split(".")):
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        inside = [one for one in ast.iter_child_nodes(node) if isinstance(one, kinds) and one.name == part]
+        if not inside:
+            return f"{where} is gone"
+        node = inside[0]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        has = {argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+        if lacks := [name for name in site.takes if name not in has]:
+            return f"{where} takes no {', '.join(lacks)}"
+    steps = done(node)
+    for before, step in zip(("", *site.does), site.does, strict=False):
+        if step not in steps:  # `in` reads on from where the last one was
+            return f"{where} has no {step}" + (f" after {before}" if before else "")
+    texts = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    if lacks := [text for text in site.says if text not in texts]:
+        return f"{where} has no {', '.join(map(repr, lacks))}"
+    come = texts.union(done(node)).intersection(site.never)
+    return f"{where} has {', '.join(sorted(come))} now" if come else ""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What of ours rests on a package: `rests` for people, the sites for `gone`."""
+
+    package: str  # as pip names it
+    environment: str  # .venv-NAME of `make stacks`; "" is .venv
+    rests: str
+    sites: tuple[Site, ...]
+
+
+_TRL = "trl/trainer"
+#: What both trainers of TRL have; the file's name and the class's.
+_GRPO = tuple(
+    site
+    for file, kind in ((f"{_TRL}/grpo_trainer.py", "GRPOTrainer"), (f"{_TRL}/rloo_trainer.py", "RLOOTrainer"))
+    for site in (
+        Site(file, f"{kind}._calculate_rewards", ("inputs", "prompts", "completions")),
+        Site(
+            file,
+            f"{kind}._generate_and_score_completions",
+            ("inputs",),
+            ("self._calculate_rewards",),
+            ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"),
+        ),
+        Site(file, f"{kind}.compute_loss", ("model", "inputs"), ("self._compute_loss(model, inputs)",)),
+        Site(file, f"{kind}._compute_loss", ("model", "inputs"), ("self._get_per_token_logps_and_entropies",)),
+        Site(file, f"{kind}.log", ("logs",)),
+    )
+)
+_ASYNC = "trl/experimental/async_grpo/async_grpo_trainer.py"
+_UNSLOTH = "unsloth/models/rl_replacements.py"
+_FSDP, _MEGATRON = (f"verl/workers/engine/{name}/transformer_impl.py" for name in ("fsdp", "megatron"))
+_SERVER = "verl/workers/rollout/llm_server.py"
+_SPANS = ("global_steps", "min_global_steps", "max_global_steps")
+_AREAL_FSDP, _AREAL_MEGATRON = (f"areal/engine/{name}_engine.py" for name in ("fsdp", "megatron"))
+_RAY_ACTOR, _WRAP = (f"openrlhf/trainer/ray/{name}.py" for name in ("ppo_actor", "vllm_worker_wrap"))
+_SGLANG = "sglang/srt"
+_SKYRL = "skyrl/backends/skyrl_train/workers"
+_GPT, _LAYERS = "megatron/core/models/gpt/gpt_model.py", "megatron/core/tensor_parallel/layers.py"
+
+CONTRACTS: dict[str, Contract] = {
+    "TRL GRPO and RLOO": Contract(
+        "trl",
+        "",
+        "rl_hooks.trl wraps four methods. Tokens and mask: the batch's columns; version: `state.global_step`",
+        (*_GRPO, Site(f"{_TRL}/grpo_trainer.py", "GRPOTrainer._generate_and_score_completions", says=("tool_mask",))),
+    ),
+    "TRL AsyncGRPO": Contract(
+        "trl",
+        "",
+        "rl_hooks.trainer.stacks.async_grpo. Tokens: a row over a prefix tree; version: `model_version`",
+        (
+            Site(_ASYNC, "AsyncGRPOTrainer.get_train_dataloader", ("self",)),
+            Site(
+                _ASYNC,
+                "AsyncGRPOTrainer.compute_loss",
+                ("model", "inputs"),
+                ("model",),
+                ("token_index", "segment_id", "old_log_probs", "tree_kv_index", "tree_cu_seqlens_q"),
+            ),
+            Site(_ASYNC, "AsyncGRPOTrainer._sync_weight", does=("self._sync_weight_lora", "self._sync_weight_merged")),
+            Site(_ASYNC, "AsyncGRPOTrainer.log", ("logs",)),
+            Site(_ASYNC, "DataCollatorForRollout.torch_call", ("examples",)),
+        ),
+    ),
+    "Unsloth GRPO": Contract(
+        "unsloth",
+        "unsloth",
+        "rl_hooks.trl refuses it: Unsloth's `compute_loss` takes TRL's place, and calls no `_compute_loss`. An adapter "
+        "would wrap that `compute_loss`. Tokens and mask: the same columns; version: `state.global_step`",
+        (
+            Site(
+                _UNSLOTH,
+                "grpo_trainer_compute_loss.compute_loss",
+                ("model", "inputs"),
+                ("self._get_per_token_logps_and_entropies", "grpo_accumulated_loss"),
+                ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
+                ("self._compute_loss",),
+            ),
+            Site(_UNSLOTH, does=("RL_FUNCTIONS['grpo_trainer'].append(grpo_trainer_compute_loss)",)),
+            Site(_UNSLOTH, says=("UNSLOTH_RETURN_HIDDEN_STATES",)),  # the forward goes past lm_head
+            Site("unsloth/models/rl.py", "_wrap_grpo_generate_and_score", ("trainer_cls",), ("original",)),
+        ),
+    ),
+    "verl FSDP engine": Contract(
+        "verl",
+        "verl",
+        "rl_hooks.trainer.stacks.verl is a subclass, chosen by vendor. Tokens and mask: the micro-batch; version: "
+        "`lr_scheduler.last_epoch`",
+        (
+            Site("verl/__init__.py", does=("_entry_points(group='verl.plugins')", "_ep.load()")),
+            Site(
+                "verl/workers/engine/base.py",
+                "EngineRegistry.register",
+                ("model_type", "backend", "device", "vendor"),
+            ),
+            Site("verl/workers/engine/base.py", "EngineRegistry.get_engine_cls", says=("VERL_ENGINE_VENDOR",)),
+            Site(
+                "verl/workers/engine/base.py",
+                "BaseEngine.train_batch",
+                ("data", "loss_function"),
+                ("self.forward_backward_batch(data, loss_function, forward_only=False)",),
+                ("metrics",),
+            ),
+            Site(
+                "verl/workers/engine/base.py",
+                "BaseEngine.infer_batch",
+                ("data", "loss_function"),
+                ("self.forward_backward_batch(data, loss_function, forward_only=True)",),
+            ),
+            Site(_FSDP, "FSDPEngine.initialize", ("self",)),
+            Site(_FSDP, "FSDPEngine.disable_adapter", ("self",)),
+            Site(_FSDP, "FSDPEngine.lr_scheduler_step", does=("self.lr_scheduler.step()",)),
+            Site(_FSDP, "FSDPEngine.get_data_parallel_rank"),
+            Site(_FSDP, "FSDPEngine.get_data_parallel_size"),
+            Site(_FSDP, "FSDPEngine.is_mp_src_rank_with_outputs"),
+            Site(
+                _FSDP,
+                "FSDPEngineWithLMHead.forward_step",
+                ("micro_batch", "loss_function", "forward_only"),
+                ("self.prepare_model_inputs", "self.module"),
+            ),
+        ),
+    ),
+    "verl Megatron engine": Contract(
+        "verl",
+        "verl",
+        "no adapter. One would be a subclass chosen by vendor, with a `MegatronHook` on `self.module`, around "
+        "`forward_step` where `forward_backward_batch` is told forward_only and no loss. Tokens and mask: the "
+        "micro-batch that its iterator gives next; version: what `lr_scheduler_step` has counted",
+        (
+            Site(_MEGATRON, does=("EngineRegistry.register(model_type='language_model', backend='megatron')",)),
+            Site(
+                _MEGATRON,
+                "MegatronEngine.forward_backward_batch",
+                ("data", "loss_function", "forward_only"),
+                ("prepare_micro_batches", "partial", "make_batch_generator", "forward_backward_func"),
+            ),
+            Site(
+                _MEGATRON,
+                "MegatronEngineWithLMHead.forward_step",
+                ("batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func"),
+                ("batch: TensorDict", "next(batch_iter)", "self.prepare_model_inputs(batch)", "forward_fn"),
+                ("temperature", "thd"),
+            ),
+            Site(
+                _MEGATRON,
+                "MegatronEngineWithLMHead.prepare_model_inputs",
+                ("batch",),
+                says=("input_ids", "loss_mask", "multi_modal_inputs"),
+            ),
+            Site(_MEGATRON, "MegatronEngine.lr_scheduler_step", does=("self.lr_scheduler.step(1)",)),
+            Site(_MEGATRON, "MegatronEngine.disable_adapter", ("self",)),
+            Site(_MEGATRON, "MegatronEngine.get_data_parallel_rank"),
+            Site(_MEGATRON, "MegatronEngine.is_mp_src_rank_with_outputs"),
+        ),
+    ),
+    "verl extra_fields": Contract(
+        "verl",
+        "verl",
+        "nothing yet. The weights that drew a rollout: their first and last step, in `extra_fields` and the tags of a "
+        "rollout; an adapter for verl's asynchronous trainers would take versions from there",
+        (
+            Site(
+                "verl/workers/rollout/vllm_rollout/vllm_async_server.py",
+                "vLLMHttpServer.generate",
+                ("prompt_ids", "sampling_params", "request_id"),
+                ("extra_fields = {'global_steps': self.global_steps}",),
+            ),
+            Site(
+                "verl/workers/rollout/vllm_rollout/vllm_async_server.py",
+                "vLLMHttpServer.set_global_steps",
+                ("global_steps",),
+            ),
+            Site(_SERVER, "LLMServerClient.generate", says=_SPANS),
+            Site(_SERVER, "FullyAsyncLLMServerClient.generate", does=("super().generate",), says=_SPANS),
+            Site(
+                "verl/experimental/agent_loop/agent_loop.py",
+                "AgentLoopOutput.as_dict",
+                says=("extra_fields", "rollout_log_probs", "response_mask"),
+            ),
+            Site(
+                "verl/trainer/ppo/v1/agent_loop_tq.py",
+                "AgentLoopWorkerTQ._agent_loop_postprocess",
+                ("output", "validate"),
+                ("output.as_dict()", "field['loss_mask'] = field['response_mask']", "tq.async_kv_batch_put"),
+                ("extra_fields", *_SPANS),
+            ),
+        ),
+    ),
+    "AReaL FSDP actor": Contract(
+        "areal",
+        "areal",
+        "rl_hooks.trainer.stacks.areal is a subclass of actor and trainer. Tokens and mask: the packed micro-batch; "
+        "version: `get_version`",
+        (
+            Site(_AREAL_FSDP, "FSDPEngine.initialize", ("addr", "ft_spec")),
+            Site(_AREAL_FSDP, "FSDPEngine.forward_backward_batch", ("mb_list", "process_output_fn", "forward_only")),
+            Site(_AREAL_FSDP, "FSDPEngine.get_version"),
+            Site(_AREAL_FSDP, "FSDPEngine.export_stats"),
+            Site(_AREAL_FSDP, "FSDPPPOActor.compute_logp", does=("self.actor.compute_logp",)),
+            Site("areal/api/cli_args.py", "PPOActorConfig.should_compute_prox_logp"),
+            Site(
+                "areal/trainer/rl_trainer.py",
+                "PPOTrainer._create_train_engine",
+                ("actor_config", "alloc"),
+                ("actor_cls.as_controller(actor_config, self.scheduler)", "actor.create_process_group"),
+                ("fsdp",),
+            ),
+            Site("areal/utils/data.py", "MicroBatchList", does=("forward_indices: list[int] | None",)),
+        ),
+    ),
+    "AReaL Megatron engine": Contract(
+        "areal",
+        "areal",
+        "no adapter. One would be a subclass of `MegatronPPOActor` with a `MegatronHook` on `self.model[0]`, around "
+        "`forward_backward_batch` while `compute_logp` runs. Tokens and mask: `orig_mb` of each micro-batch, padded as "
+        "its `padded_mb` says; version: `get_version`",
+        (
+            Site(_AREAL_MEGATRON, "MegatronEngine.initialize", ("addr", "ft_spec")),
+            Site(
+                _AREAL_MEGATRON,
+                "MegatronEngine.forward_backward_batch",
+                ("mb_list", "process_output_fn", "forward_only"),
+                ("next(batch_iter)", "packed_context_parallel_forward", "forward_backward_func"),
+                ("cu_seqlens",),
+            ),
+            Site(
+                _AREAL_MEGATRON,
+                "MegatronEngine.forward_batch",
+                ("input_",),
+                ("self.forward_backward_batch(mb_list, process_output, forward_only=True)",),
+            ),
+            Site(_AREAL_MEGATRON, "MegatronEngine._prepare_mb_list", ("input_",), ("pack_tensor_dict", "pad_mb_list")),
+            Site(_AREAL_MEGATRON, "MegatronEngine.get_version"),
+            Site(_AREAL_MEGATRON, "MegatronEngine.export_stats"),
+            Site(_AREAL_MEGATRON, "MegatronPPOActor.compute_logp", does=("self.actor.compute_logp",)),
+            Site("areal/trainer/rl_trainer.py", "PPOTrainer._create_train_engine", says=("megatron",)),
+        ),
+    ),
+    "SGLang's EAGLE worker": Contract(
+        "sglang",
+        "sglang",
+        "no tap: features come from the trainer's hook. One would read in the verification and in the prefill. Rows: "
+        "what LogitsProcessor is given (the last state, and the auxiliary ones); tokens: what `eagle_sample` accepts, "
+        "by request of the batch; version: `weight_version` at the time",
+        (
+            Site(
+                f"{_SGLANG}/layers/logits_processor.py",
+                "LogitsProcessor.forward",
+                ("input_ids", "hidden_states", "lm_head", "logits_metadata", "aux_hidden_states"),
+            ),
+            Site(
+                f"{_SGLANG}/speculative/eagle_worker_v2.py",
+                "EAGLEWorkerV2._forward_prefill_batch",
+                ("batch",),
+                ("self.target_worker.forward_batch_generation", "self.draft_worker._draft_extend_for_prefill"),
+            ),
+            Site(
+                f"{_SGLANG}/speculative/eagle_worker_common.py",
+                "run_eagle_verify",
+                ("batch", "target_worker", "topk"),
+                (
+                    "target_worker.forward_batch_generation",
+                    "logits_output = forward_batch_output.logits_output",
+                    "eagle_sample",
+                ),
+            ),
+            Site(
+                f"{_SGLANG}/managers/schedule_batch.py",
+                "Req.__init__",
+                ("rid", "origin_input_ids", "sampling_params"),
+                (
+                    "self.rid = rid",
+                    "self.origin_input_ids = origin_input_ids",
+                    "self.sampling_params = sampling_params",
+                ),
+            ),
+            Site(f"{_SGLANG}/managers/scheduler.py", "Scheduler.record_weight_version_change", ("new_version",)),
+        ),
+    ),
+    "OpenRLHF Actor": Contract(
+        "openrlhf",
+        "openrlhf",
+        "rl_hooks.trainer.stacks.openrlhf wraps `forward` of what the strategy prepares. Tokens and mask: its "
+        "arguments; version: how often it was trained between two passes without gradients",
+        (
+            Site(
+                "openrlhf/models/actor.py",
+                "Actor.forward",
+                ("sequences", "action_mask", "attention_mask", "ring_attn_group"),
+                ("unpad_and_slice_tensor", "self.model"),
+            ),
+            Site(
+                "openrlhf/utils/deepspeed/deepspeed.py", "DeepspeedStrategy.prepare", does=("isinstance(arg, tuple)",)
+            ),
+            Site("openrlhf/utils/deepspeed/deepspeed.py", "DeepspeedStrategy.get_rank"),
+        ),
+    ),
+    "OpenRLHF PolicyModelActor": Contract(
+        "openrlhf",
+        "openrlhf",
+        "the process that the hook lives in: it prepares the Actor for training, makes experience by `forward`, and "
+        "returns what is logged from `fit`, of which the trainer keeps what all ranks return",
+        (
+            Site(
+                _RAY_ACTOR,
+                "PolicyModelActor.init_model_from_pretrained",
+                ("strategy", "pretrain"),
+                ("Actor", "strategy.prepare((actor, actor_cfg))", "ActorPPOTrainer"),
+            ),
+            Site(
+                _RAY_ACTOR,
+                "PolicyModelActor.forward",
+                ("sequences", "action_mask", "attention_mask"),
+                ("self.actor.eval()", "torch.no_grad()", "self.actor"),
+            ),
+            Site(_RAY_ACTOR, "PolicyModelActor.fit", ("kl_ctl",), ("status = self.trainer.ppo_train(kl_ctl)",)),
+            Site(_RAY_ACTOR, "ActorPPOTrainer.training_step", ("experience",), ("self.actor",)),
+            Site(
+                "openrlhf/trainer/ppo_trainer.py",
+                "BasePPOTrainer.ppo_train",
+                does=("status.update(ray.get(ref)[0])", "status.update(result)"),
+                says=("fit",),
+            ),
+        ),
+    ),
+    "OpenRLHF vllm_worker_wrap": Contract(
+        "openrlhf",
+        "openrlhf",
+        "the engine alone sees the policy's new weights by `load_weights`, a parameter at a time; and OpenRLHF's "
+        "engines do not speculate unless its `create_vllm_engines` is changed",
+        (
+            *(
+                Site(
+                    _WRAP,
+                    f"WorkerWrap.{name}",
+                    ("name", "dtype", "shape"),
+                    ("self.model_runner.model.load_weights(weights=[(name, weight)])",),
+                )
+                for name in ("update_weight", "update_weight_cuda_ipc")
+            ),
+            Site(
+                "openrlhf/trainer/ray/vllm_engine.py",
+                "create_vllm_engines",
+                ("num_engines", "tensor_parallel_size", "pretrain"),
+                says=("worker_extension_cls", "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap"),
+                never=("speculative_config",),
+            ),
+        ),
+    ),
+    "SkyRL FSDP policy": Contract(
+        "skyrl",
+        "skyrl",
+        "rl_hooks.trainer.stacks.skyrl wraps five methods. Tokens and mask: the `Experience`; version: how often "
+        "trained weights were sent to the engines",
+        (
+            Site(f"{_SKYRL}/fsdp/fsdp_worker.py", "FSDPPolicyWorkerBase.init_model", ("model_path",)),
+            Site(f"{_SKYRL}/fsdp/fsdp_worker.py", "FSDPPolicyWorkerBase.broadcast_to_inference_engines"),
+            Site(
+                f"{_SKYRL}/worker.py",
+                "PolicyWorkerBase._forward_backward_micro",
+                ("experience", "loss_fn"),
+                ("experience.to_device", "self.model"),
+            ),
+            Site(f"{_SKYRL}/worker.py", "PolicyWorkerBase.forward_backward", ("data", "loss_fn")),
+            Site(f"{_SKYRL}/worker.py", "PolicyWorkerBase.optim_step", does=("self.strategy.optimizer_step",)),
+            Site(
+                "skyrl/train/dataset/replay_buffer.py",
+                "Experience",
+                does=("loss_mask: Optional[Integer[torch.LongTensor, 'batch response_len']]",),
+            ),
+        ),
+    ),
+    "Megatron-Core GPTModel": Contract(
+        "megatron-core",
+        "megatron",
+        "rl_hooks.trainer.megatron reads states, output layer and weights by these names",
+        (
+            Site(
+                _GPT,
+                "GPTModel.forward",
+                ("input_ids", "position_ids", "attention_mask", "packed_seq_params"),
+            ),
+            Site(
+                _GPT,
+                "GPTModel.__init__",
+                ("share_embeddings_and_output_weights",),
+                ("LanguageModelEmbedding", "TransformerBlock", "tensor_parallel.ColumnParallelLinear"),
+            ),
+            Site(_GPT, "GPTModel._postprocess", does=("self.output_layer",)),
+            Site(_LAYERS, "ColumnParallelLinear.forward", ("input_", "weight")),
+            Site(
+                "megatron/core/packed_seq_params.py",
+                "PackedSeqParams",
+                does=("cu_seqlens_q: Tensor", "cu_seqlens_q_padded: Tensor"),
+            ),
+            Site("megatron/core/parallel_state.py", "get_tensor_model_parallel_group"),
+            Site("megatron/core/parallel_state.py", "get_data_parallel_rank"),
+            Site("megatron/core/parallel_state.py", "get_data_parallel_world_size"),
+        ),
+    ),
+    "Ray": Contract(
+        "ray",
+        "ray",
+        "rl_hooks.trainer.stacks.on_ray is the `worker_process_setup_hook` of a runtime environment",
+        (
+            Site("ray/runtime_env/runtime_env.py", says=("worker_process_setup_hook",)),
+            Site("ray/_private/runtime_env/setup_hook.py", "load_and_execute_setup_hook"),
+        ),
+    ),
+}
+
+
+def broken(contract: Contract, root: Path) -> list[str]:
+    """What of a contract the packages in the folder `root` do not have, each named."""
+    return [text for site in contract.sites if (text := gone(root, site))]
