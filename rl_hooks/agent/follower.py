@@ -32,7 +32,7 @@ from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Bucket, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
-from rl_hooks.release import Manifest, Release
+from rl_hooks.release import PLAIN_NAME, Manifest, Release
 
 log = logging.getLogger("draftalign.agent")
 
@@ -103,6 +103,7 @@ class EngineFollower:
                 if state.version != wanted.version:
                     return False
                 self._process.contest = Contest()  # the other one has gone
+                self.ledger.begin_life()
                 self._metrics.contested.labels(self.url).set(0)
             needed = self._needs(wanted, state)
             if needed:
@@ -198,8 +199,10 @@ class EngineFollower:
         contest.undone(time.monotonic())
         if not contest.lost:
             return
+        self.ledger.begin_life()  # what it counts of a version from now on is not what it counted of it as the run's
         run, root = ours.manifest.run, self._memory.parent.parent.parent
-        others = sorted(path.parent.name for path in root.glob(f"*/{state.version}"))
+        named = PLAIN_NAME.fullmatch(str(state.version))  # an engine may answer anything, a pattern too
+        others = sorted(path.parent.name for path in root.glob(f"*/{state.version}")) if named else []
         whose = " or ".join(f"run {other!r}" for other in others if other != run)
         whose = whose or (f"run {run!r} too" if others else "a run that is not in this cache")
         self.withheld = (
@@ -211,7 +214,9 @@ class EngineFollower:
 
     def _is_ours(self, version: str | None) -> bool:
         """Whether a version is one of the run's, as far as the cache knows."""
-        return version is None or (self._memory.parent.parent / version).is_dir()
+        if version is None:
+            return True
+        return PLAIN_NAME.fullmatch(version) is not None and (self._memory.parent.parent / version).is_dir()
 
     def _keep_good(self) -> None:
         """Remember what to go back to: the canary's good version, also where it was accepted without a trial."""

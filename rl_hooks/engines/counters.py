@@ -227,18 +227,22 @@ class Ledger:
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str, str, int | None], Bucket] = {}
+        self._dropped: set[tuple[str, str, str, int | None]] = set()  # of this life: counted again they begin at 0
         self.unattributed_rounds = 0
         self.life = uuid.uuid4().hex
 
     def begin_life(self) -> None:
-        """Count from 0: the engine restarted. What the service has not acknowledged stays until it has."""
+        """Count from 0: the engine restarted, say. What the service has not acknowledged stays until it has."""
         self.life = uuid.uuid4().hex
+        self._dropped.clear()
         self._forget_ended()
 
     def _forget_ended(self) -> None:
-        """Drop what was counted in an earlier life, where the service has it."""
+        """Drop what was counted in an earlier life, where the service has it, and knows that it has ended."""
         kept = self._buckets.items()
-        self._buckets = {key: one for key, one in kept if one.life == self.life or one.unreported_rounds > 0}
+        told = [key for key, one in kept if one.life != self.life and one.reported == (one.counts.rounds, False)]
+        for key in told:
+            del self._buckets[key]
 
     def book(self, version: str, policy_version: int | None, counts: Counts, method: str = OUR_DRAFTER) -> None:
         """Add counts that were made with `version` loaded throughout.
@@ -249,6 +253,9 @@ class Ledger:
         key = (self.life, method, version, policy_version)
         if counts.rounds == 0 and key not in self._buckets:
             return
+        if key in self._dropped:  # a trainer went far back; the service takes counts that fall for late ones of a life
+            self.begin_life()
+            key = (self.life, method, version, policy_version)
         self._forget_ended()
         bucket = self._buckets.pop(key, None) or Bucket(version, policy_version, method=method, life=self.life)
         bucket.counts += counts
@@ -256,6 +263,8 @@ class Ledger:
         while len(self._buckets) > MAX_BUCKETS:
             gone = min(self._buckets, key=lambda one: self._buckets[one].unreported_rounds > 0)  # the first of such
             self.set_aside(self._buckets.pop(gone).unreported_rounds)
+            if gone[0] == self.life:
+                self._dropped.add(gone)
 
     def set_aside(self, rounds: int) -> None:
         """Count rounds that belong to no single version."""

@@ -118,6 +118,11 @@ class Spool:
         status = _made(directory, lambda: os.statvfs(directory))
         return status.f_bavail * status.f_frsize - self._reserved.total()
 
+    def now_ns(self) -> int:
+        """The time that a file which is written now gets, in Unix ns: the clock may be another host's."""
+        with self.upload() as probe:
+            return probe.path.stat().st_mtime_ns
+
     def new_blob(self, batch_id: str, digest: str) -> str:
         """A fresh name for a batch's file. `digest`: as `Upload.digest`."""
         return f"{batch_id}.{uuid.uuid4().hex}.{digest}.safetensors"

@@ -214,11 +214,13 @@ class Learner:
             told = passed_over and not passed_over[-1][0].entry.belated
             return Learnt(passed_over[-1][1], DEFERRED, contest) if told else None
         decision = self._decide(scored, held, version_seconds)
-        uncut = isolated or overdue  # a worker that trains in one claim of nine does the whole training
 
         def ends() -> bool:
-            long = time.monotonic() - began > LONGEST_CLAIM_SECONDS
-            return (long and self._others_wait()) or (not uncut and newer_waits())
+            if isolated:  # a part of it would not tell whether the batch is at fault
+                return False
+            if time.monotonic() - began > LONGEST_CLAIM_SECONDS and self._others_wait():
+                return True
+            return not overdue and newer_waits()  # a worker that trains in one claim of nine does the whole training
 
         share, undisturbed = self._train_on(scored, decision, fates, ends, isolated)
         self.scorer.keeps_up = share == 1.0 and not overdue

@@ -93,19 +93,22 @@ async def post_direct(
     check_run(record, header)
     _check_name(upload, header.batch_id, sha256)
     first = await context.soon(context.queue(run).batch(header.batch_id))
-    if first is None or (first["state"] == "dead" and first["reason"] in _LOST):  # else it is a duplicate
+    if first is None or (first["state"] == "dead" and first["reason"] in _LOST):
         try:
             async with asyncio.timeout(_STORE_SECONDS):
                 facts = record.vocab_size, context.settings.max_rollout_tokens
                 if upload is None or not await _lies_there(incoming, upload, prefix, header, *facts):
-                    name = new_name(header.batch_id, sha256)
+                    name = new_name(header.batch_id, sha256, context.spool.now_ns())
                     place = await asyncio.to_thread(incoming.place, run, name, length)
                     told = Place(upload=name, url=place.url, headers=place.headers)
                     return Response(told.model_dump_json(), 201, media_type="application/json")
+                blob = upload
         except TimeoutError as error:
             raise ObjectStoreError(f"the object store did not answer within {_STORE_SECONDS:.0f} s") from error
-    batch = batch_of(header, upload or new_name(header.batch_id, sha256))
-    return receipt(context, header, record, await add_entry(context, header, batch, room))
+    else:  # a duplicate. Should its file be found lost just now, an entry must not name one that nobody put.
+        blob = f"{header.batch_id}.{'0' * 32}.{sha256}.safetensors"
+        await context.soon(context.queue(run).disown(header.batch_id, blob))
+    return receipt(context, header, record, await add_entry(context, header, batch_of(header, blob), room))
 
 
 def _check_name(upload: str | None, batch_id: str, sha256: str) -> None:

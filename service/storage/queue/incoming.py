@@ -5,6 +5,7 @@
 Invariants:
 * The store carries files and keeps none: a file lies there from the trainer's PUT until a worker has it in the spool.
   From there on it is as one that came through the API.
+* Its name holds when it came, which is its time in the spool: heads and files are told apart by that order.
 * Its name holds the SHA-256 of the bytes. The URL that it is put to is signed for that digest and length; whoever
   brings it compares both, for a store may ignore the one, and its owner may change the object.
 * An object is deleted when its file is in the spool, or when no entry will ever name it (`disown`).
@@ -20,6 +21,7 @@ import contextlib
 import datetime
 import errno
 import hashlib
+import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -47,9 +49,9 @@ class Place(NamedTuple):
     headers: dict[str, str]
 
 
-def new_name(batch_id: str, sha256: str) -> str:
-    """A fresh name for a batch's file."""
-    return f"{batch_id}.{uuid.uuid4().hex}.{sha256}.safetensors"
+def new_name(batch_id: str, sha256: str, came_ns: int) -> str:
+    """A fresh name for a batch's file. `came_ns`: when its sender asked, by the clock of the spool (Unix ns)."""
+    return f"{batch_id}.{came_ns:016x}{uuid.uuid4().hex[:16]}.{sha256}.safetensors"
 
 
 def sha256_in(blob: str) -> str:
@@ -75,7 +77,7 @@ class Incoming(ObjectStore):
         self._botocore: Any = botocore
         try:
             self._credentials: Any = botocore.session.get_session().get_credentials()
-            self.place("none", new_name("0" * 32, "0" * 64), 0)
+            self.place("none", new_name("0" * 32, "0" * 64, 0), 0)
         except (ObjectStoreError, botocore.exceptions.BotoCoreError) as error:
             raise ConfigurationError(
                 f"rollouts_url {url}: no upload can be signed: {error}. Set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
@@ -139,7 +141,9 @@ class Incoming(ObjectStore):
                 raise BlobDamaged(f"{key} is damaged: its bytes have the SHA-256 {digest.hexdigest()}")
             if sync:
                 upload.sync()
-            upload.keep(spool.path(run, blob))
+            upload.keep(path := spool.path(run, blob))
+        came_ns = int(blob.split(".")[1][:16], 16)  # not now: heads of the trainer's next attempt may have come
+        os.utime(path, ns=(came_ns, came_ns))  # not before: what is old in `spool/tmp` is swept
         with contextlib.suppress(ObjectStoreError):  # else the sweep does
             self.delete([key])
 

@@ -607,9 +607,11 @@ def test_what_the_service_has_not_got_of_an_earlier_life_is_kept_until_it_has() 
     again = Ledger()
     again.restore(json.loads(json.dumps(ledger.dump())), ledger.life)
     assert [(b.life, b.counts) for b in again.buckets()] == [(b.life, b.counts) for b in ledger.buckets()]
-    ledger.buckets()[0].reported = (20, False)
-    ledger.book("v1", 1, Counts(3))
-    assert [(b.life, b.counts.rounds) for b in ledger.buckets()] == [(ledger.life, 6)]
+    for reported, kept in (((20, True), 2), ((20, False), 1)):  # it must hear too that this has ended
+        ledger.buckets()[0].reported = reported
+        ledger.book("v1", 1, Counts(3))
+        assert len(ledger.buckets()) == kept
+    assert [(b.life, b.counts.rounds) for b in ledger.buckets()] == [(ledger.life, 9)]
 
 
 def test_rounds_that_the_service_has_not_got_yet_are_kept_or_set_aside() -> None:

@@ -213,6 +213,41 @@ def test_a_person_who_swaps_now_and_then_is_no_contest() -> None:
     assert (contest.turns, contest.lost) == (0, False)
 
 
+def contender(cache: Path) -> EngineFollower:
+    """A follower whose engine has had v1 of its run."""
+
+    def fetch(*_: Any) -> Release:
+        raise AssertionError("nothing is downloaded here")
+
+    engine = SwapEngine("http://engine", httpx.AsyncClient())
+    follower = EngineFollower(engine, CanaryRule(rounds=200), AgentMetrics(), cache, fetch)
+    follower._took(release(1), None)
+    return follower
+
+
+@pytest.mark.parametrize("version", ["a**", "../../**", "\N{SNOWMAN}" * 200, "\0", ""])
+def test_whatever_an_engine_calls_the_drafter_of_another_client_it_is_given_up(version: str, tmp_path: Path) -> None:
+    """No pattern that it answers is looked for on the disk, and no name is too long."""
+    follower = contender(tmp_path / "default")
+    while not follower._process.contest.lost:
+        follower._took(release(1), version)
+        follower._contend(EngineState(version, True, 2))
+    assert "is of a run that is not in this cache" in follower.withheld
+
+
+def test_what_is_counted_with_anothers_drafter_is_of_another_life(tmp_path: Path) -> None:
+    """It may be a version that was counted as the run's own, and the service knows counts by their version."""
+    follower = contender(tmp_path / "default")
+    (tmp_path / "default" / release(2).version).mkdir(parents=True)
+    life = follower.ledger.life
+    while not follower._process.contest.lost:
+        assert follower.ledger.life == life
+        follower._took(release(1), release(2).version)
+        follower._contend(EngineState(release(2).version, True, 2))
+    assert "is of run 'default' too" in follower.withheld
+    assert follower.ledger.life != life
+
+
 RECORDED = Path(__file__).with_name("recorded") / "memory.json"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.queue.incoming import Incoming, new_name
+from service.storage.queue.rollout_queue import AsyncRolloutQueue
+from service.storage.spool import Spool
 
 URL = f"s3://{BUCKET}/some/prefix"
 ZEROS = "0" * 64
@@ -109,6 +112,13 @@ def test_a_roles_temporary_credentials_sign_too(
     assert sent(service, rollout_file())[0].status_code == 202
 
 
+def test_a_name_says_when_its_file_came_by_the_clock_of_heads(service: RunningService) -> None:
+    spool = Spool(service.layout)
+    before = spool.now_ns()
+    upload = ask(service, rollout_file()).json()["upload"]
+    assert before <= int(upload.split(".")[1][:16], 16) <= spool.now_ns()
+
+
 def test_without_a_store_nothing_is_said_of_it_and_files_go_through_the_api(
     serve: Callable[..., RunningService],
 ) -> None:
@@ -173,6 +183,28 @@ def test_a_batch_whose_file_was_lost_may_come_again_and_another_dead_one_may_not
     queue(service, redis_url).dead_letter(entry, reason, keep_file=False)
     assert ask(service, file).status_code == status
     assert ask(service, file).json().get("dead_total", 1) == 1
+
+
+def test_a_batch_whose_file_is_found_lost_while_it_is_asked_about_is_not_queued_without_one(
+    service: RunningService, store: Store, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to a repeated question is not "queued": its sender would let go of the only copy."""
+    file, known = rollout_file(), AsyncRolloutQueue.batch
+    _, upload = sent(service, file)
+    entries = queue(service, redis_url).unfinished()
+
+    async def dies(self: AsyncRolloutQueue, batch_id: str) -> dict[str, str] | None:
+        found = await known(self, batch_id)
+        if entries:
+            store.client().delete_object(Bucket=BUCKET, Key=f"some/prefix/rollouts/default/{upload}")
+            queue(service, redis_url).dead_letter(entries.pop(), "blob_missing", keep_file=False)
+        return found
+
+    monkeypatch.setattr(AsyncRolloutQueue, "batch", dies)
+    reply = ask(service, file, upload)
+    assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:spool-swept")
+    assert queue(service, redis_url).unfinished() == []
+    assert sent(service, file)[0].status_code == 202
 
 
 # --- refused before any tensor travels
@@ -268,7 +300,8 @@ def test_an_upload_of_another_run_is_none_of_this_run(service: RunningService, s
     assert (refused.status_code, refused.json()["field"]) == (422, "run")
     ours = rollout_file()
     assert ask(service, ours, upload).json()["type"] == "urn:draftalign:bad-upload"
-    renamed = new_name(wire.check_rollout_header(wire.parse_header(ours)).batch_id, hashlib.sha256(ours).hexdigest())
+    batch_id = wire.check_rollout_header(wire.parse_header(ours)).batch_id
+    renamed = new_name(batch_id, hashlib.sha256(ours).hexdigest(), time.time_ns())
     assert ask(service, ours, renamed).status_code == 201, "nobody put that"
     assert queue(service, redis_url).unfinished() == []
 

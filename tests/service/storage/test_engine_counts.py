@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from service_fixtures import RunningService
 from storage_fixtures import Store
 
+from rl_hooks.engines.counters import MAX_BUCKETS, Counts, Ledger
 from service.api import snapshot
 from service.errors import EndedLife, TooManyReporters
 from service.monitor.alpha import Attempt, Turn, alpha_series
@@ -447,6 +448,30 @@ def test_a_new_life_ends_the_blocks_of_the_old_one_and_loses_no_round(redis_url:
     assert account.sums["v1"][0] == 500 + 100 + 750 + 90
     rounds = [r.rounds for r in with_store(redis_url, lambda store: store.acceptances()) if r.reporter is not None]
     assert sum(rounds) == 1440
+
+
+def test_what_an_agent_let_go_of_and_counts_again_is_booked(redis_url: str, redis_client: Redis) -> None:
+    """A trainer goes further back than an agent remembers, and not as far as the service."""
+    ledger = Ledger()
+
+    async def send(store: AsyncStore) -> None:
+        for bucket in ledger.buckets():
+            if bucket.unreported_rounds:
+                rounds = bucket.counts.rounds
+                await store.book(acceptance(report(policy=bucket.policy_version, rounds=rounds, life=bucket.life)))
+                bucket.reported = (rounds, False)
+
+    async def work(store: AsyncStore) -> None:
+        for policy in range(MAX_BUCKETS + 10):
+            ledger.book("v1", policy, Counts(1000))
+            await send(store)
+        for policy in (5, 5, 6):
+            ledger.book("v1", policy, Counts(100))
+            await send(store)
+
+    with_store(redis_url, work)
+    (text,) = redis_client.hvals(KEYS.reporters)
+    assert Account.read(text).sums["v1"][0] == (MAX_BUCKETS + 10) * 1000 + 300
 
 
 def test_the_time_that_an_engine_was_behind_is_that_over_which_it_reported(redis_url: str) -> None:

@@ -14,6 +14,7 @@ from storage_fixtures import RolloutQueue
 from worker_fixtures import Bench
 
 from drafter.training.trainer import DrafterTrainer, StepReport
+from service.storage.queue.deliveries import Entry
 from service.worker import learner
 from service.worker.loop import RunWorker
 from service.worker.process import turns
@@ -94,11 +95,18 @@ def test_a_run_that_is_closed_or_fails_keeps_nobody_waiting() -> None:
         assert one_pass(turns, ["here"], lambda _: 5.0) == {"here": 5.0}
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["another waits", "alone"])
+@pytest.mark.parametrize(
+    ("waits", "isolated"),
+    [(True, False), (False, False), (True, True)],
+    ids=["another waits", "alone", "another waits for a batch that may have killed a worker"],
+)
 def test_a_long_training_ends_where_another_run_has_work_and_only_there(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, waits: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, waits: bool, isolated: bool
 ) -> None:
+    """Not of a batch that is tried alone: what is left out of it may be what fails."""
     monkeypatch.setattr(learner, "LONGEST_CLAIM_SECONDS", 0.0)  # every claim is long
+    if isolated:
+        monkeypatch.setattr(Entry, "suspect", True)
     for run in ("long", "other"):
         bench.register(bench.world.run_file(drafter=bench.world.drafter()), run=run)
     worker, step = Worker(bench.settings.model_copy(update={"train_passes": 8.0}), bench.redis), DrafterTrainer.step
@@ -119,7 +127,7 @@ def test_a_long_training_ends_where_another_run_has_work_and_only_there(
         worker._turn()
     whole = 8 * sum(lengths)
     assert RolloutQueue(bench.redis, "long").batch(posted)["state"] == "trained"  # type: ignore[index]
-    assert (whole / 8 <= tokens["long"] < whole / 2) if waits else tokens["long"] == whole
+    assert whole / 8 <= tokens["long"] < whole / 2 if waits and not isolated else tokens["long"] == whole
     assert tokens["other"] == (whole if waits else 0), "nobody waits for it"
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def put(bench: Bench, store: Store, name: str, *, body: bytes | None = None, **o
     """Queue one batch that lies in the store, as `body` where that is another; its batch id and its file's name."""
     file = bench.world.rollout_file(name, **options)
     header = wire.check_rollout_header(wire.parse_header(file))
-    blob = new_name(header.batch_id, hashlib.sha256(file).hexdigest())
+    blob = new_name(header.batch_id, hashlib.sha256(file).hexdigest(), time.time_ns())
     store.client().put_object(Bucket=BUCKET, Key=key(blob), Body=file if body is None else body)
     assert asyncio.run(bench._enqueue(header.run, bench._spooled(header, blob, len(file)))) == "accepted"
     bench.posted.append(header.batch_id)
@@ -276,6 +277,16 @@ def test_an_object_that_is_gone_ends_its_batch(bench: Bench, inbox: Inbox, store
     assert (bench.state(batch), bench.reason(batch)) == ("dead", "blob_missing")
 
 
+def test_a_file_has_the_time_at_which_it_came_and_not_that_at_which_it_was_brought(
+    bench: Bench, inbox: Inbox, store: Store
+) -> None:
+    """A head that came while it waited is of the trainer's next attempt, or of a later policy version."""
+    put(bench, store, "a")
+    later = time.time_ns()
+    (loaded,) = new(inbox)
+    assert later - 10**10 < loaded.path.stat().st_mtime_ns < later
+
+
 # --- what fails meanwhile
 def test_while_the_store_is_away_its_batches_wait_and_the_others_go_on(
     bench: Bench, inbox: Inbox, store: Store
@@ -351,7 +362,7 @@ print(peak() - before)
 def test_a_large_file_is_brought_in_pieces_of_which_memory_holds_few(store: Store, tmp_path: Path) -> None:
     names = []
     for size in (1, 160 << 20):
-        blob = new_name("0" * 32, hashlib.sha256(bytes(size)).hexdigest())
+        blob = new_name("0" * 32, hashlib.sha256(bytes(size)).hexdigest(), time.time_ns())
         store.client().put_object(Bucket=BUCKET, Key=key(blob), Body=bytes(size))
         names.append(f"{blob}:{size}")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
