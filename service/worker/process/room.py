@@ -67,7 +67,8 @@ class Room:
 
     def others_wait(self, run: str) -> bool:
         """Whether another open run has work, as this one is worked on."""
-        return not served(self._runs).keys() - {run} <= set(self.idle())
+        others = ((other, worker.inbox) for other, worker in served(self._runs).items() if other != run)
+        return any(self._has_work(other, {*inbox.held, *inbox.put_off}) for other, inbox in others)
 
     def needs(self, run: str) -> bool:
         """Whether opening a run is urgent: it has work, or was never begun, and its first drafter is to be served."""
