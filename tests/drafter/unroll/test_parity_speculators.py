@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -63,9 +64,9 @@ def test_a_position_that_stays_behind_is_noticed(monkeypatch: pytest.MonkeyPatch
     c = case(DOCUMENTS["one document"], response=1.0, draft=VOCAB)
     first: list[Tensor] = []
 
-    def behind(positions: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    def behind(positions: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
         first.append(positions)
-        return rotary(first[0][: positions.numel()], *rest)  # type: ignore[arg-type]
+        return rotary(first[0][: positions.numel()], **rest)
 
     monkeypatch.setattr(unroll_module, "rotary", behind)
     assert deviation(ours(c, 3), theirs(c, 3, packed=True)) > 100 * LIMIT
