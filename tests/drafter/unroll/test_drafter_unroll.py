@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -305,9 +306,9 @@ def test_rotary_positions_that_stand_still_are_seen(
     w, want = bench
     calls: list[int] = []
 
-    def still(positions: torch.Tensor, *rest: object) -> object:
+    def still(positions: torch.Tensor, **rest: Any) -> object:
         calls.append(1)
-        return rotary(positions - max(0, len(calls) - 2), *rest)  # type: ignore[arg-type]
+        return rotary(positions - max(0, len(calls) - 2), **rest)
 
     monkeypatch.setattr(eagle3_unroll, "rotary", still)
     assert seen(w, want) > TEETH
