@@ -36,7 +36,7 @@ from service.worker.claim import ClaimPlan, ClaimScorer, Fates, Scored
 from service.worker.inbox import Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
-from service.worker.promotion.gate import Contest
+from service.worker.promotion.gate import Contest, Gate
 from service.worker.promotion.judge import Judge
 from service.worker.recent import KeptBatch, RecentRollouts, Task, windows
 from service.worker.scoring import Scores
@@ -92,13 +92,17 @@ class Learner:
         self.journal = Journal(settings, store, run)
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
         self.judge = Judge(settings, run, self.target, self.lineage, self.journal, self.recent)
-        self.gate = self.judge.gate
-        self.scorer = ClaimScorer(settings, self.target, self.lineage, self.journal, self.gate)
+        self.scorer = ClaimScorer(settings, self.target, self.lineage, self.journal, self.judge.gate)
 
     @property
     def vocab_size(self) -> int:
         """V of the target."""
         return self.target.embed_tokens.shape[0]
+
+    @property
+    def gate(self) -> Gate:
+        """Who may replace the served drafter."""
+        return self.judge.gate
 
     @property
     def controller(self) -> Controller:

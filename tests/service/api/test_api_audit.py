@@ -62,6 +62,7 @@ def test_every_call_that_changes_something_is_written_down(guarded: RunningServi
         new = lines(guarded)[before:]
         if method == "GET" or (method, template) in {
             ("POST", "/rollouts"),
+            ("POST", "/rollouts/direct"),
             ("POST", "/acceptance"),
             ("PUT", "/runs/{run}/head"),
         }:
