@@ -146,8 +146,8 @@ def signed_only() -> Fault:
     return fault
 
 
-def running_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """A store with an empty bucket, and the environment that leads to it."""
+def running_store(monkeypatch: pytest.MonkeyPatch, fault: Fault | None = None) -> Iterator[Store]:
+    """A store with an empty bucket, and the environment that leads to it. `fault`: from then on."""
     store = Store()
     environment = {
         "AWS_ACCESS_KEY_ID": "store-key",
@@ -158,6 +158,7 @@ def running_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     store.client().create_bucket(Bucket=BUCKET)
+    store.fault = fault
     try:
         yield store
     finally:

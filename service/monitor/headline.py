@@ -17,7 +17,7 @@ from service.monitor.current import Current, Tilt
 from service.monitor.drift.cause import Cause, as_fraction
 from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live.watch import UNREVIVED_PUSHES, EngineVerdict, Watch
-from service.monitor.records import AcceptanceRecord, HeldVersion, Moves, RunState
+from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, HeldVersion, Moves, RunState
 
 #: So many of the last batches, by arrival, are looked at.
 RECENT_BATCHES: Final = 20
@@ -31,8 +31,6 @@ _START_SECONDS: Final = 30.0
 ENGINE_SILENT_SECONDS: Final = 600.0
 #: After a publish every engine has the version by then (the alert `DraftalignEngineBehind` says so too).
 _UNSWAPPED_SECONDS: Final = 600.0
-#: An engine that is silent for so long, with a drafter that was replaced, is called away.
-_AWAY_SECONDS: Final = 180.0
 #: So many dead batches in a row, the newest, are a trouble however many before them were good.
 _DEAD_IN_A_ROW: Final = 3
 #: A worker that beats is called stuck where a batch has waited, and nothing was scored, for so long.
@@ -334,9 +332,8 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
             break
     if facts.contested:
         worst = max(facts.contested, key=lambda report: report.reported)
-        others = f" So it is in {len(facts.contested) - 1} more." if len(facts.contested) > 1 else ""
         why = _short((worst.withheld or "its agent's log says why").rstrip("."), _CONTEST_CHARACTERS)
-        yield _found("warn", "engine_contested", "Contested", f": {worst.reporter}: {why}.{others}")
+        yield _found("warn", "engine_contested", "Contested", f": {worst.reporter}: {why}.{_more(facts.contested)}")
     yield from _of_unswapped(facts)
     lower = [engine for engine in facts.watch.engines if engine.name == "lower"]
     if lower:
@@ -365,25 +362,23 @@ def _of_unswapped(facts: RunFacts) -> Iterator[Headline]:
     away = [report for since, report in replaced if _is_away(facts, since, report)]
     if away:
         last = max(away, key=lambda report: report.reported)
-        others = f" So it is in {len(away) - 1} more." if len(away) > 1 else ""
         text = f": {last.reporter} has not reported for {duration(facts.now - last.reported)}; it had "
-        text += f"{short_version(last.drafter_version)}, which is replaced.{others}"
+        text += f"{short_version(last.drafter_version)}, which is replaced.{_more(away)}"
         yield _found("note", "engine_away", "Away", text)
     found = [(report.reported - since, report) for since, report in replaced]
     found = [one for one in found if min(one[0], one[1].behind or 0.0) >= _UNSWAPPED_SECONDS]
     if not found:
         return
     late, worst = max(found, key=lambda one: (one[1].withheld is not None, one[0]))
-    others = f" So it is in {len(found) - 1} more." if len(found) > 1 else ""
     why = _short((worst.withheld or "its agent's log says why").rstrip("."))
     old = short_version(worst.drafter_version)
-    text = f": {worst.reporter} drafted with {old} {duration(late)} after it was replaced: {why}.{others}"
+    text = f": {worst.reporter} drafted with {old} {duration(late)} after it was replaced: {why}.{_more(found)}"
     yield _found("warn", "engine_unswapped", "Not swapped", text)
 
 
 def _is_away(facts: RunFacts, since: float, report: AcceptanceRecord) -> bool:
     late = facts.now - since > _UNSWAPPED_SECONDS > (report.behind or 0.0)
-    return late and facts.now - report.reported > _AWAY_SECONDS
+    return late and facts.now - report.reported > AWAY_SECONDS
 
 
 def _of_tilt(tilt: Tilt) -> str:
@@ -394,13 +389,17 @@ def _of_tilt(tilt: Tilt) -> str:
     return f": what the drafter proposes comes at {much}: {why}."
 
 
+def _more(found: Sequence[object]) -> str:
+    """Of engines of which one is named: how many others there are."""
+    return f" So it is in {len(found) - 1} more." if len(found) > 1 else ""
+
+
 def _of_sick(found: Sequence[EngineVerdict], failed_pushes: int) -> str:
     worst = max(found, key=lambda engine: engine.rounds)
-    others = f" So it is in {len(found) - 1} more." if len(found) > 1 else ""
     pushed = ""
     if worst.name == "dead" and failed_pushes >= UNREVIVED_PUSHES:
         pushed = f" It was pushed again {failed_pushes} times, which did not help: restart the engine."
-    return f": {worst.reporter}, with {short_version(worst.drafter_version)}: {worst.text}.{others}{pushed}"
+    return f": {worst.reporter}, with {short_version(worst.drafter_version)}: {worst.text}.{_more(found)}{pushed}"
 
 
 def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]:

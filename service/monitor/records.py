@@ -25,6 +25,8 @@ OUR_DRAFTER: Final = "drafter"
 TREES: Final = "trees"
 #: Method of counts that an engine made with what another client keeps in it, instead of the run's drafters.
 ANOTHERS_DRAFTER: Final = "anothers-drafter"
+#: A reporter that is silent for longer is away, or its engine sleeps: it is not known with what it drafts meanwhile.
+AWAY_SECONDS: Final = 180.0
 #: Two-sided 95 % quantile of the normal distribution.
 Z_95: Final = 1.959963984540054
 _CHECKED: Final = ConfigDict(strict=True, allow_inf_nan=False)

@@ -69,6 +69,12 @@ _OTHER_WORDS: Final[dict[tuple[str, str], str]] = {
 }
 
 
+def _stretched(**other: Any) -> dict[str, Any]:
+    """The config of a drafter whose rotary positions are stretched as Llama 3's, with these figures in place of its."""
+    sound = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return export_config(SIZES) | {"rope_scaling": {"rope_type": "llama3", **sound, **other}}
+
+
 def _made() -> dict[str, HostileRun]:
     found: dict[str, HostileRun] = {}
     for field, values in _CONFIGS.items():
@@ -103,6 +109,30 @@ def _made() -> dict[str, HostileRun]:
         "a drafter whose config is of another kind": (
             with_drafter(config=export_config(SIZES) | {"draftalign": {"kind": "medusa"}}),
             "eagle3 or mtp",
+        ),
+        "a drafter whose positions are stretched by the text of a number": (
+            with_drafter(config=_stretched(factor="8")),
+            "factor",
+        ),
+        "a drafter whose positions are stretched by infinity": (
+            with_drafter(config=_stretched(factor=float("inf"))),
+            "factor",
+        ),
+        "a drafter whose middle band of positions is empty": (
+            with_drafter(config=_stretched(low_freq_factor=4.0)),
+            "low_freq_factor below high_freq_factor",
+        ),
+        "a drafter whose positions end at none": (
+            with_drafter(config=_stretched(original_max_position_embeddings=0)),
+            "original_max_position_embeddings",
+        ),
+        "a drafter with two kinds of positions": (
+            with_drafter(config=_stretched() | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+            "which is right",
+        ),
+        "a drafter without the norm that its config names": (
+            with_drafter(config=export_config(SIZES) | {"eagle_config": {}, "norm_before_fc": True}),
+            "input_norm.weight",
         ),
         "a drafter that says it is an MTP module": (
             with_drafter(config=export_config(SIZES) | {"draftalign": {"kind": "mtp"}}),

@@ -30,7 +30,7 @@ from typing import Any, Final
 from service.errors import EndedLife, TooManyReporters
 from service.monitor.counts import is_late, other_life, since, total
 from service.monitor.live.blocks import Block, counted
-from service.monitor.records import AcceptanceRecord, StepSample, read, written
+from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, StepSample, read, written
 from service.storage.queue.keys import lua
 from service.storage.reports.keys import StoreKeys
 
@@ -48,8 +48,6 @@ MAX_LIVE: Final = 4096
 KEPT_CHANGES: Final = 16 * 1024
 #: A reporter that counts a policy version again so far below one that it has counted since: its trainer went back.
 _WENT_BACK: Final = 16
-#: A reporter that was silent for longer was away, or its engine slept: it is not known with what it drafted meanwhile.
-AWAY_SECONDS: Final = 180.0
 #: Names of a reporter's last lives that are kept: late reports of those before the newest are not counted.
 _LIVES: Final = 8
 _BOOK: Final = lua("book")

@@ -35,9 +35,7 @@ def _small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    for made in running_store(monkeypatch):
-        made.fault = signed_only()
-        yield made
+    yield from running_store(monkeypatch, signed_only())
 
 
 @pytest.fixture

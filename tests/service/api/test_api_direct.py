@@ -39,9 +39,7 @@ ZEROS = "0" * 64
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    for made in running_store(monkeypatch):
-        made.fault = signed_only()
-        yield made
+    yield from running_store(monkeypatch, signed_only())
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch import Tensor
 from worker_fixtures import Bench, Nest, alive, joined
 
 from drafter.files.checkpoint import export_config
+from drafter.model.eagle3 import Eagle3Drafter
 from rl_hooks import wire
+from rl_hooks.format.eagle3 import Llama3Rope
 from rl_hooks.sending.features import as_wire
 
 
@@ -67,6 +70,30 @@ def test_a_worker_lives_through_every_hostile_run_and_trains_the_honest_one(
     text = workers.log.read_text()
     assert text.count(f"{pid} ") > 0
     assert "Traceback" not in text, "every one of them is foreseen, and named"
+
+
+def test_a_drafter_with_the_largest_figures_that_are_taken_is_trained_beside_an_honest_one(
+    bench: Bench, service: RunningService, workers: Nest
+) -> None:
+    """Of stretched positions, and with a norm before `fc`: what the API takes is nothing that the worker dies of."""
+    world = bench.world
+    plain = world.drafter()
+    figures = Llama3Rope(1e300, low_freq_factor=1e-300, high_freq_factor=1e300, original_max_position_embeddings=1)
+    config = replace(plain.config, rope_scaling=figures, norm_before_fc=True)
+    extreme = Eagle3Drafter(config, plain.vocabulary)
+    extreme.init_from_target(world.heads[0][plain.vocabulary.ids])
+    for run, drafter in (("honest", plain), ("extreme", extreme)):
+        reply = service.client.put(f"/runs/{run}", content=world.run_file(drafter=drafter), headers=HEADERS)
+        assert reply.status_code == 201, reply.text
+    pid = workers.start(bench)
+    posted = {
+        run: [bench.post_file(world.rollout_file(f"{run}{number}", run=run)) for number in range(3)]
+        for run in ("honest", "extreme")
+    }
+    bench.wait(lambda: not any(b["state"] == "queued" for r in posted for b in states(bench, r, posted[r]).values()))
+    assert {b["state"] for run in posted for b in states(bench, run, posted[run]).values()} == {"trained"}
+    assert alive(pid)
+    assert errors(bench, list(posted)) == dict.fromkeys(posted)
 
 
 def test_a_worker_lives_through_every_hostile_batch_and_trains_the_honest_run(
