@@ -36,7 +36,7 @@ from typing import Final
 from service.monitor.drift.cause import Row
 from service.monitor.drift.limits import DriftConfig, DriftError
 from service.monitor.drift.state import MIN_DIFFERENCES, DriftState, Rise, Spread
-from service.monitor.records import Change
+from service.monitor.records import Change, Estimate
 
 #: A spread of this fraction of α is rounding.
 _ROUNDING: Final = 1e-6
@@ -155,6 +155,7 @@ class DriftMonitor:
             [name for name, statistic in self.state.statistics.items() if statistic > self._limits[name]],
             sd=sd,
             uncertainty=self.state.levels.uncertainty(),
+            owed=Estimate(self.state.levels.owed, self.state.levels.owed_variance),
             several_strata=len(self.state.levels.names) > 1,
             rollouts_per_tick=self.config.rollouts_per_tick,
         )
@@ -198,7 +199,7 @@ class DriftMonitor:
         moved = state.baseline - before
         state.offset += moved
         state.evidence.shift += paired_difference - moved
-        state.levels.owed = min(0.0, state.levels.owed + paired_difference - moved)
+        state.levels.owe(paired_difference - moved, variance)
         # The tick being filled was scored with the old drafter.
         state.pending = [(stratum, alpha + paired_difference, entropy) for stratum, alpha, entropy in state.pending]
         if lost > 0:
@@ -206,7 +207,8 @@ class DriftMonitor:
             state.statistics = {name: s * (1 - repaired) for name, s in state.statistics.items()}
         if math.isinf(variance):
             self.acknowledge()  # the statistics compared with a baseline that is now discarded, and so did the rise
-            state.spreads, state.levels.owed, state.rise = self._spreads(), 0.0, Rise()
+            state.spreads, state.rise = self._spreads(), Rise()
+            state.levels.owe(math.inf)
         else:
             state.evidence.shift_variance += variance
 
@@ -309,7 +311,7 @@ class DriftMonitor:
         rise.mean += (gain - rise.mean) / rise.ticks
         if rise.ticks < self.config.baseline_ticks:
             return
-        state.levels.owed = 0.0
+        state.levels.owe(math.inf)
         state.levels.move(rise.mean, 1.0)
         state.levels.doubted = False  # α does not jump here as at a rebase, so there is no error to correct
         state.spreads, state.rise = rise.spreads, Rise()

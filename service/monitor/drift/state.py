@@ -68,6 +68,7 @@ class Levels:
     covariance: list[list[float]] = field(default_factory=list)
     doubted: bool = False  # a rebase has added an error, which is being learnt
     owed: float = 0.0  # what versions that were proven worse cost, at most 0; not learnt, or the level would fall too
+    owed_variance: float = 0.0  # of that
 
     @property
     def level(self) -> float:
@@ -108,6 +109,11 @@ class Levels:
         before = self.entropies[j]
         if entropy is not None:
             self.entropies[j] = entropy if before is None else before + column[j] / total * (entropy - before)
+
+    def owe(self, by: float, variance: float = 0.0) -> None:
+        """Count what a new version cost that did not lower the levels; a gain makes up for it."""
+        self.owed = min(0.0, self.owed + by)
+        self.owed_variance = self.owed_variance + variance if self.owed < 0 else 0.0
 
     def move(self, by: float, variance: float) -> None:
         """Move all levels by one number with an error of so much variance.
