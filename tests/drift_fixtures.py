@@ -25,6 +25,8 @@ def feed(monitor: DriftMonitor, values: list[float]) -> DriftReading:
     return reading
 
 
+#: Differences of a run whose versions are so unlike each other that none is taken for chance.
+UNLIKE = [(1e6, 0.0)]
 SHORT = DriftConfig(baseline_ticks=100, batch_ticks=(5, 20))
 
 

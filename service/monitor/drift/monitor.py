@@ -41,6 +41,10 @@ from service.monitor.records import Change, Estimate
 #: A spread of this fraction of α is rounding.
 _ROUNDING: Final = 1e-6
 #: A paired difference within this many standard errors of 0 may be chance.
+#: Versions whose differences are remembered; sd of a difference of log α before any is known, and the least.
+_DIFFERENCES_KEPT: Final = 32
+_DIFFERENCE_BEFOREHAND: Final = 0.02
+_LEAST_DIFFERENCE: Final = 0.002
 _CHANCE_SD: Final = 2.0
 #: Most sd of loss that one tick may count for. Siegmund's formula takes ticks for normal. Where one prompt in a hundred
 #: is far harder than the rest, a tick that holds one is 4 to 8 sd low, and two such ticks alone raised an alarm. A
@@ -179,6 +183,7 @@ class DriftMonitor:
         state = self.state
         if state.ticks == 0:
             return
+        paired_difference, variance = self._shrunk(paired_difference, variance)
         # A difference that may be chance must not end an alarm.
         reach = _CHANCE_SD * math.sqrt(variance)
         chance = min(max(paired_difference, -reach), reach)
@@ -226,6 +231,24 @@ class DriftMonitor:
         self.state = DriftMonitor(self.config, fresh).state
 
     # --- inside
+    def _shrunk(self, difference: float, variance: float) -> tuple[float, float]:
+        """What a difference that may be chance says, given how much this run's versions differ: mean and variance.
+
+        Empirical Bayes (Efron and Morris 1973): the spread of the true differences is learnt from the last ones.
+        Without it, the baseline of a run that publishes often is the sum of their errors, and follows every fall.
+        """
+        if not 0 < variance < math.inf:
+            return difference, variance
+        state = self.state
+        unit = state.baseline**2
+        excess = math.fsum(d * d - v for d, v in state.differences) + _DIFFERENCE_BEFOREHAND**2 * unit
+        spread = max(excess / (1 + len(state.differences)), _LEAST_DIFFERENCE**2 * unit)
+        state.differences = [*state.differences, (difference, variance)][-_DIFFERENCES_KEPT:]
+        if abs(difference) > _CHANCE_SD * math.sqrt(variance):
+            return difference, variance
+        share = spread / (spread + variance)
+        return difference * share, variance * share
+
     def _sd(self) -> float | None:
         """Long-run sd of a tick: the largest over batch lengths that have been seen often enough."""
         found = [s.tick_sd for s in self._spreads() if s.length == 1 or s.differences >= MIN_DIFFERENCES]

@@ -179,6 +179,7 @@ class DriftState:
     evidence: RecentTicks = field(default_factory=RecentTicks)
     traffic: ArrivalRate = field(default_factory=ArrivalRate)
     rise: Rise = field(default_factory=Rise)
+    differences: list[tuple[float, float]] = field(default_factory=list)  # of the last versions, with their variances
 
     @property
     def baseline(self) -> float:
@@ -203,6 +204,7 @@ class DriftState:
                 evidence=RecentTicks(**(evidence | {"rows": [Row(**row) for row in evidence["rows"]]})),
                 traffic=ArrivalRate(**table.pop("traffic")),
                 rise=Rise(**(rise | {"spreads": [Spread(**spread) for spread in rise["spreads"]]})),
+                differences=[(float(d), float(v)) for d, v in table.pop("differences")],
                 **table,
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
