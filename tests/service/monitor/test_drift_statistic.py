@@ -6,12 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from drift_fixtures import UNLIKE, feed, noise, publishing
+from drift_fixtures import UNLIKE, feed, noise
 
-from benchmarks.alarms import (
-    Bank,
-    config,
-)
+from benchmarks.alarms import Bank, config, publishing
 from service.monitor.drift.limits import Lane
 from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.drift.state import Levels, Spread
