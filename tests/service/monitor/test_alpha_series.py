@@ -15,7 +15,7 @@ import record_fixtures
 from pydantic_core import to_jsonable_python
 
 from service.monitor.alpha import _student, alpha_series, attempts
-from service.monitor.records import DrafterSums, RunEvent
+from service.monitor.records import DrafterSums, Return, RunEvent
 
 
 def score(policy_version: int, **more: Any) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def split(
     """
     scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(policies, 1)]
     random.Random(1).shuffle(scores)  # their order is by arrival
-    found = attempts(scores, max_lag, [(after + 0.5, to) for after in returns])
+    found = attempts(scores, max_lag, [Return(after + 0.5, to) for after in returns])
     for one, following in itertools.pairwise(found):
         assert one.closed == following.opened
     assert (found[0].opened, found[-1].closed) == (None, None)
@@ -247,9 +247,9 @@ def test_of_several_registrations_at_one_moment_each_counts() -> None:
     first, resumed = list(range(100)), list(range(90, 130))
     scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(first + resumed, 1)]
     for registered in ((90,), (90, 0), (0, 90), (0, 0, 90, 0)):
-        marks = [(100.5 + n / 100, to) for n, to in enumerate(registered)]
+        marks = [Return(100.5 + n / 100, to) for n, to in enumerate(registered)]
         assert [len(one.scores) for one in attempts(scores, None, marks)] == [100, 40], registered
-    assert len(attempts(scores, None, [(100.5, 0)])) == 1, "nearer to what came before than to 0"
+    assert len(attempts(scores, None, [Return(100.5, 0)])) == 1, "nearer to what came before than to 0"
 
 
 def test_a_trainer_that_registers_again_and_goes_on_opens_no_attempt() -> None:
