@@ -288,6 +288,35 @@ def test_late_or_absurd_batches_open_no_attempt() -> None:
     assert len(split(wide, max_lag=60)) == 1, "batches may be as late as the setting says"
 
 
+def told(*batches: tuple[int, int | None], mark: Return | None = None) -> list[list[int | None]]:
+    """The policy versions of each attempt, where batches of these versions and attempts arrived in this order."""
+    scores = [
+        record_fixtures.score(score(p, entry_id=f"{1000 * n}-0", attempt=own)) for n, (p, own) in enumerate(batches, 1)
+    ]
+    found = attempts(scores, None, [] if mark is None else [mark])
+    return [[one.policy_version for one in attempt.scores] for attempt in found]
+
+
+def test_what_sessions_tell_of_attempts_is_not_guessed() -> None:
+    assert told((0, 1), (1, 1), (0, 2), (5, 2), (1, 2), (1, 3)) == [[0, 1], [0, 5, 1], [1]]
+    assert told((0, 1), (0, 4), (0, None)) == [[0], [0, 0]], "attempts whose scores are forgotten are none"
+    late = [*((p, 1) for p in range(60)), *((3, 1) for _ in range(20))]
+    assert len(told(*late)) == 1, "whatever the versions of a session are"
+    beside = [*((p, 1) for p in range(40)), *((0, None) for _ in range(9))]
+    assert len(told(*beside, (40, 1))) == 1, "an engine's, while the trainer goes on"
+    assert len(told(*beside)) == 2, "another trainer's, which tells no session"
+    assert len(told((0, None), (0, 2), (1, 2))) == 1, "of records that begin in the midst of an attempt"
+
+
+def test_a_return_is_a_sign_for_batches_of_its_attempt_alone() -> None:
+    batches = [*((p, 1) for p in range(10)), (0, 1), (1, 1), (2, 1)]
+    for attempt, opened in ((None, 1), (0, 1), (2, 1), (1, 2)):
+        assert len(told(*batches, mark=Return(10.5, 0, attempt))) == opened, attempt
+    for attempt, opened in ((None, 2), (0, 1), (1, 1)):
+        silent = [(p, None) for p, _ in batches]
+        assert len(told(*silent, mark=Return(10.5, 0, attempt))) == opened, attempt
+
+
 def test_an_attempt_has_what_happened_while_it_was_under_way() -> None:
     policies = [*range(40), *range(30)]
     scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(policies, 1)]

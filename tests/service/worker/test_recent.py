@@ -571,3 +571,18 @@ def test_what_an_abandoned_attempt_brought_is_dropped_and_a_head_that_is_late_dr
     assert memory.recent.names() == ["v2.safetensors", "new.safetensors"]
     memory.recent.settle()
     assert memory.files(memory.directory) == ["new", "v2"]
+
+
+def test_of_an_attempt_that_a_session_gave_up_the_newest_version_is_dropped_too(tmp_path: Path) -> None:
+    """It has no batch of a higher version than the head that may have replaced its own."""
+    memory = Memory(tmp_path)
+    for second, version in enumerate((0, 1), start=1):
+        memory.add(f"v{version}", policy_version=version)
+        os.utime(memory.spool / f"v{version}.safetensors", (second, second))
+    heads = [(1, 4_000_000_000)]
+    memory.recent.forget_abandoned(heads, lambda: Abandoned(2000.0))
+    assert len(memory.recent.names()) == 2, "guessed: it may be a late head"
+    memory.recent.forget_abandoned(heads, lambda: Abandoned(1500.0, told=True))
+    assert len(memory.recent.names()) == 2, "it came afterwards"
+    memory.recent.forget_abandoned(heads, lambda: Abandoned(2000.0, told=True))
+    assert memory.recent.names() == ["v0.safetensors"]
