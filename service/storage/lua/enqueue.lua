@@ -181,7 +181,7 @@ end
 
 -- What is put back has its place in time where it came first, unless its policy is still that of the newest batch.
 local came = back and (redis.call('HGET', batch, 'arrived') or redis.call('HGET', batch, 'entry_id')) or ''
-local belated = back and (redis.call('GET', prefix .. 'latest_policy') ~= policy_max or (own or 0) < (number or 0))
+local belated = back and (redis.call('GET', prefix .. 'latest_policy') ~= policy_max or (own and number and own < number))
 local more = back and { 'arrived', came } or {}
 if own then more[#more + 1], more[#more + 2] = 'attempt', own end
 local entry_id = redis.call('XADD', queue, '*', 'batch_id', batch_id, 'blob', blob, 'bytes', size,

@@ -33,6 +33,7 @@ from rl_hooks.trainer.session import Session
 from service.monitor.records import Return
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.timeout(300)
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
 Attach = Callable[..., DrafterHook]
 
@@ -202,14 +203,14 @@ def test_a_trainer_that_loads_an_earlier_checkpoint_in_the_same_process_still_op
     model = tiny()
     hook = attach(model)
     worker = bench.worker()
-    for version in [*range(9), *range(4, 7)]:
+    for version in [*range(7), *range(2, 5)]:
         step(hook, model, version)
         bench.drain(worker)
     hook.close(5.0)
     resumed = attach(model)
-    step(resumed, model, 7)
+    step(resumed, model, 5)
     bench.drain(worker)
-    assert attempts_of(service.client) == [(0, 8, 10), (5, 7, 3)]
+    assert attempts_of(service.client) == [(0, 6, 8), (3, 5, 3)]
 
 
 def test_what_an_engine_sends_beside_a_trainer_opens_no_attempt(
@@ -245,7 +246,7 @@ def _rollout(number: int) -> dict[str, Any]:
 
 # --- what a session is
 def test_a_hook_says_its_session_in_all_that_it_sends() -> None:
-    model, said = tiny(), list[dict[str, str]]()
+    model = tiny()
     with receiver() as service:
         for began in (4, 9):
             hook = DrafterHook(model, service.url, aux_layers=AUX, policy_version=began)
@@ -511,8 +512,7 @@ def test_the_ranks_of_a_trainer_are_of_one_session(bench: Bench, service: Runnin
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     for _ in range(2):
         subprocess.run(command, env=environment, check=True, timeout=200)
-    worker = bench.worker()
-    bench.drain(worker)
+        bench.drain(bench.worker())
     assert attempts_of(service.client) == [(0, 1, 4), (0, 1, 4)]
     assert bench.redis.zcard("da:{default}:sessions") == 2
     assert bench.queue.counters()["skipped_total"] == 0
