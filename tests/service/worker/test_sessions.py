@@ -451,14 +451,13 @@ def trainer(url: str, *words: int) -> Iterator[subprocess.Popen[bytes]]:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     command = [sys.executable, str(Path(__file__).with_name("session_trainer.py")), url, *map(str, words)]
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"sent\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"sent\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
