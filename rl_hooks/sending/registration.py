@@ -357,13 +357,14 @@ class RunRegistration:
         return Job("PUT", run_path(run), self.encode, sum(t.data.nbytes for t in self.tensors.values()), keep=True)
 
 
-def head_job(run: str, weight: Tensor, policy_version: int, *, went_back: bool = False) -> Job:
+def head_job(run: str, weight: Tensor, policy_version: int, *, went_back: bool = False, session: str = "") -> Job:
     """`PUT /runs/{run}/head` with a snapshot of `lm_head` as it is now.
 
-    `went_back`: this process has loaded an earlier checkpoint, which no registration tells the service.
+    `went_back`: this process has loaded an earlier checkpoint, which no registration tells the service. `session`: the
+    trainer's, if it has one.
     """
     tensors = {"lm_head": as_wire(snapshot(weight))}
-    metadata = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version)}
+    metadata = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version), "session": session}
     if went_back:
         metadata["went_back"] = "1"
     size = weight.numel() * weight.element_size()
