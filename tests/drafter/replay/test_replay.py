@@ -27,9 +27,9 @@ from drafter_worlds import SHAPES, world
 from drafter.batch import RolloutBatch
 from drafter.errors import BatchRejected, DrafterError
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.reference.decode import Generation, generate
 from drafter.replay.acceptance import find_segments
 from drafter.replay.replay import conditional_acceptance, prompt_groups, replay
+from examples.reference.decode import Generation, generate
 
 DEPTH = 3
 Live = Callable[..., tuple[Generation, RolloutBatch]]
