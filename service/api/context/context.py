@@ -64,8 +64,7 @@ class _Kept:
     @functools.cached_property
     def queue(self) -> AsyncRolloutQueue:
         settings = self._context.settings
-        bounds = settings.remembered_bytes, settings.queue_max_rollouts
-        return AsyncRolloutQueue(self._context.redis, self._run, *bounds)
+        return AsyncRolloutQueue(self._context.redis, self._run, settings.queue_max_rollouts)
 
     @functools.cached_property
     def pointer(self) -> Pointer:

@@ -238,8 +238,6 @@ async def check_queue(context: ServiceContext, run: str, length: int) -> Room:
         context.disk.want_room(4 * length)
     elif share - dead < wanted and not full:
         gives_way = share - wanted
-    if settings.overflow == "drop_oldest":
-        full = coming + length > limit_bytes  # else room is made when the entry is added
     if full:
         await context.soon(context.queue(run).count_rejected())
         raise queue_full(context, run, Depth(items, size + coming, rollouts), length, limit_bytes)
@@ -249,7 +247,7 @@ async def check_queue(context: ServiceContext, run: str, length: int) -> Room:
 def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limit_bytes: int) -> Problem:
     """The answer to a batch of `length` bytes that finds the run's queue full, naming a limit that it meets."""
     settings = context.settings
-    if held.bytes + length > limit_bytes:  # first: with `drop_oldest` it alone refuses
+    if held.bytes + length > limit_bytes:
         whose = "DRAFTALIGN_QUEUE_MAX_BYTES" if limit_bytes == settings.queue_max_bytes else "its share of the disk"
         found = f"{in_units(held.bytes)} of {in_units(limit_bytes)} ({whose}), and this file has {in_units(length)}"
     elif held.items >= settings.queue_max_items:
@@ -375,13 +373,13 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room:
     settings, spool = context.settings, context.spool
     try:
         outcome = await context.queue(run).enqueue(
-            batch, max_items=settings.queue_max_items, max_bytes=room.limit_bytes, overflow=settings.overflow
+            batch, max_items=settings.queue_max_items, max_bytes=room.limit_bytes
         )
     except OutOfMemoryError:  # the script changed nothing, and each try leaves a file
         await _delete_unless_named(context, run, batch)
         raise
-    for dropped in outcome.dropped:
-        spool.delete(run, dropped)
+    if outcome.replaced is not None:
+        spool.delete(run, outcome.replaced)
     if outcome.outcome == "accepted" and context.first_accepted(run):
         log.info("%s: first batch accepted since this process began: policy %d, %d rollouts, %d tokens",
                  run, batch.policy_version, batch.rollouts, batch.tokens)  # fmt: skip

@@ -18,13 +18,13 @@ from typing import Any, Final, Literal, NamedTuple
 import redis.asyncio
 from redis.exceptions import ResponseError
 
-from service.storage.queue.keys import ENDED_SECONDS, GROUP, REMEMBERED_BYTES, Keys, lua, strings, text
+from service.storage.queue.keys import ENDED_SECONDS, GROUP, Keys, lua, strings, text
 
 #: Rollouts that may wait in one run's queue: Redis has a key of some 270 bytes for each, so 35 MiB.
 QUEUED_ROLLOUTS: Final = 131_072
 COUNTERS: Final = (
     *("items", "bytes", "accepted_total", "duplicates_total", "rejected_total", "acked_total", "skipped_total"),
-    *("dead_total", "dropped_total", "put_back_total", "dead_file_bytes"),
+    *("dead_total", "put_back_total", "dead_file_bytes"),
 )
 #: What `held.lua` keeps in one string: all but the last are counters.
 HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total", "newest")
@@ -68,7 +68,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """Outcome of an enqueue. `dropped`: blobs of batches that were dropped for this one; delete their files.
+    """Outcome of an enqueue. `replaced`: the damaged file that this one replaces; delete it.
 
     `disowned`: the reaper had already marked the file as an orphan, and may have deleted it. `gone`: the dead batch
     that was to be put back has no file any more. `known`: its rollouts that came in an earlier batch; a duplicate's all
@@ -78,7 +78,7 @@ class Enqueued:
 
     outcome: Literal["accepted", "duplicate", "full", "disowned", "gone"]
     state: str
-    dropped: tuple[str, ...] = ()
+    replaced: str | None = None
     dead_total: int = 0  # of the run so far
     last_dead_reason: str = ""  # of the newest of them
     known: int = 0
@@ -87,7 +87,7 @@ class Enqueued:
 
 
 class AsyncRolloutQueue:
-    """The queue of one run: admission, enqueue, and the state of a batch. `remembered_bytes`: as of `RolloutQueue`.
+    """The queue of one run: admission, enqueue, and the state of a batch.
 
     `max_rollouts`: that may wait in the queue; Redis has a key for each.
     """
@@ -96,15 +96,13 @@ class AsyncRolloutQueue:
         self,
         redis: redis.asyncio.Redis,
         run: str,
-        remembered_bytes: int = REMEMBERED_BYTES,
         max_rollouts: int = QUEUED_ROLLOUTS,
     ) -> None:
         self.run = run
         self._redis: Any = redis
         self._keys = Keys(run)
-        self._remembered_bytes = remembered_bytes
         self._max_rollouts = max_rollouts
-        self._enqueue = redis.register_script(lua("held") + lua("remember") + lua("enqueue"))
+        self._enqueue = redis.register_script(lua("held") + lua("enqueue"))
         self._disown = redis.register_script(lua("disown"))
         self._shorten = redis.register_script(lua("remember") + lua("shorten"))
 
@@ -171,7 +169,6 @@ class AsyncRolloutQueue:
         *,
         max_items: int,
         max_bytes: int,
-        overflow: Literal["reject", "drop_oldest"] = "reject",
         put_back: str = "",
     ) -> Enqueued:
         """Enqueue a batch whose file is already in the spool, unless it is a duplicate or the queue is full.
@@ -180,21 +177,22 @@ class AsyncRolloutQueue:
         duplicate if it is dead no more, or has died again.
         """
         keys = self._keys
-        args = [max_items, max_bytes, overflow, GROUP, ENDED_SECONDS, keys.prefix]
+        args = [max_items, max_bytes, keys.prefix]
         args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
         args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
-        args += [put_back, self._remembered_bytes, self._max_rollouts]
+        args += [put_back, self._max_rollouts]
         of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
         reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]
         match reply[0]:
             case "accepted":
-                return Enqueued("accepted", "queued", tuple(reply[5:]), int(reply[2]), reply[3], int(reply[4]))
+                replaced = reply[5] if reply[5:] else None
+                return Enqueued("accepted", "queued", replaced, int(reply[2]), reply[3], int(reply[4]))
             case "duplicate":
-                return Enqueued("duplicate", reply[1], (), int(reply[2]), reply[3], int(reply[4]))
+                return Enqueued("duplicate", reply[1], None, int(reply[2]), reply[3], int(reply[4]))
             case "disowned" | "gone":
                 return Enqueued(reply[0], "")
             case _:
-                return Enqueued("full", "", tuple(reply[4:]), held=Depth(*map(int, reply[1:4])))
+                return Enqueued("full", "", held=Depth(*map(int, reply[1:4])))
 
     async def disown(self, batch_id: str, blob: str) -> bool:
         """Mark a spooled file as an orphan, so that it can be deleted. False, and no mark, if its entry names it."""
