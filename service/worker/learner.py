@@ -124,9 +124,8 @@ class Learner:
             self.judge.controller = Controller.from_json(state["controller"])
             self.journal.restore(state)
             self.gate.restore(state["gate"])
-            recent, known, _ = state["recent"], state["recent_known"], state["applied"]
-        supposed = Drafting.supposed(self._settings).model_dump()
-        if state.get("drafting", supposed) != supposed:  # absent: of before it was kept
+            recent, known, drafting, _ = (state[name] for name in ("recent", "recent_known", "drafting", "applied"))
+        if drafting != Drafting.supposed(self._settings).model_dump():
             self._measure_from_scratch()
         self.recent.restore(recent, self._layout.spool(self.run), known, self.target.normalised)
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
