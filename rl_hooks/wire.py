@@ -15,7 +15,7 @@ is read for an EAGLE-3 drafter. An MTP module reads `last_hidden` of prompts too
 which rows a run wants, as `last_rows` of its answers; a sender that has not heard it sends all.
 
 A file may hold the states of a prompt that several of its rollouts share once: then `aux_rows` says which row of
-`aux_hidden` (and of its scales) each token has. The service says that it reads it, as `prompts_once` of its answers.
+`aux_hidden` (and of its scales) each token has.
 
 Errors: all are `WireError`; the message says the expected value, the value found and the remedy.
 """

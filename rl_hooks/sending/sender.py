@@ -122,11 +122,6 @@ class RolloutSender:
         """Rows of the last state that the service wants in the run's files (`wire.LastRows`)."""
         return self._delivery.last_rows
 
-    @property
-    def prompts_once(self) -> bool:
-        """Whether the service reads the states of a prompt that rollouts share from one of them (`aux_rows`)."""
-        return self._delivery.prompts_once
-
     def standing(self) -> dict[str, float | str]:
         """How the run stands, as the service said last (`Standing.facts`); what is not known is left out."""
         with self._guard():

@@ -202,7 +202,7 @@ class RolloutStaging:
         def body() -> Sequence[bytes | memoryview]:
             if self.agreement is not None:
                 self.agreement.judge()
-            return staged.encode(metadata, prompts_once=sender.prompts_once)
+            return staged.encode(metadata)
 
         sender.submit(
             body,

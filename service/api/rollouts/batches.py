@@ -59,7 +59,7 @@ class Receipt(BaseModel):
     `known_rollouts`: those of its rollouts that came in an earlier batch, by their ids, and are not used again. A file
     that holds nothing else is a duplicate. `dead_total` and `last_dead_reason` count all the run's batches so far: a
     batch can die only after its own answer. `last_rows`: what the run's next files must hold of `last_hidden` and
-    `logsumexp` at least (`rl_hooks.wire`). `prompts_once`: they may hold `aux_rows`. `direct_uploads`: they may go
+    `logsumexp` at least (`rl_hooks.wire`). `direct_uploads`: they may go
     straight to an object store (`POST /rollouts/direct`).
     """
 
@@ -71,7 +71,6 @@ class Receipt(BaseModel):
     last_dead_reason: str = ""
     known_rollouts: int = 0
     last_rows: LastRows
-    prompts_once: bool = True
     direct_uploads: bool = False
     warning: str | None = None
 

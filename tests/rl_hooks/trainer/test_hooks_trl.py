@@ -122,7 +122,6 @@ def test_three_steps_deliver_every_rollout_once_with_its_version_and_reward(
 
 def test_the_groups_of_a_step_share_the_states_of_their_prompts(service: Receiver, tmp_path: Path) -> None:
     """TRL shuffles a step's rollouts, and pads them; each file holds two groups of four."""
-    service.answer = lambda _: (202, {}, {"duplicate": False, "prompts_once": True})
     trainer = make_trainer(tmp_path)
     attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True, dtype="float8_e4m3_all")
     trainer.train()

@@ -75,7 +75,6 @@ def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningSe
         "last_dead_reason": "",
         "known_rollouts": 0,
         "last_rows": "predicting",
-        "prompts_once": True,
         "direct_uploads": False,
         "warning": None,
     }

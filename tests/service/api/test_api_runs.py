@@ -46,7 +46,6 @@ def test_a_run_is_created_once_and_described(bare: RunningService, redis_client:
     assert created.status_code == 201
     document = bare.client.get("/runs/exp-1.a_B").json()
     assert document == created.json()
-    assert document["prompts_once"] is True
     assert document["target_fingerprint"] == FINGERPRINT
     assert (document["vocab_size"], document["hidden_size"], document["aux_layers"]) == (VOCAB, HIDDEN, list(LAYERS))
     assert (document["drafter"], document["reference_version"], document["latest_head"]) == (None, None, None)
