@@ -177,7 +177,7 @@ class AsyncRolloutQueue:
         duplicate if it is dead no more, or has died again.
         """
         keys = self._keys
-        args = [max_items, max_bytes, keys.prefix]
+        args: list[str | int] = [max_items, max_bytes, keys.prefix]
         args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
         args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
         args += [put_back, self._max_rollouts]

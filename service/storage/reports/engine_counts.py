@@ -87,7 +87,7 @@ class Account:
         # `astuple` would copy each prompt's counts.
         blocks = [[getattr(block, one.name) for one in fields(Block)] for block in self.blocks]
         steps = list(map(astuple, self.steps))
-        document = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
+        document: dict[str, Any] = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
         document |= {"lives": self.lives, "behind": self.behind}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 

@@ -281,4 +281,4 @@ def _or(value: float, otherwise: float) -> float:
 def _without_drafter(found: Replay) -> Replay:
     """What plain decoding does with the same rollouts: one token a round."""
     nothing = np.zeros_like(found.accepted)
-    return Replay(found.tokens, found.tokens.copy(), np.zeros_like(found.rounds), nothing, nothing.copy())
+    return Replay(found.tokens, found.tokens.copy(), nothing, nothing.copy())
