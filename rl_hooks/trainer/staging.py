@@ -82,11 +82,8 @@ class RolloutStaging:
             strata=plan.strata,
             prompt_hashes=plan.prompt_hashes,
             drafter_version="" if self.drafter_version is None else self.drafter_version(),
-            extra={
-                "rank": str(self.rank),
-                "world_size": str(self.world_size),
-                "logprobs_source": "trainer" if plan.index.logprobs is None else "sampler",
-            },
+            # For whoever looks into a file that was refused.
+            extra={"rank": str(self.rank), "world_size": str(self.world_size)},
         )
 
     def targets(self, plan: BatchPlan, device: torch.device) -> Targets:
@@ -204,12 +201,7 @@ class RolloutStaging:
                 self.agreement.judge()
             return staged.encode(metadata)
 
-        sender.submit(
-            body,
-            size_bytes=staged.data_bytes,
-            batch_id=wire.batch_id(sender.run, plan.policy_version, plan.rollout_ids),
-            policy_version=plan.policy_version,
-        )
+        sender.submit(body, size_bytes=staged.data_bytes)
 
 
 def _check_generated(plan: BatchPlan, vocab_size: int) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers, sound
+from service.monitor.counts import LiveAlpha, ServerLine, by_method, live_sums, servers, sound
 from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, DrafterSums, RunEvent, ScoreRecord
 
 
@@ -129,14 +129,12 @@ class Point:
     alpha_ngram_half_width: float | None
     alpha_best: float | None
     alpha_best_half_width: float | None
-    alpha_served_compared: float | None
     best_version: str | None
     publication_lag: float | None
     entropy: float | None
     reward: float | None
     alpha_live: float | None
     live_rounds: int | None
-    live_by_drafter: Mapping[str, LiveAlpha]
     live_by_method: Mapping[str, LiveAlpha]
     action: str | None
     published_total: float | None
@@ -335,14 +333,12 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
         rollouts=sum(r.rollouts or 0 for r in scores),
         rollouts_replayed=int(served.rollouts) or None if served is not None else None,
         tokens=sum(r.tokens or 0 for r in scores),
-        alpha_served_compared=None if compared is None else compared.alpha,
         best_version=None if best is None else best[0],
         publication_lag=None if best is None or compared is None else best[1].alpha - compared.alpha,
         entropy=_ratio((None if r.logprob_sum is None else -r.logprob_sum, r.logprob_tokens) for r in scores),
         reward=_ratio((r.reward_sum, r.reward_count) for r in scores),
         alpha_live=None if live is None else live[0] / live[1],
         live_rounds=None if live is None else int(live[1]),
-        live_by_drafter=by_drafter(acceptances),
         live_by_method=by_method(acceptances),
         action=max(((r.created, r.action) for r in scores if r.action is not None), default=(0.0, None))[1],
         published_total=_highest(r.published_total for r in scores),

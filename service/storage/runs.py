@@ -65,7 +65,6 @@ class RunRecord(BaseModel):
     hidden_size: int
     policy_version: int
     draft_vocab_size: int | None
-    has_drafter: bool
     last_rows: LastRows  # that its drafters read
     bytes: int
     created: float
@@ -107,7 +106,6 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
         hidden_size=config["hidden_size"],
         policy_version=int_field(meta, "policy_version"),
         draft_vocab_size=size,
-        has_drafter="drafter_config" in meta,
         last_rows=_last_rows(meta),
         bytes=header.file_bytes,
         created=time.time(),

@@ -346,8 +346,8 @@ class VllmTap:
 
     def _send(self, batch: Sequence[Collected]) -> None:
         assert self.sender is not None  # noqa: S101 - other ranks collect nothing
-        parts, batch_id = self._file(batch, last_rows=self.sender.last_rows)
-        self.sender.submit(parts, batch_id=batch_id, policy_version=batch[0].policy_version)
+        parts, _ = self._file(batch, last_rows=self.sender.last_rows)
+        self.sender.submit(parts)
 
     def close(self) -> None:
         """Send what was collected, for some seconds at most."""

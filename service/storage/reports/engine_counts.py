@@ -238,7 +238,7 @@ class EngineCounts:
         changes, placed = _Changes(), report
         said = None if unplaced is None else read(AcceptanceRecord, unplaced)
         if of_all:
-            placed = replace(report, policy_version=None if latest is None else int(latest), as_of_arrival=True)
+            placed = replace(report, policy_version=None if latest is None else int(latest))
         name = acceptance_key(reporter, drafter, placed.policy_version)
         previous = await self._record(name)
         whole = not of_all and said is None  # the record says the same as the report

@@ -255,7 +255,6 @@ def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(
     (tmp_path / "files").mkdir()
     (file,) = files_of(service, attachment, tmp_path / "files")
     mask, logprobs, cu = (file.array(n) for n in ("loss_mask", "logprobs", "cu_seqlens"))
-    assert file.header.metadata["logprobs_source"] == "sampler"
     assert set(logprobs[mask == 1].tolist()) == {-0.5}
     assert set(logprobs[mask == 0].tolist()) == {0.0}
     for begin, end in itertools.pairwise(cu):
