@@ -378,7 +378,10 @@ def _best(scores: Iterable[ScoreRecord]) -> tuple[str | None, DrafterSums] | Non
 
 
 def _likely(having: Sequence[ScoreRecord], version: str, scores: Sequence[ScoreRecord]) -> DrafterSums | None:
-    """Sums that a version has at least, likely, on all these records, from those that have it; None: nobody knows."""
+    """A cautious estimate of a version's sums on all `scores`, from the records `having` that replayed it.
+
+    Its α there is taken beside the served drafter's, and lowered by the error of that ratio. None: there is no error.
+    """
     sums = sum((_by_name(record)[version] for record in having), DrafterSums(0.0, 0.0))
     beside, served, error = _pool(having, "served"), _pool(scores, "served"), _ratio_error(having, version)
     if beside is None or served is None or error is None:

@@ -216,10 +216,11 @@ class Journal:
             del self._unsent[next(iter(self._unsent))]
 
     def abandoned_until(self, unfinished: Sequence[Entry]) -> float:
-        """When the last batch came of an attempt that the trainer has given up, in Unix ms; -inf: it never did.
+        """When the last batch of the newest abandoned attempt came, in Unix ms; -inf: the trainer never went back.
 
-        A registration at an earlier version alone says nothing: many register at 0, and go on where they were. So it is
-        the next attempt's batches that tell, as for the curves (`attempts`). `unfinished`: those that are in the queue.
+        The batches of the attempt after it show that it was abandoned, as in the curves (`attempts`). A registration at
+        an earlier version does not: many trainers register at 0, and go on where they were. `unfinished`: what is in
+        the queue.
         """
         if not (returns := self._store.returns()):
             return -math.inf

@@ -226,10 +226,10 @@ class RecentRollouts:
                 self._drop(name)
 
     def _outdated(self, heads: Sequence[tuple[int, int]], until_ns: float) -> set[str]:
-        """Names of the batches of a policy version that was reached again.
+        """Names of the batches that a trainer made before it went back.
 
-        A head outdates the batches of its version and of higher ones that came before it, if there are any of a higher
-        one. What came after `until_ns` stays.
+        A head at version v shows that the trainer went back if a batch of a version above v came before the head. Then
+        all earlier batches of version v and above are outdated. Batches that came after `until_ns` stay.
         """
         kept, came_ns = self._kept.values(), {name: self._came_ns(name) for name in self._kept}
         found = set[str]()
@@ -376,10 +376,10 @@ def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
 def _fill(
     batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator, longest: int | None
 ) -> Iterator[tuple[KeptBatch, list[int]]]:
-    """Random whole rollouts of at most `longest` tokens, at least one if there is any, up to about `tokens`.
+    """Draw random whole rollouts of at most `longest` tokens each, up to about `tokens` together; at least one.
 
-    Of one policy version as far as they go: rollouts of another have another head, and need passes of their own. A
-    version comes up as often as it has rollouts, so that each rollout does as often as any other.
+    All are of one policy version where that has enough: another version has another head, and needs a pass of its own.
+    A version is drawn in proportion to its number of rollouts, so that every rollout has the same chance.
     """
     rollouts: dict[int, int] = {}
     for kept in batches:

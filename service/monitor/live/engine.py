@@ -134,9 +134,10 @@ class Scan:
 
 
 class _Prompts:
-    """What replay expects of blocks if their prompts are the hardest, or the easiest, that make as many tokens.
+    """The two bounds of what replay expects of blocks whose prompts are not known.
 
-    Of those of each policy version. `paired` blocks stay as they are: their prompts are known.
+    The lower one supposes that a block's prompts are the hardest of its policy version that make as many tokens, the
+    upper one the easiest. `paired` blocks count as they are: their prompts are known.
     """
 
     def __init__(self, replays: Replays) -> None:

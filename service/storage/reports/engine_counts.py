@@ -92,10 +92,10 @@ class Account:
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None, more: AcceptanceRecord) -> None:
-        """Count what a record holds more than the one that it replaces; both become the newest of their kind.
+        """Add to the sums what `record` has beyond `previous`, the record that it replaces.
 
-        `more`: what its rounds are a sum of and this report. Where nothing is replaced, what the engine counted of
-        this drafter and policy version before is of another attempt, and says nothing of it now.
+        `more`: what was counted since the report before. The drafter, and its pair with the policy version, become the
+        newest. Without a `previous`, kept blocks of this pair are of another attempt, and are dropped.
         """
         drafter, key = str(record.drafter_version), (str(record.drafter_version), record.policy_version)
         before = previous or AcceptanceRecord()

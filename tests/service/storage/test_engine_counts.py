@@ -200,7 +200,8 @@ def test_running_sums_are_those_of_reading_everything(
 
 def point_live(records: list[AcceptanceRecord]) -> dict[int, Any]:
     policies = sorted({record.policy_version for record in records if record.policy_version is not None})
-    return {policy: by_drafter([r for r in records if r.policy_version == policy]) for policy in policies}
+    found = {policy: by_drafter([r for r in records if r.policy_version == policy]) for policy in policies}
+    return {policy: (alphas, sum(one.rounds for one in alphas.values())) for policy, alphas in found.items() if alphas}
 
 
 def of_reporters(records: list[AcceptanceRecord]) -> dict[str, tuple[int, int]]:
