@@ -186,7 +186,7 @@ class Snapshot:
 
     @classmethod
     def of_exact(cls, exact: ExactCounts, gone: Counts, policy_version: int | None) -> Self:
-        """Of an engine that counts by version; `gone`: what it counted for versions that it no longer lists."""
+        """Make one of counts by version. `gone`: what the engine counted for versions that it no longer lists."""
         total = sum((replace(counts, by_prompt={}) for _, _, counts in exact), gone)
         return cls(total, policy_version, exact=exact)
 

@@ -299,9 +299,9 @@ def alpha_series(
 
 
 def placed(history: Iterable[RunEvent], scores: Iterable[Scored]) -> Iterator[RunEvent]:
-    """Give events of the registry. One about a version that was there already says where the run was then.
+    """Pass the registry's events on. One about an older version gets `at_policy_version`: what was worked on then.
 
-    Its own `policy_version` is of that drafter.
+    The event's own `policy_version` is that of the drafter.
     """
     begun: list[tuple[float, int]] | None = None  # when each policy version was being worked on
     for event in history:
@@ -390,7 +390,7 @@ def _likely(having: Sequence[ScoreRecord], version: str, scores: Sequence[ScoreR
 
 
 def _by_name(record: ScoreRecord) -> dict[str, DrafterSums]:
-    """Sums of all drafters that a record was scored with, by version; by role where the version is not known."""
+    """Sums of each drafter that a record was scored with, by version, or by role where the version is not known."""
     roles = {"served": record.drafter_version or "served", "candidate": "candidate"}
     roles |= {"best": record.best_version or "best"} | ({"frozen": "frozen"} if record.replayed is None else {})
     named = [(name, sums) for role, name in roles.items() if (sums := record.sums(role)) is not None]

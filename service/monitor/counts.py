@@ -51,9 +51,9 @@ def is_late(now: AcceptanceRecord, before: AcceptanceRecord) -> bool:
 
 
 def _pairs(now: AcceptanceRecord, before: AcceptanceRecord) -> Iterator[tuple[int, int]]:
-    """Each count that both have and that only grows, now and before.
+    """Pairs of each count that both have and that never falls: now and before.
 
-    Emitted tokens are a difference of counters that an engine's page may tell apart in time: they may fall.
+    Emitted tokens are not among them: they are a difference of two counters that may be read at different times.
     """
     for name in ("rounds", "accepted_tokens", "drafted_tokens"):
         new, old = getattr(now, name), getattr(before, name)

@@ -465,7 +465,7 @@ def _standing(facts: RunFacts, now: Current, alpha: float, says: str) -> Headlin
 
 
 def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
-    """What more training would do: a trouble where it harms, else a note where there is something to say."""
+    """Say what more training would do: a warning where it harms, else perhaps a note."""
     words = {"hurt": "Training hurts", "training_bound": "Training-bound", "unpaid": "Unpaid"}
     words |= {"converged": "Converged", "resting": "Resting"}
     if advice is not None and advice.state in words:

@@ -56,9 +56,9 @@ class Totals:
 
 
 class _Pace:
-    """How busy the worker is: the share of the time that it trains, over about the last twenty times it took batches.
+    """The share of its time that the worker trains, over about its last twenty claims.
 
-    Not in a checkpoint: it is known again after two claims.
+    No checkpoint holds it: it is known again after two claims.
     """
 
     def __init__(self) -> None:

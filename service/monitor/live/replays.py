@@ -200,7 +200,7 @@ class Replays:
         return {v: c for v, c in self._of.get(block.policy_version, {}).items() if v != block.drafter_version}
 
     def survival(self, drafter_version: str) -> list[float]:
-        """Share of a version's rounds that keep the first draft, the first two, ...; empty where nobody knows."""
+        """Shares of a version's rounds that keep the first draft, the first two, ...; empty where not known."""
         cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]
         pooled = _pooled(cells) if cells else None
         return [] if pooled is None else [min(max(kept / pooled.rounds, 0.0), 1.0) for kept in pooled.accepted]

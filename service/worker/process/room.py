@@ -127,9 +127,9 @@ class Room:
         return True
 
     def close_wanted(self) -> bool:
-        """Close idle runs as `close_idle_for` asked; whether it had.
+        """Close idle runs if `close_idle_for` asked for it; returns whether it did.
 
-        Not sooner than in the next turn: what was raised has kept what the failed run had.
+        That is done in the next turn, since the exception that was raised still holds the failed run's memory.
         """
         if not self._to_close:
             return False

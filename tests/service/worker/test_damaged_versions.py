@@ -272,6 +272,7 @@ def test_a_checkpoint_without_its_sums_is_refused_by_name(bench: Bench, worker: 
     for _ in range(5):
         restarted._turn()
     error = Store(bench.redis, RUN).worker().error
+    assert error is not None
     assert f"{bench.checkpoint()}/crc32.json cannot be read" in error
     assert "move the directory away" in error
     shutil.move(bench.checkpoint(), tmp_path)
