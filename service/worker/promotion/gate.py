@@ -214,7 +214,7 @@ class Gate:
     def replay_sent(self, batch: RolloutBatch, path: Path) -> dict[str, Replay]:
         """Replay the sent drafter that has waited longest for its verdict; empty where none waits.
 
-        One that cannot be replayed is refused: no batch is to blame for it.
+        One that cannot be replayed is refused: that is no batch's fault.
         """
         version = next(iter(self._lineage.waiting()), None)
         if version is None:
