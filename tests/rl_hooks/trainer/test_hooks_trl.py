@@ -122,7 +122,6 @@ def test_three_steps_deliver_every_rollout_once_with_its_version_and_reward(
 
 def test_the_groups_of_a_step_share_the_states_of_their_prompts(service: Receiver, tmp_path: Path) -> None:
     """TRL shuffles a step's rollouts, and pads them; each file holds two groups of four."""
-    service.answer = lambda _: (202, {}, {"duplicate": False, "prompts_once": True})
     trainer = make_trainer(tmp_path)
     attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True, dtype="float8_e4m3_all")
     trainer.train()
@@ -256,7 +255,6 @@ def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(
     (tmp_path / "files").mkdir()
     (file,) = files_of(service, attachment, tmp_path / "files")
     mask, logprobs, cu = (file.array(n) for n in ("loss_mask", "logprobs", "cu_seqlens"))
-    assert file.header.metadata["logprobs_source"] == "sampler"
     assert set(logprobs[mask == 1].tolist()) == {-0.5}
     assert set(logprobs[mask == 0].tolist()) == {0.0}
     for begin, end in itertools.pairwise(cu):
