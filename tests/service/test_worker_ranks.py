@@ -22,6 +22,7 @@ import pytest
 import torch
 from agent_fixtures import eventually
 from rank_fixtures import run_two_ranks
+from record_fixtures import told
 from safetensors.torch import load_file
 from worker_fixtures import Bench, World, final_state, states, wait_until_gone
 
@@ -264,7 +265,7 @@ def learnt_by_two(directory: Path, redis_url: str, fault: Callable[[int], object
         if fault is not None:
             assert run_ranks(bench, lead, fault) != 0
         assert run_ranks(bench, lead) == 0
-        events = [e for e in registry.history.read("default") if e["event"] in ("published", "rolled_back")]
+        events = [e for e in told(registry) if e["event"] in ("published", "rolled_back")]
         moves = [(e["event"], e["sequence"], e["version"], e["parent"]) for e in events]
         for version in registry.versions("default"):
             registry.verify("default", version)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from record_fixtures import told
 from worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
@@ -295,7 +296,7 @@ def test_what_a_version_gains_is_measured_on_rollouts_that_came_after_it(bench: 
     for number in range(24):
         bench.post(f"step{number}", rollouts=64)
         bench.drain(worker)
-    history = Registry(bench.layout).history.read("default")
+    history = told(Registry(bench.layout))
     published = [e for e in history if e["event"] == "published" and e.get("gate")]
     realised = [e for e in history if e["event"] == "realised"]
     assert realised
@@ -317,7 +318,7 @@ def test_where_each_batch_holds_one_prompt_promises_are_measured_too(bench: Benc
         bench.post(f"group{number}", prompts=[1000 + number] * 32)
         bench.drain(worker)
         levels.append(worker.learner.gate.state["level"])
-    realised = [e for e in Registry(bench.layout).history.read("default") if e["event"] == "realised"]
+    realised = [e for e in told(Registry(bench.layout)) if e["event"] == "realised"]
     assert realised
     assert any(level is not None for level in levels)
     for event in realised:
