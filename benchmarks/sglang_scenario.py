@@ -36,7 +36,7 @@ from rl_hooks import wire
 from rl_hooks.agent.download import strip_shared
 from rl_hooks.engines.sglang.adapter import LOADER, SGLangEngine
 from rl_hooks.errors import EngineError, SwapRefusedError
-from rl_hooks.release import Manifest, Release
+from rl_hooks.release import Release, VerifiedManifest
 
 #: That ask at once; and answers over which α is taken.
 CLIENTS, REQUESTS = 8, 64
@@ -121,7 +121,7 @@ def release(home: Path, name: str, source: Path) -> Release:
     shutil.copytree(source, path)
     (path.parent / "engines").mkdir(exist_ok=True)
     strip_shared(path / "model.safetensors")
-    return Release(Manifest("scenario", name, 1, "", "", (), "", ""), path)
+    return Release(VerifiedManifest("scenario", name, 1, "", "", (), "", ""), path)
 
 
 def poison(release_: Release) -> None:

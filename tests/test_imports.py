@@ -119,11 +119,26 @@ def test_the_arrows_between_rooms_are_these_and_no_others(package: str) -> None:
     assert arrows(package) == stated
 
 
+def floors(arrows_to: dict[str, set[str]]) -> list[set[str]]:
+    """The rooms, lowest floor first: each stands above all that it imports from. Rooms in a circle are on none."""
+    above, found = arrows_to, list[set[str]]()
+    while floor := {room for room, to in above.items() if not to}:
+        found.append(floor)
+        above = {room: to - floor for room, to in above.items() if room not in floor}
+    return found
+
+
 def test_no_arrow_runs_in_a_circle() -> None:
-    below: dict[str, set[str]] = {room: set(to.split()) & set(ARROWS) for room, to in ARROWS.items()}
-    while leaves := {room for room, to in below.items() if not to}:
-        below = {room: to - leaves for room, to in below.items() if room not in leaves}
-    assert below == {}
+    stated = {room: set(to.split()) & set(ARROWS) for room, to in ARROWS.items()}
+    assert set().union(*floors(stated)) == set(ARROWS)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_states_arrows_and_floors_of_each_package(package: str) -> None:
+    found = arrows(package)
+    within = {room: to & found.keys() for room, to in found.items()}
+    row = f"| `{package}` | {sum(map(len, within.values()))} | {len(floors(within))} |"
+    assert row in (ROOT / "docs/reference/architecture.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -139,6 +154,16 @@ def test_no_room_holds_more_than_twelve_things(package: str) -> None:
         ]
         things = [p.name for p in code if not p.name.startswith("__")]
         assert len(things) <= 12, (folder, sorted(things))
+
+
+def test_a_class_name_means_one_thing_in_the_three_packages() -> None:
+    """A reader who searches for a class finds the one that is meant."""
+    homes: dict[str, list[str]] = {}
+    for path in (path for package in PACKAGES for path in files(package)):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
 @pytest.mark.parametrize("path", files("rl_hooks"), ids=lambda p: p.name)

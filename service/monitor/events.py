@@ -56,7 +56,7 @@ class Moved(Event):
     recovered: bool = False
 
 
-class Sent(Event):
+class DrafterSent(Event):
     """A person sent a drafter, which waits for the gate."""
 
     event: Literal["sent"] = "sent"
@@ -127,7 +127,7 @@ class Carried(Event):
 #: The model of each kind of event.
 KINDS: Final[Mapping[str, type[Event]]] = {
     name: kind
-    for kind in (Moved, Sent, Refused, HoldChanged, Realised, CanaryVerdict, RunStateSet, Carried)
+    for kind in (Moved, DrafterSent, Refused, HoldChanged, Realised, CanaryVerdict, RunStateSet, Carried)
     for name in get_args(kind.model_fields["event"].annotation)
 }
 

@@ -38,7 +38,7 @@ from service.errors import (
     RunDamaged,
     VersionNotFound,
 )
-from service.monitor.events import HoldChanged, Moved, Sent, lenient
+from service.monitor.events import DrafterSent, HoldChanged, Moved, lenient
 from service.monitor.records import HeldVersion
 from service.storage.drafters.versions import MANIFEST, Manifest, Versions, digests_of, version_number
 from service.storage.history.digest import SentDrafter
@@ -225,7 +225,7 @@ class Registry(Versions):
                 manifest = like.model_copy(update=facts)
                 self._commit(staged, manifest)
             policy_version = manifest.policy_version
-            sent = Sent(version=manifest.version, policy_version=policy_version, reason=reason, by=by)
+            sent = DrafterSent(version=manifest.version, policy_version=policy_version, reason=reason, by=by)
             self.history.record(run, sent)
         return manifest, new
 

@@ -79,7 +79,7 @@ class _Pace:
             self._passed = 0.95 * self._passed + now - before
 
 
-class Engines:
+class EngineReports:
     """What the engines of one run report. Not in a checkpoint: they go on reporting."""
 
     def __init__(self, store: Store, run: str) -> None:
@@ -133,7 +133,7 @@ class Journal:
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._pace = _Pace()
         self._quiet_until = 0  # tick before which a drift alarm is not logged again
-        self.engines = Engines(store, run)
+        self.engines = EngineReports(store, run)
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
 
     @property

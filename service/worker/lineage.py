@@ -31,7 +31,7 @@ from service.storage.drafters.versions import Manifest
 from service.storage.history.digest import SentDrafter
 from service.storage.layout import Layout
 from service.storage.registry import OFFERS, Registry
-from service.worker.checkpoint import full_disk_as_os_error, hand_over
+from service.worker.checkpoint import copy_to_ranks, full_disk_as_os_error
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -140,7 +140,7 @@ class Lineage:
         whole = {"run": self._run, "config": asdict(trainer.config), **order}
         trainer.ranks.shared(lambda: whole, idle=True)
         trainer.ranks.together(lambda: None)  # they map the files
-        hand_over(trainer, self._layout.worker(self._run))
+        copy_to_ranks(trainer, self._layout.worker(self._run))
 
     def served(self) -> Manifest | None:
         """What `GET /drafter/latest` offers now."""

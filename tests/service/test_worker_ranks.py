@@ -46,7 +46,7 @@ from service.settings import Settings
 from service.storage.queue.deliveries import MAX_DELIVERIES, RolloutQueue
 from service.storage.registry import Registry
 from service.storage.runs import change_state
-from service.worker.checkpoint import WorkerCheckpoint, hand_over, taken_over
+from service.worker.checkpoint import WorkerCheckpoint, copy_to_ranks, taken_over
 from service.worker.process.worker import Worker
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
@@ -564,7 +564,7 @@ def test_a_trainer_that_differs_in_the_last_bit_is_taken_over_and_an_equal_one_i
             own.step([(batch, policy)])
             if rank == 0:
                 own.ranks = ranks
-                hand_over(own, directory)
+                copy_to_ranks(own, directory)
                 continue
             wanted = own.fingerprint()
             mine = None if what == "absent" else changed(own, what)

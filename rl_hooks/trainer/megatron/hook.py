@@ -111,7 +111,7 @@ class MegatronHook:
         self._compared_version: int | None = None
         registration: RunRegistration | None = None
         try:
-            part = self._part = self._alone(
+            part = self._part = self._agreed(
                 lambda: ModelPart(model, target_config(as_target(config)), aux_layers, logit_map, self.ranks)
             )
             # Whole on rank 0 only, on the host.
@@ -130,7 +130,7 @@ class MegatronHook:
                     logit_map=part.logit_map,
                 )
 
-            registration = self._alone(register)
+            registration = self._agreed(register)
         except BaseException:
             self.close()
             raise
@@ -150,7 +150,7 @@ class MegatronHook:
         if registration is not None:
             self.sender.submit_job(registration.job(run))
 
-    def _alone(self, work: Callable[[], _Made]) -> _Made:
+    def _agreed(self, work: Callable[[], _Made]) -> _Made:
         """What `work` returns. Raises `UnsupportedModelError` on every rank where it fails on any."""
         made, error = None, ""
         try:

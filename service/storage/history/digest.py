@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from service.monitor.events import CanaryVerdict, Carried, Event, Moves, Sent, read_event
+from service.monitor.events import CanaryVerdict, Carried, DrafterSent, Event, Moves, read_event
 from service.storage.history.lines import entries
 from service.storage.layout import file_id
 
@@ -93,7 +93,7 @@ class HistoryDigest:
             self.sent = {version: SentDrafter(*sent) for version, sent in event.sent.items()} | self.sent
 
     def _read_sent(self, event: Event) -> None:
-        if isinstance(event, Sent):
+        if isinstance(event, DrafterSent):
             self.sent[str(event.version)] = SentDrafter(str(event.reason), event.by, self.published)
         elif event.event in ("published", "rolled_back", "refused"):
             self.sent.pop(str(event.version), None)

@@ -278,7 +278,7 @@ class Worker:
             run = at_work[-1]
             log.info("run %s is left to another worker, which has fewer", run)
             self._checkpoint_and_close(run)
-            self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
+            self._share.note_handed_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
 
     def _attend_to(self, run: str, now: float, *, due: bool = False) -> None:
         try:

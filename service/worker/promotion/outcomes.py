@@ -70,7 +70,7 @@ class Outcomes:
     def lasts(self, version: str) -> bool:
         """Whether an archived version may win by one claim: it has never won, or what it won lasted."""
         won = self._won.get(version)
-        return won is None or won.share >= _LASTED
+        return won is None or won.kept_share >= _LASTED
 
     @property
     def watched(self) -> str | None:

@@ -102,9 +102,9 @@ class Kept:
     @property
     def correction(self) -> float:
         """Realised to expected logarithmic gain, 1 where nothing is known."""
-        return min(max(self.share, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+        return min(max(self.kept_share, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
 
     @property
-    def share(self) -> float:
+    def kept_share(self) -> float:
         """The same without bounds."""
         return (_KEPT_BEFORE + self.realised) / max(_KEPT_BEFORE + self.expected, 1e-9)

@@ -140,5 +140,6 @@ def test_of_an_event_that_is_damaged_the_rest_is_known_and_of_an_unknown_kind_wh
     unknown = read_event({"event": "of_later", "sequence": 3, "time": math.inf, "reason": {"x": 1}})
     assert type(unknown) is Event
     assert unknown.written == {"event": "of_later", "sequence": 3, "reason": {"x": 1}}
-    for no_kind in (None, 3, [], {"x": 1}):
+    no_kinds: list[object] = [None, 3, [], {"x": 1}]
+    for no_kind in no_kinds:
         assert read_event({"event": no_kind, "sequence": 4}).written == {"sequence": 4}

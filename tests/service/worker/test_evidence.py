@@ -20,7 +20,7 @@ from worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, jo
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
 from drafter.replay.acceptance import Replay
-from drafter.replay.gate import Promise, Trial, compare
+from drafter.replay.gate import GainPosterior, Trial, compare
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.monitor.alpha import Compared
@@ -249,7 +249,7 @@ def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published(a
     """
     rng, published = np.random.default_rng(0), 0
     for _ in range(60):
-        trial, few = Trial(promise=Promise(variance=0.0)), rng.integers(1 << 60, size=7).astype(str)
+        trial, few = Trial(promise=GainPosterior(variance=0.0)), rng.integers(1 << 60, size=7).astype(str)
         for version in range(100):
             prompts = few if again else rng.integers(1 << 60, size=7).astype(str)
             looked = [
