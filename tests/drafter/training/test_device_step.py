@@ -287,7 +287,7 @@ def test_what_is_made_ahead_comes_in_order_with_its_errors() -> None:
             yield i
         raise OSError("the last one")
 
-    for device, thread in (("cpu", "MainThread"), ("meta", "ahead_0")):
+    for device, thread in (("cpu", "MainThread"), ("meta", "prefetch_0")):
         made.clear()
         found: list[int] = []
         with pytest.raises(OSError, match="the last one"):
