@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafter.replay.acceptance import Replay
-from drafter.replay.gate import Promise, Trial, compare
+from drafter.replay.gate import GainPosterior, Trial, compare
 
 Floats = npt.NDArray[np.float64]
 
@@ -127,7 +127,7 @@ def run(
     share: float = 1.0,
 ) -> Run:
     """Look until the challenger is published, at most `looks` times, each time after that share of a training."""
-    trial = trial or Trial(promise=Promise(variance=0.0))
+    trial = trial or Trial(promise=GainPosterior(variance=0.0))
     for _ in range(world.quiet):
         trial.trained()
         trial.take(compare(*batch(world, 0.0, rng)))
@@ -146,9 +146,9 @@ def run(
 
 def publishes(share: float, per_training: float, rng: np.random.Generator) -> list[Run]:
     """Four publishes of a challenger to which whole trainings bring so much, then four in parts: those are returned."""
-    world, rise, step, found = replace(FEW, per_training=per_training), 0.0, Promise().step, []
+    world, rise, step, found = replace(FEW, per_training=per_training), 0.0, GainPosterior().step, []
     for part in [1.0] * 4 + [share] * 4:
-        trial = Trial(promise=Promise(rise=rise, step=step, variance=0.0))
+        trial = Trial(promise=GainPosterior(rise=rise, step=step, variance=0.0))
         found.append(run(world, part * per_training, rng, trial=trial, share=part))
         rise, step = trial.promise.rise, trial.promise.step
     return [one for one in found[4:] if one.looks is not None]
@@ -156,7 +156,7 @@ def publishes(share: float, per_training: float, rng: np.random.Generator) -> li
 
 def late(before: int, gain: float, rng: np.random.Generator) -> int | None:
     """Looks that a gain needs to be published after so many looks at an equal challenger; None: not in 100."""
-    trial = Trial(promise=Promise(variance=0.0))
+    trial = Trial(promise=GainPosterior(variance=0.0))
     for _ in range(before):
         trial.trained()
         trial.take(compare(*batch(FEW, 0.0, rng)))

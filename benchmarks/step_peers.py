@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.device import ahead
+from drafter.device import prefetch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.model.eagle3_unroll import unroll
 from drafter.policy import Policy, TargetHead
@@ -170,7 +170,7 @@ def ours_trainer(case: Case) -> Step:
     policy = Policy(0, case.embed_tokens, TargetHead(case.head.cpu()))
     batches = [batch.to("cpu") for batch in case.batches]
     numbered = cycle(range(len(batches)))
-    prepared = ahead(((i, trainer.prepare(batches[i])) for i in numbered), trainer.device)
+    prepared = prefetch(((i, trainer.prepare(batches[i])) for i in numbered), trainer.device)
 
     def step(which: int = 0) -> dict[str, Tensor]:
         number, batch = next(prepared)

@@ -20,8 +20,9 @@ from typing import Final
 
 import numpy as np
 
+from service.monitor.events import Moved, Moves
 from service.monitor.headline import RunFacts, headline
-from service.monitor.records import AcceptanceRecord, Moves
+from service.monitor.records import AcceptanceRecord
 from service.storage.reports.engine_counts import Account
 
 KINDS: Final = ("always there", "asleep between generations", "agent away", "both")
@@ -143,7 +144,7 @@ def simulate(engines: int, hours: float, seed: int, stuck: int = 0) -> Found:
         while due <= at:
             version = f"v{len(published) + 1:06d}-0a"
             published.append(Publish(due, version))
-            moves.add({"event": "published", "time": due + apart, "sequence": len(published), "version": version})
+            moves.add(Moved(time=due + apart, sequence=len(published), version=version))
             due += float(random.uniform(120, 1800))
         one = fleet[number]
         again, reports = one.tick(at, published)

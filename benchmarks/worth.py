@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_hooks.engines.counters import Counts, Snapshot
-from rl_hooks.engines.step_times import StepTimes
+from rl_hooks.engines.step_times import StepSums
 from service.monitor.records import StepSample
 from service.monitor.worth import StepTime, pooled, speedups, tokens_per_round
 
@@ -56,7 +56,7 @@ class Found:
 
 def reported(time: Time, depth: int, rng: np.random.Generator) -> list[StepSample]:
     """What the agent beside one engine reports after some RL batches, whose sequences end one after the other."""
-    books, clock, scraped = StepTimes(), 0.0, 0.0
+    books, clock, scraped = StepSums(), 0.0, 0.0
     outputs = steps = waited = 0.0
     before: Snapshot | None = None
     pause = 1.0

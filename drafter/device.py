@@ -56,7 +56,7 @@ def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | N
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=towards)
 
 
-def ahead(items: Iterable[_T], device: torch.device) -> Iterator[_T]:
+def prefetch(items: Iterable[_T], device: torch.device) -> Iterator[_T]:
     """Yield the items, the next one made in a thread while the caller keeps `device` busy with this one.
 
     On CUDA the thread has a stream of its own: its copies run beside the caller's kernels. On a CPU, where the thread
@@ -66,7 +66,7 @@ def ahead(items: Iterable[_T], device: torch.device) -> Iterator[_T]:
         yield from items
         return
     iterator, end = iter(items), object()
-    with ThreadPoolExecutor(1, "ahead") as thread:
+    with ThreadPoolExecutor(1, "prefetch") as thread:
         thread.submit(_use_own_stream, device).result()  # no initializer: its error would not be told
         waiting = thread.submit(next, iterator, end)
         while (item := waiting.result()) is not end:

@@ -54,7 +54,7 @@ class OfferedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class VerifiedManifest:
     """The verified part of `GET /drafter/latest` that the agent acts on.
 
     `sequence` grows with every publish, rollback and re-push: a higher one with the same version asks for a new load.
@@ -85,7 +85,7 @@ class Manifest:
 class Release:
     """A downloaded, verified and stripped drafter in `path`, with its manifest."""
 
-    manifest: Manifest
+    manifest: VerifiedManifest
     path: Path
     #: SHA-256 by name of the two files that engines read, verified and stripped; empty where none were verified.
     sha256s: Mapping[str, str] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def files_digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{files[name]} {name}\n" for name in sorted(files)).encode()).hexdigest()
 
 
-def parse_manifest(document: object, run: str) -> Manifest:
+def parse_manifest(document: object, run: str) -> VerifiedManifest:
     """Verify a manifest of `run`; raises ManifestError naming the fault."""
     if not isinstance(document, dict):
         raise ManifestError(f"the manifest must be a JSON object, got {type(document).__name__}")
@@ -127,7 +127,7 @@ def parse_manifest(document: object, run: str) -> Manifest:
     kind = document.get("kind", "eagle3")
     if kind not in ("eagle3", "mtp"):
         raise ManifestError(f"kind: expected eagle3 or mtp, got {str(kind)[:80]!r}; update this agent")
-    manifest = Manifest(
+    manifest = VerifiedManifest(
         run=run,
         version=_name(document, "version"),
         sequence=_count(document, "sequence"),

@@ -10,14 +10,21 @@ from typing import Any
 from pydantic_core import to_json
 
 from service.monitor.counts import LiveAlpha, live_sums
+from service.monitor.events import Moves, RunEvent, read_event
 from service.monitor.live.blocks import Block, counted
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import Watch, watch
 from service.monitor.metrics import RunSnapshot
-from service.monitor.records import AcceptanceRecord, Moves, RunEvent, ScoreRecord, ServedDrafter, WorkerGauges, read
+from service.monitor.records import AcceptanceRecord, ScoreRecord, ServedDrafter, WorkerGauges, read
+from service.storage.registry import Registry
 
 Fields = Mapping[str, Any]
+
+
+def told(registry: Registry, run: str = "default") -> list[Fields]:
+    """A run's history, as it is written."""
+    return [event.written for event in registry.history.read(run)]
 
 
 def score(fields: Fields) -> ScoreRecord:
@@ -63,7 +70,7 @@ def stored(
     scored, counts = [score(one) for one in scores], [acceptance(one) for one in acceptances]
     moves = Moves()
     for event in history:
-        moves.add(event)
+        moves.add(read_event(event))
     return RunSnapshot(
         **{"now": time.time(), "published": moves.counts["published"], "watch": watched(scored, counts), **more},
         scores=scored,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from record_fixtures import gauges
 from redis import asyncio as aio
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
@@ -78,7 +79,7 @@ def note_death(bench: Bench, run: str) -> None:
     """As a process leaves it that is killed while it works on the run."""
     file = file_id(bench.layout.target(run))
     assert file is not None
-    WorkersStore(bench.redis, run).set_worker({"working": [*file, 1, time.time()]})
+    WorkersStore(bench.redis, run).set_worker(gauges({"working": [*file, 1, time.time()]}))
 
 
 def error_of(bench: Bench, run: str) -> Any:

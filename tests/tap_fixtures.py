@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_hooks.engines.collected import Request, Sampling
+from rl_hooks.engines.collected import Request, RequestSampling
 from rl_hooks.engines.tap import Head, Step
 
 VOCAB, HIDDEN, AUX, STOP = 30, 4, 2, 1
 GENERATOR = torch.Generator().manual_seed(0)
 HEAD = Head(torch.randn(VOCAB, HIDDEN, generator=GENERATOR))
-PLAIN = Sampling(1.0, 1.0, 0)
+PLAIN = RequestSampling(1.0, 1.0, 0)
 
 
 def states(tokens: Sequence[int], positions: Sequence[int]) -> Tensor:

@@ -24,6 +24,7 @@ from service.api.app import create_app
 from service.api.auth import allowed_scopes
 from service.cli.main import app as command_line
 from service.monitor import records
+from service.monitor.events import KINDS, Event, RunEvent
 from service.settings import SCOPES, Settings
 from service.storage.layout import Layout
 from service.storage.queue.keys import Keys
@@ -281,20 +282,17 @@ def test_the_tables_of_records_have_the_fields_of_the_models_and_no_others() -> 
     gauges = rows(page("docs/reference/architecture.md"))["da:{run}:worker"][1]
     assert {
         name for cell in gauges.split("`")[1::2] if re.fullmatch("[a-z_, ]+", cell) for name in cell.split(", ")
-    } == set(fields(records.WorkerGauges))
-    events = section("`GET /alpha`")
-    assert [name for name in fields(records.RunEvent) if name != "text" and f"`{name}`" not in events] == []
+    } == records.WorkerGauges.model_fields.keys()
+    told = section("`GET /alpha`")
+    assert [name for name in fields(RunEvent) if name != "text" and f"`{name}`" not in told] == []
 
 
-def test_whatever_the_worker_sets_is_a_gauge() -> None:
-    for module, function in (
-        ("journal", "_set_gauges"),
-        ("journal", "_drift_gauges"),
-        ("process/worker", "_note_work"),
-        ("process/worker", "_tell"),
-    ):
-        kinds = (records.WorkerGauges, records.LaneGauges)
-        assert dict_keys(f"service/worker/{module}.py", function) <= {name for kind in kinds for name in fields(kind)}
+def test_the_table_of_events_has_the_kinds_and_fields_of_the_models_and_no_others() -> None:
+    table = rows(section("Events"))
+    assert table.keys() == KINDS.keys()
+    for kind, (cell,) in table.items():
+        named = {name for code in re.findall(r"`([^`]*)`", cell) for name in code.split(", ")}
+        assert named == KINDS[kind].model_fields.keys() - Event.model_fields.keys(), kind
 
 
 def test_every_path_of_the_state_directory_is_documented() -> None:

@@ -133,7 +133,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Promise:
+class GainPosterior:
     """What is expected of a challenger: the posterior of log(1 + gain), and how far a training moves it."""
 
     mean: float = 0.0
@@ -263,7 +263,7 @@ class Trial:
     """
 
     share: float = 1.0
-    promise: Promise = field(default_factory=Promise)
+    promise: GainPosterior = field(default_factory=GainPosterior)
     look_error: LookError = field(default_factory=LookError)
     claims: ClaimSpread = field(default_factory=ClaimSpread)
     spent: SpentError = field(default_factory=SpentError)
@@ -290,7 +290,7 @@ class Trial:
 
     def next(self) -> Trial:
         """The trial of the same challenger against another served drafter: how much it moves and varies stays known."""
-        promise = Promise(rise=self.promise.rise, step=self.promise.step)
+        promise = GainPosterior(rise=self.promise.rise, step=self.promise.step)
         return Trial(self.share, promise, claims=self.claims.kept())
 
     @property
@@ -344,7 +344,7 @@ class Trial:
         last, starts = ([tuple(one) for one in values[name]] for name in ("last", "starts"))
         return cls(
             values["share"],
-            Promise(**{one.name: values[one.name] for one in fields(Promise)}),
+            GainPosterior(**{one.name: values[one.name] for one in fields(GainPosterior)}),
             LookError(values["spread"], values["spread_looks"]),
             ClaimSpread(values["claims"], values["claims_seen"], last),
             SpentError(values["looks"], values["single"], starts),

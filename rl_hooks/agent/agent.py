@@ -38,7 +38,15 @@ from rl_hooks.engines.bounded import Answer, ask
 from rl_hooks.engines.kinds import EngineKind, connect
 from rl_hooks.engines.protocol import Engine
 from rl_hooks.errors import AgentError, EngineError, ManifestError, NoRoomError, SignatureError, cut
-from rl_hooks.release import PLAIN_NAME, SIGNATURE_HEADER, Manifest, PublicKeys, Release, new_nonce, parse_manifest
+from rl_hooks.release import (
+    PLAIN_NAME,
+    SIGNATURE_HEADER,
+    PublicKeys,
+    Release,
+    VerifiedManifest,
+    new_nonce,
+    parse_manifest,
+)
 from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import trusted
 
@@ -336,7 +344,7 @@ class SwapAgent:
             event.set()
         return True
 
-    def _download(self, manifest: Manifest, again: bool = False) -> Release:
+    def _download(self, manifest: VerifiedManifest, again: bool = False) -> Release:
         config = self.config
         with httpx.Client(
             base_url=config.service_url,

@@ -9,7 +9,7 @@ from typing import Any
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
 from rl_hooks.engines.counters import ANOTHERS_DRAFTER, NO_VERSION, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import EngineState
-from rl_hooks.engines.step_times import StepTimes
+from rl_hooks.engines.step_times import StepSums
 
 log = logging.getLogger("draftalign.agent")
 
@@ -19,7 +19,7 @@ class EngineBooks:
 
     def __init__(self, rule: CanaryRule) -> None:
         self.ledger = Ledger()
-        self.step_times = StepTimes()  # those of an earlier agent are not kept
+        self.step_times = StepSums()  # those of an earlier agent are not kept
         self.canary = Canary(rule)
         self.verdicts: list[tuple[CanaryResult, int]] = []
 

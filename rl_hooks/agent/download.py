@@ -46,7 +46,7 @@ from rl_hooks.format.drafter import (
 )
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.lock import LockHeld, exclusive
-from rl_hooks.release import Manifest, OfferedFile, Release
+from rl_hooks.release import OfferedFile, Release, VerifiedManifest
 from rl_hooks.sending.exchange import trusted_of_store
 
 log = logging.getLogger("draftalign.agent")
@@ -90,7 +90,7 @@ async def in_thread(act: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 def fetch_release(
     client: httpx.Client,
-    manifest: Manifest,
+    manifest: VerifiedManifest,
     cache: Path,
     *,
     again: bool = False,
@@ -131,7 +131,7 @@ def fetch_release(
     return cached_release(manifest, final)
 
 
-def cached_release(manifest: Manifest, path: Path) -> Release:
+def cached_release(manifest: VerifiedManifest, path: Path) -> Release:
     """The release whose complete directory is `path`, as its receipt describes it; nothing is verified here."""
     receipt = _receipt(path, manifest)
     read = {MODEL_FILE, CONFIG_FILE}
@@ -213,7 +213,7 @@ def strip_shared(path: Path) -> list[str]:
     return poison
 
 
-def _check_size(staging: Path, manifest: Manifest, file: OfferedFile) -> None:
+def _check_size(staging: Path, manifest: VerifiedManifest, file: OfferedFile) -> None:
     """Refuse a file that is larger than a drafter's can be, before a byte of it is asked for."""
     most, by = MAX_CONFIG_BYTES, "of a file beside the model"
     if file.name == MODEL_FILE:
@@ -261,7 +261,7 @@ class _Download:
     """One file of a version, on its way into `part`."""
 
     client: httpx.Client
-    manifest: Manifest
+    manifest: VerifiedManifest
     file: OfferedFile
     part: Path
     stopped: Callable[[], bool]
@@ -382,7 +382,7 @@ class _StoreFailed(Exception):  # noqa: N818
     """The object store did not give the rest of the file."""
 
 
-def _receipt(directory: Path, manifest: Manifest) -> dict[str, str]:
+def _receipt(directory: Path, manifest: VerifiedManifest) -> dict[str, str]:
     """SHA-256 by file name, as written when the files were verified against this manifest's digest; else nothing."""
     try:
         receipt = json.loads((directory / RECEIPT).read_bytes())

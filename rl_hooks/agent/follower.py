@@ -28,12 +28,12 @@ from rl_hooks.agent.canary import CanaryResult, CanaryRule
 from rl_hooks.agent.choice import UNREADABLE, ReleaseChoice, dump_release, load_release, rejected_in
 from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
-from rl_hooks.agent.process import Between, Contest, EngineProcess, LoadedVersion, Seen, Since, between
+from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, RivalClient, Seen, Since, between
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Bucket, Counts, Ledger, Snapshot
+from rl_hooks.engines.counters import Counts, Ledger, Snapshot, VersionCounts
 from rl_hooks.engines.protocol import Engine, EngineState
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
-from rl_hooks.release import PLAIN_NAME, Manifest, Release
+from rl_hooks.release import PLAIN_NAME, Release, VerifiedManifest
 
 log = logging.getLogger("draftalign.agent")
 
@@ -50,7 +50,7 @@ class EngineFollower:
         rule: CanaryRule,
         metrics: AgentMetrics,
         cache: Path,
-        fetch: Callable[[Manifest, bool], Release],
+        fetch: Callable[[VerifiedManifest, bool], Release],
     ) -> None:
         self.url = engine.url
         self.books = EngineBooks(rule)
@@ -103,7 +103,7 @@ class EngineFollower:
             if contest.lost:
                 if state.version != wanted.version:
                     return False
-                self._process.contest = Contest()  # the other one has gone
+                self._process.contest = RivalClient()  # the other one has gone
                 self.ledger.begin_life()
                 self._metrics.contested.labels(self.url).set(0)
             needed = self._needs(wanted, state)
@@ -123,7 +123,7 @@ class EngineFollower:
             self._publish_metrics()
             self._store()
 
-    def is_loaded(self, bucket: Bucket) -> bool:
+    def is_loaded(self, bucket: VersionCounts) -> bool:
         """Whether counts may still be added to this bucket soon."""
         policy = None if self.seen.snapshot is None else self.seen.snapshot.policy_version
         now = (self.ledger.life, self.loaded_version, policy)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
-from rl_hooks.release import Manifest, Release
+from rl_hooks.release import Release, VerifiedManifest
 
 #: A swap that another client undoes so soon is a turn of a contest.
 _TURN_SECONDS: Final = 300.0
@@ -115,7 +115,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Contest:
+class RivalClient:
     """Another client that undoes the agent's swaps: an agent of another run, say. Neither would ever end.
 
     The one that is undone for the last time goes, and the other's drafter stays: so the limits of both differ.
@@ -157,7 +157,7 @@ class EngineProcess:
     fetched_again: str | None = None
     #: Sequences that the engine refused for good.
     given_up: set[int] = field(default_factory=set)
-    contest: Contest = field(default_factory=Contest)
+    contest: RivalClient = field(default_factory=RivalClient)
     #: Requests to swap in `_asked_for` that no swap has been seen for: the engine may still be at them.
     unseen_swaps: int = 0
     _asked_for: str | None = None
@@ -213,7 +213,7 @@ class EngineProcess:
             f"engine cannot change. {remedy}"
         )
 
-    def _unlike(self, manifest: Manifest, state: EngineState) -> str:
+    def _unlike(self, manifest: VerifiedManifest, state: EngineState) -> str:
         """In which of the things that an engine keeps a drafter differs from the engine's, in words."""
         vocabulary, other = state.d2t_sha256 or (self._shape and self._shape[1]), []
         if vocabulary not in (None, manifest.d2t_sha256):

@@ -14,7 +14,7 @@ import httpx
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.engines.bounded import Answer, ask
-from rl_hooks.engines.counters import Bucket
+from rl_hooks.engines.counters import VersionCounts
 from rl_hooks.errors import AgentError, ReportError, cut
 
 log = logging.getLogger("draftalign.agent")
@@ -77,7 +77,7 @@ class Reports:
                 await self._post(client, follower, bucket, {})
 
     async def _post(
-        self, client: httpx.AsyncClient, follower: EngineFollower, bucket: Bucket, more: dict[str, Any]
+        self, client: httpx.AsyncClient, follower: EngineFollower, bucket: VersionCounts, more: dict[str, Any]
     ) -> None:
         """Send one bucket's cumulative counts. Idempotent: the newest report of a bucket replaces the one before."""
         mark = (bucket.counts.rounds, follower.is_loaded(bucket))

@@ -33,7 +33,7 @@ REJECTED: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class RequestSampling:
     """How a request's tokens were sampled. The requests of one file have the same."""
 
     temperature: float
@@ -58,7 +58,7 @@ class Request:
     request_id: str
     #: The whole prompt, with the part that the prefix cache holds.
     prompt_ids: Sequence[int]
-    sampling: Sampling
+    sampling: RequestSampling
     #: Generation ends with the first of these, or after `max_tokens`; engines emit no token behind that.
     stop_ids: frozenset[int]
     max_tokens: int | None
@@ -234,7 +234,7 @@ class Batcher:
         self._send, self._tokens, self._seconds = send, tokens, seconds
         self._file_bytes, self._rollout_bytes = file_bytes, rollout_bytes
         self.tally = Tally(log)
-        self._waiting: dict[tuple[int, Sampling], list[Collected]] = {}
+        self._waiting: dict[tuple[int, RequestSampling], list[Collected]] = {}
         self._since = math.inf
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -257,7 +257,7 @@ class Batcher:
             if _tokens(self._waiting[name]) >= self._tokens:
                 self._send_kind(name)
 
-    def _send_kind(self, name: tuple[int, Sampling]) -> None:
+    def _send_kind(self, name: tuple[int, RequestSampling]) -> None:
         if batch := self._waiting.pop(name, None):
             self._send(batch)
 

@@ -200,7 +200,7 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class Bucket:
+class VersionCounts:
     """Everything counted for one drafter version under one policy version."""
 
     drafter_version: str
@@ -226,7 +226,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[str, str, str, int | None], Bucket] = {}
+        self._buckets: dict[tuple[str, str, str, int | None], VersionCounts] = {}
         self._dropped: set[tuple[str, str, str, int | None]] = set()  # of this life: counted again they begin at 0
         self.unattributed_rounds = 0
         self.life = uuid.uuid4().hex
@@ -257,7 +257,7 @@ class Ledger:
             self.begin_life()
             key = (self.life, method, version, policy_version)
         self._forget_ended()
-        bucket = self._buckets.pop(key, None) or Bucket(version, policy_version, method=method, life=self.life)
+        bucket = self._buckets.pop(key, None) or VersionCounts(version, policy_version, method=method, life=self.life)
         bucket.counts += counts
         self._buckets[key] = bucket  # last in order: most recently used
         while len(self._buckets) > MAX_BUCKETS:
@@ -270,7 +270,7 @@ class Ledger:
         """Count rounds that belong to no single version."""
         self.unattributed_rounds += max(rounds, 0)
 
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[VersionCounts]:
         """Every bucket, least recently used first; so those of an earlier life come first."""
         return list(self._buckets.values())
 
@@ -293,7 +293,7 @@ class Ledger:
                 str(document["life"]),
             )
             counts = Counts.load(document["counts"])
-            self._buckets[of, method, version, policy] = Bucket(version, policy, counts, method, life=of)
+            self._buckets[of, method, version, policy] = VersionCounts(version, policy, counts, method, life=of)
 
 
 def read_samples(text: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:

@@ -32,7 +32,7 @@ _STEADY: Final = 0.2
 _PAUSED: Final = 2.0
 
 
-class StepTimes:
+class StepSums:
     """Sums of one engine, by depth and batch size."""
 
     def __init__(self) -> None:

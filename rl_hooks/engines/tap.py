@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from rl_hooks import wire
-from rl_hooks.engines.collected import REJECTED, Collected, Request, Sampling, UnscoredError, assemble
+from rl_hooks.engines.collected import REJECTED, Collected, Request, RequestSampling, UnscoredError, assemble
 from rl_hooks.engines.policy_watch import WeightSample
 from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.features import score_rows
@@ -102,7 +102,7 @@ class Head:
         )
 
     def score_step(
-        self, last_NH: Tensor, labels_N: Tensor, samplings: Sequence[Sampling], counts: npt.NDArray[np.int64]
+        self, last_NH: Tensor, labels_N: Tensor, samplings: Sequence[RequestSampling], counts: npt.NDArray[np.int64]
     ) -> Tensor:
         """`score` of a step's rows, [2, N]: `counts` rows of each request, one after another, and how each is drawn.
 

@@ -140,9 +140,8 @@ class DrafterHook:
         except BaseException:
             self._features.close()
             raise
-        #: This start of the trainer.
-        self.session = Session(run, rank, world_size)
-        registration.metadata |= self.session.of_run()
+        session = Session(run, rank, world_size)
+        registration.metadata |= session.of_run()
         head: Any = unwrap(model)
         lm_head = head.get_output_embeddings()
         named = f"lm_head ({type(lm_head).__name__}) of {type(head).__name__}"
@@ -156,7 +155,7 @@ class DrafterHook:
             dtype=dtype,
             rank=rank,
             world_size=world_size,
-            session=self.session,
+            session=session,
             drafter_version=drafter_version,
             agreement=self._agreement,
         )
@@ -214,7 +213,7 @@ class DrafterHook:
         if version is None:
             yield
             return
-        self.session.saw(version)
+        self._staging.session.saw(version)
         plan = self.guard(
             plan_batch,
             self.ids,

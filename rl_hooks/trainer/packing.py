@@ -9,8 +9,8 @@ What the forward says: positions, boundaries of sequences (`cu_seq_lens_q` and t
 or an `attention_mask` that numbers documents), and the mask that attention is computed with.
 
 A forward over a prefix tree holds what several rollouts begin with once, and each rollout is a path of it. Then the
-told row has the rollouts one after the other, `Layout.tree` says where the forward has each of its tokens, and the
-forward must say the same tree.
+told row has the rollouts one after the other, `PackedRollouts.tree` says where the forward has each of its tokens, and
+the forward must say the same tree.
 
 Legend: B rows, S tokens of a row, padding included; T = B * S; N tokens of a forward over a prefix tree.
 """
@@ -49,7 +49,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PackedRollouts:
     """The rollouts of one forward over [B, S] tokens, and where on the flattened axis each has its tokens."""
 
     shape: tuple[int, int]
@@ -119,7 +119,7 @@ def lay_out(
     cu_seqlens: Tensor | None,
     position_ids: Tensor | None,
     tree_places: Tensor | None = None,
-) -> Layout:
+) -> PackedRollouts:
     """Find the rollouts by what the caller says of them. Raises RolloutError for what cannot be told apart."""
     if tree_places is not None:
         return _lay_out_paths(lay_out(input_ids, attention_mask, cu_seqlens, position_ids), tree_places)
@@ -144,14 +144,14 @@ def lay_out(
         bounds = told
     by_length = input_ids.is_nested or cu_seqlens is not None
     lengths = tuple(np.diff(bounds).tolist()) if by_length else None
-    everything = Layout(shape, (), packed, lengths)
+    everything = PackedRollouts(shape, (), packed, lengths)
     real_BS = np.ones(shape, np.bool_)
     if attention_mask is not None:
         numbers_BS = everything.flat("attention_mask", attention_mask, np.int64).reshape(shape)
         real_BS = numbers_BS != 0
     if not packed:
         rollouts = tuple(b * shape[1] + np.flatnonzero(real_BS[b]) for b in range(shape[0]))
-        layout = Layout(shape, rollouts, packed=False)
+        layout = PackedRollouts(shape, rollouts, packed=False)
         _sequence_starts({"attention_mask": numbers_BS}, layout.owners())
         return layout
     marks: dict[str, Ints] = {}
@@ -165,12 +165,12 @@ def lay_out(
         found = [places[real_BS.reshape(-1)[places]] for places in whole]
     else:
         found = _by_position(positions_BS, real_BS)
-    layout = Layout(shape, tuple(found), packed, lengths)
+    layout = PackedRollouts(shape, tuple(found), packed, lengths)
     _sequence_starts(marks, layout.owners())
     return layout
 
 
-def _lay_out_paths(layout: Layout, tree_places: Tensor) -> Layout:
+def _lay_out_paths(layout: PackedRollouts, tree_places: Tensor) -> PackedRollouts:
     if not layout.packed or layout.shape[0] != 1:
         raise RolloutError("tree_places are of one packed row: say where its rollouts begin, by cu_seqlens=")
     places = layout.flat("tree_places", tree_places, np.int64)
@@ -237,7 +237,7 @@ def how_it_reads(model: nn.Module) -> tuple[str, bool]:
 
 
 def check_forward(
-    said: Mapping[str, Tensor | None], layout: Layout, attention: str = "", *, recurrent: bool = False
+    said: Mapping[str, Tensor | None], layout: PackedRollouts, attention: str = "", *, recurrent: bool = False
 ) -> None:
     """Raise RolloutError where the forward and the layout disagree. Padding may have any position.
 
@@ -303,7 +303,7 @@ def _sequence_starts(marks: Mapping[str, Ints], owner_BS: Ints) -> dict[str, npt
     return told
 
 
-def _refuse_cut(marks: Mapping[str, Ints], layout: Layout) -> None:
+def _refuse_cut(marks: Mapping[str, Ints], layout: PackedRollouts) -> None:
     """Raise where a forward is longer than the row and has no boundary at the row's end: it is of other tokens."""
     S = layout.shape[1]
     if layout.owners()[-1, -1] < 0:
@@ -361,7 +361,7 @@ def _refuse_leak(
     said: Mapping[str, Tensor | None],
     marks: Mapping[str, Ints],
     told: Mapping[str, npt.NDArray[np.bool_]],
-    layout: Layout,
+    layout: PackedRollouts,
     attention: str,
     *,
     recurrent: bool,
@@ -413,7 +413,7 @@ def _refuse_leak(
         )
 
 
-def _lowest(positions: Ints | None, rows: Ints, tokens: Ints, layout: Layout) -> npt.NDArray[np.bool_]:
+def _lowest(positions: Ints | None, rows: Ints, tokens: Ints, layout: PackedRollouts) -> npt.NDArray[np.bool_]:
     """Whether these tokens have the lowest position of the forward: flash attention splits there, in a row alone."""
     if positions is None or layout.shape[0] != 1:
         return np.zeros(len(tokens), np.bool_)

@@ -23,7 +23,7 @@ from rl_hooks.errors import RolloutError
 from rl_hooks.sending.features import PackedIndex
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.packing import Layout, lay_out
+from rl_hooks.trainer.packing import PackedRollouts, lay_out
 
 #: Policy versions whose spent tokens are known: micro-batches of one step may be of several.
 _VERSIONS: Final = 64
@@ -40,7 +40,7 @@ class BatchPlan:
     rollout_ids: tuple[str, ...]  # R
     rewards: tuple[float, ...] | None
     strata: tuple[str, ...] | None
-    layout: Layout  # of all rollouts of the batch
+    layout: PackedRollouts  # of all rollouts of the batch
     policy_version: int
     temperature: float
     top_p: float

@@ -21,6 +21,7 @@ from service.api.problems import Problem
 from service.api.snapshot import read_followed, read_snapshot, run_document, run_text
 from service.api.uploads import json_body, parse_body
 from service.errors import LatestMoved, RegistryBusy, ServiceError
+from service.monitor.events import CanaryVerdict
 from service.monitor.live.blocks import Block
 from service.monitor.live.watch import EngineVerdict, VerdictName, push_is_due, watch
 from service.monitor.records import OUR_DRAFTER, TREES, AcceptanceRecord, StepSample
@@ -166,9 +167,14 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     blocks = await context.store(report.run).book(record, steps, outdated=_is_outdated(context, report))
     if report.canary is not None:
         found = report.canary
-        event = {"event": f"canary_{found.outcome}", "version": found.version, "reporter": report.reporter}
-        facts = {"offer": found.sequence, "canary": found.model_dump()}
-        await context.locking(context.registry.history.record_verdict, report.run, event | facts)
+        event = CanaryVerdict(
+            event="canary_passed" if found.outcome == "passed" else "canary_rolled_back",
+            version=found.version,
+            reporter=report.reporter,
+            offer=found.sequence,
+            canary=found.model_dump(),
+        )
+        await context.locking(context.registry.history.record_verdict, report.run, event)
     verdict = await _judge(context, report, blocks)
     trees = _NOT_COMPARED if report.drafting == TREES else None
     pushed = await _push_again(request, context, report, verdict) if verdict.name == "dead" else None

@@ -25,16 +25,8 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from service.monitor.counts import LiveAlpha, ServerLine, by_method, live_sums, servers, sound
-from service.monitor.records import (
-    DRAFTERS,
-    Z_95,
-    AcceptanceRecord,
-    Arrival,
-    DrafterSums,
-    Return,
-    RunEvent,
-    ScoreRecord,
-)
+from service.monitor.events import RunEvent
+from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, DrafterSums, Return, ScoreRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,24 +62,24 @@ class Economy:
     may_pay: bool = False  # engines draft nothing now; with a better drafter they might
 
     @property
-    def share(self) -> float:
+    def assumed_share(self) -> float:
         """The drafting share, or what is assumed of it."""
         return _DRAFTING_SHARE if self.drafting_share is None else self.drafting_share
 
     def worth(self, gain: float, version_seconds: float) -> float:
         """Seconds of the engines saved by a relative gain in α."""
-        return self.versions_served * self.share * version_seconds * gain / (1.0 + gain)
+        return self.versions_served * self.assumed_share * version_seconds * gain / (1.0 + gain)
 
     def break_even(self, train_seconds: float, version_seconds: float | None) -> float:
         """The relative gain from which a training pays; infinite where no gain is worth its seconds.
 
         `version_seconds` None: not known yet, so that a training costs nothing that could be compared.
         """
-        if self.share == 0.0:
+        if self.assumed_share == 0.0:
             return math.inf
         if not version_seconds:
             return self.min_gain
-        cost, at_stake = self.worker_cost * train_seconds, self.versions_served * self.share * version_seconds
+        cost, at_stake = self.worker_cost * train_seconds, self.versions_served * self.assumed_share * version_seconds
         return max(self.min_gain, cost / (at_stake - cost)) if cost < at_stake else math.inf
 
 

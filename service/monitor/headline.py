@@ -15,9 +15,10 @@ from typing import Final, Literal
 
 from service.monitor.current import Current, Tilt
 from service.monitor.drift.cause import Cause, as_fraction
+from service.monitor.events import Moves
 from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live.watch import UNREVIVED_PUSHES, EngineVerdict, Watch
-from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, HeldVersion, Moves, RunState
+from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, HeldVersion, RunState
 
 #: So many of the last batches, by arrival, are looked at.
 RECENT_BATCHES: Final = 20

@@ -39,7 +39,7 @@ _NORMAL: Final = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredGain:
     """What the gate measured after a training: relative gain of the candidate over the served drafter."""
 
     gain: float
@@ -62,16 +62,16 @@ class _Line:
 class LearningCurve:
     """The last verdicts of a run; JSON through `dataclasses.asdict`."""
 
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredGain] = field(default_factory=list)
 
     @classmethod
     def of(cls, measured: Sequence[dict[str, float | bool]]) -> LearningCurve:
         """Back from JSON."""
-        return cls([Measured(float(m["gain"]), float(m["error"]), bool(m["promoted"])) for m in measured])
+        return cls([MeasuredGain(float(m["gain"]), float(m["error"]), bool(m["promoted"])) for m in measured])
 
     def learn(self, gain: float, error: float, *, promoted: bool) -> None:
         """Take one verdict."""
-        self.measured = [*self.measured, Measured(gain, error, promoted)][-_LOOKED_AT:]
+        self.measured = [*self.measured, MeasuredGain(gain, error, promoted)][-_LOOKED_AT:]
 
     def headroom(self, busy: float | None = None) -> Headroom | None:
         """What is left; None before the first verdict."""

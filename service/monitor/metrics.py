@@ -24,6 +24,7 @@ from service.monitor.alpha import Attempt
 from service.monitor.counts import sound
 from service.monitor.current import Current, Newest, current
 from service.monitor.drift.cause import Cause, HasSums, as_fraction, cause_of, engine_change
+from service.monitor.events import Moves, RunEvent
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live.watch import Watch, failed_pushes
 from service.monitor.records import (
@@ -31,9 +32,7 @@ from service.monitor.records import (
     AcceptanceRecord,
     Estimate,
     HeldVersion,
-    Moves,
     Return,
-    RunEvent,
     RunState,
     ScoreRecord,
     ServedDrafter,
@@ -191,7 +190,14 @@ def _of_now(snapshot: RunSnapshot) -> RunSnapshot:
     """Without the verdicts on rollouts, where none are scored: else an alert stays on while a run is paused."""
     if snapshot.state.worked_on:
         return snapshot
-    worker = replace(snapshot.worker, heartbeat=None, error="", headroom=None, drift={}, drift_change=None)
+    of_rollouts: dict[str, object] = {
+        "heartbeat": None,
+        "error": "",
+        "headroom": None,
+        "drift": {},
+        "drift_change": None,
+    }
+    worker = snapshot.worker.model_copy(update=of_rollouts)
     watch = Watch() if snapshot.state.state == "archived" else replace(snapshot.watch, hold=None)
     return replace(snapshot, worker=worker, watch=watch)
 
@@ -365,9 +371,9 @@ def _add_drafter(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         ("promised", "Relative gain in α that the gate promised of the version that was measured last."),
         ("realised", "What that version gained over the one before it, on the same later rollouts."),
     ):
-        gain = moves.realised.get(kind)
-        if isinstance(gain, int | float):
-            families.gauge(f"draftalign_gain_{kind}", text, gain, run=run, version=str(moves.realised.get("version")))
+        gain = getattr(moves.realised, kind)
+        if gain is not None:
+            families.gauge(f"draftalign_gain_{kind}", text, gain, run=run, version=str(moves.realised.version))
     latest = snapshot.latest
     if latest is None:
         return

@@ -1,4 +1,6 @@
-"""The facts that travel between worker, engines and API: score, acceptance, gauges, event. Tables: architecture.md.
+"""The facts that travel between worker, engines and API: score, acceptance, gauges. Tables: architecture.md.
+
+The events of a run's history are models of the same kind, in `service.monitor.events`.
 
 Pure: no torch, no Redis, no clock. Frozen, and checked once: where `read` takes them from JSON. Whoever makes or reads
 them otherwise relies on the types. What is unknown is None.
@@ -8,13 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 #: Drafters that a score record may carry, in the order in which people compare them.
@@ -315,9 +315,8 @@ class Headroom:
     busy: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGauges:
-    """The worker's gauges; all are unknown before its first sign of life.
+class WorkerGauges(BaseModel):
+    """The worker's gauges; all are unknown before its first sign of life. It sets those that a writer's model names.
 
     `rounds_total`, `round_tokens_total`: sums since the run began by drafter, kept by the worker because the score
     records are bounded in number and a counter must never fall. `drift`: by lane, absent until the monitor's warm-up is
@@ -325,7 +324,7 @@ class WorkerGauges:
     training. `error`: None while there is none, "" where the worker has not said; `for_memory`: it waits for memory.
     """
 
-    __pydantic_config__: ClassVar = _CHECKED
+    model_config = ConfigDict(frozen=True, **_CHECKED)
     heartbeat: float | None = None
     action: str | None = None
     action_reason: str | None = None
@@ -333,11 +332,11 @@ class WorkerGauges:
     train_seconds_total: float | None = None
     published_total: int | None = None
     refused_total: int | None = None
-    rounds_total: dict[str, float] = field(default_factory=dict)
-    round_tokens_total: dict[str, float] = field(default_factory=dict)
+    rounds_total: dict[str, float] = {}
+    round_tokens_total: dict[str, float] = {}
     draft_vocab_size: int | None = None
     draft_coverage: float | None = None
-    drift: dict[str, LaneGauges] = field(default_factory=dict)
+    drift: dict[str, LaneGauges] = {}
     drift_alpha: float | None = None
     drift_level: float | None = None
     drift_change: Change | None = None
@@ -361,38 +360,6 @@ class WorkerGauges:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEvent:
-    """An event of the registry. `text`: all of it as JSON, a fifth of the memory that its values would take."""
-
-    event: str | None = None
-    time: float | None = None
-    sequence: int | None = None
-    text: bytes
-
-    @classmethod
-    def of(cls, written: Mapping[str, object]) -> Self:
-        """Take the fields that are of the right type."""
-        event, time, sequence = (written.get(name) for name in ("event", "time", "sequence"))
-        try:
-            text = json.dumps(written, separators=(",", ":"), allow_nan=False).encode()
-        except ValueError:  # NaN is not JSON; "no value" is what it means here
-            mended = json.loads(json.dumps(written), parse_constant=lambda _: None)
-            text = json.dumps(mended, separators=(",", ":")).encode()
-        return cls(
-            event=sys.intern(event) if isinstance(event, str) else None,
-            time=float(time) if isinstance(time, (int, float)) and math.isfinite(time) else None,
-            sequence=sequence if isinstance(sequence, int) else None,
-            text=text,
-        )
-
-    @property
-    def written(self) -> Mapping[str, object]:
-        """All of it, as it stands in the history."""
-        found: Mapping[str, object] = json.loads(self.text)
-        return found
-
-
 class Return(NamedTuple):
     """Somebody registered, or went back, at policy version `to`. `time`: Unix seconds, by the clock of batches' order.
 
@@ -402,64 +369,6 @@ class Return(NamedTuple):
     time: float
     to: int
     attempt: int | None = None
-
-
-#: Sequence numbers of which it is kept when they began, and with which version.
-_SEQUENCES: Final = 64
-
-
-class Offer(NamedTuple):
-    """Since when `latest` has named a version under one sequence number, in Unix seconds."""
-
-    began: float
-    version: str
-
-
-@dataclass(slots=True)
-class Moves:
-    """What `/metrics` tells of a run's history. `counts`: its events by kind, as far as they are kept.
-
-    `realised`: the newest that says what a version gained. `offers`: what each of the newest sequence numbers
-    offered, by the first event of it.
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)
-    realised: Mapping[str, object] = field(default_factory=dict)
-    offers: dict[int, Offer] = field(default_factory=dict)
-
-    def add(self, written: Mapping[str, object]) -> None:
-        """Take the next event."""
-        kind, time, sequence = (written.get(name) for name in ("event", "time", "sequence"))
-        name = kind if isinstance(kind, str) else ""
-        self.counts[name] += 1
-        if name == "realised":
-            self.realised = {field: written.get(field) for field in ("version", "promised", "realised")}
-        if isinstance(sequence, int) and isinstance(time, (int, float)) and math.isfinite(time):
-            self._begin(sequence, Offer(float(time), str(written.get("version"))))
-
-    def replaced(self, version: str | None) -> float | None:
-        """Since when `latest` has named other versions than this one, in Unix seconds. None: it does not.
-
-        Of a version that was offered before all that is known, since the oldest known offer.
-        """
-        since = None
-        for _, offer in sorted(self.offers.items()):
-            if offer.version == version:
-                since = None
-            elif since is None:
-                since = offer.began
-        return since
-
-    def __add__(self, later: Moves) -> Moves:
-        both = Moves(self.counts + later.counts, later.realised or self.realised, dict(self.offers))
-        for sequence, offer in later.offers.items():
-            both._begin(sequence, offer)
-        return both
-
-    def _begin(self, sequence: int, offer: Offer) -> None:
-        self.offers.setdefault(sequence, offer)
-        if len(self.offers) > _SEQUENCES:
-            del self.offers[next(iter(self.offers))]
 
 
 @dataclass(frozen=True, slots=True)

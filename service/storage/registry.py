@@ -22,8 +22,9 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic_core import to_json
 
@@ -37,6 +38,7 @@ from service.errors import (
     RunDamaged,
     VersionNotFound,
 )
+from service.monitor.events import DrafterSent, HoldChanged, Moved, lenient
 from service.monitor.records import HeldVersion
 from service.storage.drafters.versions import MANIFEST, Manifest, Versions, digests_of, version_number
 from service.storage.history.digest import SentDrafter
@@ -47,8 +49,35 @@ from service.storage.layout import VERSION_NAME, Layout, revalidate
 ANY = "*"
 #: How long to wait for a run's lock. It is held for renames, and for deleting old versions.
 LOCK_SECONDS = 30.0
+_Move = Literal["published", "rolled_back", "pushed_again"]
 #: Events with which a version begins to be served.
 OFFERS = ("published", "rolled_back")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPointer:
+    """What `latest.json` says. `moved`: all of the event that moved it. `held`: the hold of this version, if any."""
+
+    version: str
+    sequence: int
+    reason: str
+    moved: Moved
+    held: HeldVersion | None = None
+
+    @classmethod
+    def of(cls, moved: Moved, held: HeldVersion | None = None) -> Self | None:
+        """None where version, sequence or reason are missing."""
+        version, sequence, reason = moved.version, moved.sequence, moved.reason
+        if sequence is None or reason is None or not VERSION_NAME.fullmatch(str(version)):
+            return None
+        return cls(str(version), sequence, reason, moved, held)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        if self.held is None:
+            return self.moved.written
+        return self.moved.written | {"held": {name: getattr(self.held, name) for name in ("reason", "since", "by")}}
 
 
 class Registry(Versions):
@@ -68,32 +97,32 @@ class Registry(Versions):
         pointer = self._pointer(run)
         while pointer is not None:
             try:
-                manifest = self.get(run, pointer["version"])
+                manifest = self.get(run, pointer.version)
             except VersionNotFound as error:
-                moved = self._pointer(run)  # `latest` may have moved, and the old version been pruned
-                if moved == pointer:
-                    path = self._layout.drafter(run, pointer["version"]) / MANIFEST
-                    raise RunDamaged(run, path, f"it is gone, and {pointer['version']} is served") from error
-                pointer = moved
+                now = self._pointer(run)  # `latest` may have moved, and the old version been pruned
+                if now == pointer:
+                    path = self._layout.drafter(run, pointer.version) / MANIFEST
+                    raise RunDamaged(run, path, f"it is gone, and {pointer.version} is served") from error
+                pointer = now
             else:
-                found = None if pointer.get("event") == "rolled_back" else manifest.gate
-                moved_by = {name: pointer[name] for name in ("sequence", "reason")}
-                return manifest.model_copy(update=moved_by | {"gate": pointer.get("gate", found)})
+                moved = pointer.moved
+                told = "gate" in moved.model_fields_set or moved.event == "rolled_back"
+                update = {"sequence": pointer.sequence, "reason": pointer.reason}
+                return manifest.model_copy(update=update | {"gate": moved.gate if told else manifest.gate})
         return None
 
     def held(self, run: str) -> HeldVersion | None:
         """The version that a person holds; None where `latest` may move."""
         pointer = self._pointer(run)
-        if pointer is None or not isinstance(hold := pointer.get("held"), dict):
-            return None
-        return HeldVersion(pointer["version"], str(hold.get("reason")), hold.get("since"), hold.get("by"))
+        return None if pointer is None else pointer.held
 
-    def offer(self, run: str) -> dict[str, Any] | None:
+    def offer(self, run: str) -> Moved | None:
         """The event with which the served version began to be served. A crash may have kept it from the history."""
         pointer = self._pointer(run)
-        if pointer is not None and pointer.get("event") in OFFERS:
-            return {name: value for name, value in pointer.items() if name != "held"}
-        return self.history.last_of(run, OFFERS)  # of before it was pushed again
+        if pointer is not None and pointer.moved.event in OFFERS:
+            return pointer.moved
+        found = self.history.last_of(run, OFFERS)  # of before it was pushed again
+        return found if isinstance(found, Moved) else None
 
     def may_be_of(self, run: str, version: str) -> bool:
         """Whether a version is one of this run: on disk, in its history, or older than what its history remembers.
@@ -104,7 +133,7 @@ class Registry(Versions):
         if not VERSION_NAME.fullmatch(version) or (self._layout.drafter(run, version) / MANIFEST).is_file():
             return True
         pointer = self._pointer(run)  # another host may have moved it just now
-        kept = [*self.versions(run), *([] if pointer is None else [pointer["version"]])]
+        kept = [*self.versions(run), *([] if pointer is None else [pointer.version])]
         number = version.partition("-")[0] + "-"
         told = [event.text for event in self.history.events(run) if number.encode() in event.text]
         told += [name.encode() for name in kept if name.startswith(number)]
@@ -139,7 +168,7 @@ class Registry(Versions):
         with locked(self._layout, run):
             pointer = self._require_served(run, instead_of)
             self._require_free(run)
-            sequence = 1 + (0 if pointer is None else pointer["sequence"])
+            sequence = 1 + (0 if pointer is None else pointer.sequence)
             self._forget_unpointed(run, digest, sequence)
             manifest = Manifest(
                 run=run,
@@ -159,7 +188,8 @@ class Registry(Versions):
                 gate=None if gate is None else dict(gate),
             )
             self._commit(staged, manifest)
-            self._point(run, manifest, reason, "published", {"parent": parent, "alpha": alpha, "gate": gate})
+            facts = {"parent": parent, "alpha": manifest.alpha, "gate": manifest.gate}
+            self._point(run, _moved("published", manifest, facts))
         return manifest
 
     def archive(
@@ -176,7 +206,7 @@ class Registry(Versions):
             manifest, waiting = known.get(digest), self.history.sent(run).keys()
             if manifest is not None and manifest.version in waiting:
                 return manifest, False
-            if manifest is not None and manifest.version == (self._pointer(run) or {}).get("version"):
+            if manifest is not None and manifest.version == self._served_version(run):
                 raise RunConflict(f"run {run!r} serves this very drafter already: it is {manifest.version}")
             if len(waiting & set(self.versions(run))) >= most_waiting:
                 raise RunConflict(f"{most_waiting} drafters of run {run!r} wait for the gate already; send it later")
@@ -194,8 +224,9 @@ class Registry(Versions):
                 facts |= {"version": version, "reason": sender, "digest": digest, "files": files}
                 manifest = like.model_copy(update=facts)
                 self._commit(staged, manifest)
-            said = {"version": manifest.version, "policy_version": manifest.policy_version, "reason": reason, "by": by}
-            self.history.record(run, {"event": "sent", **said})
+            policy_version = manifest.policy_version
+            sent = DrafterSent(version=manifest.version, policy_version=policy_version, reason=reason, by=by)
+            self.history.record(run, sent)
         return manifest, new
 
     def promote(
@@ -242,17 +273,18 @@ class Registry(Versions):
         """
         self.verify(run, version)
         with locked(self._layout, run):
-            hold = {"reason": reason, "since": time.time(), "by": by}
+            hold = HeldVersion(version, reason, time.time(), by)
             pointer = self._pointer(run)
             manifest = self.get(run, version)
-            if pointer is None or pointer["version"] != version:
+            if pointer is None or pointer.version != version:
                 manifest = self._repoint(run, manifest, reason, "rolled_back", held=hold)
             else:
                 self._recover_history(run)
-                replace_file(self._layout.latest(run), json.dumps(pointer | {"held": hold}).encode())
-                manifest = manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
-            facts = {"policy_version": manifest.policy_version, "reason": reason, "by": by}
-            self.history.record(run, {"event": "held", "version": version, **facts})
+                replace_file(self._layout.latest(run), json.dumps(replace(pointer, held=hold).written).encode())
+                manifest = manifest.model_copy(update={"sequence": pointer.sequence, "reason": pointer.reason})
+            of = manifest.policy_version
+            told = HoldChanged(event="held", version=version, policy_version=of, reason=reason, by=by)
+            self.history.record(run, told)
         return manifest
 
     def release(self, run: str, version: str, by: str | None = None) -> Manifest:
@@ -262,12 +294,11 @@ class Registry(Versions):
             if pointer is None or held is None or held.version != version:
                 found = "none" if held is None else held.version
                 raise LatestHeld(f"run {run!r} holds {found}, not {version[:80]}: nothing was released")
-            del pointer["held"]
-            replace_file(self._layout.latest(run), json.dumps(pointer).encode())
+            replace_file(self._layout.latest(run), json.dumps(pointer.moved.written).encode())
             manifest = self.get(run, version)
-            facts = {"policy_version": manifest.policy_version, "by": by}
-            self.history.record(run, {"event": "released", "version": version, **facts})
-        return manifest.model_copy(update={"sequence": pointer["sequence"], "reason": pointer["reason"]})
+            of = manifest.policy_version
+            self.history.record(run, HoldChanged(event="released", version=version, policy_version=of, by=by))
+        return manifest.model_copy(update={"sequence": pointer.sequence, "reason": pointer.reason})
 
     def push_again(self, run: str, reason: str, sequence: int | None = None) -> Manifest:
         """Give the served version a new sequence number, so that every engine loads it again.
@@ -275,7 +306,7 @@ class Registry(Versions):
         Raises `LatestMoved` where `latest` has another one than `sequence` by now.
         """
         with locked(self._layout, run):
-            manifest, held = self.latest(run), (self._pointer(run) or {}).get("held")
+            manifest, held = self.latest(run), self.held(run)
             if manifest is None:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
             if sequence not in (None, manifest.sequence):
@@ -287,7 +318,7 @@ class Registry(Versions):
     def discard(self, run: str, version: str) -> None:
         """Delete a version that is not served: nothing can be done with it."""
         with locked(self._layout, run):
-            if (self._pointer(run) or {}).get("version") != version and version in self.versions(run):
+            if self._served_version(run) != version and version in self.versions(run):
                 self._delete(run, version)
 
     def prune(self, run: str, keep: int, protect: set[str] | frozenset[str] = frozenset()) -> list[str]:
@@ -298,8 +329,7 @@ class Registry(Versions):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         with locked(self._layout, run):
-            pointer = self._pointer(run)
-            safe = set(protect) | set(self.versions(run)[-keep:]) | ({pointer["version"]} if pointer else set())
+            safe = {*protect, *self.versions(run)[-keep:], self._served_version(run)}
             gone = [version for version in self.versions(run) if version not in safe]
             used = self._objects_used(run)
             for version in gone:
@@ -312,8 +342,8 @@ class Registry(Versions):
 
     # --- inside
     def _next_version(self, run: str, digest: str) -> str:
-        pointer, existing = self._pointer(run), self.versions(run)
-        taken = [*existing[-1:], *([] if pointer is None else [pointer["version"]])]  # a pruned one's is not used again
+        served, existing = self._served_version(run), self.versions(run)
+        taken = [*existing[-1:], *([] if served is None else [served])]  # a pruned one's is not used again
         return f"v{1 + max(map(version_number, taken), default=0):06d}-{digest[:8]}"
 
     def _forget_unpointed(self, run: str, digest: str, sequence: int) -> None:
@@ -327,27 +357,34 @@ class Registry(Versions):
                 if manifest.digest == digest and manifest.sequence == sequence:
                     self._delete(run, version)
 
-    def _pointer(self, run: str) -> dict[str, Any] | None:
+    def _pointer(self, run: str) -> ServedPointer | None:
         revalidate(self._layout.run(run))
         try:
             text = self._layout.latest(run).read_bytes()
-            pointer = json.loads(text)
+            found = json.loads(text)
         except FileNotFoundError:
             return None
         except (ValueError, IsADirectoryError) as error:
             raise RunDamaged(run, self._layout.latest(run), error) from error
-        if not isinstance(pointer, dict) or not (
-            type(pointer.get("sequence")) is int
-            and isinstance(pointer.get("reason"), str)
-            and VERSION_NAME.fullmatch(str(pointer.get("version")))
-        ):
+        pointer, hold = None, None
+        if isinstance(found, dict):
+            hold = found.pop("held", None)
+            pointer = ServedPointer.of(lenient(Moved, found))
+        if pointer is None:
             raise RunDamaged(run, self._layout.latest(run), "it is no pointer of sequence, version and reason")
-        return pointer
+        if not isinstance(hold, dict):
+            return pointer
+        held = HeldVersion(pointer.version, str(hold.get("reason")), hold.get("since"), hold.get("by"))
+        return replace(pointer, held=held)
 
-    def _require_served(self, run: str, version: str | None) -> dict[str, Any] | None:
+    def _served_version(self, run: str) -> str | None:
+        pointer = self._pointer(run)
+        return None if pointer is None else pointer.version
+
+    def _require_served(self, run: str, version: str | None) -> ServedPointer | None:
         """Read the pointer (None: nothing was published yet); LatestMoved unless it is at `version`."""
         pointer = self._pointer(run)
-        served = None if pointer is None else pointer["version"]
+        served = None if pointer is None else pointer.version
         if version not in (served, ANY):
             raise LatestMoved(f"run {run!r} serves {served} now, not {version}: nothing was published")
         return pointer
@@ -366,53 +403,34 @@ class Registry(Versions):
         run: str,
         manifest: Manifest,
         reason: str,
-        kind: str,
-        held: Mapping[str, Any] | None = None,
+        kind: _Move,
+        held: HeldVersion | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> Manifest:
         pointer = self._pointer(run)
-        sequence = 1 + (0 if pointer is None else int(pointer["sequence"]))
+        sequence = 1 + (0 if pointer is None else pointer.sequence)
         moved = manifest.model_copy(update={"sequence": sequence, "reason": reason})
-        previous = {"previous": None if pointer is None else pointer["version"]}
-        self._point(run, moved, reason, kind, previous | dict(more or {}), held)
+        previous = {"previous": None if pointer is None else pointer.version}
+        self._point(run, _moved(kind, moved, previous | dict(more or {})), held)
         return moved
 
-    def _point(
-        self,
-        run: str,
-        manifest: Manifest,
-        reason: str,
-        kind: str,
-        more: Mapping[str, Any],
-        held: Mapping[str, Any] | None = None,
-    ) -> None:
-        event = {
-            "time": time.time(),
-            "event": kind,
-            "sequence": manifest.sequence,
-            "version": manifest.version,
-            "policy_version": manifest.policy_version,
-            "reason": reason,
-        }
+    def _point(self, run: str, moved: Moved, held: HeldVersion | None = None) -> None:
         self._recover_history(run)
         # With all of the event: it may be the only place that has it, after a crash before the next line.
-        pointer = event | dict(more) | ({} if held is None else {"held": held})
-        replace_file(self._layout.latest(run), to_json(pointer, inf_nan_mode="null"))
-        self.history.record(run, event | dict(more))
+        pointer = ServedPointer(str(moved.version), moved.sequence or 0, moved.reason or "", moved, held)
+        replace_file(self._layout.latest(run), to_json(pointer.written, inf_nan_mode="null"))
+        self.history.record(run, moved)
 
     def _recover_history(self, run: str) -> None:
         """Append the event that is missing if a crash came between the pointer's rename and the append."""
-        pointer = self._pointer(run)
-        if pointer is None or (event := self._unrecorded(run, pointer)) is None:
-            return
-        self.history.record(run, {"event": "published", **event, "recovered": True})
+        pointer, recorded = self._pointer(run), self.history.digest(run).sequence
+        if pointer is not None and (recorded is None or recorded < pointer.sequence):  # else it had it once
+            self.history.record(run, pointer.moved.model_copy(update={"recovered": True}))
 
-    def _unrecorded(self, run: str, pointer: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The event of the last move, where the history never had it; None where it has, or had and forgot it."""
-        recorded = self.history.digest(run).sequence
-        if recorded is not None and recorded >= pointer["sequence"]:
-            return None
-        return {name: value for name, value in pointer.items() if name != "held"}
+
+def _moved(kind: _Move, manifest: Manifest, facts: Mapping[str, Any]) -> Moved:
+    of = {name: getattr(manifest, name) for name in ("sequence", "version", "policy_version", "reason")}
+    return Moved(time=time.time(), event=kind, **of, **facts)
 
 
 @contextlib.contextmanager

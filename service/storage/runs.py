@@ -37,6 +37,7 @@ from rl_hooks.wire import (
     target_fingerprint,
 )
 from service.errors import RunClosed, RunConflict, RunDamaged, RunNotFound, RunWithdrawn
+from service.monitor.events import RunStateSet
 from service.monitor.records import RunState, State
 from service.storage.admission.nearness import differences
 from service.storage.layout import FileId, Layout, file_id, is_there, revalidate
@@ -395,9 +396,8 @@ def change_state(
         since = before.since if before.state == state else None
         after = RunState(state, reason, by, since or time.time())
         replace_file(layout.run_state(run), _STATE.dump_json(after))
-        Registry(layout).history.record(
-            run, {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state}
-        )
+        event = {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state}
+        Registry(layout).history.record(run, RunStateSet.model_validate(event))
     return after
 
 

@@ -146,7 +146,7 @@ def _check_sums(directory: Path) -> None:
         raise CheckpointError(f"{directory}: {', '.join(damaged)} not as written (CRC-32 differs); {_MEND}")
 
 
-def hand_over(trainer: DrafterTrainer, directory: Path) -> None:
+def copy_to_ranks(trainer: DrafterTrainer, directory: Path) -> None:
     """Rank 0's part of `taken_over`; `directory` may hold a copy for as long as it takes to read it."""
     ranks = trainer.ranks
     ranks.shared(trainer.fingerprint)

@@ -144,26 +144,26 @@ class Inbox:
         self._queue = queue
         self._vocab_size = vocab_size
         self._incoming = None if settings.rollouts_url is None else Incoming(settings.rollouts_url)
-        self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that changed last comes last
+        self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that was claimed first comes first
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     # --- the ledger
     def _set(self, delivery: Delivery) -> None:
-        self._deliveries.pop(delivery.entry.entry_id, None)
+        # One assignment: the heartbeat's thread finds the delivery before it or after it, and never misses it.
         self._deliveries[delivery.entry.entry_id] = delivery
 
     def _forget(self, entry: Entry) -> None:
         self._deliveries.pop(entry.entry_id, None)
 
     def _in(self, *phases: Phase) -> list[Delivery]:
-        # `list` copies in one step: the heartbeat's thread asks as well.
-        return [delivery for delivery in list(self._deliveries.values()) if delivery.phase in phases]
+        snapshot = tuple(self._deliveries.values())  # copied in one step, of frozen ones
+        return [delivery for delivery in snapshot if delivery.phase in phases]
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Ids of the entries that no other worker may claim."""
+        """Ids of the entries that no other worker may claim: a snapshot, complete at any moment in any thread."""
         return tuple(d.entry.entry_id for d in self._in(Phase.CLAIMED, Phase.WAITING, Phase.DONE))
 
     @property
@@ -372,7 +372,7 @@ class Inbox:
             if delivery.phase is Phase.INTERRUPTED:
                 self._forget(delivery.entry)
             else:
-                self._deliveries[delivery.entry.entry_id] = replace(delivery, uncounted=False)
+                self._set(replace(delivery, uncounted=False))
 
     def interrupt(self) -> None:
         """A failure that is no batch's ended the turn: what was claimed comes again at once, and none of it counts."""

@@ -22,7 +22,7 @@ from service.monitor.drift.succession import Succession
 from service.monitor.headroom import LearningCurve
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.watch import EVIDENCE_SECONDS
-from service.monitor.records import Headroom, ScoreRecord
+from service.monitor.records import Headroom, LaneGauges, ScoreRecord, Vocabulary, WorkerGauges
 from service.monitor.worth import DraftingTime
 from service.settings import Settings
 from service.storage.queue.deliveries import Entry
@@ -89,7 +89,7 @@ class _Pace:
             self._passed = 0.95 * self._passed + now - before
 
 
-class Engines:
+class EngineReports:
     """What the engines of one run report. Not in a checkpoint: they go on reporting."""
 
     def __init__(self, store: Store, run: str) -> None:
@@ -143,7 +143,7 @@ class Journal:
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._pace = _Pace()
         self._quiet_until = 0  # tick before which a drift alarm is not logged again
-        self.engines = Engines(store, run)
+        self.engines = EngineReports(store, run)
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
 
     @property
@@ -248,11 +248,11 @@ class Journal:
         """Say how far the draft vocabulary of a run from scratch is."""
         progress = f"{tokens:,} of {wanted:,} response tokens gathered"
         log.info("%s: %s for the draft vocabulary; batches waiting: %d", self._run, progress, batches)
-        self._store.set_worker({"vocabulary": {"tokens": tokens, "wanted": wanted}})
+        self._store.set_worker(WorkerGauges(vocabulary=Vocabulary(tokens=tokens, wanted=wanted)))
 
     def vocabulary_known(self) -> None:
         """Nothing waits for the draft vocabulary."""
-        self._store.set_worker({"vocabulary": None})
+        self._store.set_worker(WorkerGauges(vocabulary=None))
 
     def report(
         self,
@@ -299,35 +299,37 @@ class Journal:
         self._drift.reset()
         self._reading = None
 
-    def _drift_gauges(self) -> dict[str, object]:
+    def _drift_gauges(self) -> WorkerGauges:
         lanes = {} if self._reading is None else self._reading.lanes
-        change = None if self._reading is None else self._drift.change()
-        return {
-            "drift_alpha": None if self._reading is None else self._reading.value,
-            "drift_level": None if self._reading is None else self._reading.baseline,
-            "drift_change": None if change is None else asdict(change),
-            "drift": {n: {"statistic": lane.statistic, "limit": lane.limit} for n, lane in lanes.items()},
-        }
+        return WorkerGauges.model_construct(
+            drift_alpha=None if self._reading is None else self._reading.value,
+            drift_level=None if self._reading is None else self._reading.baseline,
+            drift_change=None if self._reading is None else self._drift.change(),
+            drift={n: LaneGauges(statistic=lane.statistic, limit=lane.limit) for n, lane in lanes.items()},
+        )
 
     def _set_gauges(self, decision: Decision, draft_vocab_size: int, headroom: Headroom | None) -> None:
-        self._store.set_worker(
-            {
-                "action": decision.action.value,
-                "action_reason": decision.reason,
-                "trained_tokens_total": self.totals.trained_tokens,
-                "train_seconds_total": self.totals.train_seconds,
-                "published_total": self.totals.published,
-                "refused_total": self.totals.refused,
-                "rounds_total": self.totals.rounds,
-                "round_tokens_total": self.totals.round_tokens,
-                "draft_vocab_size": draft_vocab_size,
-                "draft_coverage": self._coverage,
-                "headroom": None if headroom is None else asdict(headroom),
-                "unjudged": decision == UNJUDGED,
-                "no_memory": decision == NO_MEMORY,
-                **self._drift_gauges(),
-            }
+        drift = self._drift_gauges()
+        gauges = WorkerGauges.model_construct(  # unchecked: a figure that is no number is nobody's fault here
+            action=decision.action.value,
+            action_reason=decision.reason,
+            trained_tokens_total=self.totals.trained_tokens,
+            train_seconds_total=self.totals.train_seconds,
+            published_total=self.totals.published,
+            refused_total=self.totals.refused,
+            rounds_total=self.totals.rounds,
+            round_tokens_total=self.totals.round_tokens,
+            draft_vocab_size=draft_vocab_size,
+            draft_coverage=self._coverage,
+            headroom=headroom,
+            unjudged=decision == UNJUDGED,
+            no_memory=decision == NO_MEMORY,
+            drift_alpha=drift.drift_alpha,
+            drift_level=drift.drift_level,
+            drift_change=drift.drift_change,
+            drift=drift.drift,
         )
+        self._store.set_worker(gauges)
 
     def _watch(self, scores: Scores, latest: str | None) -> None:
         """Feed the drift monitor the served drafter's rollouts, scored before anything was trained on them."""

@@ -151,7 +151,7 @@ class Learner:
                 **self.journal.state,
                 "applied": list(applied),
                 "recent": self.recent.names(),
-                "recent_known": self.recent.known(),
+                "recent_known": self.recent.known_rollouts(),
                 "gate": self.gate.state,
             },
         )

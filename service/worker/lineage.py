@@ -25,12 +25,13 @@ from rl_hooks.durable import AtomicDirectory
 from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import reaching, with_layers
 from service.errors import RegistryError, RunDamaged, WorkerError
+from service.monitor.events import Event, Realised, Refused
 from service.settings import Settings
 from service.storage.drafters.versions import Manifest
 from service.storage.history.digest import SentDrafter
 from service.storage.layout import Layout
 from service.storage.registry import OFFERS, Registry
-from service.worker.checkpoint import full_disk_as_os_error, hand_over
+from service.worker.checkpoint import copy_to_ranks, full_disk_as_os_error
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -139,7 +140,7 @@ class Lineage:
         whole = {"run": self._run, "config": asdict(trainer.config), **order}
         trainer.ranks.shared(lambda: whole, idle=True)
         trainer.ranks.together(lambda: None)  # they map the files
-        hand_over(trainer, self._layout.worker(self._run))
+        copy_to_ranks(trainer, self._layout.worker(self._run))
 
     def served(self) -> Manifest | None:
         """What `GET /drafter/latest` offers now."""
@@ -157,12 +158,13 @@ class Lineage:
     def chosen_after(self, before: str | None) -> Mapping[str, Any] | None:
         """The gate's reasons for what is served now; None unless it won against `before` and still serves by that."""
         offer, latest = self._registry.offer(self._run), self.served()
-        if offer is None or latest is None or offer.get("version") != latest.version:
+        if offer is None or latest is None or offer.version != latest.version:
             return None
-        facts = offer.get("gate")
-        if offer["event"] == "published":  # an earlier service may have died before it wrote the event
+        facts = offer.gate
+        if offer.event == "published":  # an earlier service may have died before it wrote the event
             facts = facts or latest.gate
-        if offer.get("previous", offer.get("parent", latest.parent)) != before or "gain" not in (facts or {}):
+        told = offer.written
+        if told.get("previous", told.get("parent", latest.parent)) != before or "gain" not in (facts or {}):
             return None
         return facts
 
@@ -299,7 +301,7 @@ class Lineage:
 
     def refuse(self, policy_version: int, reason: str, evidence: dict[str, Any]) -> None:
         """Record that the gate refused the candidate."""
-        self.record({"event": "refused", "policy_version": policy_version, "reason": reason, "gate": evidence})
+        self._record(Refused(policy_version=policy_version, reason=reason, gate=evidence))
 
     def refuse_sent(
         self, version: str, reason: str, evidence: dict[str, Any] | None = None, *, usable: bool = True
@@ -308,25 +310,25 @@ class Lineage:
         sent = self.waiting()[version]
         policy_version = self._registry.get(self._run, version).policy_version
         log.warning("%s: %s, %s, is refused: %s", self._run, version, ascii(sent.sender), reason)
-        told = {"reason": f"{sent.sender}: {reason}", "by": sent.by, "gate": evidence}
-        self.record({"event": "refused", "version": version, "policy_version": policy_version, **told})
+        why = f"{sent.sender}: {reason}"
+        told = Refused(version=version, policy_version=policy_version, reason=why, by=sent.by, gate=evidence)
+        self._record(told)
         if not usable:
             self._versions.pop(version, None)
             self._registry.discard(self._run, version)
         self._prune()
 
-    def record_gain(self, event: Mapping[str, Any]) -> None:
+    def record_gain(self, event: Realised) -> None:
         """Write what a version was found to gain, once for each time that it was served.
 
         A worker that died between this and its checkpoint measures the same gain again.
         """
         for past in reversed(self._registry.history.read(self._run)):
-            if past.get("version") == event["version"] and past["event"] in (*OFFERS, event["event"]):
-                if past["event"] == event["event"]:
+            if past.version == event.version and past.event in (*OFFERS, event.event):
+                if isinstance(past, Realised):
                     return
                 break
-        self.record(event)
+        self._record(event)
 
-    def record(self, event: Mapping[str, Any]) -> None:
-        """Write an event into the run's history."""
+    def _record(self, event: Event) -> None:
         self._registry.history.record(self._run, event)

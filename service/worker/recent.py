@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
-from drafter.device import ahead
+from drafter.device import prefetch
 from drafter.errors import TargetHeadError
 from drafter.policy import Policy
 from drafter.training.ranks import ALONE, Ranks
@@ -161,7 +161,7 @@ class RecentRollouts:
         """What a checkpoint must list to be able to `restore`."""
         return list(self._kept)
 
-    def known(self) -> dict[str, tuple[int, ...]]:
+    def known_rollouts(self) -> dict[str, tuple[int, ...]]:
         """By a file's name, its rollouts that an earlier batch had. A checkpoint lists them too."""
         return {name: kept.known for name, kept in self._kept.items() if kept.known}
 
@@ -190,7 +190,7 @@ class RecentRollouts:
     ) -> None:
         """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool.
 
-        `complete` adds what the sender could not compute. `known`: what `known()` was.
+        `complete` adds what the sender could not compute. `known`: what `known_rollouts()` was.
         """
         for name in names:
             path = next((p for p in (self._directory / name, spool / name) if p.exists()), None)
@@ -332,7 +332,7 @@ def windows(drawn: Iterable[Drawn], trainer: DrafterTrainer, target: Target) -> 
     """Yield what `trainer.step` takes, for each window that was drawn: this rank's share, with rank 0's heads."""
     ranks = trainer.ranks
     shares = ((sorted({kept.policy_version for kept, _ in w}), taken(w, ranks)) for w in drawn)
-    prepared = ahead(((versions, [trainer.prepare(b) for b in mine]) for versions, mine in shares), trainer.device)
+    prepared = prefetch(((versions, [trainer.prepare(b) for b in mine]) for versions, mine in shares), trainer.device)
 
     def heads(versions: Sequence[int]) -> list[tuple[int, Sequence[int] | None]]:
         return [target.head_of(version) for version in versions]

@@ -15,7 +15,7 @@ from mtp_worlds import CONFIGS, drafter_for, glm_config
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.device import ahead, is_device_fault, is_out_of_memory
+from drafter.device import is_device_fault, is_out_of_memory, prefetch
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
@@ -195,7 +195,7 @@ def test_what_is_prepared_ahead_is_what_a_step_prepares() -> None:
     w = flash_world("packed, awkward")
     trainer = DrafterTrainer(w.drafter.to("cuda"), TrainConfig(steps_ahead=STEPS))
     batch = cast(w.batch, torch.float32)
-    for prepared in ahead((trainer.prepare(batch) for _ in range(3)), trainer.device):
+    for prepared in prefetch((trainer.prepare(batch) for _ in range(3)), trainer.device):
         assert isinstance(prepared, Prepared)
         assert torch.equal(prepared.taken().aux_hidden.cpu(), batch.aux_hidden)
 
@@ -203,7 +203,7 @@ def test_what_is_prepared_ahead_is_what_a_step_prepares() -> None:
 def test_trainings_one_after_another_keep_no_more_memory() -> None:
     device, sizes, floats = torch.device("cuda", torch.cuda.current_device()), [], 1 << 22
     for _ in range(6):
-        for copied in ahead((torch.zeros(floats).to(device) for _ in range(4)), device):
+        for copied in prefetch((torch.zeros(floats).to(device) for _ in range(4)), device):
             copied.record_stream(torch.cuda.current_stream())
         torch.cuda.synchronize()
         sizes.append(torch.cuda.memory_reserved())

@@ -22,6 +22,7 @@ import pytest
 import torch
 from agent_fixtures import eventually
 from rank_fixtures import run_two_ranks
+from record_fixtures import told
 from safetensors.torch import load_file
 from worker_fixtures import Bench, World, final_state, states, wait_until_gone
 
@@ -45,7 +46,7 @@ from service.settings import Settings
 from service.storage.queue.deliveries import MAX_DELIVERIES, RolloutQueue
 from service.storage.registry import Registry
 from service.storage.runs import change_state
-from service.worker.checkpoint import WorkerCheckpoint, hand_over, taken_over
+from service.worker.checkpoint import WorkerCheckpoint, copy_to_ranks, taken_over
 from service.worker.process.worker import Worker
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
@@ -264,7 +265,7 @@ def learnt_by_two(directory: Path, redis_url: str, fault: Callable[[int], object
         if fault is not None:
             assert run_ranks(bench, lead, fault) != 0
         assert run_ranks(bench, lead) == 0
-        events = [e for e in registry.history.read("default") if e["event"] in ("published", "rolled_back")]
+        events = [e for e in told(registry) if e["event"] in ("published", "rolled_back")]
         moves = [(e["event"], e["sequence"], e["version"], e["parent"]) for e in events]
         for version in registry.versions("default"):
             registry.verify("default", version)
@@ -563,7 +564,7 @@ def test_a_trainer_that_differs_in_the_last_bit_is_taken_over_and_an_equal_one_i
             own.step([(batch, policy)])
             if rank == 0:
                 own.ranks = ranks
-                hand_over(own, directory)
+                copy_to_ranks(own, directory)
                 continue
             wanted = own.fingerprint()
             mine = None if what == "absent" else changed(own, what)

@@ -27,7 +27,7 @@ from rl_hooks.agent.download import strip_shared
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.errors import OtherBytesError, SwapRefusedError
 from rl_hooks.format.eagle3 import Llama3Rope
-from rl_hooks.release import Manifest, Release
+from rl_hooks.release import Release, VerifiedManifest
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -38,7 +38,7 @@ def release(drafters: Path, source: Path, version: str, **digests: str) -> Relea
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(source, path)
     strip_shared(path / "model.safetensors")
-    return Release(Manifest("default", version, 1, "", "", (), "", ""), path, digests)
+    return Release(VerifiedManifest("default", version, 1, "", "", (), "", ""), path, digests)
 
 
 def with_engine(server: SGLangProcess, call: Callable[[SGLangEngine], Any]) -> Any:

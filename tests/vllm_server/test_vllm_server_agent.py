@@ -9,6 +9,7 @@ import torch
 from agent_fixtures import eventually, start_agent
 from decode_fixtures import policy_of
 from engine_fixtures import base_policy, elicit_prompts
+from record_fixtures import told
 from redis import Redis
 from server_load import Load, alpha, edited, logged, publish
 from service_fixtures import RunningService
@@ -143,7 +144,7 @@ def test_a_drafter_that_only_alpha_shows_dead_is_pushed_again_by_the_service(
     assert 1 <= outputs / steps <= 64
     assert 0 < seconds / outputs < 5
     assert {one["depth"] for one in times} <= {DEPTH}  # only of stretches in which the batch size stood still
-    reasons = [e.get("reason", "") for e in service.registry.history.read("default") if e["event"] == "pushed_again"]
+    reasons = [e.get("reason", "") for e in told(service.registry) if e["event"] == "pushed_again"]
     print(f"α alive {alive:.3f}, dead {dead:.3f}, revived {revived:.3f}; {reasons}")
     assert len(reasons) == 1
     assert "drafter dead in" in reasons[0]

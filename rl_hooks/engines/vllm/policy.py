@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 
 from torch import Tensor, nn
 
-from rl_hooks.engines.vllm.ranks import Ranks, slice_of
+from rl_hooks.engines.vllm.ranks import LayerRanks, slice_of
 from rl_hooks.engines.vllm.steps import TapUnsupportedError
 from rl_hooks.sending.registration import known_logit_map, target_config
 from rl_hooks.wire import LogitMap
@@ -40,14 +40,14 @@ class ServedPolicy(nn.Module):
         self.config, self.embedding, self.head = config, embedding, head
 
     @classmethod
-    def on(cls, ranks: Ranks, config: Any, model: nn.Module) -> Self:
+    def on(cls, ranks: LayerRanks, config: Any, model: nn.Module) -> Self:
         """With what this rank holds of both matrices."""
         rows = int(config.vocab_size)
         embedding = _weight(_module(model, *_EMBEDDINGS), rows, ranks)
         head = embedding if config.tie_word_embeddings else _weight(_module(model, "lm_head"), rows, ranks)
         return cls._named(config, model)(config, embedding, head)
 
-    def whole(self, ranks: Ranks) -> Self | None:
+    def whole(self, ranks: LayerRanks) -> Self | None:
         """With all of both matrices, gathered to the first rank's host; None on other ranks. All ranks call it."""
         rows = int(self.config.vocab_size)
         embedding = ranks.whole(self.embedding.padded, rows)
@@ -87,7 +87,7 @@ def _module(model: nn.Module, *paths: str) -> nn.Module:
     raise TapUnsupportedError(f"{type(model).__name__} has no {' or '.join(paths)}")
 
 
-def _weight(module: nn.Module, rows: int, ranks: Ranks) -> Matrix:
+def _weight(module: nn.Module, rows: int, ranks: LayerRanks) -> Matrix:
     weight: Any = getattr(module, "weight", None)
     begin, count = (0, rows) if ranks.size == 1 else slice_of(module)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[0] < count or not weight.is_floating_point():

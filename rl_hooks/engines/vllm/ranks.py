@@ -1,6 +1,6 @@
 """The tensor-parallel ranks of one engine: what they agree on, and the policy's head of which each holds a slice.
 
-The methods of `Ranks` are collectives on vLLM's host group (gloo): all ranks call them in the same engine call, in
+The methods of `LayerRanks` are collectives on vLLM's host group (gloo): all ranks call them in the same engine call, in
 the same order, whether their own part has worked or not. What a rank cannot do it says with `all_agree(ok=False)`; it
 never stays away. A rank that waits on the host longer than `_PATIENCE` for another raises. What is scored of each
 step is joined by `Joiner`, for which no engine waits.
@@ -37,7 +37,7 @@ log = logging.getLogger("vllm.draftalign")
 _PATIENCE: Final = timedelta(seconds=60)
 
 
-class Ranks:
+class LayerRanks:
     """The ranks over which vLLM has split the layers of this worker's model."""
 
     def __init__(self, worker: Any) -> None:
@@ -120,7 +120,7 @@ class Joiner:
         self._thread.start()
 
     @classmethod
-    def of(cls, ranks: Ranks, tally: Tally) -> Self:
+    def of(cls, ranks: LayerRanks, tally: Tally) -> Self:
         """For the ranks of an engine, of which there are several. A collective."""
         members = list(ranks.group.ranks)
         group = dist.new_group(members, timeout=_PATIENCE, backend="gloo", use_local_synchronization=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_hooks.engines.collected import Request, Sampling
+from rl_hooks.engines.collected import Request, RequestSampling
 from rl_hooks.engines.tap import Step
 
 #: Sampling parameters that leave the distribution of a token as it is: they say when a request ends, and what is
@@ -89,9 +89,9 @@ def request_of(new: Any) -> Request | None:
     return Request(new.req_id, new.prompt_token_ids, sampling_of(params), stop, params.max_tokens)
 
 
-def sampling_of(params: Any) -> Sampling:
+def sampling_of(params: Any) -> RequestSampling:
     """How vLLM's sampling parameters draw a token."""
-    return Sampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
+    return RequestSampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
 
 
 def leaves_out_truncated(config: Any) -> bool:

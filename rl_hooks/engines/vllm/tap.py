@@ -33,7 +33,7 @@ from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.tap import FeatureTap, Head, Step, labelled_rows
 from rl_hooks.engines.vllm.draft import started_with
 from rl_hooks.engines.vllm.policy import ServedPolicy
-from rl_hooks.engines.vllm.ranks import Joiner, Ranks, Shard
+from rl_hooks.engines.vllm.ranks import Joiner, LayerRanks, Shard
 from rl_hooks.engines.vllm.steps import (
     Named,
     Read,
@@ -174,7 +174,7 @@ class VllmTap:
         settings: ServiceSettings,
         aux_layers: Sequence[int],
         watch: PolicyWatch,
-        ranks: Ranks,
+        ranks: LayerRanks,
         *,
         joined: bool,
     ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rl_hooks.engines.vllm.draft import RunningDraft
-from rl_hooks.engines.vllm.ranks import Ranks
+from rl_hooks.engines.vllm.ranks import LayerRanks
 
 log = logging.getLogger("vllm.draftalign")
 
@@ -29,7 +29,7 @@ class LoadedDrafter:
 class DrafterWeights:
     """The weights of `draft`; None: this worker has no drafter."""
 
-    def __init__(self, draft: RunningDraft | None, ranks: Ranks) -> None:
+    def __init__(self, draft: RunningDraft | None, ranks: LayerRanks) -> None:
         self._draft, self._ranks = draft, ranks
         self.served = LoadedDrafter(None, None, None)
         #: The drafter that vLLM loaded at its start; None until a swap has read it.

@@ -31,7 +31,7 @@ from rl_hooks.engines.candidate import (
 from rl_hooks.engines.policy_watch import PolicyWatch, before_call
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.modules import float32_weights
-from rl_hooks.engines.vllm.ranks import Ranks
+from rl_hooks.engines.vllm.ranks import LayerRanks
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.engines.vllm.weights import DrafterWeights, LoadedDrafter
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint, most_bytes
@@ -59,7 +59,7 @@ class DrafterSwap:
     """The drafter of one worker."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker, self._ranks = worker, Ranks(worker)
+        self._worker, self._ranks = worker, LayerRanks(worker)
         self._staged: Staged | None = None
         self._reading = threading.Lock()
         #: What `follow` was told, while the weights are not yet the run's.

@@ -114,7 +114,7 @@ class MegatronHook:
         self._went_back = False  # to an earlier checkpoint, in this very process; until its head was sent
         registration: RunRegistration | None = None
         try:
-            part = self._part = self._alone(
+            part = self._part = self._agreed(
                 lambda: ModelPart(model, target_config(as_target(config)), aux_layers, logit_map, self.ranks)
             )
             # Whole on rank 0 only, on the host.
@@ -133,11 +133,11 @@ class MegatronHook:
                     logit_map=part.logit_map,
                 )
 
-            registration = self._alone(register)
+            registration = self._agreed(register)
         except BaseException:
             self.close()
             raise
-        self._session = Session(run, data_rank, data_size)
+        session = Session(run, data_rank, data_size)
         self._staging = RolloutStaging(
             sender=self.sender,
             tally=self.tally,
@@ -147,16 +147,16 @@ class MegatronHook:
             dtype=dtype,
             rank=data_rank,
             world_size=data_size,
-            session=self._session,
+            session=session,
             drafter_version=None,
         )
         if data_rank == 0:
             self._watch = HeadWatch(part.weights()[1], head_tolerance, policy_version)
         if registration is not None:
-            registration.metadata |= self._session.of_run()
+            registration.metadata |= session.of_run()
             self.sender.submit_job(registration.job(run))
 
-    def _alone(self, work: Callable[[], _Made]) -> _Made:
+    def _agreed(self, work: Callable[[], _Made]) -> _Made:
         """What `work` returns. Raises `UnsupportedModelError` on every rank where it fails on any."""
         made, error = None, ""
         try:
@@ -233,7 +233,7 @@ class MegatronHook:
     def _read(self, *, policy_version: int, **told: Any) -> tuple[BatchPlan | None, Reading]:
         """The plan of a batch, None where no rollout is chosen; and where the forward is to be read. On rank 0."""
         policy_version = checked_version(policy_version)
-        self._session.saw(policy_version)
+        self._staging.session.saw(policy_version)
         plan = plan_batch(
             self._ids, self._choice, policy_version=policy_version, position_ids=None, tree_places=None, **told
         )
@@ -269,7 +269,7 @@ class MegatronHook:
             self._due = self._went_back = False
         if whole_head is not None:
             whole_head, version = whole_head[: part.vocab_size], reading.policy_version
-            job = head_job(self.sender.run, whole_head, version, went_back=went_back, session=self._session.id)
+            job = head_job(self.sender.run, whole_head, version, went_back=went_back, session=self._staging.session.id)
             if self.sender.submit_job(job):
                 self.tally.add("head_updates")
         if plan is not None and rows is not None and scored is not None:

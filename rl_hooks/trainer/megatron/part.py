@@ -25,7 +25,7 @@ from rl_hooks.errors import ENGINE_INSTEAD, CaptureMissedError, RolloutError, Un
 from rl_hooks.sending.registration import known_logit_map, unwrap
 from rl_hooks.trainer.capture import FeatureCapture, Hooked, ModuleHook
 from rl_hooks.trainer.megatron.ranks import TensorRanks, part_scores
-from rl_hooks.trainer.packing import Layout
+from rl_hooks.trainer.packing import PackedRollouts
 
 Ints = npt.NDArray[np.int64]
 
@@ -181,7 +181,7 @@ class ModelPart(Hooked):
             self._error = error.with_traceback(None)
 
 
-def check_packing(told: Tensor | None, layout: Layout) -> None:
+def check_packing(told: Tensor | None, layout: PackedRollouts) -> None:
     """Raise RolloutError where the forward was packed in another way than `capture` was told."""
     if told is None and not layout.packed:
         return

@@ -46,7 +46,7 @@ def micro_batch_rollouts(batch: Any, *, packed: bool) -> dict[str, Any]:
     return {name: None if one is None else one[real] for name, one in told.items()} | {"cu_seqlens": bounds}
 
 
-class _Policy:
+class _NemoPolicy:
     """One worker's hook."""
 
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def extend(kind: Any) -> None:
         init(self, *args, **more)
         # Else a teacher, or the like. One that does not say is attached, and fails there: that is logged.
         if getattr(self, "optimizer", self) is not None and not getattr(self, "_is_reward_model", False):
-            self.draftalign = attached("NeMo-RL", dist.get_rank(), functools.partial(_Policy, self))
+            self.draftalign = attached("NeMo-RL", dist.get_rank(), functools.partial(_NemoPolicy, self))
 
     @functools.wraps(score)
     def get_logprobs(self: Any, data: Any, *args: Any, **more: Any) -> Any:

@@ -27,7 +27,7 @@ from rl_hooks.trainer.stacks.environment import attached
 from rl_hooks.trainer.stacks.openrlhf import experience_rollouts
 
 
-class _Policy:
+class _SkyrlPolicy:
     """One worker's hook, and which weights it trains."""
 
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def extend(kind: Any) -> None:
     @functools.wraps(init)
     def init_model(self: Any, *args: Any, **more: Any) -> Any:
         made = init(self, *args, **more)
-        self.draftalign = attached("SkyRL", dist.get_rank(), functools.partial(_Policy, self))
+        self.draftalign = attached("SkyRL", dist.get_rank(), functools.partial(_SkyrlPolicy, self))
         return made
 
     @functools.wraps(micro)

@@ -52,7 +52,7 @@ _LOCKING_THREADS: Final = 4
 _UNASKED_SECONDS: Final = 3600.0
 
 
-class _Kept:
+class _KeptOfRun:
     """What this process keeps of one run."""
 
     def __init__(self, context: ServiceContext, run: str) -> None:
@@ -105,7 +105,7 @@ class ServiceContext:
         self.answers = Shared()
         self.evidence = Evidence(self.live_rule, self.answers, self.store, self.pointer)
         self.disk = Disk(settings, self.layout, self.spool, self.queue, self.dead, self.incoming)
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _KeptOfRun] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
     def run(self, run: str) -> RunRecord:
@@ -157,9 +157,9 @@ class ServiceContext:
         """What is told of a run in which nothing happens."""
         return self._of(run).quiet
 
-    def _of(self, run: str) -> _Kept:
+    def _of(self, run: str) -> _KeptOfRun:
         if run not in self._kept:
-            self._kept[run] = _Kept(self, run)
+            self._kept[run] = _KeptOfRun(self, run)
         return self._kept[run]
 
     def dead(self, run: str) -> DeadLetters:

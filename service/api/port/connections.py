@@ -212,17 +212,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if not cycle.more_body:
             return
         self._reader = reader = BodyReader(self, cycle, left - len(came), write, self._body_is_complete)
-        self._hand_over(reader)
+        self._set_protocol(reader)
         await reader.wait(idle_seconds, seconds)
 
     def _body_is_complete(self) -> None:
         """Go on with a new parser: the old one has not seen the end of this body."""
         self.parser = new_parser(self)
         self._reader = None
-        self._hand_over(self)
+        self._set_protocol(self)
         self.on_message_complete()
 
-    def _hand_over(self, protocol: asyncio.BaseProtocol) -> None:
+    def _set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         """Let another protocol read; uvloop looks at what a protocol can do when reading begins."""
         self.flow.pause_reading()
         self.transport.set_protocol(protocol)

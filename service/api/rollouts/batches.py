@@ -100,7 +100,7 @@ async def post_rollouts(
     """Queue one rollout file. Send `Expect: 100-continue`, so that a refusal costs no transfer."""
     length = check_announcement(request, context.settings.max_body_bytes)
     check_room(context, length, run or "")
-    room = Room(0)
+    room = QueueRoom(0)
     named: RunRecord | None = None
     if run is None:
         await context.check_redis()  # without it the body could not be queued
@@ -220,14 +220,14 @@ def _warning(outcome: Enqueued, rollouts: int) -> str | None:
     return None
 
 
-class Room(NamedTuple):
+class QueueRoom(NamedTuple):
     """What a file finds in its run's queue."""
 
     limit_bytes: int  # at which the queue is full
     dead_bytes: int | None = None  # of files of the run's dead batches may stay, the rest make room; None: all may
 
 
-async def check_queue(context: ServiceContext, run: str, length: int) -> Room:
+async def check_queue(context: ServiceContext, run: str, length: int) -> QueueRoom:
     """Refuse a file that would not fit the run's queue."""
     settings = context.settings
     queue = context.queue(run)
@@ -248,7 +248,7 @@ async def check_queue(context: ServiceContext, run: str, length: int) -> Room:
     if full:
         await context.soon(context.queue(run).count_rejected())
         raise queue_full(context, run, Depth(items, size + coming, rollouts), length, limit_bytes)
-    return Room(limit_bytes, gives_way)
+    return QueueRoom(limit_bytes, gives_way)
 
 
 def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limit_bytes: int) -> Problem:
@@ -320,7 +320,7 @@ async def check_index_bytes(header: RolloutHeader, read: Mapping[str, bytes], vo
 
 
 async def _enqueue(
-    context: ServiceContext, upload: Upload, header: RolloutHeader, batch: Batch, room: Room
+    context: ServiceContext, upload: Upload, header: RolloutHeader, batch: Batch, room: QueueRoom
 ) -> Enqueued:
     """Move the file into the spool, then add its queue entry: an entry never names a missing file.
 
@@ -338,7 +338,7 @@ async def _enqueue(
         raise
 
 
-async def add_entry(context: ServiceContext, header: RolloutHeader, batch: Batch, room: Room) -> Enqueued:
+async def add_entry(context: ServiceContext, header: RolloutHeader, batch: Batch, room: QueueRoom) -> Enqueued:
     """Add the queue entry of a file that is where it belongs."""
     run = header.run
     check_run(context.run(run), header)
@@ -376,7 +376,7 @@ async def _delete_unless_named(context: ServiceContext, run: str, batch: Batch) 
     return first
 
 
-async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room: Room) -> Enqueued:
+async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room: QueueRoom) -> Enqueued:
     settings, spool = context.settings, context.spool
     try:
         outcome = await context.queue(run).enqueue(

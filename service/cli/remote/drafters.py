@@ -19,7 +19,7 @@ from service.cli.remote.client import LOCAL, AsJson, Reason, Run, Service, call,
 from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from rl_hooks.release import Manifest, PublicKeys
+    from rl_hooks.release import PublicKeys, VerifiedManifest
 
 #: A drafter version as page and headline have it.
 _NUMBER = re.compile(r"v([0-9]+)")
@@ -189,7 +189,7 @@ def public_keys() -> PublicKeys | None:
         raise ConfigurationError(str(error)) from error
 
 
-def _offered(service: str, run: str, version: str | None) -> Manifest:
+def _offered(service: str, run: str, version: str | None) -> VerifiedManifest:
     """The manifest of a version, or of the one that is served; signed, where there are keys."""
     from rl_hooks.release import SIGNATURE_HEADER, new_nonce, parse_manifest
 

@@ -295,7 +295,7 @@ class DriftMonitor:
             shares = [parts[name][0] if name in parts else 0.0 for name in levels.names]
             levels.shares = [w + (p - w) / state.ticks for w, p in zip(levels.shares, shares, strict=True)]
         # Strata that are new say nothing yet, and must not hide what the others say.
-        told = {name: part for name, part in parts.items() if levels.known(name)} or dict(parts)
+        told = {name: part for name, part in parts.items() if levels.has_level(name)} or dict(parts)
         whole = math.fsum(share for share, _, _ in told.values())
         mix = {name: share / whole for name, (share, _, _) in told.items()}
         alpha = math.fsum(mix[name] * mean for name, (_, mean, _) in told.items())

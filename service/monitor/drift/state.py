@@ -82,7 +82,7 @@ class Levels:
             a * b * self.covariance[i][j] for i, a in enumerate(weights) for j, b in enumerate(weights) if a and b
         )
 
-    def known(self, name: str) -> bool:
+    def has_level(self, name: str) -> bool:
         """Whether a stratum's level rests on a tick's worth of rollouts."""
         place = self.names.index(name)
         return self.covariance[place][place] <= 1.0

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from service.monitor.records import Moves
+from service.monitor.events import CanaryVerdict, Carried, DrafterSent, Event, Moves, read_event
 from service.storage.history.lines import entries
 from service.storage.layout import file_id
 
 #: Canary verdicts remembered, to drop repeats. A repeat comes within minutes, if at all.
 _CANARIES_REMEMBERED = 4096
 _PUSHES_REMEMBERED = 16
-#: First event of a piece of the history: what is known from the pieces before it.
-CARRIED = "carried"
 
 
 class HistoryDigest:
@@ -66,43 +63,40 @@ class HistoryDigest:
         text, begins = file.read(), self.bytes_read == 0
         complete = text[: text.rfind(b"\n") + 1]
         self.bytes_read += len(complete)
-        for number, event in enumerate(entries(complete.splitlines())):
+        for number, event in enumerate(map(read_event, entries(complete.splitlines()))):
             self._read_sent(event)
-            if type(sequence := event.get("sequence")) is int:
-                self.sequence = max(sequence, self.sequence or 0)
-            if event.get("event") == CARRIED:
+            if event.sequence is not None:
+                self.sequence = max(event.sequence, self.sequence or 0)
+            if isinstance(event, Carried):
                 if begins and number == 0:
                     self._carry_on(event)
                 continue
             moves.add(event)
-            if event.get("event") == "published":
+            if event.event == "published":
                 self.published += 1
-            elif event.get("event") == "pushed_again" and isinstance(when := event.get("time"), (int, float)):
-                self.pushed.append(when)
-            elif str(event.get("event")).startswith("canary_"):
+            elif event.event == "pushed_again" and event.time is not None:
+                self.pushed.append(event.time)
+            elif isinstance(event, CanaryVerdict):
                 self.canaries[canary_key(event)] = None
                 while len(self.canaries) > _CANARIES_REMEMBERED:
                     del self.canaries[next(iter(self.canaries))]
 
-    def carried(self) -> dict[str, Any]:
+    def carried(self) -> Carried:
         """First event of a new piece."""
-        known = {"sequence": self.sequence, "published": self.published, "pushed": list(self.pushed)}
-        return {"time": time.time(), "event": CARRIED, **known, "sent": dict(self.sent)}
+        return Carried(sequence=self.sequence, published=self.published, pushed=list(self.pushed), sent=dict(self.sent))
 
-    def _carry_on(self, event: Mapping[str, Any]) -> None:
+    def _carry_on(self, event: Carried) -> None:
         """Go on from a piece's first event: whoever wrote it may know more than the lines that are still there."""
-        if event["published"] >= self.published:
-            self.published, self.pushed = event["published"], deque(event["pushed"], maxlen=_PUSHES_REMEMBERED)
+        if event.published >= self.published:
+            self.published, self.pushed = event.published, deque(event.pushed, maxlen=_PUSHES_REMEMBERED)
             # Beside what its writer knew: what another process wrote to the piece before while this one was begun.
-            self.sent = {version: SentDrafter(*sent) for version, sent in event["sent"].items()} | self.sent
+            self.sent = {version: SentDrafter(*sent) for version, sent in event.sent.items()} | self.sent
 
-    def _read_sent(self, event: Mapping[str, Any]) -> None:
-        kind, version = event.get("event"), str(event.get("version"))
-        if kind == "sent":
-            reason, by = str(event.get("reason")), event.get("by")
-            self.sent[version] = SentDrafter(reason, by if isinstance(by, str) else None, self.published)
-        elif kind in ("published", "rolled_back", "refused"):
-            self.sent.pop(version, None)
+    def _read_sent(self, event: Event) -> None:
+        if isinstance(event, DrafterSent):
+            self.sent[str(event.version)] = SentDrafter(str(event.reason), event.by, self.published)
+        elif event.event in ("published", "rolled_back", "refused"):
+            self.sent.pop(str(event.version), None)
 
 
 class SentDrafter(NamedTuple):
@@ -118,6 +112,6 @@ class SentDrafter(NamedTuple):
         return f"sent{f' by {self.by}' if self.by else ''} ({self.reason})"
 
 
-def canary_key(event: Mapping[str, Any]) -> tuple[str, ...]:
+def canary_key(event: CanaryVerdict) -> tuple[str, ...]:
     """Two canary events with the same key are the same verdict."""
-    return tuple(str(event.get(name)) for name in ("event", "version", "reporter", "offer"))
+    return event.event, str(event.version), str(event.reporter), str(event.offer)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from service.monitor.records import RunEvent
-from service.storage.history.digest import CARRIED, HistoryDigest, SentDrafter, canary_key
+from service.monitor.events import CanaryVerdict, Carried, Event, RunEvent, read_event
+from service.storage.history.digest import HistoryDigest, SentDrafter, canary_key
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
 
@@ -35,11 +35,11 @@ class History:
         self._asked: dict[str, float] = {}  # when these were asked for last
         self._reading = threading.Lock()
 
-    def read(self, run: str) -> list[dict[str, Any]]:
+    def read(self, run: str) -> list[Event]:
         """The newest recorded events, verdicts of canaries among them, oldest first. A torn line is skipped."""
-        both = self._moves(run).read(), self._verdicts(run).read()
-        found = heapq.merge(*both, key=lambda event: RunEvent.of(event).time or 0.0)
-        return [event for event in found if event.get("event") != CARRIED]
+        both = (map(read_event, file.read()) for file in (self._moves(run), self._verdicts(run)))
+        found = heapq.merge(*both, key=lambda event: event.time or 0.0)
+        return [event for event in found if not isinstance(event, Carried)]
 
     def events(self, run: str) -> list[RunEvent]:
         """The history, for whoever looks into it often: each line is read once."""
@@ -49,7 +49,7 @@ class History:
             files = self._moves(run), self._verdicts(run)
             followed = self._events[run] = tuple(Followed(file, RunEvent.of) for file in files)
         found = heapq.merge(*(file.read() for file in followed), key=lambda event: event.time or 0.0)
-        return [event for event in found if event.event != CARRIED]
+        return [event for event in found if event.event != "carried"]
 
     def drop_events(self, older_than_seconds: float) -> None:
         """Keep no `events` that nobody has asked for since: they take up to 6 MiB a run."""
@@ -76,9 +76,10 @@ class History:
         with self._reading:
             return dict(digest.sent)
 
-    def last_of(self, run: str, kinds: Collection[str]) -> dict[str, Any] | None:
+    def last_of(self, run: str, kinds: Collection[str]) -> Event | None:
         """The newest event of these kinds that is kept."""
-        return next((event for event in reversed(self._moves(run).read()) if event.get("event") in kinds), None)
+        newest_first = map(read_event, reversed(self._moves(run).read()))
+        return next((event for event in newest_first if event.event in kinds), None)
 
     def _digest(self, file: LineFile) -> HistoryDigest:
         with self._reading:
@@ -88,26 +89,30 @@ class History:
                 digest.follow(file.pieces())
             return digest
 
-    def record(self, run: str, event: Mapping[str, Any]) -> None:
+    def record(self, run: str, event: Event) -> None:
         """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
 
         Waits for a paused process's lock for a second at most (`LineFile`).
         """
-        self._moves(run).append({"time": time.time(), **event}, head=lambda: self._carried(run))
+        self._moves(run).append(_line(event), head=lambda: self._carried(run))
 
-    def record_verdict(self, run: str, event: Mapping[str, Any]) -> None:
+    def record_verdict(self, run: str, event: CanaryVerdict) -> None:
         """Append a canary's verdict, durably, unless it is a repeat."""
         file = self._verdicts(run)
         if canary_key(event) not in self._digest(file).canaries:
-            file.append({"time": time.time(), **event})
+            file.append(_line(event))
 
     def _carried(self, run: str) -> dict[str, Any] | None:
         digest = self.digest(run)
         with self._reading:
-            return digest.carried() if len(self._moves(run).pieces()) > 1 else None  # a piece may be gone
+            return _line(digest.carried()) if len(self._moves(run).pieces()) > 1 else None  # a piece may be gone
 
     def _moves(self, run: str) -> LineFile:
         return LineFile(self._layout.history(run), max_bytes=_HISTORY_BYTES, kept=1)
 
     def _verdicts(self, run: str) -> LineFile:
         return LineFile(self._layout.verdicts(run), max_bytes=_VERDICT_BYTES, kept=1)
+
+
+def _line(event: Event) -> dict[str, Any]:
+    return {"time": time.time()} | event.written

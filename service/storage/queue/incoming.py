@@ -42,7 +42,7 @@ _NEAR_BYTES: Final = 16 << 10
 _AWAY_SECONDS: Final = 5.0
 
 
-class Place(NamedTuple):
+class SignedPut(NamedTuple):
     """Where a file may be put, once and the same: `headers` are signed into the URL."""
 
     url: str
@@ -84,7 +84,7 @@ class Incoming(ObjectStore):
                 "and AWS_REGION, or give this machine a role"
             ) from error
 
-    def place(self, run: str, blob: str, size: int) -> Place:
+    def place(self, run: str, blob: str, size: int) -> SignedPut:
         """A URL that takes one file of this length, with the digest in its name, for a quarter of an hour. Blocks."""
         key = _key(run, blob)
         checksum = base64.b64encode(bytes.fromhex(sha256_in(blob))).decode()
@@ -101,7 +101,7 @@ class Incoming(ObjectStore):
             auth(self._credentials.get_frozen_credentials(), "s3", region, int(URL_SECONDS)).add_auth(request)
         except self._botocore.exceptions.BotoCoreError as error:
             raise ObjectStoreError(f"no upload can be signed: {error}") from error
-        return Place(str(request.url), headers)
+        return SignedPut(str(request.url), headers)
 
     async def read(self, run: str, blob: str, size: int, stretches: Sequence[tuple[int, int]]) -> list[bytes] | None:
         """Some stretches of a file, each from one byte to another. None: there is no such file of this length."""

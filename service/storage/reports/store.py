@@ -146,12 +146,13 @@ class Store:
             return None
         return now - float(gauges["heartbeat"])
 
-    def set_worker(self, gauges: Mapping[str, object]) -> None:
-        """Update some fields of `WorkerGauges`, and its `heartbeat` (Unix seconds by the clock of Redis).
+    def set_worker(self, gauges: WorkerGauges | None = None) -> None:
+        """Update the gauges that are named, and the `heartbeat` (Unix seconds by the clock of Redis).
 
         Also while Redis is full: a worker that lives is not to be called silent.
         """
-        fields = (part for name, value in gauges.items() for part in (name, json.dumps(value)))
+        named = {} if gauges is None else gauges.model_dump(exclude_unset=True)
+        fields = (part for name, value in named.items() for part in (name, json.dumps(value)))
         self._redis.eval(_SET_WORKER, 1, self._keys.worker, *fields)
 
     def drift_requests(self) -> dict[str, str]:
@@ -170,7 +171,7 @@ class Store:
 
     def begin(self, what: Deadly, file: tuple[int, int], times: int) -> None:
         """Note before the run is opened or worked on that this is begun."""
-        self.set_worker({what: [*file, times, time.time()]})
+        self.set_worker(WorkerGauges.model_validate({what: (*file, times, time.time())}))
 
     def end(self, *what: Deadly) -> None:
         """Note that it has ended, well or by an error: the process lives; works while Redis is full."""
@@ -314,7 +315,7 @@ class AsyncStore:
         if gauges.heartbeat is None:
             return gauges
         ahead = round(time.time() - now)  # whole seconds: one sign of life has one time, whenever it is read
-        return replace(gauges, heartbeat=gauges.heartbeat + ahead)
+        return gauges.model_copy(update={"heartbeat": gauges.heartbeat + ahead})
 
     async def ask_of_drift(self, action: str) -> str:
         """Ask the worker to do something with the drift alarm; returns the request's id.

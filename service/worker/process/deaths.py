@@ -11,6 +11,7 @@ import time
 
 from redis import Redis
 
+from service.monitor.records import WorkerGauges
 from service.storage.queue.deliveries import MAX_DELIVERIES
 from service.storage.reports.store import Store
 
@@ -52,7 +53,7 @@ class Deaths:
             store.begin("opening", file, deaths + 1)
             self._opening.add(run)
         else:
-            store.set_worker({"refused": file})  # so that the next PUT replaces the file
+            store.set_worker(WorkerGauges(refused=file))  # so that the next PUT replaces the file
         return aside
 
     def end(self, run: str) -> None:

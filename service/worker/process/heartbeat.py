@@ -117,7 +117,7 @@ class Heartbeat:
                 state.lost = True
                 return
         RolloutQueue(self._redis, run).heartbeat(CONSUMER, worker.inbox.held)
-        Store(self._redis, run).set_worker({})
+        Store(self._redis, run).set_worker()
 
     def _beat_closed(self, run: str, state: Run) -> None:
         """Say that somebody looks after a run which is closed until a batch comes for it."""
@@ -127,7 +127,7 @@ class Heartbeat:
                 return
             try:
                 if is_there(self._layout.run_json(run)):  # nothing is written of one that is being deleted
-                    Store(self._redis, run).set_worker({})
+                    Store(self._redis, run).set_worker()
             finally:
                 self._leases.give_back(run)  # though the disk fails: another worker may have it
 

@@ -82,7 +82,7 @@ class Share:
         """Whether this run, which is open here, did not come back from another worker."""
         return now - self._handed_over.get(run, -math.inf) > _REMEMBERED_SECONDS
 
-    def hand_over(self, run: str, now: float) -> None:
+    def note_handed_over(self, run: str, now: float) -> None:
         """Note that this run is handed over. The next one waits until another worker has taken it."""
         self._handed_over[run] = self._untaken_since = now
         self._untaken = run

@@ -35,6 +35,7 @@ from drafter.device import is_device_fault, is_out_of_memory
 from drafter.errors import DrafterError
 from service.errors import ConfigurationError, ServiceError, WorkerError
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
+from service.monitor.records import WorkerGauges
 from service.settings import Settings
 from service.storage import ready
 from service.storage.layout import FileId, Layout, file_id, is_there
@@ -238,13 +239,13 @@ class Worker:
         with _despite_broken_keys(run):
             if not self._leases.is_anothers(run):  # that one says how it is, and would not take this back
                 # GET /runs/{run} tells it.
-                Store(self._redis, run).set_worker({"error": error, "for_memory": for_memory})
+                Store(self._redis, run).set_worker(WorkerGauges(error=error, for_memory=for_memory))
 
     def _note_work(self, run: str) -> None:
         """Take back what was said of a run's trouble: it was opened and has worked, or has nothing to do any more."""
         state = self._runs[run]
         if not state.proven and not self._leases.is_anothers(run):
-            Store(self._redis, run).set_worker({"error": None})
+            Store(self._redis, run).set_worker(WorkerGauges(error=None))
             state.proven, state.failures, state.short = True, 0, 0
 
     def _find_runs(self) -> None:
@@ -277,7 +278,7 @@ class Worker:
             run = at_work[-1]
             log.info("run %s is left to another worker, which has fewer", run)
             self._checkpoint_and_close(run)
-            self._share.hand_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
+            self._share.note_handed_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
 
     def _attend_to(self, run: str, now: float, *, due: bool = False) -> None:
         try:
@@ -415,7 +416,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
             unreadable_now = isinstance(error.__cause__, OSError) or is_out_of_memory(error)
             if isinstance(error, DrafterError | WorkerError) and not unreadable_now:  # what was registered is at fault
-                store.set_worker({"refused": file})
+                store.set_worker(WorkerGauges(refused=file))
             if not is_device_fault(error):
                 self._deaths.end(run)  # before the run is given back: another worker may begin to open it then
             self._handle_error(run, error)

@@ -26,6 +26,7 @@ from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import ClaimSpread, Look, Trial, Verdict, compare
+from service.monitor.events import Realised
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.archive import Archive, Level
@@ -193,7 +194,7 @@ class Gate:
         trained_to = self.training.trained_to if version == CANDIDATE else None
         return Contest(version, verdict, look, trained_to, self.outcomes.correction)
 
-    def begin(self, served: str | None) -> dict[str, Any] | None:
+    def begin(self, served: str | None) -> Realised | None:
         """Begin all trials again, against `served`; how far a training moves the candidate stays known (`Trial.next`).
 
         What the version before was promised to gain is no longer measured: it does not serve. Returns the event of that
@@ -241,7 +242,7 @@ class Gate:
                 if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
                     self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 
-    def promoted(self, version: str, before: str | None, chosen: Chosen) -> dict[str, Any] | None:
+    def promoted(self, version: str, before: str | None, chosen: Chosen) -> Realised | None:
         """`version` is served now instead of `before`. All trials begin again. Returns what `begin` does."""
         event = self.begin(version)
         if before is not None:

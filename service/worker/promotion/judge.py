@@ -17,6 +17,7 @@ from typing import Any
 from drafter.replay.gate import CLAIM_SD
 from service.errors import LatestMoved
 from service.monitor.controller import Controller
+from service.monitor.events import Realised
 from service.monitor.headroom import LearningCurve
 from service.monitor.records import arrival
 from service.settings import Settings
@@ -134,7 +135,7 @@ class Judge:
         policy_version: int,
         judged_to: str,
         before_publishing: Callable[[], None],
-    ) -> dict[str, Any] | None:
+    ) -> Realised | None:
         """Serve the winner, and train on from it where it is an archived version and better than the candidate.
 
         `judged_to`: the newest queue entry of those that chose it. Returns the gate's event about the version that was
@@ -150,7 +151,7 @@ class Judge:
         manifest = self._lineage.promote(winner.version, served, policy_version, winner.verdict.reason, facts)
         return self._go_on_from(manifest.version, facts)
 
-    def _go_on_from(self, version: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _go_on_from(self, version: str, facts: Mapping[str, Any]) -> Realised | None:
         """What the gate chose is served. `facts`: its evidence, all that is left of the choice after a crash."""
         chosen = Chosen.of(facts)
         if chosen.archived and chosen.train_on:
@@ -188,7 +189,7 @@ class Judge:
         self.gate.training.concluded()
         self.gate.training.unjudged = 0
 
-    def _record(self, realised: dict[str, Any] | None) -> None:
+    def _record(self, realised: Realised | None) -> None:
         """Write an event about the version that was served before into the run's history, where there is one."""
         if realised is not None:
             self._lineage.record_gain(realised)

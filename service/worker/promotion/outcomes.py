@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from service.monitor.events import Realised
 from service.monitor.records import arrival
 from service.worker.lineage import Lineage
 from service.worker.promotion.evidence import Fresh, Pool
@@ -69,7 +70,7 @@ class Outcomes:
     def lasts(self, version: str) -> bool:
         """Whether an archived version may win by one claim: it has never won, or what it won lasted."""
         won = self._won.get(version)
-        return won is None or won.share >= _LASTED
+        return won is None or won.kept_share >= _LASTED
 
     @property
     def watched(self) -> str | None:
@@ -93,7 +94,7 @@ class Outcomes:
         after = None if self._promise is None else self._promise.after
         return after is None or arrival(entry_id) > arrival(after)
 
-    def settle(self, fresh: Fresh) -> dict[str, Any] | None:
+    def settle(self, fresh: Fresh) -> Realised | None:
         """Measure the gain of the version published last; its event once that is known well enough."""
         promise = self._promise
         if promise is None or not {promise.version, promise.before} <= fresh.replays.keys():
@@ -105,13 +106,13 @@ class Outcomes:
             promise.add(new, old, groups, max(batch.policy_version for batch in fresh.batches))
         return self._counted(promise) if promise.settled else None
 
-    def end(self) -> dict[str, Any] | None:
+    def end(self) -> Realised | None:
         """Another drafter serves: measure no more. The event of what is known by now; None where nothing is."""
         promise, self._pool = self._promise, Pool()
         self._promise = None
         return self._counted(promise) if promise is not None and promise.rollouts else None
 
-    def _counted(self, promise: Promise) -> dict[str, Any]:
+    def _counted(self, promise: Promise) -> Realised:
         self._promise = None
         if promise.archived:  # each win is one turn, however few rollouts; the candidate's promises are not like it
             self._won.setdefault(promise.version, Kept()).add(promise, weight=1.0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import compare
+from service.monitor.events import Realised
 
 #: Before any is measured, promises of so much logarithmic gain (some two publishes') are taken for kept exactly.
 _KEPT_BEFORE: Final = 0.1
@@ -65,21 +66,20 @@ class Promise:
         """Realised; known once there are rounds."""
         return math.log(self.rounds_before / self.rounds)
 
-    def event(self) -> dict[str, Any]:
+    def event(self) -> Realised:
         """What the history keeps: relative gains, the realised one with its 95 % interval."""
         log_gain = self.log_gain
         reach = 1.96 * math.sqrt(self.variance) / self.rounds_before
-        return {
-            "event": "realised",
-            "version": self.version,
-            "policy_version": self.policy_version,
-            "before": self.before,
-            "promised": self.promised,
-            "realised": math.expm1(log_gain),
-            "low": math.expm1(log_gain - reach),
-            "high": math.expm1(log_gain + reach),
-            "rollouts": self.rollouts,
-        }
+        return Realised(
+            version=self.version,
+            policy_version=self.policy_version,
+            before=self.before,
+            promised=self.promised,
+            realised=math.expm1(log_gain),
+            low=math.expm1(log_gain - reach),
+            high=math.expm1(log_gain + reach),
+            rollouts=self.rollouts,
+        )
 
 
 @dataclass(slots=True)
@@ -102,9 +102,9 @@ class Kept:
     @property
     def correction(self) -> float:
         """Realised to expected logarithmic gain, 1 where nothing is known."""
-        return min(max(self.share, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+        return min(max(self.kept_share, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
 
     @property
-    def share(self) -> float:
+    def kept_share(self) -> float:
         """The same without bounds."""
         return (_KEPT_BEFORE + self.realised) / max(_KEPT_BEFORE + self.expected, 1e-9)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from record_fixtures import gauges
 from redis import Redis
 from service_fixtures import CONFIG, RunningService
 from storage_fixtures import Store
@@ -50,7 +51,7 @@ def test_the_run_s_description_gives_size_and_coverage(service: RunningService, 
     service.register(config=CONFIG | {"intermediate_size": 8, "num_attention_heads": 2})
     before = service.client.get("/runs/default").json()
     assert before["draft_coverage"] is None
-    Store(redis_client, "default").set_worker({"draft_vocab_size": 40, "draft_coverage": 0.975})
+    Store(redis_client, "default").set_worker(gauges({"draft_vocab_size": 40, "draft_coverage": 0.975}))
     after = service.client.get("/runs/default").json()
     assert (after["draft_vocab_size"], after["draft_coverage"]) == (40, 0.975)
 

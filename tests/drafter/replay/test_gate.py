@@ -12,7 +12,7 @@ from scipy import integrate, special, stats
 from benchmarks.gate_error import WORLDS, World, batch, publishes, run
 from drafter.replay import gate
 from drafter.replay.acceptance import Replay
-from drafter.replay.gate import Look, Promise, Trial, compare
+from drafter.replay.gate import GainPosterior, Look, Trial, compare
 from service.worker.promotion.gate import given_up
 
 DEPTH = 4
@@ -93,7 +93,9 @@ def test_how_far_a_training_moves_the_gain_is_learnt() -> None:
         trial.trained()
         trial.take(Look(0.07, 0.025, 30, 240, 2.14, 2.0))
         promised.append(trial.verdict().gain)
-        trial = Trial(promise=Promise(rise=trial.promise.rise, step=trial.promise.step, variance=0.0))  # published
+        trial = Trial(
+            promise=GainPosterior(rise=trial.promise.rise, step=trial.promise.step, variance=0.0)
+        )  # published
     assert min(promised) > 0.055
     assert promised[-1] == pytest.approx(0.07, abs=0.008)
     for _ in range(40):  # and then nothing any more
@@ -247,7 +249,7 @@ def test_the_processes_that_are_kept_are_those_of_the_last_looks_and_the_best_be
 
 
 def test_parts_of_a_training_move_the_promise_as_far_as_the_whole() -> None:
-    whole, parts = (Promise(rise=0.03, mean=0.01, variance=0.02**2) for _ in range(2))
+    whole, parts = (GainPosterior(rise=0.03, mean=0.01, variance=0.02**2) for _ in range(2))
     whole.trained(1.0)
     for share in (0.5, 0.25, 0.25):
         parts.trained(share)
@@ -258,7 +260,7 @@ def test_parts_of_a_training_move_the_promise_as_far_as_the_whole() -> None:
 def test_a_look_after_a_training_shows_how_far_it_moved_the_gain() -> None:
     """A surprise has the variance of what was not known before, of the training (half a one), and of the noise."""
     before, noise, step, moved = 0.02**2, 0.03**2 + 0.01**2, 0.05**2, 0.5
-    trial = Trial(promise=Promise(variance=before))
+    trial = Trial(promise=GainPosterior(variance=before))
     trial.trained(moved)
     surprise = math.sqrt(before + moved * step + noise)
     trial.take(Look(math.expm1(surprise), 0.03, 32, 32, 2.0, 2.0))
@@ -293,7 +295,7 @@ def test_an_archived_version_that_comes_back_is_known_by_that_look_alone() -> No
 
 
 def test_a_verdict_states_the_promise_its_bounds_and_the_error_that_it_is_allowed() -> None:
-    trial = Trial(promise=Promise(variance=0.05**2))
+    trial = Trial(promise=GainPosterior(variance=0.05**2))
     trial.take(Look(0.04, 0.02, 32, 32, 2.08, 2.0))
     verdict = trial.verdict(confidence=0.9)
     reach = float(stats.norm.ppf(0.9)) * math.sqrt(trial.promise.variance)
@@ -534,7 +536,7 @@ def test_looks_of_few_prompts_do_not_unlearn_what_looks_of_many_show() -> None:
 def test_what_trainings_bring_is_not_taken_for_what_the_gain_varies_by(sd: float, rise: float) -> None:
     rng, found = np.random.default_rng(8), []
     for _ in range(20):
-        trial = Trial(promise=Promise(variance=0.0))
+        trial = Trial(promise=GainPosterior(variance=0.0))
         for number in range(60):
             trial.trained()
             trial.take(Look(math.expm1(rise * number + rng.normal(0.0, math.hypot(sd, 0.01))), 0.01, 32, 32, 2.0, 2.0))

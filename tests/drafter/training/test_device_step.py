@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.step_memory import LiveBytes, peak_of
 from benchmarks.step_peers import SIZES, Size
-from drafter.device import ahead, fused_on_cuda, has_triton
+from drafter.device import fused_on_cuda, has_triton, prefetch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.model.eagle3_unroll import unroll
 from drafter.model.pointwise import rms_norm
@@ -287,14 +287,14 @@ def test_what_is_made_ahead_comes_in_order_with_its_errors() -> None:
             yield i
         raise OSError("the last one")
 
-    for device, thread in (("cpu", "MainThread"), ("meta", "ahead_0")):
+    for device, thread in (("cpu", "MainThread"), ("meta", "prefetch_0")):
         made.clear()
         found: list[int] = []
         with pytest.raises(OSError, match="the last one"):
-            found.extend(ahead(items(), torch.device(device)))
+            found.extend(prefetch(items(), torch.device(device)))
         assert found == [0, 1, 2, 3]
         assert {name for _, name in made} == {thread}
-    assert list(ahead([], torch.device("meta"))) == []
+    assert list(prefetch([], torch.device("meta"))) == []
 
 
 def test_torchs_own_rms_norm_which_cuda_takes_is_ours() -> None:

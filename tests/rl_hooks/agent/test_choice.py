@@ -16,7 +16,7 @@ from rl_hooks.agent.canary import CanaryResult, CanaryRule
 from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics
-from rl_hooks.agent.process import Between, Contest, EngineProcess, LoadedVersion, Seen, Since, between
+from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, RivalClient, Seen, Since, between
 from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState, SwapEngine
 from rl_hooks.release import Release, layers_of, parse_manifest
@@ -191,7 +191,7 @@ def test_layers_that_are_none_are_not_told(said: object) -> None:
 
 
 def test_of_two_clients_that_undo_each_other_the_younger_one_goes_first() -> None:
-    elder, younger = Contest(), Contest()
+    elder, younger = RivalClient(), RivalClient()
     elder.took(0.0, others=False)
     turns, now = 0, 1.0
     while not (elder.lost or younger.lost):
@@ -206,7 +206,7 @@ def test_of_two_clients_that_undo_each_other_the_younger_one_goes_first() -> Non
 
 
 def test_a_person_who_swaps_now_and_then_is_no_contest() -> None:
-    contest = Contest()
+    contest = RivalClient()
     for hour in range(20):
         contest.took(3600.0 * hour, others=False)
         contest.undone(3600.0 * hour + 600)

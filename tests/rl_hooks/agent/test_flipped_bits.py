@@ -38,7 +38,16 @@ from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.plugin import DrafterEndpoints
 from rl_hooks.engines.vllm.worker import RPC_METHODS, DrafterSwap
 from rl_hooks.errors import DigestError, OtherBytesError, SignatureError
-from rl_hooks.release import Manifest, PublicKeys, Release, SigningKey, files_digest, new_key, new_nonce, parse_manifest
+from rl_hooks.release import (
+    PublicKeys,
+    Release,
+    SigningKey,
+    VerifiedManifest,
+    files_digest,
+    new_key,
+    new_nonce,
+    parse_manifest,
+)
 
 FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "100"))
 RESTARTS = FLIPS if FLIPS >= 1000 else max(3, FLIPS // 20)  # half a second each
@@ -84,7 +93,7 @@ def client(service: Service) -> Iterator[httpx.Client]:
         yield made
 
 
-def manifest_of(service: Service) -> Manifest:
+def manifest_of(service: Service) -> VerifiedManifest:
     return parse_manifest(service.manifest, "default")
 
 
@@ -251,7 +260,7 @@ def test_a_bit_that_flips_between_the_agents_look_and_the_engines_is_not_swapped
     directory = tmp_path / "v1"
     good = real_drafter(directory)
     sha256s = {name: hashlib.sha256(data).hexdigest() for name, data in good.items()}
-    manifest = Manifest("default", "v1", 1, "published", files_digest(sha256s), (), "f", "d")
+    manifest = VerifiedManifest("default", "v1", 1, "published", files_digest(sha256s), (), "f", "d")
     release = Release(manifest, directory, sha256s)
 
     async def swaps() -> None:
@@ -287,7 +296,7 @@ def test_a_bit_that_flips_before_a_vllm_restarts_is_not_loaded_when_it_is_back(
             )
             offer = fetch_release(client, manifest_of(service), cache)
 
-            def fetch(manifest: Manifest, again: bool) -> Release:
+            def fetch(manifest: VerifiedManifest, again: bool) -> Release:
                 return fetch_release(client, manifest, cache, again=again)
 
             follower = EngineFollower(engine, CanaryRule(), AgentMetrics(), cache, fetch)

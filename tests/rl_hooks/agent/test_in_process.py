@@ -39,7 +39,7 @@ from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper
 from rl_hooks.engines.vllm.tap import ServiceSettings
-from rl_hooks.release import Manifest, Release
+from rl_hooks.release import Release, VerifiedManifest
 from service.storage.reports.keys import StoreKeys
 
 
@@ -309,7 +309,7 @@ def test_an_engine_whose_rounds_are_not_counted_is_complained_about_once(
     )
     engine = InProcessEngine("in-process:x", link, tmp_path)
 
-    def fetch(_: Manifest, _again: bool) -> Release:
+    def fetch(_: VerifiedManifest, _again: bool) -> Release:
         raise AssertionError("nothing is offered")
 
     follower = EngineFollower(engine, CanaryRule(), AgentMetrics(), tmp_path, fetch)

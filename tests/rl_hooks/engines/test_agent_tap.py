@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, scheduled, states, step, truncated
 
 from rl_hooks import wire
-from rl_hooks.engines.collected import Batcher, Collected, Request, Sampling, assemble, rollout_file
+from rl_hooks.engines.collected import Batcher, Collected, Request, RequestSampling, assemble, rollout_file
 from rl_hooks.engines.tap import FeatureTap, Step
 from rl_hooks.engines.vllm.steps import (
     V1_ARGUMENTS,
@@ -270,7 +270,7 @@ def test_files_hold_one_kind_of_sampling_and_do_not_wait_for_ever() -> None:
     sent: list[list[str]] = []
     batcher = Batcher(lambda batch: sent.append([one.request.request_id for one in batch]), tokens=10, seconds=0.2)
     done = decode([Script(f"r{i}", [2, 3, 4], [5, 6, STOP]) for i in range(3)], 1)
-    cold = Sampling(0.5, 1.0, 0)
+    cold = RequestSampling(0.5, 1.0, 0)
     batcher.add(done[0])
     batcher.add(
         Collected(
@@ -300,7 +300,7 @@ def test_a_file_that_cannot_be_made_does_not_end_the_sending_of_others() -> None
 
 
 def test_each_request_is_scored_by_the_distribution_that_it_is_drawn_from() -> None:
-    kinds = [PLAIN, Sampling(0.7, 0.6, 0), Sampling(1.0, 1.0, 4), Sampling(1.3, 0.8, 9)]
+    kinds = [PLAIN, RequestSampling(0.7, 0.6, 0), RequestSampling(1.0, 1.0, 4), RequestSampling(1.3, 0.8, 9)]
     scripts = [Script(f"r{i}", [2, 3, 4, 5 + i], [6, 7, 8 + i, 9, 10, STOP]) for i in range(8)]
     draw, collected = random.Random(0), list[Collected]()
     tapped = tap(collected.append)
@@ -321,9 +321,9 @@ def test_each_request_is_scored_by_the_distribution_that_it_is_drawn_from() -> N
         assert logged[generated].tolist() == pytest.approx(wanted[generated].tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize(("sampling", "sent"), [(PLAIN, 1), (Sampling(1.0, 0.9, 0), 0)])
+@pytest.mark.parametrize(("sampling", "sent"), [(PLAIN, 1), (RequestSampling(1.0, 0.9, 0), 0)])
 def test_a_truncated_request_is_dropped_and_counted_where_many_of_its_rows_come_at_once(
-    sampling: Sampling, sent: int
+    sampling: RequestSampling, sent: int
 ) -> None:
     """What top-p leaves is not computed for thousands of rows, most of which are a prompt's."""
     script, collected = Script("r", [2, 3], [4, *[5] * 80, STOP]), list[Collected]()
@@ -338,7 +338,7 @@ def test_a_truncated_request_is_dropped_and_counted_where_many_of_its_rows_come_
 
 def test_a_truncated_request_that_was_preempted_keeps_the_scores_of_before() -> None:
     """All its rows come again at once, and the first of them are not scored again. A draft was rejected on the way."""
-    text, law = [4, *[5, 6] * 40, STOP], Sampling(0.8, 0.9, 0)
+    text, law = [4, *[5, 6] * 40, STOP], RequestSampling(0.8, 0.9, 0)
     whole, cut = Script("whole", [2, 3], text), Script("cut", [2, 3], text)
     collected = list[Collected]()
     tapped = tap(collected.append)
@@ -360,7 +360,7 @@ def test_a_truncated_request_that_was_preempted_keeps_the_scores_of_before() -> 
 def test_a_truncated_request_with_a_long_prompt_is_scored() -> None:
     script, collected = Script("r", [2] * 200, [4, 5, STOP]), list[Collected]()
     tapped = tap(collected.append)
-    tapped.begin(script.request(sampling=Sampling(1.0, 0.9, 0)))
+    tapped.begin(script.request(sampling=RequestSampling(1.0, 0.9, 0)))
     for first, rows, sampled in ((0, [2] * 150, 7), (150, [2] * 50, 4), (200, [4, 5], STOP)):
         tapped.step(step([(script, first, rows, 0, sampled)]))
     tapped.end(["r"])
@@ -372,8 +372,10 @@ def test_a_truncated_request_with_a_long_prompt_is_scored() -> None:
 
 
 def test_a_request_of_vllm_is_described_by_what_ends_it_and_how_it_is_drawn() -> None:
-    assert request_of(scheduled()) == Request("r", [1, 2], Sampling(0.7, 1.0, 0), frozenset({7, 9}), 20)
-    assert request_of(scheduled(ignore_eos=True)) == Request("r", [1, 2], Sampling(0.7, 1.0, 0), frozenset({7}), 20)
+    assert request_of(scheduled()) == Request("r", [1, 2], RequestSampling(0.7, 1.0, 0), frozenset({7, 9}), 20)
+    assert request_of(scheduled(ignore_eos=True)) == Request(
+        "r", [1, 2], RequestSampling(0.7, 1.0, 0), frozenset({7}), 20
+    )
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from rl_hooks.engines.sglang.loader import (
     running_drafter,
 )
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
-from rl_hooks.release import Manifest, Release
+from rl_hooks.release import Release, VerifiedManifest
 from service.monitor import records
 
 #: Bits that flip before a load; `make chaos` 1,000.
@@ -366,7 +366,7 @@ def release(home: Path, name: str, seed: int, change: Any = None, **config: Any)
     path = home / "default" / name
     drafter_files(path, seed, change, **config)
     (path.parent / "engines").mkdir(exist_ok=True)
-    return Release(Manifest("default", name, 1, "", "", (), "", ""), path)
+    return Release(VerifiedManifest("default", name, 1, "", "", (), "", ""), path)
 
 
 _IDS = "eagle_aux_hidden_state_layer_ids"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rl_hooks.engines.counters import Counts, Snapshot
-from rl_hooks.engines.step_times import MAX_CELLS, StepTimes
+from rl_hooks.engines.step_times import MAX_CELLS, StepSums
 
 PAGE = """
 vllm:spec_decode_num_drafts_total{engine="0"} 800
@@ -52,14 +52,14 @@ def test_the_page_is_read_and_an_engine_without_them_is_counted_all_the_same() -
 
 def test_a_step_takes_what_its_outputs_waited_and_holds_the_sequences_that_did() -> None:
     """100 steps of 8 sequences, 20 ms each, whatever time lay between them."""
-    times = StepTimes()
+    times = StepSums()
     times.add(START, snapshot(outputs=800, steps=100, seconds=800 * 0.020, rounds=800, depth=3))
     [found] = times.document()
     assert found == {"batch": 8.0, "depth": 3, "steps": 100, "seconds": pytest.approx(2.0)}
 
 
 def test_sums_are_cumulative_by_depth_and_by_batch_size() -> None:
-    times, before = StepTimes(), START
+    times, before = StepSums(), START
     for sequences, depth, step_seconds in ((8, 3, 0.02), (8, 3, 0.04), (64, 3, 0.03), (8, 0, 0.01)):
         assert before.times is not None
         outputs, steps, seconds, _ = before.times
@@ -96,14 +96,14 @@ def test_sums_are_cumulative_by_depth_and_by_batch_size() -> None:
     ],
 )
 def test_what_says_nothing_is_left_out(after: Snapshot) -> None:
-    times = StepTimes()
+    times = StepSums()
     times.add(START, after)
     times.add(after, START)  # counters that fell
     assert times.document() == []
 
 
 def test_the_cells_are_bounded_and_those_with_the_fewest_steps_go() -> None:
-    times = StepTimes()
+    times = StepSums()
     for number in range(3 * MAX_CELLS):
         sequences, steps = 2 ** (number % 16), 20 + number
         outputs = sequences * steps
@@ -115,7 +115,7 @@ def test_the_cells_are_bounded_and_those_with_the_fewest_steps_go() -> None:
 
 
 def test_a_stretch_that_holds_a_pause_is_left_out() -> None:
-    times = StepTimes()
+    times = StepSums()
     for seconds in (0.02, 0.07, 0.021):
         times.add(START, snapshot(800, 100, 800 * seconds, 800, 3))
     [found] = times.document()

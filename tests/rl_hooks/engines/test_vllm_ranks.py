@@ -20,7 +20,7 @@ from torch import Tensor
 from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.tap import FeatureTap, Step, labelled_rows
-from rl_hooks.engines.vllm.ranks import Ranks, Shard, joined_scores
+from rl_hooks.engines.vllm.ranks import LayerRanks, Shard, joined_scores
 from rl_hooks.engines.vllm.tap import VllmTap, _Shares
 from rl_hooks.sending.features import score_rows
 from rl_hooks.wire import LogitMap
@@ -119,7 +119,7 @@ def test_where_drafts_are_sampled_no_rank_scores_a_request_with_top_p(sampled: b
     tapped.tap.close(20)
 
 
-class Recorded(Ranks):
+class Recorded(LayerRanks):
     """A rank whose others answer as told."""
 
     def __init__(self, *, others: bool) -> None:

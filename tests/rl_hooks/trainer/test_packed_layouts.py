@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
-from rl_hooks.trainer.packing import Layout, boundaries_among, check_forward, how_it_reads, lay_out
+from rl_hooks.trainer.packing import PackedRollouts, boundaries_among, check_forward, how_it_reads, lay_out
 
 FLASH = "flash_attention_2"
 SEAM, T = 3, 6
@@ -288,7 +288,7 @@ TREE = {
 PLACES = [0, 1, 2, 3, 0, 4, 5]
 
 
-def tree_layout(places: list[int], bounds: tuple[int, ...] = (0, 4, 7)) -> Layout:
+def tree_layout(places: list[int], bounds: tuple[int, ...] = (0, 4, 7)) -> PackedRollouts:
     return lay_out(torch.zeros(1, bounds[-1]), None, torch.tensor(bounds), None, torch.tensor(places))
 
 

@@ -23,7 +23,7 @@ from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
 from rl_hooks.engines.vllm.policy import ServedPolicy
-from rl_hooks.engines.vllm.ranks import Ranks
+from rl_hooks.engines.vllm.ranks import LayerRanks
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import Captured, score_rows
@@ -348,7 +348,9 @@ def test_minicpms_checkpoints_own_class_divides_as_transformers_minicpm_3_does()
 
 
 def test_a_vllm_hands_out_minicpms_states_divided_and_granites_not() -> None:
-    ranks = Ranks(SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))))
+    ranks = LayerRanks(
+        SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1)))
+    )
     for family, expected in (("minicpm 3", LogitMap()), ("granite", LogitMap(scale=0.25))):
         model = tiny(family)
         assert ServedPolicy.on(ranks, model.config, model).logit_map == expected

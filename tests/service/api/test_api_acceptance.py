@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from access_fixtures import TokenFile
-from record_fixtures import score
+from record_fixtures import score, told
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, run_file
 from storage_fixtures import Store
@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from service.access.audit import AuditLog
 from service.api.context import context
 from service.cli.main import app
+from service.monitor.events import Moved
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES
 from service.monitor.live.watch import EngineVerdict, failed_pushes, push_is_due
@@ -129,7 +130,7 @@ def test_a_drafter_that_dies_is_pushed_again_and_the_history_says_why(engine: En
     assert reply["pushed_again"]["version"] == engine.version
     assert reply["pushed_again"]["sequence"] == 2
     assert reply["pushed_again"]["reason"].startswith("revived: drafter dead in agent http://engine: live α 1.00")
-    event = engine.service.registry.history.read("default")[-1]
+    event = told(engine.service.registry)[-1]
     assert (event["event"], event["sequence"]) == ("pushed_again", 2)
     latest = engine.service.client.get("/drafter/latest").json()
     assert latest == reply["pushed_again"]
@@ -167,7 +168,7 @@ def test_where_the_audit_log_cannot_be_written_counts_are_taken_and_nothing_is_p
         patch.setattr(AuditLog, "append", broken)
         reply = engine.report(400, 0)
         assert (reply.status_code, reply.json()["dead"], reply.json()["pushed_again"]) == (200, True, None)
-        assert [event["event"] for event in engine.service.registry.history.read("default")] == ["published"]
+        assert [event["event"] for event in told(engine.service.registry)] == ["published"]
     assert engine.report(400, 0).json()["pushed_again"]
 
 
@@ -185,7 +186,7 @@ def test_an_engine_is_not_pushed_again_where_another_report_did_it_while_the_aud
     monkeypatch.setattr(AuditLog, "append", slow)
     reply = engine.report(400, 0).json()
     assert (reply["dead"], reply["pushed_again"]) == (True, None)
-    assert [event["event"] for event in engine.service.registry.history.read("default")].count("pushed_again") == 1
+    assert [event["event"] for event in told(engine.service.registry)].count("pushed_again") == 1
     (line,) = list(AuditLog(engine.service.layout).read("default"))[1:]
     assert line["action"] == "push again: not done, latest has just moved"
 
@@ -200,11 +201,11 @@ def test_pushes_are_limited_in_rate(engine: Engine) -> None:
     second = engine.report(300, 0).json()
     assert second["dead"]
     assert second["pushed_again"] is None
-    assert len(engine.service.registry.history.read("default")) == 2
+    assert len(told(engine.service.registry)) == 2
 
 
 def test_a_clock_that_was_set_back_does_not_keep_a_dead_drafter_waiting(engine: Engine) -> None:
-    engine.service.registry.history.record("default", {"event": "pushed_again", "time": time.time() + 3600.0})
+    engine.service.registry.history.record("default", Moved(event="pushed_again", time=time.time() + 3600.0))
     assert engine.report(300, 0).json()["pushed_again"]
     assert engine.report(300, 0).json()["pushed_again"] is None, "the rate is limited from here on"
 
@@ -237,7 +238,7 @@ def test_a_drafter_that_dies_again_is_pushed_at_once_again(engine: Engine) -> No
     """A push that helped is no reason to wait: some engines lose their drafter at each weight sync."""
     record = engine.service.registry.history.record
     for age in (300, 240, 180, 120):
-        record("default", {"event": "pushed_again", "time": time.time() - age})
+        record("default", Moved(event="pushed_again", time=time.time() - age))
     engine.report(1000, 2000)
     assert engine.report(400, 0).json()["pushed_again"]
 
@@ -306,7 +307,7 @@ def test_a_canary_verdict_is_kept_once(engine: Engine) -> None:
     canary = {"version": engine.version, "previous": "v0", "outcome": "rolled_back", "sequence": 1, "alpha": 1.1}
     for _ in range(2):
         assert engine.report(10, 1, canary=canary).status_code == 200
-    events = [e for e in engine.service.registry.history.read("default") if e["event"] == "canary_rolled_back"]
+    events = [e for e in told(engine.service.registry) if e["event"] == "canary_rolled_back"]
     assert len(events) == 1
     assert events[0]["canary"]["alpha"] == 1.1
 

@@ -20,6 +20,7 @@ import pytest
 import redis.asyncio
 from access_fixtures import RULES, TokenFile, request_of
 from agent_fixtures import eventually
+from record_fixtures import told
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, f32, head_file, rollout_file, rollout_tensors, run_file
 from storage_fixtures import RolloutQueue
@@ -27,6 +28,7 @@ from storage_fixtures import RolloutQueue
 from rl_hooks import wire
 from service.api.rollouts import batches as rollouts_api
 from service.cli.valkey import EmbeddedValkey
+from service.monitor.events import Moved
 from service.storage.history import events
 from service.storage.layout import Layout
 from service.storage.queue.keys import Keys
@@ -224,7 +226,7 @@ def test_of_a_canary_only_what_is_known_is_kept(service: RunningService) -> None
     canary = {"version": manifest.version, "previous": "", "outcome": "passed", "sequence": 1} | figures
     body = report(manifest.version, canary=canary | {f"x{i}": "y" * 1000 for i in range(50)})
     service.client.post("/acceptance", json=body).raise_for_status()
-    assert service.registry.history.read("default")[-1]["canary"] == canary
+    assert told(service.registry)[-1]["canary"] == canary
     assert service.layout.history("default").stat().st_size < 2000
 
 
@@ -234,7 +236,7 @@ def test_a_canary_of_what_was_never_offered_is_refused(service: RunningService, 
     canary = {"version": manifest.version, "previous": "", "outcome": "passed", "sequence": 1} | change
     reply = service.client.post("/acceptance", json=report(manifest.version, canary=canary))
     assert (reply.status_code, kind(reply), reply.json()["field"]) == (422, "bad-canary", "canary")
-    assert len(service.registry.history.read("default")) == 1
+    assert len(told(service.registry)) == 1
 
 
 def test_more_accepted_tokens_than_rounds_can_bring_are_refused(service: RunningService) -> None:
@@ -253,7 +255,7 @@ def test_the_history_has_a_bound_and_its_digest_goes_on_over_pieces(
     layout.make_run("r")
     followed, found = Registry(layout), 0
     for number in range(200):
-        event = {"event": "published", "time": float(number), "version": f"v{number}"}
+        event = Moved(time=float(number), version=f"v{number}")
         Registry(layout).history.record("r", event)
         if number % 7 == 0:
             found = followed.history.digest("r").published
@@ -261,7 +263,7 @@ def test_the_history_has_a_bound_and_its_digest_goes_on_over_pieces(
     pieces = list((tmp_path / "runs/r").glob("history*.jsonl"))
     assert len(pieces) == 2
     assert sum(path.stat().st_size for path in pieces) < 2 * 2000 + 200
-    versions = [event["version"] for event in followed.history.read("r")]
+    versions = [event["version"] for event in told(followed, "r")]
     assert versions == [f"v{i}" for i in range(200 - len(versions), 200)], "the newest, without a gap"
     assert len(versions) > 20
     assert Registry(layout).history.digest("r").published == 200, (
@@ -306,7 +308,7 @@ def test_a_history_from_a_backup_is_read_from_its_beginning(tmp_path: Path) -> N
     layout.make_run("r")
     followed = Registry(layout)
     for _ in range(3):
-        followed.history.record("r", {"event": "published"})
+        followed.history.record("r", Moved())
     assert followed.history.digest("r").published == 3
     backup = tmp_path / "backup"
     backup.write_text(json.dumps({"event": "published"}) + "\n")

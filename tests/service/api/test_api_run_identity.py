@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from attacks.runs import SIZES, drafter_tensors
+from record_fixtures import gauges
 from redis import Redis
 from service_fixtures import (
     CONFIG,
@@ -394,7 +395,7 @@ def test_the_drift_alarm_is_acknowledged_or_reset_by_a_request_that_is_kept(
 ) -> None:
     service.register()
     for action, statistic in (("acknowledge", 9.6), ("reset", 9.4)):
-        Store(redis_client, "default").set_worker({"drift": {"fast": {"statistic": statistic, "limit": 9.5}}})
+        Store(redis_client, "default").set_worker(gauges({"drift": {"fast": {"statistic": statistic, "limit": 9.5}}}))
         reply = service.client.post(f"/runs/default/drift/{action}")
         assert reply.status_code == 202
         assert reply.json()["action"] == action

@@ -30,9 +30,10 @@ import service.api.acceptance as service_acceptance
 import service.monitor.headline
 from service.api.app import page_html
 from service.api.context.context import ServiceContext
+from service.monitor.events import RunEvent
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
-from service.monitor.records import DrafterSums, LaneGauges, RunEvent
+from service.monitor.records import DrafterSums, LaneGauges
 from service.monitor.worth import AtBatch, Worth
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")
@@ -235,7 +236,7 @@ def test_a_drift_alarm_says_what_fell_below_what(browser: Browser) -> None:
     """Also of a drafter far above the frozen one: not that it is below the level that the run began with."""
     sample = sample_run(20)
     drift = {"fast": LaneGauges(statistic=11.0, limit=9.5)}
-    worker = replace(sample.worker, drift=drift, drift_alpha=2.51, drift_level=3.4)
+    worker = sample.worker.model_copy(update={"drift": drift, "drift_alpha": 2.51, "drift_level": 3.4})
     page = show(RunSnapshot(now=time.time(), scores=sample.scores, worker=worker), browser)
     assert page.texts["headline"].startswith("Drifting: α 2.51 is below its level so far, 3.40; v0000")
     assert "began with" not in page.texts["main"]
@@ -281,7 +282,7 @@ def test_another_run_is_chosen_by_the_address_and_offered_in_the_picker(browser:
 @needs_browser
 def test_the_picker_says_which_of_many_runs_is_in_trouble(browser: Browser) -> None:
     silent = sample_run(5)
-    worker = replace(silent.worker, heartbeat=time.time() - 7200)
+    worker = silent.worker.model_copy(update={"heartbeat": time.time() - 7200})
     runs = {"default": sample_run(3), "second": sample_run(4), "third": replace(silent, worker=worker, api_began=None)}
     with serving(runs | {"fourth": runs["third"]}) as url:
         assert browse(url, browser).texts["troubled"] == "2 other runs in trouble"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from record_fixtures import acceptance, score, stored
+from record_fixtures import acceptance, gauges, score, stored
 from redis import Redis
 from service_fixtures import RunningService, rollout_file
 from storage_fixtures import RolloutQueue, Store
@@ -146,7 +146,7 @@ def test_the_log_says_the_headline_when_it_becomes_another(
     serve()
     bench.wait(lambda: "default: Waiting for the first rollouts." in caplog.text)
     bench.worker()  # takes the run up, then says nothing more
-    bench.store.set_worker({"heartbeat": time.time() - 71})
+    bench.store.set_worker(gauges({"heartbeat": time.time() - 71}))
     bench.wait(lambda: re.search(r"default: Worker silent for [78]\d s", caplog.text))  # not in the API's first 3 s
     lines = [record for record in caplog.records if record.getMessage().startswith("default: ")]
     assert [record.levelname for record in lines] == ["INFO", "WARNING"], "each once, however often it is looked"

@@ -15,7 +15,8 @@ import record_fixtures
 from pydantic_core import to_jsonable_python
 
 from service.monitor.alpha import _student, alpha_series, attempts
-from service.monitor.records import DrafterSums, Return, RunEvent
+from service.monitor.events import RunEvent
+from service.monitor.records import DrafterSums, Return
 
 
 def score(policy_version: int, **more: Any) -> dict[str, Any]:

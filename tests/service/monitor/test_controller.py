@@ -266,7 +266,7 @@ def test_break_even_is_where_worth_equals_cost() -> None:
 def test_worth_is_what_the_rounds_save(gain: float) -> None:
     """Generation time goes as 1/α, so a gain g leaves 1/(1+g) of it."""
     seconds = 10.0
-    before = ECONOMY.share * seconds
+    before = ECONOMY.assumed_share * seconds
     after = before / (1 + gain)
     assert ECONOMY.worth(gain, seconds) == pytest.approx(ECONOMY.versions_served * (before - after))
 

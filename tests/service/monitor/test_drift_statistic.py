@@ -171,10 +171,10 @@ def test_a_stratum_is_known_by_a_tick_s_worth_of_rollouts() -> None:
     assert (levels.names, levels.means, levels.shares) == (["a", "b"], [3.0, 2.0], [0.0, 0.0])
     assert levels.covariance == [[1e9, 0.0], [0.0, 1e9]]
     for part in (0.25, 0.5, 0.25 + 1e-6):
-        assert not levels.known("a")
+        assert not levels.has_level("a")
         levels.learn("a", part, 3.0, None)
-    assert levels.known("a")
-    assert not levels.known("b")
+    assert levels.has_level("a")
+    assert not levels.has_level("b")
 
 
 @pytest.mark.parametrize("length", [1, 4])

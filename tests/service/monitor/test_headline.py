@@ -14,6 +14,7 @@ from service.monitor.alpha import Compared
 from service.monitor.counts import LiveAlpha
 from service.monitor.current import Current, Tilt
 from service.monitor.drift.cause import Cause, cause_of
+from service.monitor.events import Event, Moved, Moves
 from service.monitor.headline import (
     Headline,
     RunFacts,
@@ -23,7 +24,7 @@ from service.monitor.headline import (
 from service.monitor.headroom import Advice
 from service.monitor.live.engine import Stretch
 from service.monitor.live.watch import EngineVerdict, Watch
-from service.monitor.records import AcceptanceRecord, Change, Estimate, HeldVersion, Moves, RunState
+from service.monitor.records import AcceptanceRecord, Change, Estimate, HeldVersion, RunState
 
 NOW = 10_000.0
 KNOWN = Compared(5, 2.14, 4.77, 2.1, 2.3, 0.05)
@@ -441,7 +442,7 @@ def unswapped(**changes: Any) -> Headline:
     """Of an engine that counts with v000003, replaced 20 minutes ago and again since."""
     moves = Moves()
     for sequence, (ago, version) in enumerate(((2000, "v000003-0a"), (1200, "v000006-0a"), (30, "v000007-0a1b2c3d"))):
-        moves.add({"event": "published", "time": NOW - ago, "sequence": sequence, "version": version})
+        moves.add(Moved(time=NOW - ago, sequence=sequence, version=version))
     known: dict[str, Any] = {"reporter": "agent http://e:8000", "drafter_version": "v000003-0a", "created": NOW - 30}
     known["behind"] = 600.0
     return headline(facts(moves=moves, engines=[AcceptanceRecord(**(known | {"rounds": 90} | changes))]))
@@ -511,11 +512,11 @@ def test_an_engine_that_was_swapped_or_is_about_to_be_is_no_trouble(changes: dic
 def test_a_version_that_is_served_again_is_not_replaced() -> None:
     moves = Moves()
     for sequence, version in enumerate(("v1", "v2", "v1", "v1")):  # published twice, rolled back, pushed again
-        moves.add({"event": "x", "time": 100.0 + sequence, "sequence": sequence, "version": version})
+        moves.add(Event(time=100.0 + sequence, sequence=sequence, version=version))
     assert (moves.replaced("v1"), moves.replaced("v2"), moves.replaced("v0")) == (None, 102.0, 100.0)
     assert Moves().replaced("v1") is None
     for sequence in range(4, 400):
-        moves.add({"event": "x", "time": 100.0 + sequence, "sequence": sequence, "version": f"v{sequence}"})
+        moves.add(Event(time=100.0 + sequence, sequence=sequence, version=f"v{sequence}"))
     assert moves.replaced("v1") == 100.0 + 336, "no more of them are kept"
 
 

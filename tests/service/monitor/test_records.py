@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from record_fixtures import acceptance, gauges, score
 from redis import Redis
 
 from service.api.snapshot import run_document
+from service.monitor.events import Event, Moved, Moves, read_event
 from service.monitor.metrics import RunSnapshot, render
 from service.monitor.records import (
     AcceptanceRecord,
     DrafterSums,
     LaneGauges,
-    Moves,
     ScoreRecord,
     ServedDrafter,
     WorkerGauges,
@@ -129,3 +130,16 @@ def test_what_is_no_record_is_passed_over(text: str | bytes, redis_url: str, red
             return await AsyncStore(client, "default").scores()
 
     assert list(asyncio.run(scores())) == ["b"]
+
+
+def test_of_an_event_that_is_damaged_the_rest_is_known_and_of_an_unknown_kind_what_all_have() -> None:
+    found = read_event({"event": "rolled_back", "sequence": True, "version": "v1", "by": 3, "time": 5, "later": [1]})
+    assert isinstance(found, Moved)
+    assert (found.sequence, found.by, found.time, found.version) == (None, None, 5.0, "v1")
+    assert found.written == {"time": 5.0, "event": "rolled_back", "version": "v1", "later": [1]}
+    unknown = read_event({"event": "of_later", "sequence": 3, "time": math.inf, "reason": {"x": 1}})
+    assert type(unknown) is Event
+    assert unknown.written == {"event": "of_later", "sequence": 3, "reason": {"x": 1}}
+    no_kinds: list[object] = [None, 3, [], {"x": 1}]
+    for no_kind in no_kinds:
+        assert read_event({"event": no_kind, "sequence": 4}).written == {"sequence": 4}

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import redis.asyncio
 from agent_fixtures import eventually
-from record_fixtures import acceptance, score
+from record_fixtures import acceptance, gauges, score
 from redis import Redis
 from service_fixtures import RunningService, publish
 from storage_fixtures import Store
@@ -28,6 +28,7 @@ from storage_fixtures import Store
 from service.api.auth import _BEGIN_AT_ONCE, Throttle
 from service.api.context.context import ServiceContext
 from service.api.snapshot import read_followed, read_headline
+from service.monitor.events import Event, Refused
 from service.monitor.headline import Headline
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import RunState, written
@@ -172,7 +173,7 @@ def test_of_an_archived_run_a_scrape_keeps_neither_chart_nor_history(
         service.client.post("/acceptance", json=report).raise_for_status()
     half = {"value": -0.2, "variance": 0.001}
     change = {"rollouts": 64, "alarm": True, "held": half, "drafter": {"value": 0.0, "variance": 0.001}}
-    worker.set_worker({"drift_change": change})
+    worker.set_worker(gauges({"drift_change": change}))
     lines = [json.dumps({"event": "refused", "time": 9.0 + n, "reason": "no gain" * 30}) for n in range(3000)]
     with service.layout.history("default").open("a") as file:
         file.write("\n".join(lines) + "\n")
@@ -265,7 +266,7 @@ def test_an_answer_is_304_until_something_changes(service: RunningService, redis
         assert (again.status_code, again.content) == (304, b""), path
     before = {path: service.client.get(path).headers["etag"] for path in ("/alpha", "/drafters", "/metrics")}
     Store(redis_client, "default").put_score("a" * 32, score(scored(1)))
-    service.registry.history.record("default", {"event": "refused", "reason": "no gain"})
+    service.registry.history.record("default", Refused(reason="no gain"))
     for path, etag in before.items():
         reply = service.client.get(path, headers={"If-None-Match": etag})
         assert reply.status_code == 200, path
@@ -405,14 +406,14 @@ def test_each_line_of_the_history_is_read_once_and_a_publish_reads_none_again(tm
     registry = Registry(Layout(tmp_path))
     publish(registry)
     for _ in range(300):
-        registry.history.record("default", {"event": "refused"})
+        registry.history.record("default", Refused())
     assert len(registry.history.events("default")) == 301
     publish(registry, content=b"second")
     read = registry.history.digest("default").bytes_read
     size = Layout(tmp_path).history("default").stat().st_size
     assert read == size
 
-    def never(run: str) -> list[dict[str, Any]]:
+    def never(run: str) -> list[Event]:
         raise AssertionError(f"the whole history of {run} is read")
 
     registry.history.read = never  # type: ignore[method-assign]

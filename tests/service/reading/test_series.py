@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import redis.asyncio
 from pydantic import SecretStr
-from record_fixtures import acceptance, score
+from record_fixtures import acceptance, gauges, score
 from redis import Redis
 from service_fixtures import publish
 from storage_fixtures import Store
 
 from service.api.context.context import ServiceContext
 from service.api.snapshot import read_followed, read_headline, read_now, read_snapshot, run_document, run_text
+from service.monitor.events import Moves, read_event
 from service.monitor.metrics import RunSnapshot, render
-from service.monitor.records import Moves
 from service.reading import quiet
 from service.settings import Settings
 from service.storage.registry import Registry
@@ -127,12 +127,12 @@ class World:
             event |= {"version": self.rng.choice(VERSIONS), "promised": 0.1, "realised": self.rng.random()}
         if kind in ("rolled_back", "pushed_again"):
             event["sequence"] = self.rng.choice([1, 2])
-        self.registry.history.record("default", event)
+        self.registry.history.record("default", read_event(event))
 
     def gauges(self) -> None:
         half = {"value": -0.2, "variance": 0.001}
         change = {"rollouts": 64, "alarm": True, "held": half, "drafter": {"value": 0.0, "variance": 0.001}}
-        self.worker.set_worker({"heartbeat": self.now, "drift_change": change, "published_total": 3})
+        self.worker.set_worker(gauges({"heartbeat": self.now, "drift_change": change, "published_total": 3}))
 
     def lose(self) -> None:
         """Redis was put back from a backup without the stream, or the stream was trimmed."""
@@ -232,7 +232,7 @@ def test_the_answers_equal_those_computed_from_all_records(
                 assert found[name] == wanted[name], name
             moves = Moves()
             for event in whole.history:
-                moves.add(event.written)
+                moves.add(read_event(event.written))
             assert whole.moves == moves
             monkeypatch.setattr(quiet, "QUIET_SECONDS", -math.inf)
             of_quiet = await read_now(context, "default")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from failover_fixtures import Cluster
+from record_fixtures import gauges
 
 import service.storage
 from service.monitor.live.engine import LiveRule
@@ -182,7 +183,7 @@ async def reports_live(worker: Any, api: Any) -> None:
     assert await api.last_report() > long_ago + HOUR
     assert worker.watch({name: account for name, (_, account) in worker.accounts(0.0).items()}, LiveRule()) is not None
 
-    worker.set_worker({"action": "training", "refused": [1, 2]})
+    worker.set_worker(gauges({"action": "training", "refused": [1, 2]}))
     assert worker.served_ago() is not None
     worker.begin("opening", (1, 2), 1)
     assert worker.begun("opening", (1, 2))[0] == 1

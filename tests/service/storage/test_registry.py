@@ -16,9 +16,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from record_fixtures import told
 from service_fixtures import publish
 
 from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
+from service.monitor.events import CanaryVerdict, Moved, Refused
 from service.storage.drafters.versions import MANIFEST
 from service.storage.history import lines
 from service.storage.history.digest import SentDrafter, canary_key
@@ -36,7 +38,7 @@ def registry(tmp_path: Path) -> Registry:
 def test_a_run_without_a_drafter_has_no_latest(registry: Registry) -> None:
     assert registry.latest("default") is None
     assert registry.versions("default") == []
-    assert registry.history.read("default") == []
+    assert told(registry) == []
 
 
 def test_a_published_version_is_latest_and_verifies(registry: Registry) -> None:
@@ -48,7 +50,7 @@ def test_a_published_version_is_latest_and_verifies(registry: Registry) -> None:
     assert [f.name for f in manifest.files] == ["config.json", "model.safetensors"]
     assert registry.path("default", manifest.version, "model.safetensors").read_bytes() == b"abc"
     registry.verify("default", manifest.version)
-    (event,) = registry.history.read("default")
+    (event,) = told(registry)
     assert (event["event"], event["version"], event["sequence"]) == ("published", manifest.version, 1)
 
 
@@ -81,7 +83,7 @@ def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Re
     assert third.sequence == 5
     assert third.version.startswith("v000003-")
     assert len({first.etag, second.etag, back.etag, again.etag, third.etag}) == 5
-    assert [e["event"] for e in registry.history.read("default")] == [
+    assert [e["event"] for e in told(registry)] == [
         "published",
         "published",
         "rolled_back",
@@ -154,7 +156,7 @@ def test_a_nan_in_the_evidence_becomes_null(registry: Registry) -> None:
     latest = registry.latest("default")
     assert latest is not None
     assert latest.alpha == {"served": None}
-    assert registry.history.read("default")[0]["alpha"] == {"served": None}
+    assert told(registry)[0]["alpha"] == {"served": None}
 
 
 def test_prune_keeps_the_newest_the_served_and_the_protected(registry: Registry) -> None:
@@ -185,8 +187,8 @@ def test_a_torn_last_line_of_the_history_hides_no_other(registry: Registry, tmp_
     publish(registry)
     with Layout(tmp_path).history("default").open("ab") as file:
         file.write(b'{"event": "publis')
-    registry.history.record("default", {"event": "refused"})
-    assert [e["event"] for e in registry.history.read("default")] == ["published", "refused"]
+    registry.history.record("default", Refused())
+    assert [e["event"] for e in told(registry)] == ["published", "refused"]
 
 
 def test_an_event_lost_between_pointer_and_history_is_written_by_the_next_move(
@@ -195,7 +197,7 @@ def test_an_event_lost_between_pointer_and_history_is_written_by_the_next_move(
     first = publish(registry)
     Layout(tmp_path).history("default").unlink()  # as if killed before the append
     publish(registry, content=b"second")
-    events = registry.history.read("default")
+    events = told(registry)
     assert (events[0]["version"], events[0]["sequence"]) == (first.version, 1)
     assert events[0]["recovered"]
     assert len(events) == 2
@@ -211,17 +213,17 @@ def test_what_a_full_history_deletes_is_neither_forgotten_nor_made_up(
     (staged / "model.safetensors").write_bytes(b"sent")
     sent, _ = registry.archive("default", staged, like=first, reason="better", by="ada", most_waiting=4)
     for number in range(100):
-        registry.history.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
+        registry.history.record("default", Refused(policy_version=number, reason="x" * 100))
     later = Registry(Layout(tmp_path))
     by_ada = {sent.version: SentDrafter("better", "ada", 1)}
     assert later.history.sent("default") == registry.history.sent("default") == by_ada
     assert later.history.digest("default").published == 1
-    assert all(event["event"] == "refused" for event in later.history.read("default"))
+    assert all(event["event"] == "refused" for event in told(later))
     later.hold("default", first.version, "under test")
-    assert [event["event"] for event in later.history.read("default") if event["event"] != "refused"] == ["held"]
-    later.history.record("default", {"event": "refused", "version": sent.version, "reason": "no better"})
+    assert [event["event"] for event in told(later) if event["event"] != "refused"] == ["held"]
+    later.history.record("default", Refused(version=sent.version, reason="no better"))
     for number in range(100):
-        registry.history.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
+        registry.history.record("default", Refused(policy_version=number, reason="x" * 100))
     assert not Registry(Layout(tmp_path)).history.sent("default"), "it does not wait again"
 
 
@@ -232,7 +234,7 @@ def test_a_drafter_that_is_sent_while_the_history_is_full_is_not_lost(
     monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 2000)
     first = publish(registry)
     for number in range(30):
-        registry.history.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 100})
+        registry.history.record("default", Refused(policy_version=number, reason="x" * 100))
     older = max(Layout(tmp_path).history("default").parent.glob("history-*.jsonl"))
     late = {"event": "sent", "version": first.version, "reason": "better", "by": "ada", "time": 1.0}
     with older.open("a") as file:
@@ -248,19 +250,19 @@ def test_of_a_history_the_oldest_piece_goes_though_the_clock_was_set_back(
     monkeypatch.setattr(lines, "time", SimpleNamespace(time_ns=lambda: real() + ahead))
     for number in range(40):
         ahead = 0 if number >= 20 else ahead  # a day, until it is put right
-        registry.history.record("default", {"event": "refused", "policy_version": number, "reason": "x" * 60})
-    kept = [event["policy_version"] for event in registry.history.read("default")]
+        registry.history.record("default", Refused(policy_version=number, reason="x" * 60))
+    kept = [event["policy_version"] for event in told(registry)]
     assert kept == list(range(kept[0], 40))
     assert 5 < len(kept) < 20
 
 
 def test_a_verdict_is_read_among_the_moves_and_a_repeat_is_none(registry: Registry) -> None:
     first = publish(registry)
-    verdict = {"event": "canary_passed", "version": first.version, "reporter": "a", "offer": 1}
+    verdict = CanaryVerdict(version=first.version, reporter="a", offer=1)
     for _ in range(2):
         registry.history.record_verdict("default", verdict)
     second = publish(registry, content=b"other")
-    found = [(event["event"], event["version"]) for event in registry.history.read("default")]
+    found = [(event["event"], event["version"]) for event in told(registry)]
     assert found == [("published", first.version), ("canary_passed", first.version), ("published", second.version)]
 
 
@@ -278,11 +280,11 @@ def test_a_move_whose_event_is_lost_leaves_all_of_it_in_the_pointer(registry: Re
     offer = Registry(Layout(tmp_path)).offer("default")
     assert offer is not None
     assert offer == whole
-    assert (offer["version"], offer["previous"], offer["gate"]["gain"]) == (sent.version, first.version, 0.1)
+    assert (offer.version, offer.previous, offer.gate and offer.gate["gain"]) == (sent.version, first.version, 0.1)
     registry.push_again("default", "lost")
-    recovered, pushed = registry.history.read("default")[-2:]
+    recovered, pushed = told(registry)[-2:]
     assert (recovered["recovered"], recovered["gate"]["gain"], pushed["event"]) == (True, 0.1, "pushed_again")
-    assert registry.offer("default") == recovered
+    assert registry.history.last_of("default", ["published"]) == registry.offer("default")
 
 
 def test_what_a_publisher_that_died_had_not_pointed_to_is_the_same_version_when_it_comes_again(
@@ -318,7 +320,7 @@ def test_parallel_publishers_and_rollbacks_never_share_a_sequence(registry: Regi
         thread.start()
     for thread in threads:
         thread.join(30)
-    sequences = [e["sequence"] for e in registry.history.read("default")]
+    sequences = [e["sequence"] for e in told(registry)]
     assert sequences == list(range(1, 34))
     assert len(registry.versions("default")) == 17
 
@@ -334,16 +336,16 @@ def test_a_lock_that_somebody_keeps_is_an_error_that_names_him_and_hides_no_even
             registry.rollback("default", first.version, "back")
         with pytest.raises(RegistryBusy):
             publish(registry, content=b"second")
-        registry.history.record("default", {"event": "refused"})
+        registry.history.record("default", Refused())
     assert registry.latest("default") == first
-    assert [e["event"] for e in registry.history.read("default")] == ["published", "refused"]
+    assert [e["event"] for e in told(registry)] == ["published", "refused"]
     assert publish(registry, content=b"second").sequence == first.sequence + 1
 
 
 def test_events_of_many_writers_are_whole_lines(registry: Registry) -> None:
     def work(number: int) -> None:
         for turn in range(50):
-            registry.history.record("default", {"event": "refused", "by": [number, turn], "reason": "x" * 3000})
+            registry.history.record("default", Refused(by=f"{number} {turn}", reason="x" * 3000))
 
     publish(registry)
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
@@ -351,8 +353,9 @@ def test_events_of_many_writers_are_whole_lines(registry: Registry) -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    events = registry.history.read("default")[1:]
-    assert sorted(e["by"] for e in events) == [[n, t] for n in range(4) for t in range(50)]
+    events = told(registry)[1:]
+    assert {e["by"] for e in events} == {f"{n} {t}" for n in range(4) for t in range(50)}
+    assert len(events) == 200
     assert all(len(e["reason"]) == 3000 for e in events)
 
 
@@ -427,7 +430,7 @@ def test_a_publisher_killed_anywhere_leaves_latest_valid_and_never_older(registr
         registry.verify("default", version)
     after = publish(registry, content=b"after")
     assert after.sequence == latest.sequence + 1
-    sequences = [e["sequence"] for e in registry.history.read("default")]
+    sequences = [e["sequence"] for e in told(registry)]
     assert sequences == sorted(set(sequences)), "no event is lost or doubled"
     assert set(sequences) == set(range(1, after.sequence + 1))
 
@@ -442,8 +445,8 @@ def test_a_manifest_on_disk_is_plain_json(registry: Registry, tmp_path: Path) ->
 def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_path: Path) -> None:
     assert not registry.history.digest("default").pushed
     publish(registry)
-    registry.history.record("default", {"event": "pushed_again", "time": 5.0})
-    canary = {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": 1}
+    registry.history.record("default", Moved(event="pushed_again", time=5.0))
+    canary = CanaryVerdict(version="v1", reporter="a", offer=1)
     registry.history.record("default", canary)
     digest = registry.history.digest("default")
     assert (list(digest.pushed), list(digest.canaries)) == ([5.0], [canary_key(canary)])
@@ -456,7 +459,7 @@ def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_pa
     assert registry.history.digest("default").pushed == deque([5.0]), (
         "what was read is not read again, and half a line is none"
     )
-    registry.history.record("default", {"event": "pushed_again", "time": 9.0})
+    registry.history.record("default", Moved(event="pushed_again", time=9.0))
     assert registry.history.digest("default").pushed == deque([5.0, 9.0])
     path.write_bytes(whole[: whole.index(b"\n") + 1])
     assert registry.history.digest("default").pushed == deque(), "a shorter file is another one"
@@ -465,5 +468,5 @@ def test_a_digest_of_the_history_reads_each_line_once(registry: Registry, tmp_pa
 def test_a_digest_remembers_a_bounded_number_of_verdicts(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.storage.history.digest._CANARIES_REMEMBERED", 3)
     for offer in range(5):
-        registry.history.record("default", {"event": "canary_passed", "version": "v1", "reporter": "a", "offer": offer})
+        registry.history.record("default", CanaryVerdict(version="v1", reporter="a", offer=offer))
     assert [key[-1] for key in registry.history.digest("default").canaries] == ["2", "3", "4"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from record_fixtures import told
 from worker_fixtures import LAYERS, Bench
 
 from drafter.files.checkpoint import write_drafter
@@ -85,7 +86,7 @@ def test_a_policy_that_goes_back_finds_the_drafter_that_it_had(
         assert claim(bench, worker, "a", A_AGAIN) == of_a.version
     assert max(replayed[:-1]) <= 8
     assert sum(replayed) < 7 * 32 / 2, "halving: not every version on every rollout"
-    (event,) = (e for e in Registry(bench.layout).history.read("default") if e["event"] == "rolled_back")
+    (event,) = (e for e in told(Registry(bench.layout)) if e["event"] == "rolled_back")
     assert "re-selected from the archive" in event["reason"]
     assert worker.learner.controller.curve.measured == [], "what was measured was against another drafter"
     # Training goes on from it.

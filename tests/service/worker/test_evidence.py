@@ -15,11 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from record_fixtures import told
 from worker_fixtures import FINGERPRINT, HIDDEN, LAYERS, VOCAB, Bench, World, joined
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
 from drafter.replay.acceptance import Replay
-from drafter.replay.gate import Promise, Trial, compare
+from drafter.replay.gate import GainPosterior, Trial, compare
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.monitor.alpha import Compared
@@ -248,7 +249,7 @@ def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published(a
     """
     rng, published = np.random.default_rng(0), 0
     for _ in range(60):
-        trial, few = Trial(promise=Promise(variance=0.0)), rng.integers(1 << 60, size=7).astype(str)
+        trial, few = Trial(promise=GainPosterior(variance=0.0)), rng.integers(1 << 60, size=7).astype(str)
         for version in range(100):
             prompts = few if again else rng.integers(1 << 60, size=7).astype(str)
             looked = [
@@ -295,7 +296,7 @@ def test_what_a_version_gains_is_measured_on_rollouts_that_came_after_it(bench: 
     for number in range(24):
         bench.post(f"step{number}", rollouts=64)
         bench.drain(worker)
-    history = Registry(bench.layout).history.read("default")
+    history = told(Registry(bench.layout))
     published = [e for e in history if e["event"] == "published" and e.get("gate")]
     realised = [e for e in history if e["event"] == "realised"]
     assert realised
@@ -317,7 +318,7 @@ def test_where_each_batch_holds_one_prompt_promises_are_measured_too(bench: Benc
         bench.post(f"group{number}", prompts=[1000 + number] * 32)
         bench.drain(worker)
         levels.append(worker.learner.gate.state["level"])
-    realised = [e for e in Registry(bench.layout).history.read("default") if e["event"] == "realised"]
+    realised = [e for e in told(Registry(bench.layout)) if e["event"] == "realised"]
     assert realised
     assert any(level is not None for level in levels)
     for event in realised:

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from record_fixtures import gauges
 from redis import Redis
 from service_fixtures import RunningService
 from storage_fixtures import Store
@@ -40,13 +41,13 @@ def test_a_worker_whose_clock_is_wrong_is_not_called_silent(
 def test_who_reads_a_sign_of_life_needs_no_right_clock(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(bench.redis, "default")
     assert store.served_ago() is None
-    store.set_worker({"error": None})
+    store.set_worker(gauges({"error": None}))
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() + 3600.0)
     ago = store.served_ago()
     assert ago is not None
     assert 0.0 <= ago < 30.0
-    store.set_worker({"error": "the disk is full"})
+    store.set_worker(gauges({"error": "the disk is full"}))
     assert store.served_ago() is None
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,8 @@ from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
 from service.worker.inbox import RECENT_BATCHES, ArrivedVersions, Inbox, Loaded, Phase
 from service.worker.learner import Learner
 from service.worker.recent import RecentRollouts
+
+TraceFunction = Callable[[FrameType, str, object], Any]
 
 
 @pytest.fixture
@@ -57,6 +61,33 @@ def test_a_batch_is_held_from_its_claim_until_it_is_acknowledged(bench: Bench, i
     inbox.commit(lambda _: None)
     assert (inbox.held, inbox.done, bench.state(batch)) == ((), 0, "trained")
     assert claimed == (loaded.entry.entry_id,), "a snapshot does not change under its reader"
+
+
+def test_a_heartbeat_sees_what_is_held_at_every_moment_of_a_change(bench: Bench, inbox: Inbox) -> None:
+    """Another thread may read between any two lines. An entry that one heartbeat misses lapses, and is claimed."""
+    bench.post("a")
+    bench.post("b")
+    first, second = new(inbox)
+    both = {first.entry.entry_id, second.entry.entry_id}
+    seen: list[set[str]] = []
+
+    def read(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        seen.append(set(inbox.held))
+        return read
+
+    before = sys.gettrace()
+    sys.settrace(read)
+    try:
+        inbox.wait([first, second])
+        inbox.uncount(Phase.WAITING)
+        for loaded in inbox.resume():
+            inbox.finish(loaded)
+        inbox.uncount(Phase.DONE)
+        inbox.interrupt()
+    finally:
+        sys.settrace(before)
+    assert len(seen) > 100
+    assert [held for held in seen if held != both] == []
 
 
 def test_nothing_is_acknowledged_before_the_checkpoint_that_holds_it(bench: Bench, inbox: Inbox) -> None:

@@ -85,7 +85,7 @@ def test_what_came_of_wins_survives_a_restart() -> None:
     for number in range(12):
         played.claim(number, float(number % 2))
     state = played.gate.state
-    assert Kept(**state["won"][OF_B]).share < 0.7
+    assert Kept(**state["won"][OF_B]).kept_share < 0.7
     played.gate.restore(state)
     assert played.gate.state == state
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from record_fixtures import gauges
 from redis import Redis
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench, Nest, nest
@@ -107,8 +108,8 @@ def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobod
         worker._find_runs()
         assert len(worker.served) == 2, "the other one lives, and may want two"
     first, second = sorted(set(RUNS) - set(worker.served))
-    Store(bench.redis, first).set_worker({"action": "train"})
-    Store(bench.redis, second).set_worker({"error": "the GPU's memory ran out"})
+    Store(bench.redis, first).set_worker(gauges({"action": "train"}))
+    Store(bench.redis, second).set_worker(gauges({"error": "the GPU's memory ran out"}))
     for run in worker._share._left_since:
         worker._share._left_since[run] -= 40.0  # time passes
     assert other.hold(second)  # one that cannot open it, now and then
@@ -117,7 +118,7 @@ def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobod
     other.others(0)
     worker._find_runs()
     assert set(RUNS) - set(worker.served) == {first}, "that was served just now, the other by nobody"
-    Store(bench.redis, first).set_worker({"heartbeat": time.time() - 40.0})
+    Store(bench.redis, first).set_worker(gauges({"heartbeat": time.time() - 40.0}))
     worker._share._left_since[first] -= 40.0  # time passes
     other.others(0)
     worker._find_runs()
@@ -145,7 +146,7 @@ def an_hour_passes(bench: Bench, worker: Worker, run: str) -> None:
     """In which nobody serves a run that this worker has handed over."""
     worker._share._untaken_since -= 3600.0
     worker._share._left_since[run] -= 3600.0
-    Store(bench.redis, run).set_worker({"heartbeat": time.time() - 7200.0})  # before it was handed over
+    Store(bench.redis, run).set_worker(gauges({"heartbeat": time.time() - 7200.0}))  # before it was handed over
 
 
 def test_a_run_that_is_handed_over_is_left_alone_and_the_next_waits_until_it_is_taken(
@@ -185,7 +186,7 @@ def test_a_run_that_was_taken_and_closed_for_others_between_two_looks_keeps_no_o
     """Who has it looks after it without its lease, and opens it for its next batch."""
     worker, other, gone = handed_over(bench, monkeypatch, 0)
     an_hour_passes(bench, worker, *gone)
-    Store(bench.redis, *gone).set_worker({"heartbeat": time.time()})
+    Store(bench.redis, *gone).set_worker(gauges({"heartbeat": time.time()}))
     for _ in range(2):
         other.others(0)
         worker._find_runs()
@@ -319,10 +320,10 @@ def test_the_first_error_of_a_run_that_another_worker_serves_is_no_reason_to_tak
     (run,) = gone
     an_hour_passes(bench, worker, run)
     assert other.hold(run)
-    Store(bench.redis, run).set_worker({"heartbeat": time.time()})
+    Store(bench.redis, run).set_worker(gauges({"heartbeat": time.time()}))
     other.others(1)
     worker._find_runs()
-    Store(bench.redis, run).set_worker({"error": "ValueError: one time"})
+    Store(bench.redis, run).set_worker(gauges({"error": "ValueError: one time"}))
     other.give_back(run)
     other.others(2)
     worker._find_runs()
@@ -335,7 +336,7 @@ def test_a_sign_of_life_from_a_clock_that_is_ahead_keeps_no_run_from_being_serve
 ) -> None:
     worker, other, gone = handed_over(bench, monkeypatch, 0)
     an_hour_passes(bench, worker, *gone)
-    Store(bench.redis, *gone).set_worker({"heartbeat": time.time() + 3600.0})
+    Store(bench.redis, *gone).set_worker(gauges({"heartbeat": time.time() + 3600.0}))
     other.others(0)
     worker._find_runs()
     assert len(worker.served) == 4
@@ -488,7 +489,7 @@ def test_a_worker_that_has_lost_a_run_says_nothing_of_it(bench: Bench, monkeypat
     assert other_worker(bench).hold("default")
     worker._handle_error("default", OSError("the checkpoint is gone"))
     assert bench.store.worker().error is None, "the other one would not take it back"
-    Store(bench.redis, "default").set_worker({"error": "the other one's"})
+    Store(bench.redis, "default").set_worker(gauges({"error": "the other one's"}))
     worker._note_work("default")
     assert bench.store.worker().error == "the other one's"
 

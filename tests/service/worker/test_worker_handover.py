@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_fixtures import told
 from redis import Redis
 from worker_fixtures import Bench
 
@@ -141,13 +142,13 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parents(registry: Registry) -> list[str | None]:
     """Of what was published, oldest first; other events stand in between."""
-    return [e["parent"] for e in registry.history.read("default") if e["event"] == "published"]
+    return [e["parent"] for e in told(registry) if e["event"] == "published"]
 
 
 def assert_each_was_published_over_what_was_served(registry: Registry) -> None:
     """An archived version that is served again counts: to these settings it is better, whatever it gains."""
     served = None
-    for event in registry.history.read("default"):
+    for event in told(registry):
         if event["event"] == "published":
             assert event["parent"] == served, event
         if event["event"] in ("published", "rolled_back"):

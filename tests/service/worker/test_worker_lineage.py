@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 import torch
+from record_fixtures import told
 from redis import Redis
 from service_fixtures import run_file as plain_run_file
 from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World, recorded_windows
@@ -41,7 +42,7 @@ OPEN: dict[str, Any] = {"gate_min_gain": 0.0, "recent_tokens": 100_000, "learnin
 
 
 def events(bench: Bench) -> list[str]:
-    return [e["event"] for e in Registry(bench.layout).history.read("default")]
+    return [e["event"] for e in told(Registry(bench.layout))]
 
 
 def turn_until(worker: Worker, done: Callable[[], object]) -> None:
@@ -471,7 +472,7 @@ def test_a_worse_candidate_is_refused_and_the_verdict_is_kept(bench: Bench, tmp_
         bench.post(name)
     bench.drain(worker)
     assert registry.latest("default") == served
-    refused = [e for e in registry.history.read("default") if e["event"] == "refused"]
+    refused = [e for e in told(registry) if e["event"] == "refused"]
     assert refused, events(bench)
     judged = [e for e in refused if e["gate"]["low"] is not None]
     assert judged, refused

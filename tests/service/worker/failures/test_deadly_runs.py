@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from failure_fixtures import FIRST, broken, error_of
+from record_fixtures import gauges
 from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import RolloutQueue
 from worker_fixtures import Bench, alive, nest, wait_until_gone
@@ -77,7 +78,7 @@ def test_a_run_that_was_set_aside_is_tried_again_later_ever_more_rarely_or_as_a_
     store = WorkersStore(bench.redis, FIRST)
 
     def died(times: int, seconds_ago: float) -> None:
-        store.set_worker({"opening": [*file, times, time.time() - seconds_ago]})
+        store.set_worker(gauges({"opening": [*file, times, time.time() - seconds_ago]}))
         worker._runs.clear()  # it is another process now
         worker._room.put_off.clear()
         worker._room.sparing = False

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from death_fixtures import Stopped, die_in, fails_with
+from record_fixtures import told
 from worker_fixtures import Bench
 
 import service.storage.lease
@@ -16,6 +17,7 @@ import service.worker.inbox
 import service.worker.process.worker
 import service.worker.promotion.promises
 from drafter.files.checkpoint import write_drafter
+from service.monitor.events import Event, Realised
 from service.storage.history.events import History
 from service.storage.registry import Registry
 from service.worker.learner import Learner
@@ -53,18 +55,18 @@ def test_a_death_right_after_a_publish_makes_it_no_refusal_and_its_gain_is_measu
     assert served.gate is not None
     if pushed:
         registry.push_again("default", "the engine lost it")
-    refused = [e for e in registry.history.read("default") if e["event"] == "refused"]
+    refused = [e for e in told(registry) if e["event"] == "refused"]
     worker = bench.worker(**EAGER)
     bench.drain(worker)
     assert worker.learner.journal.totals.published == 1
     assert worker.learner.gate.served == served.version
     assert worker.learner.gate.outcomes.unmeasured, "those that judged it do not measure it"
-    after = [e for e in registry.history.read("default") if e["event"] == "refused"]
+    after = [e for e in told(registry) if e["event"] == "refused"]
     assert after == refused, "the candidate is what is served: that is no refusal"
     for n in range(8):
         bench.post(f"b {n}", rollouts=64)
         bench.drain(worker)
-    realised = [e for e in registry.history.read("default") if e["event"] == "realised"]
+    realised = [e for e in told(registry) if e["event"] == "realised"]
     assert realised[0]["version"] == served.version
     assert realised[0]["promised"] == served.gate["gain"]
 
@@ -84,8 +86,8 @@ def test_a_death_right_after_a_sent_drafter_is_published_keeps_its_promise_and_w
     with monkeypatch.context() as patch:
         if dies == "before the history has it":
 
-            def dying(self: History, run: str, event: dict[str, Any]) -> None:
-                if event["event"] == "published":
+            def dying(self: History, run: str, event: Event) -> None:
+                if event.event == "published":
                     raise Stopped
                 append(self, run, event)
 
@@ -111,14 +113,12 @@ def test_a_death_right_after_a_sent_drafter_is_published_keeps_its_promise_and_w
     monkeypatch.setattr(service.worker.promotion.promises, "_SETTLED_ROLLOUTS", 1)
     bench.post("b", rollouts=32)
     bench.drain(worker)
-    (realised,) = [e for e in registry.history.read("default") if e["event"] == "realised"]
+    (realised,) = [e for e in told(registry) if e["event"] == "realised"]
     assert (realised["version"], realised["before"]) == (sent.version, first.version)
     assert realised["promised"] > 0
     worker.save()
     registry.push_again("default", "lost")
-    published = [
-        e for e in registry.history.read("default") if e.get("version") == sent.version and e["event"] == "published"
-    ]
+    published = [e for e in told(registry) if e.get("version") == sent.version and e["event"] == "published"]
     assert [e["gate"]["gain"] for e in published] == [realised["promised"]], "told once"
 
 
@@ -145,7 +145,7 @@ def test_a_rollback_by_a_person_ends_what_was_being_measured(bench: Bench) -> No
 
 
 def gains(bench: Bench) -> list[str]:
-    return [e["version"] for e in Registry(bench.layout).history.read("default") if e["event"] == "realised"]
+    return [e["version"] for e in told(Registry(bench.layout)) if e["event"] == "realised"]
 
 
 def test_a_gain_that_is_known_half_is_written_once_whoever_dies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_gain_that_is_known_half_is_written_once_whoever_dies(bench: Bench, mo
         with pytest.raises(Stopped):
             bench.drain(bench.worker(**EAGER))
     bench.drain(bench.worker(**EAGER))
-    event = {"event": "realised", "version": measured}
+    event = Realised(version=measured)
     worker.learner.lineage.record_gain(event)  # and a third time, from whoever finds it
     assert gains(bench) == [measured]
     Registry(bench.layout).rollback("default", measured, "by hand")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_fixtures import gauges
 from redis import Redis
 from room_fixtures import ask_of_drift, is_trained, post, register, train
 from storage_fixtures import Store
@@ -67,7 +68,7 @@ def test_after_a_start_a_batch_waits_for_its_own_run_to_be_opened_and_for_no_idl
     assert is_trained(bench, "e", batch)
     assert opened == ["e", "a"], "and one that is idle"
     for run in RUNS:
-        Store(bench.redis, run).set_worker({"heartbeat": 1.0})
+        Store(bench.redis, run).set_worker(gauges({"heartbeat": 1.0}))
     worker._heartbeat.beat()
     beats = {run: Store(bench.redis, run).worker().heartbeat or 0.0 for run in RUNS}
     assert min(beats.values()) > time.time() - 20, "somebody looks after those that are still to be opened"

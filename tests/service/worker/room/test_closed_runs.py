@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_fixtures import gauges
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from room_fixtures import (
@@ -96,7 +97,7 @@ def test_a_run_that_is_closed_for_others_has_somebody_who_looks_after_it_and_hee
         return Store(bench.redis, run).worker().heartbeat or 0.0
 
     for run in RUNS[:2]:
-        Store(bench.redis, run).set_worker({"heartbeat": 1.0})
+        Store(bench.redis, run).set_worker(gauges({"heartbeat": 1.0}))
     other = Leases(Redis.from_url(bench.redis_url))
     assert other.hold("b")
     worker._heartbeat.beat()
@@ -126,7 +127,7 @@ def test_a_closed_run_whose_heartbeat_fails_keeps_no_other_from_its_own(
 ) -> None:
     worker._room.close_idle()
     for run in RUNS[:3]:
-        Store(bench.redis, run).set_worker({"heartbeat": 1.0})
+        Store(bench.redis, run).set_worker(gauges({"heartbeat": 1.0}))
     real = Layout.run_json
 
     def run_json(self: Layout, run: str) -> Path:
