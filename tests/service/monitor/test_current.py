@@ -16,6 +16,7 @@ from worker_fixtures import Bench
 
 from service.monitor.alpha import Compared
 from service.monitor.current import ENOUGH_ROUNDS, Newest, Tilt, current
+from service.monitor.metrics import RunSnapshot, render
 from service.monitor.records import AcceptanceRecord, Favour, ScoreRecord
 
 
@@ -160,6 +161,26 @@ def test_a_lag_behind_the_candidate_is_of_many_batches_while_the_first_version_s
     assert max(lag for lag, _ in behind([first(n, 1.0) for n in range(1, 200)])) < 0.05 * 3
     lags = behind([first(n, 1.3) for n in range(1, 60)])
     assert all(0.2 * 3 < lag < 0.4 * 3 and 0.0 < (chance or 0.0) < 0.1 for lag, chance in lags)
+
+
+def test_a_comparison_says_of_which_drafter_it_is_and_a_lag_is_of_no_other() -> None:
+    """After a publish a worker that is behind scores the served drafter alone, and compares nothing."""
+    tested = [
+        replace(scored(f"{n}-0", n, served=1.6, candidate=2.0, frozen=2.6, best=2.6), drafter_version="v2")
+        for n in range(1, 10)
+    ]
+    found = current(tested, [])
+    assert found is not None
+    assert found.compared is not None
+    assert (found.compared.drafter_version, found.publication_lag) == ("v2", pytest.approx(1.0))
+    later = [replace(scored(f"{n}-0", n, served=2.6), drafter_version="v3") for n in (10, 11)]
+    behind = current([*tested, *later], [])
+    assert behind is not None
+    assert (behind.drafter_version, behind.compared) == ("v3", found.compared)
+    assert (behind.publication_lag, behind.best_version) == (None, None)
+    for records, is_known in ((tested, True), ([*tested, *later], False)):
+        text = render({"r": RunSnapshot(now=100.0, scores=records)}).decode()
+        assert ("draftalign_publication_lag{" in text) is is_known
 
 
 def test_records_that_name_no_queue_entry_come_before_those_that_do() -> None:
