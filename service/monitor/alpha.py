@@ -32,9 +32,10 @@ from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, D
 class Compared:
     """The served drafter beside the frozen one, on the same rollouts.
 
-    `policy_version`: the newest of them. `drafter_version`: which drafter served them, most of the tokens. `low`, `high`: the 95 % interval of α_served / α_frozen, by prompt; None where
-    prompts and batches are too few to tell. `by_chance`: how far apart two equal drafters come to be on them, as a
-    fraction (95 %): these two or, while they are one, served and candidate; None: nobody knows.
+    `policy_version`: the newest of them. `drafter_version`: which drafter served them, most of the tokens. `low`,
+    `high`: the 95 % interval of α_served / α_frozen, by prompt; None where prompts and batches are too few to tell.
+    `by_chance`: how far apart two equal drafters come to be on them, as a fraction (95 %): these two or, while they are
+    one, served and candidate; None: nobody knows.
     """
 
     policy_version: int

@@ -71,9 +71,9 @@ class Tilt:
 class Current:
     """What is true now. Names are those of a point of `GET /alpha`.
 
-    `compared`, `publication_lag`, `best_version`: on the newest batches that were scored with all drafters. The last two
-    are None while the drafter of the newest batches (`drafter_version`) is another than that of `compared`. `live`: the
-    engines' last reports, of as many policy versions as it takes to have `ENOUGH_ROUNDS`; None below that. `tilt`:
+    `compared`, `publication_lag`, `best_version`: on the newest batches that were scored with all drafters. The last
+    two are None while the drafter of the newest batches (`drafter_version`) is another than that of `compared`. `live`:
+    the engines' last reports, of as many policy versions as it takes to have `ENOUGH_ROUNDS`; None below that. `tilt`:
     whether speculation is lossless.
     """
 
@@ -258,7 +258,7 @@ def _reports(
 def condensed(
     acceptances: Sequence[AcceptanceRecord], sick: Collection[tuple[str, str | None]], newest: Newest, now: float
 ) -> list[AcceptanceRecord]:
-    """Few records instead of many: `current` says the same of them, and the sums of each reporter are the same.
+    """Few records instead of many: `current` says the same of them, and so do each reporter's sums of our drafters.
 
     Kept are the newest policy versions, on which `live` rests, and one sum of the rest for each reporter.
     `sick`: engines whose counts are no evidence (`sound`). `now`: Unix seconds.
@@ -273,7 +273,7 @@ def condensed(
             break
     rest: dict[str, AcceptanceRecord] = {}
     for record in acceptances:
-        if record.reporter is not None and id(record) not in chosen:
+        if record.reporter is not None and record.ours and id(record) not in chosen:
             sums = rest.get(record.reporter, AcceptanceRecord())
             accepted = (sums.accepted_tokens or 0) + (record.accepted_tokens or 0)
             rest[record.reporter] = AcceptanceRecord(

@@ -283,13 +283,13 @@ def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     rounds_of: defaultdict[str, float] = defaultdict(float)
     accepted_of: defaultdict[str, float] = defaultdict(float)
     for record in snapshot.acceptances:
-        if record.reporter is not None:
+        if record.reporter is not None and record.ours:  # of another method they would say that our drafter is poor
             rounds_of[record.reporter] += record.rounds
             accepted_of[record.reporter] += record.accepted_tokens or 0
     for reporter in sorted(rounds_of):
-        text = "Verification rounds that the engine counted."
+        text = "Verification rounds that the engine counted with published drafters."
         families.counter("draftalign_live_rounds_total", text, rounds_of[reporter], run=run, reporter=reporter)
-        text = "Accepted draft tokens that the engine counted, before trimming; the bonus token is not among them."
+        text = "Accepted draft tokens of these rounds, before trimming; the bonus token is not among them."
         accepted = accepted_of[reporter]
         families.counter("draftalign_live_accepted_tokens_total", text, accepted, run=run, reporter=reporter)
     text = "Response tokens trained on, repetitions counted."
