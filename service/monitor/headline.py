@@ -479,7 +479,7 @@ def _is_compared(now: Current) -> bool:
 def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
     """What more training would do: a trouble where it harms, else a note where there is something to say."""
     words = {"hurt": "Training hurts", "training_bound": "Training-bound", "unpaid": "Unpaid"}
-    words |= {"converged": "Converged", "resting": "Resting"}
+    words |= {"blocked": "Blocked", "converged": "Converged", "resting": "Resting"}
     if advice is not None and advice.state in words:
         level: Severity = "warn" if advice.state == "hurt" else "note"
         yield _found(level, advice.state, words[advice.state], f": {advice.text}.".replace("%", " %"))

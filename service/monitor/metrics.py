@@ -240,7 +240,12 @@ def advice_of(snapshot: RunSnapshot) -> Advice:
     recent = sorted(snapshot.scores, key=lambda score: score.arrival)[-_RECENT_BATCHES:]
     silent = trainer_silent(snapshot.last_arrival, snapshot.now, longest_pause(recent))
     starved = silent and not snapshot.counters.get("items")
-    return advise(snapshot.worker.headroom, action=snapshot.worker.action, starved=starved)
+    worker, blocked = snapshot.worker, None
+    if worker.no_memory:
+        blocked = "memory ran out in each training: make room for the worker"
+    elif worker.unjudged:
+        blocked = "no prompt is new that could judge it: send new prompts, or let the policy move on"
+    return advise(worker.headroom, action=worker.action, starved=starved, blocked=blocked, undrafted=worker.undrafted)
 
 
 def _add_headroom(families: _Families, run: str, snapshot: RunSnapshot) -> None:

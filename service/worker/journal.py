@@ -311,6 +311,7 @@ class Journal:
                 "headroom": None if headroom is None else asdict(headroom),
                 "unjudged": decision == UNJUDGED,
                 "no_memory": decision == NO_MEMORY,
+                "undrafted": decision.undrafted,
                 **self._drift_gauges(),
             }
         )

@@ -294,6 +294,7 @@ def test_a_gain_is_trained_for_only_where_engines_draft(share: float, trains: bo
     assert (actions[-10:] == [Action.TRAIN] * 10) is trains
     assert trains or actions[4:] == [Action.IDLE] * 36, "the first four are done to learn what they gain"
     assert f"{share:.0%} of their time" in decision.reason
+    assert decision.undrafted is (share == 0.0), "no price would help"
 
 
 def test_where_a_poor_drafter_is_why_engines_draft_nothing_it_is_trained_now_and_then() -> None:
