@@ -132,7 +132,7 @@ TRAINER_SILENT_SECONDS: Final = 600.0
 _LONGEST_PAUSES: Final = 3.0
 
 State = Literal[
-    *("converged", "resting", "training_bound", "learning", "unpaid", "blocked", "starved", "hurt", "behind", "unknown")
+    "converged", "resting", "training_bound", "learning", "unpaid", "blocked", "starved", "hurt", "behind", "unknown"
 ]
 STATES: Final[tuple[State, ...]] = get_args(State)
 
