@@ -274,6 +274,8 @@ def _add_worth(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         families.gauge("draftalign_speculation_speedup_ratio", text, one.speedup, **at)
         text = "Depth with the largest speed-up at a batch size; 0: do not speculate."
         families.gauge("draftalign_speculation_best_depth", text, one.best_depth, **at)
+    text = "Smallest batch size, of those, at which the depth in use is slower than plain decoding."
+    families.gauge("draftalign_speculation_costs_from_batch", text, snapshot.worth.costs_from, run=run)
 
 
 def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:

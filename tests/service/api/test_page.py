@@ -33,7 +33,7 @@ from service.api.context.context import ServiceContext
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, LaneGauges, RunEvent
-from service.monitor.worth import AtBatch, Worth
+from service.monitor.worth import AtBatch, Worth, step_speedup
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")
 
@@ -349,6 +349,30 @@ def test_each_engine_says_how_it_compares_with_replay_and_what_speculation_bring
     assert "Speed-up0.80×at 64 sequences a step; best depth 1" in page.texts["tiles"]
     unknown = show(replace(found, worth=Worth("no engine has said how long its steps take")), browser)
     assert "Speed-up–no engine has said" in unknown.texts["tiles"]
+    assert unknown.hidden("worth-card")
+
+
+@needs_browser
+def test_what_speculation_is_worth_is_shown_at_each_batch_size(browser: Browser) -> None:
+    batches = (AtBatch(1, 3, 2.0, 1.9), AtBatch(8, 2, 1.5, 1.25), AtBatch(64, 0, 1.0, 0.8))
+    worth = Worth(None, 3, batches, 64, ((1, 8, 3), (9, 64, 0)))
+    snapshot = replace(sample_run(5), worth=worth)
+    page = show(snapshot, browser)
+    assert page.texts["worth-text"] == (
+        "From 64 sequences a step on, depth 3 is slower than no drafts. "
+        "vLLM: num_speculative_tokens_per_batch_size = [[1,8,3],[9,64,0]]"
+    )
+    assert "speed-up at depth 3" in page.texts["worth"]
+    for row in ("11.90×32.00×", "81.25×21.50×", "640.80×0: none1.00×"):
+        assert row in page.texts["worth"]
+    assert "RL step" not in page.texts["worth"], "nobody has said what generation takes of it"
+    typed = "$('share').value = '70'; $('share').dispatchEvent(new Event('input'))"
+    with serving({"default": snapshot}) as url:
+        told = Document(browser.dom(url, 2.5, typed))
+    for speedup in (1.9, 1.25, 0.8):
+        assert f"{step_speedup(0.7, {speedup: 1.0}):.2f}×" in told.texts["worth"].partition("RL step")[2]
+    partial = show(replace(snapshot, worth=replace(worth, costs_from=None, plan=None)), browser)
+    assert partial.texts["worth-text"] == "No list for vLLM: a batch size in between is unknown."
 
 
 @needs_browser

@@ -34,6 +34,7 @@ NAMES = {
     "draftalign_headroom_ratio": {"run"},
     "draftalign_speculation_speedup_ratio": {"run", "batch"},
     "draftalign_speculation_best_depth": {"run", "batch"},
+    "draftalign_speculation_costs_from_batch": {"run"},
     "draftalign_headroom_bound_ratio": {"run", "bound"},
     "draftalign_headroom_state": {"run", "state"},
     "draftalign_training_busy_ratio": {"run"},
@@ -151,7 +152,7 @@ def full_snapshot() -> RunSnapshot:
         pushes=(40.0, 60.0, 90.0),
         state=RunState("draining", "the RL run is over", "ada", 900.0),
         held=HeldVersion("v000001-aaaaaaaa", "the second is odd", 950.0),
-        worth=Worth(None, 4, (AtBatch(8, 4, 2.5, 2.25),)),
+        worth=Worth(None, 4, (AtBatch(8, 4, 2.5, 2.25), AtBatch(64, 1, 1.1, 0.9)), 64),
     )
 
 
@@ -190,6 +191,7 @@ def test_values_come_through() -> None:
     assert value(text, "draftalign_headroom_ratio", run="default") == 0.07
     assert value(text, "draftalign_speculation_speedup_ratio", run="default", batch="8") == 2.25
     assert value(text, "draftalign_speculation_best_depth", run="default", batch="8") == 4
+    assert value(text, "draftalign_speculation_costs_from_batch", run="default") == 64
     assert value(text, "draftalign_headroom_bound_ratio", run="default", bound="low") == 0.03
     states = {s: value(text, "draftalign_headroom_state", run="default", state=s) for s in STATES}
     assert [state for state, on in states.items() if on] == ["training_bound"]
