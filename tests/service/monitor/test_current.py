@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from record_fixtures import score
+from record_fixtures import compared, score, sums
 from service_fixtures import HEADERS, RunningService
 from worker_fixtures import Bench
 
@@ -50,23 +50,6 @@ def test_a_figure_that_the_newest_lack_is_of_the_newest_that_have_it() -> None:
     assert found.compared == Compared(policy_version=3, alpha_frozen=2.0, alpha_served=3.0)
     assert found.alpha_best is None
     assert found.alpha_served_half_width is None, "of another batch than its α it would say nothing"
-
-
-def compared(entry: int, ratios: Sequence[float], drafter: str = "v2") -> ScoreRecord:
-    """A batch of so many prompts, each with its α of the served drafter over that of the first one."""
-    first = {f"{entry}/{n}": (300.0, 100.0) for n in range(len(ratios))}
-    served = {name: (300.0, 100.0 / ratio) for (name, _), ratio in zip(first.items(), ratios, strict=True)}
-    replayed = [
-        {"version": version, "sums": sums(by_prompt), "by_prompt": by_prompt}
-        for version, by_prompt in (("v1", first), (drafter, served))
-    ]
-    fields = {"entry_id": f"{entry}-0", "batch_id": str(entry), "policy_version": entry, "drafter_version": drafter}
-    return score(fields | {"served": sums(served), "frozen": sums(first), "replayed": replayed})
-
-
-def sums(by_prompt: dict[str, tuple[float, float]]) -> dict[str, float]:
-    tokens, rounds = (math.fsum(column) for column in zip(*by_prompt.values(), strict=True))
-    return {"tokens": tokens, "rounds": rounds}
 
 
 def test_drafters_are_compared_over_as_many_batches_as_it_takes_to_know() -> None:

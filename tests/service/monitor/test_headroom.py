@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,7 +160,7 @@ def test_what_stops_training_is_said_and_not_its_price(busy: float) -> None:
     ],
 )
 def test_the_advice_has_the_workers_reason(gauge: str | None, state: str, words: str) -> None:
-    flags: dict[str, bool] = {} if gauge is None else {gauge: True}
+    flags: dict[str, Any] = {} if gauge is None else {gauge: True}
     worker = replace(WorkerGauges(action="idle", headroom=known(0.1, 0.05, 0.15)), **flags)
     found = advice_of(RunSnapshot(now=0.0, worker=worker))
     assert (found.state, words in found.text) == (state, True)
