@@ -184,7 +184,10 @@ def advise(
     if busy and action == "defer":
         return Advice("behind", "rollouts are passed over, and what training on them would bring is not known")
     if found.high < _RULED_OUT:
-        return Advice("converged", f"{left}: do nothing")
+        remains = f"at most {max(found.high, 0.0):.1%} is left"
+        if found.low > 0.0:
+            remains = f"but for {found.gain:.1%} ({found.low:.1%} to {found.high:.1%}), which is little"
+        return Advice("converged", f"{remains}: do nothing")
     if action in ("idle", "probe"):
         return Advice(
             "resting",
