@@ -167,7 +167,7 @@ class GrpoAttachment(Attachment):
         if self._active and self._trainer.model.training:
             self.hook.guard(self._label, batch, version)
             if self.column is not None:
-                self.hook.guard(self._note_kinds, batch, *args, **kwargs)
+                self.hook.guard(self._note_kinds, self.column, batch, *args, **kwargs)
         return batch
 
     # --- what they add ----------------------------------------------------------------------------------------------
@@ -185,10 +185,10 @@ class GrpoAttachment(Attachment):
             labels[_REWARD_KEY] = self._weighted(rewards, B)
         batch.update(labels)
 
-    def _note_kinds(self, batch: dict[str, Any], inputs: list[dict[str, Any]]) -> None:
+    def _note_kinds(self, column: str, batch: dict[str, Any], inputs: list[dict[str, Any]]) -> None:
         """Remember of which kind each rollout's prompt is, by its number: a shuffle moves rows, not numbers."""
         numbers = batch[_ORIGIN_KEY][:, 0].tolist()
-        self._kinds = {n: str(row[self.column]) for n, row in zip(numbers, inputs, strict=True)}
+        self._kinds = {n: str(row[column]) for n, row in zip(numbers, inputs, strict=True)}
 
     def _weighted(self, rewards: Tensor, batch_size: int) -> Tensor:
         """Take this rank's rows of the gathered [B * world, functions] rewards, summed by weight as TRL sums them."""

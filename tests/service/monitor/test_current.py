@@ -155,7 +155,8 @@ def test_a_comparison_says_of_which_drafter_it_is_and_a_lag_is_of_no_other() -> 
     found = current(tested, [])
     assert found is not None
     assert found.compared is not None
-    assert (found.compared.drafter_version, found.publication_lag) == ("v2", pytest.approx(1.0))
+    assert found.compared.drafter_version == "v2"
+    assert found.publication_lag == pytest.approx(1.0)
     later = [replace(scored(f"{n}-0", n, served=2.6), drafter_version="v3") for n in (10, 11)]
     behind = current([*tested, *later], [])
     assert behind is not None
