@@ -218,18 +218,19 @@ class Draftalign:
 @contextmanager
 def replays_counted(account: Account) -> Iterator[None]:
     """Add up what the worker replays meanwhile: to score, to judge, to ask the archive."""
-    before = scoring.replay
+    of_worker: Any = scoring
+    before = of_worker.replay
 
     def counted(*args: Any, **named: Any) -> Replay:
         found = before(*args, **named)
         account.replayed += round(float(found.tokens.sum()))
         return found
 
-    scoring.replay = counted
+    of_worker.replay = counted
     try:
         yield
     finally:
-        scoring.replay = before
+        of_worker.replay = before
 
 
 def play(world: World, case: Case, trainer: Interval | Draftalign, wake: Callable[[], int]) -> Account:
