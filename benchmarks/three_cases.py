@@ -222,7 +222,7 @@ def replays_counted(account: Account) -> Iterator[None]:
     before = of_worker.replay
 
     def counted(*args: Any, **named: Any) -> Replay:
-        found = before(*args, **named)
+        found: Replay = before(*args, **named)
         account.replayed += round(float(found.tokens.sum()))
         return found
 
