@@ -190,14 +190,27 @@ def cases() -> list[Case]:
             replay=lambda step, shares: half(shares) if step >= 8 else shares,
             sick=all_four,
         ),
-        Case(
-            "poisoned: replay heals, live falls; one engine",
-            ("trainer features",),
-            engine=lambda step, _number, shares: odds(shares, -0.16 * max(0, step - 8)),
-            replay=lambda step, shares: odds(shares, -1.5 + 0.15 * max(0, step - 8) if step >= 8 else 0.0),
-            engines=1,
-        ),
+        poisoned(1),
     ]
+
+
+def sick_among_sound() -> list[Case]:
+    """Cases in which some of four engines are sick, and the trainer is not: publishing must go on."""
+    one = [case for case in cases() if case.engines == 4 and case.sick == (0,)]
+    half = scaled(1.75)
+    return [*one, Case("two of four half dead", ("stale weights",), only(half, (0, 1), 8), sick=(0, 1))]
+
+
+def poisoned(engines: int) -> Case:
+    """Replay heals on features that engines do not have, and live falls: nothing may be published."""
+    return Case(
+        f"poisoned: replay heals, live falls; {'one engine' if engines == 1 else f'{engines} engines'}",
+        ("trainer features",),
+        engine=lambda step, _number, shares: odds(shares, -0.16 * max(0, step - 8)),
+        replay=lambda step, shares: odds(shares, -1.5 + 0.15 * max(0, step - 8) if step >= 8 else 0.0),
+        engines=engines,
+        sick=tuple(range(engines)),
+    )
 
 
 class Simulation:
@@ -397,6 +410,11 @@ def until_named(
     return [named.get(number) for number in case.sick], [said.get(number) for number in case.sick], wrong
 
 
+def readings_held(world: World, case: Case, seed: int, rule: LiveRule, steps: int) -> int:
+    """Readings at which nothing may be published."""
+    return sum(found.hold is not None for _, _, found in Simulation(world, case, seed, rule).steps(steps))
+
+
 def false_names(
     world: World, engines: int, steps: int, seed: int, rule: LiveRule
 ) -> tuple[int, int, int, Counter[str]]:
@@ -466,6 +484,14 @@ def main() -> None:
     print("in brackets: the median until it is called `lower`, where that comes first\n")
     for worlds in (WORLDS[:4], SHARED[:5], (*UNCOUNTED[:3], UNEVEN[0])):
         _until_named(worlds, asked.runs, rule)
+    fast = WORLDS[4]
+    worlds = (WORLDS[0], fast, SHARED[0], replace(SHARED[2], name=f"{SHARED[2].name}, {fast.name}", drift=fast.drift))
+    print(f"\nruns of {asked.runs} in which publishing was ever held, {asked.steps} versions (simulated)\n")
+    print("| case | may be held | " + " | ".join(w.name for w in worlds) + " |\n|---|---|" + "---|" * len(worlds))
+    for case in (*sick_among_sound(), poisoned(4)):
+        held = [sum(readings_held(w, case, n, rule, asked.steps) > 0 for n in range(asked.runs)) for w in worlds]
+        may = "yes" if "trainer features" in case.named else "no"
+        print(f"| {case.name} | {may} | {' | '.join(map(str, held))} |", flush=True)
 
 
 def _blamed(names: Counter[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -32,7 +33,7 @@ from examples import TASKS
 from examples.demo_report import StepRow, write_report
 from examples.engine_client import EngineClient
 from examples.features import Rollout
-from examples.task import Task
+from examples.task import EOS, PAD, Task
 from examples.vllm_engine import VllmClient, check_installed, vllm_server
 from service.api.port.free import check_port
 from service.cli.checks import check_redis
@@ -47,6 +48,9 @@ PROMPTS_PER_STEP: Final = 8
 GENERATIONS: Final = 8
 RL_LEARNING_RATE: Final = 5e-4
 WARM_UP_ROLLOUTS: Final = 1024
+#: What the first drafter is trained on before RL: the policy's answers to the run's kind of prompts, its answers to
+#: random words (a general corpus), or nothing.
+STARTS: Final = ("in-domain", "general", "scratch")
 RUN: Final = "demo"
 _PATIENCE_SECONDS: Final = 180.0  # with no further step scored
 #: The service's settings, sized for rollouts of thirty tokens. Everything else is the default.
@@ -57,6 +61,7 @@ SERVICE_SETTINGS: Final[Mapping[str, str]] = {
     "DRAFTALIGN_RECENT_TOKENS": "8000",
     "DRAFTALIGN_CHECKPOINT_SECONDS": "5",
     "DRAFTALIGN_WORKER_COST": "0.02",
+    "DRAFTALIGN_VOCAB_MIN_TOKENS": "4000",  # of a drafter from scratch: those of two or three RL steps
     "DRAFTALIGN_GATE_ROLLOUTS": "64",  # those of one RL step: a part of a training takes no longer than scoring more
 }
 
@@ -73,6 +78,7 @@ class DemoConfig:
     engine: str = "example"
     keep: bool = False
     task_name: str = "elicit"
+    start: str = "in-domain"
     prompts: int = PROMPTS_PER_STEP
 
     @property
@@ -120,7 +126,11 @@ class LiveCount:
 def run_demo(config: DemoConfig) -> None:
     """Run the whole loop and write `--out`; ends every process that it started, also on Ctrl-C."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"})
+    if config.start not in STARTS:
+        raise ConfigurationError(f"--start must be one of {', '.join(STARTS)}, got {config.start!r}")
     if config.engine == "vllm":
+        if config.start == "scratch":
+            raise ConfigurationError("--engine vllm starts with a drafter; expected --start in-domain or general")
         check_installed()
     elif config.engine != "example" and not config.engine.startswith("http"):
         raise ConfigurationError(f"--engine must be `example`, `vllm` or a URL, got {config.engine!r}")
@@ -211,8 +221,9 @@ def _make_initial_drafter(config: DemoConfig, policy: Any, tokenizer: Any, engin
     from examples.features import batch_of
     from examples.initial_drafter import save_drafter, train_initial_drafter
 
-    texts = config.task.sample_prompts(WARM_UP_ROLLOUTS, 10_000 + config.seed)
-    prompts = [tokenizer.encode(text) for text in texts]
+    if config.start == "scratch":
+        return
+    prompts = _warm_up_prompts(config, tokenizer)
     rollouts: list[Rollout] = []
     with progress() as bar:
         task = bar.add_task("rollouts of the base policy", total=len(prompts))
@@ -232,6 +243,16 @@ def _make_initial_drafter(config: DemoConfig, policy: Any, tokenizer: Any, engin
     save_drafter(drafter, out)
 
 
+def _warm_up_prompts(config: DemoConfig, tokenizer: Any) -> list[list[int]]:
+    seed = 10_000 + config.seed
+    if config.start == "in-domain":
+        return [tokenizer.encode(text) for text in config.task.sample_prompts(WARM_UP_ROLLOUTS, seed)]
+    rng = random.Random(seed)  # noqa: S311 - words for a demo, not a secret
+    words = [word for word in config.task.vocabulary if word not in (PAD, EOS)]
+    texts = (rng.choices(words, k=config.task.prompt_tokens) for _ in range(WARM_UP_ROLLOUTS))
+    return [tokenizer.encode(" ".join(text)) for text in texts]
+
+
 class Session:
     """One RL run attached to the service, and what was counted along it."""
 
@@ -244,7 +265,7 @@ class Session:
         self.service = httpx.Client(base_url=service_url, timeout=30.0, trust_env=False)
         self.tokenizer = tokenizer
         self.policy = policy
-        self.initial = state_dir / "initial-drafter"
+        self.initial = state_dir / "initial-drafter" if config.start != "scratch" else None
         self.live: dict[int, LiveCount] = {}
         self.logged: dict[int, dict[str, float]] = {}
         self._loaded_version = 0
@@ -260,6 +281,7 @@ class Session:
             run=RUN,
             aux_layers=AUX_LAYERS,
             initial_drafter=self.initial,
+            draft_vocab_size=config.task.draft_vocabulary if self.initial is None else None,
             drafter_version=lambda: self._current,
         )
 
@@ -339,15 +361,23 @@ class Session:
         live = self.live[version]
         taken = self.attachment.overhead_seconds
         live.hook_seconds, self._hook_seconds = taken - self._hook_seconds, taken
-        alpha = live.alpha if live.alpha is not None else float("nan")
+        drafted = f"live α {live.alpha:.2f}  drafter {live.drafter_version}" if live.alpha else self._no_drafter_yet()
         console.print(
             f"step {version:3d}  reward {logs['reward']:.2f}  entropy {logs.get('entropy', float('nan')):.2f}  "
-            f"live α {alpha:.2f}  drafter {live.drafter_version or '-'}",
+            f"{drafted}",
             highlight=False,
         )
 
+    def _no_drafter_yet(self) -> str:
+        """How far the service is with the first drafter of a run from scratch."""
+        headline = self.service.get(f"/runs/{RUN}").raise_for_status().json()["headline"]
+        return f"no drafter yet. {headline['text']}"
+
     def train(self) -> None:
-        """Wait until the initial drafter is live in the engine, then run RL."""
+        """Wait until the initial drafter is live in the engine, then run RL. From scratch there is none to wait for."""
+        if self.initial is None:
+            self.trainer.train()
+            return
         deadline = time.monotonic() + 60.0
         while not self.engine.drafter()["version"]:
             if time.monotonic() > deadline:
@@ -360,15 +390,17 @@ class Session:
         self.attachment.flush(30.0)
         document: dict[str, Any] = {"points": [], "events": []}
         points: dict[int, dict[str, Any]] = {}
+        # What no drafter drafted has no served α: the steps of a run from scratch before its first version.
+        awaited = {version for version, live in self.live.items() if live.drafter_version}
         moved = time.monotonic()
         with console.status("waiting for the worker to finish the queue"):
-            while set(self.live) - set(points) and time.monotonic() - moved < _PATIENCE_SECONDS:
+            while awaited - set(points) and time.monotonic() - moved < _PATIENCE_SECONDS:
                 time.sleep(0.5)
                 document = self.service.get("/alpha", params={"run": RUN}).raise_for_status().json()
                 before, points = len(points), scored_points(document)
                 if len(points) > before:
                     moved = time.monotonic()
-        if missing := sorted(set(self.live) - set(points)):
+        if missing := sorted(awaited - set(points)):
             console.print(f"[yellow]the worker did not score policy versions {missing}[/yellow]")
         rows = [StepRow.of(v, self.live[v], self.logged.get(v, {}), points.get(v, {})) for v in sorted(self.live)]
         write_report(self, rows, document["events"])

@@ -144,7 +144,7 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
     from examples.policy import load
 
     initial_policy, tokenizer = load(session.config.task.base_policy)
-    frozen = read_drafter(session.initial)
+    frozen = read_drafter(_first_drafter(session))
     versions = sorted(session.live)
     final_policy = session.trainer.accelerator.unwrap_model(session.trainer.model).eval()
     parts = take_apart(
@@ -161,6 +161,14 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
         drafting=session.engine.drafter()["drafting"],
     )
     return parts, explain(parts, _mean(_known(rows, "alpha_served")[-2:]))
+
+
+def _first_drafter(session: Session) -> Path:
+    """What the run began with: given to it, or the version that the service built from scratch, which it keeps."""
+    from examples.demo import RUN
+    from service.storage.layout import Layout
+
+    return session.initial or min(Layout(session.state_dir).drafters(RUN).glob("v*"))
 
 
 def _decoders(session: Session) -> dict[str, Any]:

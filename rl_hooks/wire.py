@@ -17,6 +17,10 @@ which rows a run wants, as `last_rows` of its answers; a sender that has not hea
 A file may hold the states of a prompt that several of its rollouts share once: then `aux_rows` says which row of
 `aux_hidden` (and of its scales) each token has. The service says that it reads it, as `prompts_once` of its answers.
 
+A trainer may say which of its starts sends: `session`, the same in the registration, in heads and in the rollouts of
+all ranks, and in rollouts `session_began`, the first policy version that the start had rollouts of. Then the service
+does not guess where a restarted trainer's attempt begins.
+
 Errors: all are `WireError`; the message says the expected value, the value found and the remedy.
 """
 
@@ -50,6 +54,8 @@ LastRows = Literal["all", "predicting"]
 FORMATS: Final[Mapping[LastRows, str]] = {"all": "draftalign.rollouts.v1", "predicting": "draftalign.rollouts.v2"}
 #: Names of runs: no braces (they mark Redis hash tags), no slashes, no leading dot, at most 64 characters.
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Identity of one start of a trainer, the same on all of its ranks: a random one.
+SESSION: Final = re.compile(r"[0-9a-f]{32}")
 RUN_FORMAT: Final = "draftalign.run.v1"
 HEAD_FORMAT: Final = "draftalign.head.v1"
 DRAFTER_FORMAT: Final = "draftalign.drafter.v1"
@@ -84,6 +90,8 @@ class RolloutHeader:
     rollouts: int  # R
     hidden_size: int  # H
     last_rows: LastRows
+    session: str  # of the trainer that sends; empty where it does not say
+    session_began: int  # the first policy version that the session had rollouts of
 
     @property
     def states_bytes(self) -> int:
@@ -196,6 +204,7 @@ def check_rollout_header(header: Header) -> RolloutHeader:
     rewards = _each(meta, "rewards", rollouts, is_finite_number, "finite number")
     prompts = _each(meta, "prompt_hashes", rollouts, is_prompt_hash, "`prompt_hash` of 16 hexadecimal digits")
     strata = _each(meta, "strata", rollouts, _is_stratum, "text of at most 64 printable characters")
+    session = session_field(meta)
     return RolloutHeader(
         header=header,
         run=_text_field(meta, "run"),
@@ -215,6 +224,8 @@ def check_rollout_header(header: Header) -> RolloutHeader:
         rollouts=rollouts,
         hidden_size=hidden_size,
         last_rows=last_rows,
+        session=session,
+        session_began=int_field(meta, "session_began") if session else 0,
     )
 
 
@@ -349,6 +360,14 @@ def is_prompt_hash(value: object) -> bool:
 
 def _is_stratum(value: object) -> bool:
     return isinstance(value, str) and len(value) <= 64 and value.isprintable()
+
+
+def session_field(meta: Mapping[str, str]) -> str:
+    """The `session` of a file's metadata, empty where it names none; raises WireError for what is none."""
+    session = meta.get("session", "")
+    if session and not SESSION.fullmatch(session):
+        raise WireError("session", f"must be 32 hexadecimal digits (0-9 a-f), got {session[:40]!r}; or leave it out")
+    return session
 
 
 def _text_field(meta: Mapping[str, str], key: str) -> str:

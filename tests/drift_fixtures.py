@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.alarms import (
-    Bank,
-    tick_values,
-)
 from service.monitor.drift.limits import DriftConfig
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
 from service.monitor.drift.succession import Succession
@@ -25,6 +21,8 @@ def feed(monitor: DriftMonitor, values: list[float]) -> DriftReading:
     return reading
 
 
+#: Differences of a run whose versions are so unlike each other that none is taken for chance.
+UNLIKE = [(1e6, 0.0)]
 SHORT = DriftConfig(baseline_ticks=100, batch_ticks=(5, 20))
 
 
@@ -36,23 +34,6 @@ def sd_of(monitor: DriftMonitor) -> float:
     found = monitor._sd()
     assert found is not None
     return found
-
-
-def publishing(
-    bank: Bank, monitor: DriftMonitor, ticks: int, *, every: int, seed: int, fall_at: int | None = None, drop: float = 0
-) -> list[bool]:
-    """Alarm or not at every tick, beside publishes of drafters that are no better; the paired error is 0.7 %."""
-    rng = np.random.default_rng([SEED, seed])
-    values = tick_values(bank, ticks, rng)
-    error = 0.007 * float(values.mean())
-    alarms = []
-    for index, value in enumerate(values.tolist()):
-        if index and index % every == 0:
-            measured_variance = error**2 * float(rng.chisquare(15)) / 15
-            monitor.rebase(float(rng.normal(0, error)), measured_variance)
-        fallen = fall_at is not None and index >= fall_at
-        alarms.append(monitor.tick(value * (1 - drop if fallen else 1)).alarm)
-    return alarms
 
 
 def replays(prompts: int, **alpha: float) -> dict[str, tuple[list[float], list[float]]]:

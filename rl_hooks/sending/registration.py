@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks import wire
-from rl_hooks.errors import UnsupportedModelError
+from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedModelError
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.layouts import canonical_config, canonical_names, is_nested
 from rl_hooks.sending.features import as_wire
@@ -172,8 +172,8 @@ def policy_head(model: nn.Module) -> Tensor:
     if not is_sharded(weight) and weight.shape[0] < size:
         raise UnsupportedModelError(
             f"lm_head has {weight.shape[0]} rows, and the config's vocab_size is {size}: it is a slice (tensor "
-            "parallel). Data parallelism and its sharded forms (FSDP2, ZeRO-3) are supported; else let the "
-            "engine's tap send"
+            "parallel). Data parallelism and its sharded forms (FSDP2, ZeRO-3) are supported; else "
+            f"{ENGINE_INSTEAD}"
         )
     return weight
 
@@ -248,7 +248,7 @@ def refuse_model_parallel(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{name} is split over the mesh dimension {', '.join(sorted(shared))}: its ranks hold the same "
                 "rollouts, and each would send them. Data parallelism and its sharded forms (FSDP2, ZeRO-3) are "
-                "supported; here let the engine's tap send the features"
+                f"supported; here {ENGINE_INSTEAD}"
             )
 
 
@@ -357,13 +357,14 @@ class RunRegistration:
         return Job("PUT", run_path(run), self.encode, sum(t.data.nbytes for t in self.tensors.values()), keep=True)
 
 
-def head_job(run: str, weight: Tensor, policy_version: int, *, went_back: bool = False) -> Job:
+def head_job(run: str, weight: Tensor, policy_version: int, *, went_back: bool = False, session: str = "") -> Job:
     """`PUT /runs/{run}/head` with a snapshot of `lm_head` as it is now.
 
-    `went_back`: this process has loaded an earlier checkpoint, which no registration tells the service.
+    `went_back`: this process has loaded an earlier checkpoint, which no registration tells the service. `session`: the
+    trainer's, if it has one.
     """
     tensors = {"lm_head": as_wire(snapshot(weight))}
-    metadata = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version)}
+    metadata = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version), "session": session}
     if went_back:
         metadata["went_back"] = "1"
     size = weight.numel() * weight.element_size()

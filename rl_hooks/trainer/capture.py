@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rl_hooks.errors import AuxLayersError, CaptureMissedError, RolloutError, UnsupportedModelError
+from rl_hooks.errors import ENGINE_INSTEAD, AuxLayersError, CaptureMissedError, RolloutError, UnsupportedModelError
 from rl_hooks.sending.features import Captured
 from rl_hooks.sending.registration import unwrap
 from rl_hooks.trainer.packing import boundaries_among
@@ -270,7 +270,8 @@ def _check_shape(name: str, state: tuple[int, ...], shape: tuple[int, ...] | Non
     if shape is not None and found != shape and not padded:
         raise RolloutError(
             f"the hidden state of {name} is {list(state)}, but input_ids are {list(shape)}. Sequence and context "
-            "parallelism, and forwards that pack (padding-free) or cut a padded batch, are not supported."
+            "parallelism, and forwards that pack (padding-free) or cut a padded batch, are not supported. Where the "
+            f"batch is split over ranks, {ENGINE_INSTEAD}"
         )
 
 

@@ -39,6 +39,7 @@ from rl_hooks.trainer.own_scores import Kind, OwnRows, OwnScores, Scores
 from rl_hooks.trainer.packing import check_forward, how_it_reads
 from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, checked_version, plan_batch
 from rl_hooks.trainer.registrar import Registrar
+from rl_hooks.trainer.session import Session
 from rl_hooks.trainer.staging import COUNTERS, RolloutStaging, Targets
 from rl_hooks.trainer.whole import WholeWeight
 
@@ -139,6 +140,9 @@ class DrafterHook:
         except BaseException:
             self._features.close()
             raise
+        #: This start of the trainer.
+        self.session = Session(run, rank, world_size)
+        registration.metadata |= self.session.of_run()
         head: Any = unwrap(model)
         lm_head = head.get_output_embeddings()
         named = f"lm_head ({type(lm_head).__name__}) of {type(head).__name__}"
@@ -152,6 +156,7 @@ class DrafterHook:
             dtype=dtype,
             rank=rank,
             world_size=world_size,
+            session=self.session,
             drafter_version=drafter_version,
             agreement=self._agreement,
         )
@@ -209,6 +214,7 @@ class DrafterHook:
         if version is None:
             yield
             return
+        self.session.saw(version)
         plan = self.guard(
             plan_batch,
             self.ids,

@@ -31,6 +31,7 @@ class Registrar:
         self._sender = sender
         self._tally = tally
         self._tolerance = tolerance
+        self._session = registration.metadata.get("session", "")
         self._watch: HeadWatch | None = None
         self._compared_version: int | None = None
         self._versions = VersionOrder()
@@ -79,7 +80,8 @@ class Registrar:
         due = self._watch.is_due(head_VH, policy_version, joined=self._sender.joined)
         if not (due or self._went_back):
             return
-        if self._sender.submit_job(head_job(self._sender.run, head_VH, policy_version, went_back=self._went_back)):
+        job = head_job(self._sender.run, head_VH, policy_version, went_back=self._went_back, session=self._session)
+        if self._sender.submit_job(job):
             self._watch.mark(head_VH)
             self._went_back = False
             self._tally.add("head_updates")

@@ -26,6 +26,7 @@ from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.own_scores import OwnRows, Scores
 from rl_hooks.trainer.plan import BatchPlan
+from rl_hooks.trainer.session import Session
 
 #: Counted by a hook.
 COUNTERS: Final = (
@@ -65,6 +66,7 @@ class RolloutStaging:
     dtype: FeatureDtype
     rank: int
     world_size: int
+    session: Session
     drafter_version: Callable[[], str] | None
     agreement: Agreement | None = None
 
@@ -86,6 +88,7 @@ class RolloutStaging:
                 "rank": str(self.rank),
                 "world_size": str(self.world_size),
                 "logprobs_source": "trainer" if plan.index.logprobs is None else "sampler",
+                **self.session.of_rollouts(),
             },
         )
 

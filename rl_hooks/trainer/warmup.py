@@ -106,6 +106,7 @@ def send_rollouts(
     In each further pass over the prompts they count as others: what was trained on judges no drafter, and RL will ask
     them again.
     """
+    hook.session.id = ""  # it is no start of the trainer: training begins at this version too, and goes on with the run
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     orders = (torch.randperm(len(prompts), generator=generator).tolist() for _ in itertools.count())

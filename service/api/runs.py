@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
 from redis.exceptions import RedisError
 
-from rl_hooks.wire import RUN_NAME, Header, parts_bytes
+from rl_hooks.wire import RUN_NAME, Header, parts_bytes, session_field
 from service.access.tokens import Token
 from service.api.auth import Caller
 from service.api.context.audited import audit
@@ -89,17 +89,17 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     check_open(context.layout, run, for_rollouts=True)  # whoever registers is about to send some
     refused = await _refused_file(context, run)
 
-    async def on_header(header: Header) -> RunRecord:
+    async def on_header(header: Header) -> tuple[RunRecord, str]:
         begins = refused is not None or not is_there(context.layout.run_json(run))
         record = read_run_header(run, header, begins=begins)
         if not begins:
             check_same(context.layout, context.run(run), record, header)
-        return record
+        return record, session_field(header.metadata)
 
     warning: str | None = None
     check_room(context, length)
     with context.spool.reserve(length), context.spool.upload() as upload:
-        record = await receive_file(request, upload, length, context.settings, on_header)
+        record, session = await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         created = refused is not None or not is_there(context.layout.run_json(run))
         if created:
@@ -111,7 +111,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
                 await context.soon(context.store(run).forget_refusal())  # the refusal was of the file that was replaced
         if not created:
             warning = await _join(context, record, upload)
-            await context.soon(context.store(run).note_registration(record.policy_version))
+            await context.soon(context.store(run).note_registration(record.policy_version, session))
     # Also for a run that exists: Redis may have been emptied since.
     await context.soon(context.queue(run).ensure_group())
     response.status_code = 201 if created else 200
@@ -397,20 +397,20 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     length = check_announcement(request, context.settings.max_run_bytes)
     await context.check_redis()
 
-    async def on_header(header: Header) -> tuple[int, bool]:
-        version = read_head_header(record, header)
+    async def on_header(header: Header) -> tuple[int, bool, str]:
+        version, session = read_head_header(record, header), session_field(header.metadata)
         await _check_heads(context, run, version)
-        return version, header.metadata.get("went_back") == "1"
+        return version, header.metadata.get("went_back") == "1", session
 
     held = 0 if await _waits_for_head(context, run) else await asyncio.to_thread(heads_bytes, context.layout, run)
     check_room(context, length, run, held=held)
     with context.spool.reserve(length, run), context.spool.upload() as upload:
-        version, went_back = await receive_file(request, upload, length, context.settings, on_header)
+        version, went_back, session = await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
         _keep_head(context, run, version, upload, await asyncio.to_thread(crc32_of, upload.path))
-    await context.soon(context.store(run).note_head(version, went_back=went_back))
+    await context.soon(context.store(run).note_head(version, went_back=went_back, session=session))
     return {"run": run, "policy_version": version, "latest_head": version}
 
 

@@ -165,12 +165,19 @@ def demo(
         str,
         typer.Option(help="`example` (built in), `vllm` (a real one, after `make vllm`), or an example engine's URL."),
     ] = "example",
+    start: Annotated[
+        str,
+        typer.Option(
+            help="What the first drafter learnt from: `in-domain` (the policy's answers to the run's kind of prompts), "
+            "`general` (its answers to random words), or `scratch` (nothing; the service builds it)."
+        ),
+    ] = "in-domain",
     keep: Annotated[bool, typer.Option(help="Keep the service running (and its state) after the run.")] = False,
 ) -> None:
     """Run real RL on a small policy and see its drafter stay in step (a few minutes on two cores)."""
     from examples.demo import DemoConfig, run_demo
 
-    run_demo(DemoConfig(steps, seed, out, port, redis_url, engine, keep, task))
+    run_demo(DemoConfig(steps, seed, out, port, redis_url, engine, keep, task, start))
 
 
 #: As `--help` lists them.

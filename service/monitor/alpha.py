@@ -25,7 +25,16 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers, sound
-from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, DrafterSums, RunEvent, ScoreRecord
+from service.monitor.records import (
+    DRAFTERS,
+    Z_95,
+    AcceptanceRecord,
+    Arrival,
+    DrafterSums,
+    Return,
+    RunEvent,
+    ScoreRecord,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +183,10 @@ class Scored(Protocol):
         """None where it is not known."""
 
     @property
+    def attempt(self) -> int | None:
+        """As `ScoreRecord.attempt`."""
+
+    @property
     def arrival(self) -> Arrival:
         """Sort key: the order in which batches arrived."""
 
@@ -190,12 +203,13 @@ class Turn:
     """Where an attempt ends and the next one begins. `time`: when the first batch of the next one came (Unix seconds).
 
     `last`: when the last batch before that came. Between the two, engines already draft for the next attempt: what they
-    counted then with policy versions below `below` is of that one.
+    counted then with policy versions below `below` is of that one. `told`: by a session, and not guessed.
     """
 
     time: float
     last: float
     below: float
+    told: bool = False
 
     def is_before(self, record: AcceptanceRecord) -> bool:
         """Whether counts are of the next attempt, by when they were reported last."""
@@ -231,13 +245,19 @@ class Attempt(Generic[_Scored]):
 
 
 def attempts(
-    scores: Iterable[_Scored], max_lag: int | None = None, returns: Sequence[tuple[float, int]] = ()
+    scores: Iterable[_Scored], max_lag: int | None = None, returns: Sequence[Return] = ()
 ) -> list[Attempt[_Scored]]:
     """Tell a trainer's attempts apart, oldest first; there always is one.
 
-    `returns`: Unix seconds, ascending, at which a trainer registered again below the policy version that came last, and
-    the version at which it did (or that of the first head that it sent). Batches are taken in order of arrival, and
-    compared with the highest version that came before; one batch of an absurd version alone does not count as that.
+    Where a trainer has told its sessions, batches have the number of their attempt (`ScoreRecord.attempt`), and the
+    next attempt begins with the first batch of a higher number. Batches of one session are of one attempt whatever
+    their versions are, unless the trainer's hook says that it went back (a return of that number).
+
+    Of other batches it is guessed, but not where batches of the last number are still to come: then they are of that
+    attempt (an engine's, beside the trainer's). `returns`: when a trainer registered again below the policy version
+    that came last, and at which version (or that of the first head that it sent), ascending by time. Batches are taken
+    in order of arrival, and compared with the highest version that came before; one batch of an absurd version alone
+    does not count as that.
     * After a return the next attempt begins at the first of the next `_IN_A_ROW` batches that is nearer to the return's
       version than to the highest, if the two after it, once they have come, are below the highest too. Others are late.
     * Without one it begins at the first of `_IN_A_ROW` batches that are all more than `max_lag` below the highest.
@@ -247,20 +267,32 @@ def attempts(
     policies = [record.policy_version or 0 for record in records]
     starts, turns, top = [0], list[Turn](), -math.inf
     falls = any(policy < highest - reach for policy, highest in zip(policies, accumulate(policies, max), strict=True))
-    kept = [one for one in returns if records and one[0] > arrived(records[0])]  # what was before them is forgotten
+    kept = [one for one in returns if records and one.time > arrived(records[0])]  # what was before is forgotten
     waiting = deque(kept)
-    registered: dict[int, int] = {}  # at which version, and the last batch that may be the first of that trainer
-    for index, policy in enumerate(policies) if falls or kept else ():
-        while waiting and waiting[0][0] < arrived(records[index]):
-            registered[waiting.popleft()[1]] = index + _IN_A_ROW - 1
-        ahead = policies[index : index + _IN_A_ROW]
-        near_one = any(index <= last and policy - to < top - policy for to, last in registered.items())
+    #: Of which attempt's trainer, at which version, and the last batch that may be its first.
+    registered: dict[tuple[int | None, int], int] = {}
+    numbers = [record.attempt for record in records]
+    last_of = {number: index for index, number in enumerate(numbers)}
+    number: int | None = None  # the highest so far
+    for index, policy in enumerate(policies) if falls or kept or len(last_of) > 1 else ():
+        while waiting and waiting[0].time < arrived(records[index]):
+            mark = waiting.popleft()
+            registered[mark.attempt, mark.to] = index + _IN_A_ROW - 1
+        own, ahead = numbers[index], policies[index : index + _IN_A_ROW]
+        told = own is not None and number is not None and own > number
+        near_one = any(
+            of == own and index <= last and policy - to < top - policy for (of, to), last in registered.items()
+        )
         returned = near_one and policy < top - 1 and max(ahead[:3]) < top
-        if returned or (len(ahead) == _IN_A_ROW and max(ahead) < top - reach):
+        fell = own is None and len(ahead) == _IN_A_ROW and max(ahead) < top - reach
+        guessed = (returned or fell) and (own is not None or number is None or last_of[number] < index)
+        if told or guessed:
             starts.append(index)
             times = arrived(records[index]), arrived(records[index - 1])
-            turns.append(Turn(*times, below=(top + policy) / 2.0))
+            turns.append(Turn(*times, below=(top + policy) / 2.0, told=told))
             registered, top = {}, -math.inf
+        if own is not None:
+            number = max(own, number or own)
         near = policies[max(starts[-1], index - _IN_A_ROW + 1) : index + _IN_A_ROW]
         if sum(other >= policy - reach for other in near) > 1:
             top = max(top, policy)

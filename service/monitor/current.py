@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from service.monitor.alpha import Attempt, Compared, Point, Turn, arrived, attempts, pool_point
 from service.monitor.counts import LiveAlpha, live_sums, sound
-from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, ScoreRecord
+from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, Return, ScoreRecord
 
 #: Fewer live rounds than this say little: the page shows no live α that rests on fewer, and no engine is called dead.
 ENOUGH_ROUNDS: Final = 200
@@ -169,13 +169,13 @@ class Newest(list[ScoreRecord]):
     """
 
     def __init__(
-        self, scores: Iterable[ScoreRecord], before: Newest | None = None, returns: Sequence[tuple[float, int]] = ()
+        self, scores: Iterable[ScoreRecord], before: Newest | None = None, returns: Sequence[Return] = ()
     ) -> None:
         super().__init__(sorted(scores, key=lambda score: score.arrival)[-LOOK_BACK:])
         self.spells = _spells(self)
         #: The trainer's last attempt, as far as these batches tell it.
         self.attempt = attempts(self, returns=returns)[-1]
-        earlier = [at for at, _ in returns if self and at <= arrived(self[0])]
+        earlier = [one.time for one in returns if self and one.time <= arrived(self[0])]
         if self.attempt.opened is None and earlier:
             self.attempt = Attempt(Turn(earlier[-1], earlier[-1], -math.inf), None, self.attempt.scores)
         self._pooled: dict[tuple[int, ...], Point] = {}

@@ -32,6 +32,7 @@ from service.monitor.records import (
     Estimate,
     HeldVersion,
     Moves,
+    Return,
     RunEvent,
     RunState,
     ScoreRecord,
@@ -70,7 +71,7 @@ class RunSnapshot:
     acceptances: Sequence[AcceptanceRecord] = ()
     engine: Estimate | None = None
     history: Sequence[RunEvent] = ()
-    returns: Sequence[tuple[float, int]] = ()
+    returns: Sequence[Return] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
     queue_limit_bytes: int | None = None
     redis_fill: float | None = None

@@ -130,10 +130,13 @@ class Favour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRecord:
-    """What every drafter would have had on one batch, and what was done with it."""
+    """What every drafter would have had on one batch, and what was done with it.
+
+    `attempt`: of the trainer, as its session tells it; None: it is to be guessed.
+    """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({*DRAFTERS, "replayed", "favour", "depth", "drafting"})
+    absent: ClassVar = frozenset({*DRAFTERS, "replayed", "favour", "depth", "drafting", "attempt"})
     ngram: DrafterSums | None = None
     served: DrafterSums | None = None
     candidate: DrafterSums | None = None
@@ -141,6 +144,7 @@ class ScoreRecord:
     best: DrafterSums | None = None
     replayed: tuple[Replayed, ...] | None = None
     policy_version: int | None = None
+    attempt: int | None = None
     rollouts: int | None = None
     tokens: int | None = None
     best_version: str | None = None
@@ -390,6 +394,17 @@ class RunEvent:
         """All of it, as it stands in the history."""
         found: Mapping[str, object] = json.loads(self.text)
         return found
+
+
+class Return(NamedTuple):
+    """Somebody registered, or went back, at policy version `to`. `time`: Unix seconds, by the clock of batches' order.
+
+    It is a sign for batches of this `attempt` (`ScoreRecord.attempt`): None: for those that tell none, 0: for none.
+    """
+
+    time: float
+    to: int
+    attempt: int | None = None
 
 
 #: Sequence numbers of which it is kept when they began, and with which version.

@@ -24,7 +24,7 @@ from pydantic_core import to_json
 
 from service.monitor.alpha import Attempt, attempts, pool_point
 from service.monitor.counts import sound
-from service.monitor.records import AcceptanceRecord, Arrival, DrafterSums, ScoreRecord, read
+from service.monitor.records import AcceptanceRecord, Arrival, DrafterSums, Return, ScoreRecord, read
 from service.reading.deltas import Deltas
 from service.storage.reports.engine_counts import live_record
 from service.storage.reports.store import AsyncStore, Change
@@ -41,11 +41,12 @@ class ScoredBatch(NamedTuple):
     policy_version: int | None
     arrival: Arrival
     created: float
+    attempt: int | None
 
     @classmethod
     def of(cls, batch_id: str, record: ScoreRecord) -> ScoredBatch:
         """Take it from the record."""
-        return cls(batch_id, record.policy_version, record.arrival, record.created)
+        return cls(batch_id, record.policy_version, record.arrival, record.created, record.attempt)
 
 
 class ServedSums(NamedTuple):
@@ -207,7 +208,7 @@ class Series:
     def _touch(self, policies: Iterable[int | None]) -> None:
         self._stale.update(policy for policy in policies if policy is not None)
 
-    def _order(self, returns: Sequence[tuple[float, int]]) -> None:
+    def _order(self, returns: Sequence[Return]) -> None:
         """Put the batches into order, and tell attempts apart. `returns`: when a trainer went back, and whereto."""
         opened = self._attempts[-1].opened
         ordered = sorted(self._batches.values(), key=lambda batch: batch.arrival)

@@ -125,7 +125,7 @@ class ClaimScorer:
         batch = loaded.batch
         policy = self._target.at(batch.policy_version, batch=loaded.path)
         late = self._target.has_later_head(batch.policy_version, loaded.path)
-        if late and arrival(loaded.entry.arrived)[1] <= self._journal.abandoned_until(fates.unfinished()):
+        if late and arrival(loaded.entry.arrived)[1] <= self._journal.abandoned(fates.unfinished()).until:
             fates.reject(
                 loaded.entry,
                 f"the trainer went back to an earlier policy version after this batch, and the head of policy version "
@@ -166,6 +166,7 @@ class ClaimScorer:
             scores.record,
             batch_id=loaded.entry.batch_id,
             entry_id=loaded.entry.arrived,
+            attempt=loaded.entry.attempt,
             drafter_version=by,
             logprob_gap=gap if checked else None,
         )

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from service.monitor.alpha import attempts
 from service.monitor.controller import NO_MEMORY, UNJUDGED, Decision
@@ -40,6 +40,16 @@ _WINDOW_VERSIONS: Final = 4
 _SURE_ATTEMPT: Final = 3
 #: `served` counted on the batches alone on which all drafters were scored: what `frozen` and `best` are compared with.
 COMPARED: Final = "served_compared"
+
+
+class Abandoned(NamedTuple):
+    """When the last batch came of an attempt that the trainer has given up, in Unix ms; -inf: it never did.
+
+    `told`: by a session, and not guessed.
+    """
+
+    until: float = -math.inf
+    told: bool = False
 
 
 @dataclass
@@ -215,20 +225,23 @@ class Journal:
         while len(self._unsent) > MAX_SCORES:
             del self._unsent[next(iter(self._unsent))]
 
-    def abandoned_until(self, unfinished: Sequence[Entry]) -> float:
-        """When the last batch came of an attempt that the trainer has given up, in Unix ms; -inf: it never did.
+    def abandoned(self, unfinished: Sequence[Entry]) -> Abandoned:
+        """When the last batch came of an attempt that the trainer has given up.
 
         A registration at an earlier version alone says nothing: many register at 0, and go on where they were. So it is
         the next attempt's batches that tell, as for the curves (`attempts`). `unfinished`: those that are in the queue.
         """
         if not (returns := self._store.returns()):
-            return -math.inf
-        batches = [ScoreRecord(policy_version=entry.policy_version, entry_id=entry.arrived) for entry in unfinished]
+            return Abandoned()
+        batches = [
+            ScoreRecord(policy_version=entry.policy_version, entry_id=entry.arrived, attempt=entry.attempt)
+            for entry in unfinished
+        ]
         known = {one.arrival: one for one in (*batches, *self._store.recent_scores())}
         last = attempts(known.values(), self._max_lag, returns)[-1]
-        if last.opened is None or len(last.scores) < _SURE_ATTEMPT:
-            return -math.inf
-        return round(last.opened.last * 1000.0)
+        if last.opened is None or not (last.opened.told or len(last.scores) >= _SURE_ATTEMPT):
+            return Abandoned()
+        return Abandoned(round(last.opened.last * 1000.0), last.opened.told)
 
     def gathered(self, tokens: int, wanted: int, batches: int) -> None:
         """Say how far the draft vocabulary of a run from scratch is."""

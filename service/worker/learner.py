@@ -276,8 +276,7 @@ class Learner:
         newest = [self.recent.add(loaded.path, loaded.batch, loaded.entry.known) for loaded, _ in scored]
         try:
             self.recent.forget_abandoned(
-                self.target.received.times(),  # a batch's file is older than the end of its entry's millisecond
-                lambda: (self.journal.abandoned_until(fates.unfinished()) + 1.0) * 1e6,
+                self.target.received.times(), lambda: self.journal.abandoned(fates.unfinished())
             )
             left = set(self.recent.names())
             newest = [kept for kept in newest if kept.name in left]

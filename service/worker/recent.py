@@ -32,6 +32,7 @@ from drafter.training.trainer import DrafterTrainer, Prepared
 from rl_hooks.wire import WireError
 from service.errors import BlobDamaged
 from service.storage.spool import check_blob
+from service.worker.journal import Abandoned
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -211,31 +212,32 @@ class RecentRollouts:
             if stray.name not in names:
                 stray.unlink(missing_ok=True)
 
-    def forget_abandoned(self, heads: Sequence[tuple[int, int]], ended_ns: Callable[[], float]) -> None:
+    def forget_abandoned(self, heads: Sequence[tuple[int, int]], abandoned: Callable[[], Abandoned]) -> None:
         """Drop what came in an attempt that the trainer gave up: the heads of its versions may be the next one's now.
 
-        `heads`: policy version of each received head, and when it came (Unix ns). `ended_ns`: when the abandoned
-        attempt's last batch came; it is called only where a head came after a batch of a higher version. That alone may
-        be a late head: each of several engines sends the heads that it meets.
+        `heads`: policy version of each received head, and when it came (Unix ns). `abandoned`: which attempt was given
+        up; it is called only where a head came after a batch of its version or a higher one. That alone may be a late
+        head: each of several engines sends the heads that it meets.
         """
-        if not self._outdated(heads, math.inf):
+        if not self._outdated(heads, math.inf, told=True):
             return
-        if abandoned := self._outdated(heads, ended_ns()):
-            log.info("the trainer went back: %d recent batches of before are not trained on again", len(abandoned))
-            for name in abandoned:
+        until, told = abandoned()  # a batch's file is older than the end of its entry's millisecond
+        if names := self._outdated(heads, (until + 1.0) * 1e6, told=told):
+            log.info("the trainer went back: %d recent batches of before are not trained on again", len(names))
+            for name in names:
                 self._drop(name)
 
-    def _outdated(self, heads: Sequence[tuple[int, int]], until_ns: float) -> set[str]:
+    def _outdated(self, heads: Sequence[tuple[int, int]], until_ns: float, *, told: bool) -> set[str]:
         """Names of the batches of a policy version that was reached again.
 
-        A head outdates the batches of its version and of higher ones that came before it, if there are any of a higher
-        one. What came after `until_ns` stays.
+        A head outdates the batches of its version and of higher ones that came before it. Unless a session has `told`
+        that they were given up, only if there are any of a higher one. What came after `until_ns` stays.
         """
         kept, came_ns = self._kept.values(), {name: self._came_ns(name) for name in self._kept}
         found = set[str]()
         for version, head_ns in heads:
             before = [k for k in kept if k.policy_version >= version and came_ns[k.name] < min(head_ns, until_ns)]
-            if any(k.policy_version > version for k in before):
+            if told or any(k.policy_version > version for k in before):
                 found |= {k.name for k in before}
         return found
 

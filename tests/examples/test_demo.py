@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from examples.demo import free_port, scored_points
+from examples import elicit
+from examples.demo import DemoConfig, _warm_up_prompts, free_port, scored_points
 from examples.demo_report import StepRow, _part_reach, _table, features_verdict, kept_promises, plot_title
 from service.monitor.records import DrafterSums
 
@@ -129,6 +131,52 @@ def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path, kind: str) -> 
     assert "the hook's features are not the engine's" in found.stderr, found.stderr[-4000:]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert "the hook's features" in summary["features_wrong"]
+
+
+@pytest.mark.demo
+@pytest.mark.timeout(900)
+def test_a_run_from_scratch_says_how_far_its_first_drafter_is_and_then_drafts_with_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["demo", "--start", "scratch", "--steps", "20", "--out", str(out), "--port", str(free_port())]
+    found = subprocess.run([sys.executable, "-m", "service.cli", *arguments], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-4000:]
+    rows = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(20))
+    drafted = [row for row in rows if row["drafter_version"]]
+    assert rows[0]["drafter_version"] == ""  # there was none
+    assert rows[0]["live_rounds"] == 0
+    assert len(drafted) >= 3
+    assert drafted[0]["drafter_version"].startswith("v000001-")
+    assert all(row["alpha_served"] is not None for row in drafted)
+    told = found.stdout.replace("\n", " ")  # rich breaks lines
+    assert re.search(r"no drafter yet\. .*[\d,]+ of 4,000 response tokens gathered", told), told[:4000]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["versions_published"] >= 1
+    assert summary["features_wrong"] is None
+
+
+def test_a_general_drafter_learns_from_answers_to_other_prompts_of_the_same_length() -> None:
+    tokenizer = elicit.TASK.build_tokenizer()
+    own, other = (_warm_up_prompts(DemoConfig(start=start), tokenizer) for start in ("in-domain", "general"))
+    assert len(own) == len(other)
+    assert {len(prompt) for prompt in own} == {len(prompt) for prompt in other} == {elicit.PROMPT_TOKENS}
+    sums = {tokenizer.encode("sum")[0]}
+    assert all(prompt[0] in sums for prompt in own)
+    assert sum(prompt[0] in sums for prompt in other) < 0.1 * len(other)
+    assert not {0, elicit.TASK.eos_id} & {token for prompt in other for token in prompt}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["--start", "warm"], "in-domain, general, scratch"), (["--start", "scratch", "--engine", "vllm"], "--start in")],
+)
+def test_a_start_that_cannot_be_is_said_in_one_line(arguments: list[str], expected: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "service.cli", "demo", *arguments, "--out", str(tmp_path / "out")]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode != 0
+    assert expected in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def step_row(step: int, **known: Any) -> StepRow:

@@ -36,7 +36,8 @@ from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.megatron.part import ModelPart, Reading, as_target, check_packing
 from rl_hooks.trainer.megatron.ranks import TensorRanks
-from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, checked_version, plan_batch
+from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, VersionOrder, checked_version, plan_batch
+from rl_hooks.trainer.session import Session
 from rl_hooks.trainer.staging import COUNTERS, RolloutStaging, placed
 
 _Made = TypeVar("_Made")
@@ -109,6 +110,8 @@ class MegatronHook:
         #: The head is to be sent, and has not been: a batch in between has failed on some rank.
         self._due = False
         self._compared_version: int | None = None
+        self._versions = VersionOrder()
+        self._went_back = False  # to an earlier checkpoint, in this very process; until its head was sent
         registration: RunRegistration | None = None
         try:
             part = self._part = self._alone(
@@ -134,6 +137,7 @@ class MegatronHook:
         except BaseException:
             self.close()
             raise
+        self._session = Session(run, data_rank, data_size)
         self._staging = RolloutStaging(
             sender=self.sender,
             tally=self.tally,
@@ -143,11 +147,13 @@ class MegatronHook:
             dtype=dtype,
             rank=data_rank,
             world_size=data_size,
+            session=self._session,
             drafter_version=None,
         )
         if data_rank == 0:
             self._watch = HeadWatch(part.weights()[1], head_tolerance, policy_version)
         if registration is not None:
+            registration.metadata |= self._session.of_run()
             self.sender.submit_job(registration.job(run))
 
     def _alone(self, work: Callable[[], _Made]) -> _Made:
@@ -227,6 +233,7 @@ class MegatronHook:
     def _read(self, *, policy_version: int, **told: Any) -> tuple[BatchPlan | None, Reading]:
         """The plan of a batch, None where no rollout is chosen; and where the forward is to be read. On rank 0."""
         policy_version = checked_version(policy_version)
+        self._session.saw(policy_version)
         plan = plan_batch(
             self._ids, self._choice, policy_version=policy_version, position_ids=None, tree_places=None, **told
         )
@@ -246,20 +253,23 @@ class MegatronHook:
             head = part.weights()[1]
             if self._watch is not None and reading.policy_version != self._compared_version:  # it waits for the device
                 due = self._watch.is_due(head, reading.policy_version, joined=self.sender.joined)
-                self._due = due or self._due
+                self._went_back |= self._versions.went_back(reading.policy_version)
+                self._due = due or self._went_back or self._due
                 self._compared_version = reading.policy_version
         except Exception as wrong:  # noqa: BLE001 - told to the other ranks; `agree` raises it on all
             error = f"{type(wrong).__name__}: {wrong}"
         due = self.ranks.agree(error, self._due)
+        went_back = self._went_back
         whole_head = self.ranks.whole(head) if due else None
         if part.sliced and rows is not None:
             rows = self.ranks.join_rows(rows)
         scored = None if scores is None else self.ranks.join_scores(scores)
         if due and self._watch is not None:
             self._watch.mark(head)
-            self._due = False
+            self._due = self._went_back = False
         if whole_head is not None:
-            job = head_job(self.sender.run, whole_head[: part.vocab_size], reading.policy_version)
+            whole_head, version = whole_head[: part.vocab_size], reading.policy_version
+            job = head_job(self.sender.run, whole_head, version, went_back=went_back, session=self._session.id)
             if self.sender.submit_job(job):
                 self.tally.add("head_updates")
         if plan is not None and rows is not None and scored is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks import wire
-from rl_hooks.errors import CaptureMissedError, RolloutError, UnsupportedModelError
+from rl_hooks.errors import ENGINE_INSTEAD, CaptureMissedError, RolloutError, UnsupportedModelError
 from rl_hooks.sending.registration import known_logit_map, unwrap
 from rl_hooks.trainer.capture import FeatureCapture, Hooked, ModuleHook
 from rl_hooks.trainer.megatron.ranks import TensorRanks, part_scores
@@ -211,7 +211,7 @@ def _refuse(model: Any, config: dict[str, Any], size: int) -> None:
     own = model.config
     for name in ("pipeline_model_parallel_size", "context_parallel_size"):
         if getattr(own, name, 1) > 1:
-            raise UnsupportedModelError(f"{name} = {getattr(own, name)}: let the engine's tap send the features")
+            raise UnsupportedModelError(f"{name} = {getattr(own, name)}: set it to 1, or {ENGINE_INSTEAD}")
     if getattr(own, "mtp_num_layers", None):
         raise UnsupportedModelError("mtp_num_layers: multi-token prediction in the trainer is not supported")
     if getattr(model.output_layer, "bias", None) is not None:

@@ -23,7 +23,7 @@ from areal.engine.fsdp_engine import FSDPPPOActor
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils.environ import is_single_controller
 
-from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
 from rl_hooks.trainer.guard import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import VARIABLES, attached
@@ -45,8 +45,10 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
         self.hook = attached("AReaL", self.data_parallel_rank, self._attach)
 
     def _attach(self, options: dict[str, Any]) -> DrafterHook:
-        if self.parallel_helper.tp_size > 1 or self.parallel_helper.sp_size > 1 or self.enable_tree_training:
-            raise UnsupportedTrainerError("only data parallelism: no tensor or sequence parallelism, no tree training")
+        if self.parallel_helper.tp_size > 1 or self.parallel_helper.sp_size > 1:
+            raise UnsupportedTrainerError(f"only data parallelism in the actor's allocation; else {ENGINE_INSTEAD}")
+        if self.enable_tree_training:
+            raise UnsupportedTrainerError("tree training is not covered: set enable_tree_training to false")
         if not self.config.should_compute_prox_logp():
             needed = "use_decoupled_loss with prox_logp_method=recompute, or recompute_logprob"
             raise UnsupportedTrainerError(f"there is no pass for proximal log-probabilities to capture: set {needed}")

@@ -20,7 +20,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
+from rl_hooks.trainer.guard import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
 
@@ -50,7 +51,8 @@ class _Policy:
 
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
         if worker.tp_size > 1 or worker.cp_size > 1:
-            raise UnsupportedTrainerError("only data parallelism: tensor_parallel_size and context_parallel_size of 1")
+            sizes = "tensor_parallel_size and context_parallel_size"
+            raise UnsupportedTrainerError(f"only data parallelism: set {sizes} to 1, or {ENGINE_INSTEAD}")
         if missing := [name for name in ("optimizer", "_is_reward_model") if not hasattr(worker, name)]:
             raise UnsupportedTrainerError(f"this NeMo-RL's workers have no {' and no '.join(missing)}")
         self._worker, self.passes = worker, 0
@@ -59,7 +61,7 @@ class _Policy:
     def _told(self, batch: Any) -> dict[str, Any] | None:
         worker, sampling, tally = self._worker, self._worker.sampling_params, self.hook.tally
         if batch.get_multimodal_dict():
-            tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+            left_out_for_images(tally)
             return None
         told = micro_batch_rollouts(batch, packed=worker.enable_seq_packing)
         temperature, top_p, top_k = (getattr(sampling, name, None) for name in ("temperature", "top_p", "top_k"))
@@ -77,8 +79,7 @@ class _Policy:
 
     def _captured(self, batches: Iterator[Any]) -> Iterator[Any]:
         for one in batches:
-            told = self.hook.guard(self._told, one)
-            with nullcontext() if told is None else self.hook.capture(**told):
+            with captured(self.hook, self._told, one):
                 yield one  # its forward comes before the next is asked for
 
     @contextmanager

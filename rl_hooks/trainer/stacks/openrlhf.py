@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
 from rl_hooks.trainer.guard import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
@@ -72,8 +72,13 @@ def attach(
         if more.keys() - named:  # the model's inputs beside the text
             left_out_for_images(hook.tally)
             return None
-        if action_mask is None or attention_mask is None or more.get("ring_attn_group") is not None:
-            hook.tally.warn("left out", "a forward without masks, or of ring attention, was left out")
+        if more.get("ring_attn_group") is not None:
+            hook.tally.warn(
+                "ring", f"passes of ring attention are left out: set ring_attn_size to 1, or {ENGINE_INSTEAD}"
+            )
+            return None
+        if action_mask is None or attention_mask is None:
+            hook.tally.warn("masks", "a forward without masks was left out")
             return None
         told = experience_rollouts(sequences, action_mask, attention_mask, packed=actor.packing_samples)
         now = state["version"] if version is None else version()

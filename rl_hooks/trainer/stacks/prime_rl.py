@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
 from rl_hooks.trainer.guard import captured, left_out_for_images, one_temperature
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
@@ -64,7 +64,8 @@ class _Run:
 
     def attach(self, model: Any, parallel_dims: Any, options: dict[str, Any]) -> DrafterHook:
         if parallel_dims.cp_enabled:
-            raise UnsupportedTrainerError("context parallelism gives a rank a part of each row: set model.cp to 1")
+            split = "context parallelism gives a rank a part of each row"
+            raise UnsupportedTrainerError(f"{split}: set model.cp to 1, or {ENGINE_INSTEAD}")
         return DrafterHook(model, **options, rank=dist.get_rank(), world_size=dist.get_world_size())
 
     def told(self, hook: DrafterHook, input_ids: Tensor) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
 from rl_hooks.trainer.guard import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
@@ -32,7 +32,7 @@ class _Policy:
 
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
         if worker.sequence_parallel_size > 1:
-            raise UnsupportedTrainerError("only data parallelism: set sequence_parallel_size to 1")
+            raise UnsupportedTrainerError(f"set sequence_parallel_size to 1, or {ENGINE_INSTEAD}")
         if worker.cfg.fully_async.enabled and worker.cfg.algorithm.temperature != 1.0:
             why = "fully_async rollouts are of older weights, and SkyRL's engines give log-probabilities before the"
             raise UnsupportedTrainerError(f"{why} temperature: set it to 1, or use an engine's tap")

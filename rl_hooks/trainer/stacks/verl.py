@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.guard import captured, left_out_for_images, one_temperature
 from rl_hooks.trainer.hook import DrafterHook
@@ -87,8 +87,10 @@ def register() -> type:
             self.hook = attached("verl", self.rank, self._attach)
 
         def _attach(self, options: dict[str, Any]) -> DrafterHook:
-            if self.ulysses_sequence_parallel_size > 1 or not self.use_remove_padding:
-                raise UnsupportedTrainerError("only use_remove_padding=True without Ulysses sequence parallelism")
+            if self.ulysses_sequence_parallel_size > 1:
+                raise UnsupportedTrainerError(f"set ulysses_sequence_parallel_size to 1, or {ENGINE_INSTEAD}")
+            if not self.use_remove_padding:
+                raise UnsupportedTrainerError("set use_remove_padding to True")
             rank, world_size = self.get_data_parallel_rank(), self.get_data_parallel_size()
             return DrafterHook(self.module, **options, rank=rank, world_size=world_size)
 

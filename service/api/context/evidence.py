@@ -19,7 +19,7 @@ from service.monitor.headline import ENGINE_SILENT_SECONDS
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import EVIDENCE_SECONDS, Watch, watch
-from service.monitor.records import ScoreRecord, StepSample
+from service.monitor.records import Return, ScoreRecord, StepSample
 from service.monitor.worth import Worth, worth
 from service.reading.pointer import Pointer
 from service.reading.shared import Shared
@@ -54,7 +54,7 @@ class Recent:
 
     @classmethod
     def of(
-        cls, times: int, records: Mapping[str, ScoreRecord], before: Newest | None, returns: Sequence[tuple[float, int]]
+        cls, times: int, records: Mapping[str, ScoreRecord], before: Newest | None, returns: Sequence[Return]
     ) -> Recent:
         """Reckon what they say; not on the event loop. `before`: the newest before. `returns`: of the trainer."""
         newest = Newest(records.values(), before, returns)

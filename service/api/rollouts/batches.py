@@ -165,6 +165,8 @@ def batch_of(header: RolloutHeader, blob: str) -> Batch:
         policy_version=header.policy_version,
         policy_version_max=header.policy_version_max,
         rollout_ids=header.rollout_ids,
+        session=header.session,
+        session_began=header.session_began,
     )
 
 
@@ -205,6 +207,12 @@ router.add_api_route(
 
 
 def _warning(outcome: Enqueued, rollouts: int) -> str | None:
+    if outcome.outcome == "outdated":
+        return (
+            "rollouts of this trainer are not used any more: another one, or a later start of it, has begun at an "
+            "earlier policy version of the run since. If both are to go on, give each a run name of its own (the "
+            "hook's run=); if they are ranks of one trainer, tell each hook its rank"
+        )
     own = "a rollout's id must be its own within a run, whatever its policy version"
     if outcome.outcome == "duplicate" and outcome.other:
         return f"other rollouts came with the same ids, and these are not used: {own}, after a restart too"

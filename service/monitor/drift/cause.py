@@ -73,11 +73,21 @@ class RecentTicks:
         self.since[lane] = [tick, self.shift, self.shift_variance]
 
     def change(
-        self, alarms: Sequence[str], *, sd: float, uncertainty: float, several_strata: bool, rollouts_per_tick: int
+        self,
+        alarms: Sequence[str],
+        *,
+        sd: float,
+        uncertainty: float,
+        owed: Estimate,
+        several_strata: bool,
+        rollouts_per_tick: int,
     ) -> Change | None:
         """Take the change apart. `alarms`: lanes above their limits; the one that rose last says since when.
 
         `sd`: of a tick, in tokens per round. `uncertainty`: variance of the baseline in units of sd².
+        `owed`: what versions that were proven worse have cost since the baseline was set, at most 0, in tokens per
+        round. The baseline has not fallen with them, so it is their part of the change even if a small loss set the
+        statistic above 0 only some ticks later.
         `several_strata`: without, nobody knows what the prompts did.
         """
         if not self.rows:
@@ -90,9 +100,11 @@ class RecentTicks:
         _, shift, shift_variance = max(starts, default=[since, rows[0].shift, rows[0].shift_variance])
         n = len(rows)
         alpha, expected = _mean([r.alpha for r in rows]), _mean([r.expected for r in rows])
-        moved = _mean([r.shift for r in rows]) - shift
-        without = max(alpha - moved, alpha / 10)  # α had the version stayed
-        drafter_variance = max(0.0, rows[-1].shift_variance - shift_variance) / without**2
+        moved = Estimate(_mean([r.shift for r in rows]) - shift, max(0.0, rows[-1].shift_variance - shift_variance))
+        if owed.value < min(moved.value, 0.0):
+            moved = owed
+        without = max(alpha - moved.value, alpha / 10)  # α had the version stayed
+        drafter_variance = moved.variance / without**2
         noise = (sd / expected) ** 2 * (1 / n + uncertainty)
         mixes = [math.log(r.expected / r.level) for r in rows]
         pairs = [(r.entropy or 0.0, r.entropy_expected or 0.0) for r in rows]

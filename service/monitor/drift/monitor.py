@@ -36,11 +36,15 @@ from typing import Final
 from service.monitor.drift.cause import Row
 from service.monitor.drift.limits import DriftConfig, DriftError
 from service.monitor.drift.state import MIN_DIFFERENCES, DriftState, Rise, Spread
-from service.monitor.records import Change
+from service.monitor.records import Change, Estimate
 
 #: A spread of this fraction of α is rounding.
 _ROUNDING: Final = 1e-6
 #: A paired difference within this many standard errors of 0 may be chance.
+#: Versions whose differences are remembered; sd of a difference of log α before any is known, and the least.
+_DIFFERENCES_KEPT: Final = 32
+_DIFFERENCE_BEFOREHAND: Final = 0.02
+_LEAST_DIFFERENCE: Final = 0.002
 _CHANCE_SD: Final = 2.0
 #: Most sd of loss that one tick may count for. Siegmund's formula takes ticks for normal. Where one prompt in a hundred
 #: is far harder than the rest, a tick that holds one is 4 to 8 sd low, and two such ticks alone raised an alarm. A
@@ -155,6 +159,7 @@ class DriftMonitor:
             [name for name, statistic in self.state.statistics.items() if statistic > self._limits[name]],
             sd=sd,
             uncertainty=self.state.levels.uncertainty(),
+            owed=Estimate(self.state.levels.owed, self.state.levels.owed_variance),
             several_strata=len(self.state.levels.names) > 1,
             rollouts_per_tick=self.config.rollouts_per_tick,
         )
@@ -178,6 +183,7 @@ class DriftMonitor:
         state = self.state
         if state.ticks == 0:
             return
+        paired_difference, variance = self._shrunk(paired_difference, variance)
         # A difference that may be chance must not end an alarm.
         reach = _CHANCE_SD * math.sqrt(variance)
         chance = min(max(paired_difference, -reach), reach)
@@ -198,7 +204,7 @@ class DriftMonitor:
         moved = state.baseline - before
         state.offset += moved
         state.evidence.shift += paired_difference - moved
-        state.levels.owed = min(0.0, state.levels.owed + paired_difference - moved)
+        state.levels.owe(paired_difference - moved, variance)
         # The tick being filled was scored with the old drafter.
         state.pending = [(stratum, alpha + paired_difference, entropy) for stratum, alpha, entropy in state.pending]
         if lost > 0:
@@ -206,7 +212,8 @@ class DriftMonitor:
             state.statistics = {name: s * (1 - repaired) for name, s in state.statistics.items()}
         if math.isinf(variance):
             self.acknowledge()  # the statistics compared with a baseline that is now discarded, and so did the rise
-            state.spreads, state.levels.owed, state.rise = self._spreads(), 0.0, Rise()
+            state.spreads, state.rise = self._spreads(), Rise()
+            state.levels.owe(math.inf)
         else:
             state.evidence.shift_variance += variance
 
@@ -224,6 +231,24 @@ class DriftMonitor:
         self.state = DriftMonitor(self.config, fresh).state
 
     # --- inside
+    def _shrunk(self, difference: float, variance: float) -> tuple[float, float]:
+        """What a difference that may be chance says, given how much this run's versions differ: mean and variance.
+
+        Empirical Bayes (Efron and Morris 1973): the spread of the true differences is learnt from the last ones.
+        Without it, the baseline of a run that publishes often is the sum of their errors, and follows every fall.
+        """
+        if not 0 < variance < math.inf:
+            return difference, variance
+        state = self.state
+        unit = state.baseline**2
+        excess = math.fsum(d * d - v for d, v in state.differences) + _DIFFERENCE_BEFOREHAND**2 * unit
+        spread = max(excess / (1 + len(state.differences)), _LEAST_DIFFERENCE**2 * unit)
+        state.differences = [*state.differences, (difference, variance)][-_DIFFERENCES_KEPT:]
+        if abs(difference) > _CHANCE_SD * math.sqrt(variance):
+            return difference, variance
+        share = spread / (spread + variance)
+        return difference * share, variance * share
+
     def _sd(self) -> float | None:
         """Long-run sd of a tick: the largest over batch lengths that have been seen often enough."""
         found = [s.tick_sd for s in self._spreads() if s.length == 1 or s.differences >= MIN_DIFFERENCES]
@@ -309,7 +334,7 @@ class DriftMonitor:
         rise.mean += (gain - rise.mean) / rise.ticks
         if rise.ticks < self.config.baseline_ticks:
             return
-        state.levels.owed = 0.0
+        state.levels.owe(math.inf)
         state.levels.move(rise.mean, 1.0)
         state.levels.doubted = False  # α does not jump here as at a rebase, so there is no error to correct
         state.spreads, state.rise = rise.spreads, Rise()

@@ -68,6 +68,7 @@ class Levels:
     covariance: list[list[float]] = field(default_factory=list)
     doubted: bool = False  # a rebase has added an error, which is being learnt
     owed: float = 0.0  # what versions that were proven worse cost, at most 0; not learnt, or the level would fall too
+    owed_variance: float = 0.0  # of that
 
     @property
     def level(self) -> float:
@@ -108,6 +109,11 @@ class Levels:
         before = self.entropies[j]
         if entropy is not None:
             self.entropies[j] = entropy if before is None else before + column[j] / total * (entropy - before)
+
+    def owe(self, by: float, variance: float = 0.0) -> None:
+        """Count what a new version cost that did not lower the levels; a gain makes up for it."""
+        self.owed = min(0.0, self.owed + by)
+        self.owed_variance = self.owed_variance + variance if self.owed < 0 else 0.0
 
     def move(self, by: float, variance: float) -> None:
         """Move all levels by one number with an error of so much variance.
@@ -173,6 +179,7 @@ class DriftState:
     evidence: RecentTicks = field(default_factory=RecentTicks)
     traffic: ArrivalRate = field(default_factory=ArrivalRate)
     rise: Rise = field(default_factory=Rise)
+    differences: list[tuple[float, float]] = field(default_factory=list)  # of the last versions, with their variances
 
     @property
     def baseline(self) -> float:
@@ -197,6 +204,7 @@ class DriftState:
                 evidence=RecentTicks(**(evidence | {"rows": [Row(**row) for row in evidence["rows"]]})),
                 traffic=ArrivalRate(**table.pop("traffic")),
                 rise=Rise(**(rise | {"spreads": [Spread(**spread) for spread in rise["spreads"]]})),
+                differences=[(float(d), float(v)) for d, v in table.pop("differences")],
                 **table,
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -11,7 +11,7 @@ from typing import Final
 
 from service.monitor.alpha import attempts
 from service.monitor.live.blocks import Block
-from service.monitor.records import DrafterSums, ScoreRecord
+from service.monitor.records import DrafterSums, Return, ScoreRecord
 
 #: Score records that are read: the replay side.
 REPLAYED_BATCHES: Final = 256
@@ -128,7 +128,7 @@ class Replays:
     engines where these are more.
     """
 
-    def __init__(self, scores: Iterable[ScoreRecord], returns: Sequence[tuple[float, int]] = ()) -> None:
+    def __init__(self, scores: Iterable[ScoreRecord], returns: Sequence[Return] = ()) -> None:
         alike = _drafted_alike(sorted(scores, key=lambda one: one.arrival))
         prompts, rollouts = list[DrafterSums](), list[DrafterSums]()
         self.answered: dict[int | None, float] = {}

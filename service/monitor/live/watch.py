@@ -116,11 +116,32 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
     )
     verdicts = []
     for reporter, found in sorted(findings.items()):
-        name, text = _named(found, replays, rule, together=together, all_above=all_above)
+        beside = [other for name, other in judged.items() if name != reporter]
+        features = found.kind != "low" or not _another_is_sound(found, beside, replays)
+        name, text = _named(found, replays, rule, together=together, all_above=all_above, features=features)
         verdicts.append(
             EngineVerdict(reporter, name, text, engines[reporter][-1].drafter_version, found.stretch, found.since)
         )
     return Watch(tuple(verdicts), _hold(verdicts, together=together, judged=len(judged)))
+
+
+def _another_is_sound(found: Finding, others: Sequence[Finding], replays: Replays) -> bool:
+    """Whether another engine drafts as replay says with the versions in which this one is low, beyond chance.
+
+    Then the trainer's features are right: wrong ones lower every engine that serves what was trained on them. Such an
+    engine lies above half of this one's fall.
+    """
+    if found.stretch is None:
+        return False
+    versions, half = {known.block.drafter_version for known in found.blocks}, found.stretch.log_ratio / 2
+    for other in others:
+        scan, stretch = Scan(replays), None
+        for known in reversed(other.blocks if other.kind in ("healthy", "depth") else ()):
+            if known.block.drafter_version in versions:
+                stretch = scan.add(known)
+        if stretch is not None and (stretch.log_ratio - half) / stretch.error > OVER:
+            return True
+    return False
 
 
 def _together(
@@ -154,8 +175,9 @@ def _together(
 
 
 def _named(
-    found: Finding, replays: Replays, rule: LiveRule, *, together: bool, all_above: bool
+    found: Finding, replays: Replays, rule: LiveRule, *, together: bool, all_above: bool, features: bool
 ) -> tuple[VerdictName, str]:
+    """`features`: whether the trainer's may be the reason, if it is low alone."""
     if found.kind in ("healthy", "unknown", "depth", "dead"):
         return found.kind, found.text
     if found.kind == "above":
@@ -165,7 +187,7 @@ def _named(
         return "unknown", f"{found.text}: its traffic is easier than the trainer's, or than that of other engines"
     spread = replays.spread or 0.0
     by_prompts = found.explained and not together
-    if not by_prompts and fell_while_replay_healed([*found.before, *found.blocks], spread):
+    if features and not by_prompts and fell_while_replay_healed([*found.before, *found.blocks], spread):
         blame = "live fell from version to version while replay rose: it trains on features that engines do not have"
         return "trainer features", f"{found.text}: {blame}"
     if only_later(shape_of(found.blocks, spread)):

@@ -5,19 +5,22 @@
 --       (the others share their hash tag, so also their slot)
 -- ARGV: as named below. overflow: reject|drop_oldest. size: bytes of the file. rollout_ids: JSON. letter_seen: to put a
 --       dead batch back, the letter of the death that was seen; else ''. ended_seconds, remembered_bytes: for how long,
---       and how much, is remembered of batches that ended. max_rollouts: that may wait: each is a key of Redis
+--       and how much, is remembered of batches that ended. max_rollouts: that may wait: each is a key of Redis.
+--       session, began: of the trainer that sends, and the first policy version that it had rollouts of; or ''
 -- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, blobs that nothing needs now...}
 --       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
 --       | {"full", items, bytes, rollouts, dropped blobs...} | {"disowned"} | {"gone"}: the dead batch's file is not kept
+--       | {"outdated", "skipped", dead_total, newest death's reason}: another session has begun a later attempt
 local max_items, max_bytes, overflow, group, ended_seconds, prefix, batch_id, blob, size, tokens, rollouts,
-  policy, policy_max, rollout_ids, letter_seen, remembered_bytes, max_rollouts = unpack(ARGV)
+  policy, policy_max, rollout_ids, letter_seen, remembered_bytes, max_rollouts, session, began = unpack(ARGV)
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
+local KEPT_SESSIONS, KEPT_RETURNS = 256, 64
 local bytes, back, file = tonumber(size), letter_seen ~= '', blob .. ':' .. size
 
 -- All strings that matter here, in one command up to 1,000 rollouts, since each costs as much as many keys of one: the
--- three of the queue and the file, then those of the rollouts, in the file's order.
-local OTHERS, AT_ONCE = 3, 1003 -- keys of one command: Lua's stack has a few thousand places
-local names = { prefix .. 'held', prefix .. 'last_death', prefix .. 'orphan:' .. blob }
+-- four of the queue, the file and the trainer, then those of the rollouts, in the file's order.
+local OTHERS, AT_ONCE = 4, 1004 -- keys of one command: Lua's stack has a few thousand places
+local names = { prefix .. 'held', prefix .. 'last_death', prefix .. 'orphan:' .. blob, prefix .. 'attempt' }
 local ids = cjson.decode(rollout_ids)
 for _, id in ipairs(ids) do names[#names + 1] = prefix .. 'rollout:' .. id end
 local function read()
@@ -89,6 +92,51 @@ end
 
 if found[3] then return { 'disowned' } end
 
+-- Which attempt of the trainer the batch is of, where that is told; nil: the readers of scores guess.
+local number, lowest, highest = string.match(found[4] or '', '^(%d+) (%d+) (%d+)$')
+number, lowest, highest = tonumber(number), tonumber(lowest), tonumber(highest)
+local version, sessions, own, begins = tonumber(policy), prefix .. 'sessions', nil, nil
+if back then
+  own = tonumber(redis.call('HGET', batch, 'attempt') or '')
+elseif session ~= '' then
+  own = tonumber(redis.call('ZSCORE', sessions, session) or '0')
+  if own == 0 then -- not a batch of it yet
+    begins = math.min(tonumber(began), version)
+    own = number or 1
+    -- As early as that attempt, or from a checkpoint before its last version. What is later goes on with it.
+    if number and (begins <= lowest or begins < highest) then own = number + 1 end
+  end
+  if number and own < number then
+    if not died then
+      redis.call('HINCRBY', counters, 'acked_total', 1)
+      redis.call('HINCRBY', counters, 'skipped_total', 1)
+      held[4] = held[4] + 1
+      redis.call('SET', names[1], written(held))
+      redis.call('HSET', batch, 'state', 'skipped', 'reason', 'it came after a later start of the trainer had begun',
+        'blob', '', 'bytes', size, 'tokens', tokens, 'rollouts', rollouts, 'policy_version', policy,
+        'policy_version_max', policy_max, 'rollout_ids', rollout_ids, 'known_rollouts', #known, 'attempt', own)
+      remember(prefix, counters, batch_id, ended_seconds, remembered_bytes)
+    end
+    return { 'outdated', 'skipped', total, reason }
+  end
+end
+
+-- Note what the batch says of its session, once it is accepted.
+local function note_session()
+  if begins then
+    local new = redis.call('ZADD', sessions, own, session) == 1
+    redis.call('ZREMRANGEBYRANK', sessions, 0, -KEPT_SESSIONS - 1)
+    if new and own ~= (number or own) then -- else its registration was noted
+      redis.call('XADD', prefix .. 'returns', 'MAXLEN', KEPT_RETURNS, '*', 'to', policy, 'attempt', 0)
+    end
+  end
+  if own ~= number then lowest, highest = begins or version, version end
+  local low, high = math.min(lowest, version), math.max(highest, version)
+  if begins or low ~= lowest or high ~= highest then
+    redis.call('SET', names[4], string.format('%.0f %.0f %.0f', own, low, high))
+  end
+end
+
 local function over()
   return held[1] + 1 > tonumber(max_items) or held[2] + bytes > tonumber(max_bytes)
     or held[3] + tonumber(rollouts) > tonumber(max_rollouts)
@@ -133,16 +181,19 @@ end
 
 -- What is put back has its place in time where it came first, unless its policy is still that of the newest batch.
 local came = back and (redis.call('HGET', batch, 'arrived') or redis.call('HGET', batch, 'entry_id')) or ''
-local belated = back and redis.call('GET', prefix .. 'latest_policy') ~= policy_max
+local belated = back and (redis.call('GET', prefix .. 'latest_policy') ~= policy_max or (own and number and own < number))
+local more = back and { 'arrived', came } or {}
+if own then more[#more + 1], more[#more + 2] = 'attempt', own end
 local entry_id = redis.call('XADD', queue, '*', 'batch_id', batch_id, 'blob', blob, 'bytes', size,
   'tokens', tokens, 'rollouts', rollouts, 'policy_version', policy, 'policy_version_max', policy_max,
   'known', #known > 0 and cjson.encode(known) or '[]', 'put_back', back and '1' or '0',
-  'arrived', belated and came or '')
+  'arrived', belated and came or '', unpack(own and { 'attempt', own } or {}))
 if died then leave_the_dead() end
 if state then redis.call('DEL', batch) end
 redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', blob, 'bytes', size,
   'tokens', tokens, 'rollouts', rollouts, 'policy_version', policy, 'policy_version_max', policy_max,
-  'rollout_ids', rollout_ids, 'known_rollouts', #known, unpack(back and { 'arrived', came } or {}))
+  'rollout_ids', rollout_ids, 'known_rollouts', #known, unpack(more))
+if own and not back then note_session() end
 
 held = { held[1] + 1, held[2] + bytes, held[3] + tonumber(rollouts), held[4], held[5], held[6] }
 if back then held[5] = held[5] + 1 else held[4], held[6] = held[4] + 1, entry_id end

@@ -67,12 +67,9 @@ class DeadLetters:
 
         `known`: what the queue had of it when that was asked for.
         """
-        batch = Batch(
-            batch_id,
-            known["blob"],
-            **{name: int(known[name]) for name in NUMBERS},
-            rollout_ids=tuple(json.loads(known["rollout_ids"])),
-        )
+        size, tokens, rollouts, policy, policy_max = (int(known[name]) for name in NUMBERS)
+        ids = tuple(json.loads(known["rollout_ids"]))
+        batch = Batch(batch_id, known["blob"], size, tokens, rollouts, policy, policy_max, ids)
         return await self._queue.enqueue(
             batch, max_items=max_items, max_bytes=max_bytes, put_back=known.get("letter_id", "alive")
         )

@@ -53,7 +53,8 @@ class Entry:
 
     `known`: places in the file of the rollouts that came in an earlier batch. They are not to be used again.
     `put_back`: it had died, and a person wants it to be worked on however old it is. `first_id`: the id of its first
-    entry, where newer policies had come until it was put back; else empty.
+    entry, where newer policies had come until it was put back; else empty. `attempt`: of the trainer, as its session
+    tells it.
     """
 
     entry_id: str
@@ -68,6 +69,7 @@ class Entry:
     known: tuple[int, ...] = ()
     put_back: bool = False
     first_id: str = ""
+    attempt: int | None = None
 
     @property
     def belated(self) -> bool:
@@ -283,4 +285,5 @@ def _entry(message: Any, deliveries: int) -> Entry:
         put_back=fields.get("put_back") == "1",
         first_id=fields.get("arrived", ""),
         known=tuple(json.loads(fields["known"])),
+        attempt=int(fields["attempt"]) if "attempt" in fields else None,
     )

@@ -54,7 +54,7 @@ _EMPTY: Final = Depth(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as the API enqueues it."""
+    """A batch as the API enqueues it. `session`, `session_began`: of its trainer (`rl_hooks.wire`); empty: not told."""
 
     batch_id: str
     blob: str
@@ -64,6 +64,8 @@ class Batch:
     policy_version: int
     policy_version_max: int
     rollout_ids: tuple[str, ...]
+    session: str = ""
+    session_began: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,13 @@ class Enqueued:
     """Outcome of an enqueue. `dropped`: blobs of batches that were dropped for this one; delete their files.
 
     `disowned`: the reaper had already marked the file as an orphan, and may have deleted it. `gone`: the dead batch
-    that was to be put back has no file any more. `known`: its rollouts that came in an earlier batch; a duplicate's all
+    that was to be put back has no file any more. `outdated`: its session was followed by one that began a later
+    attempt; it is skipped. `known`: its rollouts that came in an earlier batch; a duplicate's all
     did, or its `known` were left out when it was accepted. `other`: the first file with these ids has another size.
     `held`: what a full queue holds.
     """
 
-    outcome: Literal["accepted", "duplicate", "full", "disowned", "gone"]
+    outcome: Literal["accepted", "duplicate", "full", "disowned", "gone", "outdated"]
     state: str
     dropped: tuple[str, ...] = ()
     dead_total: int = 0  # of the run so far
@@ -183,7 +186,7 @@ class AsyncRolloutQueue:
         args = [max_items, max_bytes, overflow, GROUP, ENDED_SECONDS, keys.prefix]
         args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
         args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
-        args += [put_back, self._remembered_bytes, self._max_rollouts]
+        args += [put_back, self._remembered_bytes, self._max_rollouts, batch.session, batch.session_began]
         of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
         reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]
         match reply[0]:
@@ -191,6 +194,8 @@ class AsyncRolloutQueue:
                 return Enqueued("accepted", "queued", tuple(reply[5:]), int(reply[2]), reply[3], int(reply[4]))
             case "duplicate":
                 return Enqueued("duplicate", reply[1], (), int(reply[2]), reply[3], int(reply[4]))
+            case "outdated":
+                return Enqueued("outdated", reply[1], (), int(reply[2]), reply[3])
             case "disowned" | "gone":
                 return Enqueued(reply[0], "")
             case _:

@@ -26,7 +26,7 @@ from service.monitor.live.blocks import Block
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES, Replays
 from service.monitor.live.watch import Watch, watch
-from service.monitor.records import AcceptanceRecord, ScoreRecord, StepSample, WorkerGauges, read, written
+from service.monitor.records import AcceptanceRecord, Return, ScoreRecord, StepSample, WorkerGauges, read, written
 from service.storage.layout import FileId
 from service.storage.queue.keys import lua
 from service.storage.queue.keys import text as _text
@@ -45,6 +45,8 @@ MAX_SCORES: Final = 4096
 RECENT_SCORES: Final = LOOK_BACK
 #: Of the times at which trainers went back, the number that is kept.
 _RETURNS: Final = 64
+#: Sessions of trainers that are known, those of the last attempts. `enqueue.lua` has both numbers too.
+_SESSIONS: Final = 256
 #: A trainer that has registered again sends its head, if it moved, before its first rollouts; then it is too late.
 _AWAITED_SECONDS: Final = 24 * 3600
 #: Records of a reporter, its last used ones, that a headline looks at.
@@ -130,7 +132,7 @@ class Store:
         blocks = {reporter: account.blocks for reporter, account in accounts.items()}
         return watch(blocks, Replays(_known(ScoreRecord, found), self.returns()), rule)
 
-    def returns(self) -> list[tuple[float, int]]:
+    def returns(self) -> list[Return]:
         """As `AsyncStore.returns`."""
         return _returns(self._redis.xrange(self._keys.returns))
 
@@ -353,42 +355,63 @@ class AsyncStore:
         keys = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]
         return int(await self._redis.delete(*keys)) if keys else 0
 
-    async def note_head(self, policy_version: int, *, went_back: bool = False) -> None:
+    async def note_head(self, policy_version: int, *, went_back: bool = False, session: str = "") -> None:
         """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense.
 
         The first after a registration says at which version that trainer really begins: many register at version 0.
         `went_back`: a trainer has seen that its versions fell and go on from there, without a registration. A batch of
-        the lowest came before, so the newest batch's version tells nothing.
+        the lowest came before, so the newest batch's version tells nothing. `session`: that of this trainer.
         """
         await self._redis.set(self._keys.latest_head, policy_version)
         awaited = await self._redis.delete(self._keys.awaited_head)
+        number = await self._attempt_of(session)
         if went_back:
-            await self._add_return(policy_version)
+            await self._add_return(policy_version, number)
+            if number is not None and number == await self._last_attempt():
+                await self._redis.set(self._keys.attempt, f"{number} {policy_version} {policy_version}")
         elif awaited:
-            await self._note_return(policy_version)
+            await self._note_return(policy_version, number)
 
-    async def note_registration(self, policy_version: int) -> None:
+    async def note_registration(self, policy_version: int, session: str = "") -> None:
         """Note that a trainer registered again, where it does so below the policy version that came last.
 
-        By three and more: an engine registers as well, and may be a step or two behind.
+        By three and more: an engine registers as well, and may be a step or two behind. With a `session` that is new
+        it is noted at that version too, and only for engines' counts: its batches tell which attempt they are of.
         """
-        if await self._note_return(policy_version):
+        if session and await self._last_attempt() is not None:
+            with contextlib.suppress(OutOfMemoryError):
+                new = await self._redis.zadd(self._keys.sessions, {session: 0}, nx=True)
+                await self._redis.zremrangebyrank(self._keys.sessions, 0, -_SESSIONS - 1)
+                newest = await self.latest_policy()
+                if new and newest is not None and policy_version <= newest:
+                    await self._add_return(policy_version, 0)
+        elif await self._note_return(policy_version, await self._attempt_of(session)):
             with contextlib.suppress(OutOfMemoryError):
                 await self._redis.set(self._keys.awaited_head, policy_version, ex=_AWAITED_SECONDS)
 
-    async def _note_return(self, policy_version: int) -> bool:
+    async def _last_attempt(self) -> int | None:
+        """The newest attempt that a session has told of."""
+        value = await self._redis.get(self._keys.attempt)
+        return None if value is None else int(_text(value).split(" ")[0])
+
+    async def _attempt_of(self, session: str) -> int | None:
+        """Which attempt a session's batches are of: of the first session that comes, attempt 1."""
+        return int(await self._redis.zscore(self._keys.sessions, session) or 1) if session else None
+
+    async def _note_return(self, policy_version: int, attempt: int | None) -> bool:
         newest = await self.latest_policy()
         if newest is None or policy_version >= newest - 2:
             return False
-        await self._add_return(policy_version)
+        await self._add_return(policy_version, attempt)
         return True
 
-    async def _add_return(self, policy_version: int) -> None:
+    async def _add_return(self, policy_version: int, attempt: int | None = None) -> None:
+        fields = {"to": policy_version} | ({} if attempt is None else {"attempt": attempt})
         with contextlib.suppress(OutOfMemoryError):  # curves of two attempts are one then
-            await self._redis.xadd(self._keys.returns, {"to": policy_version}, maxlen=_RETURNS, approximate=False)
+            await self._redis.xadd(self._keys.returns, fields, maxlen=_RETURNS, approximate=False)
 
-    async def returns(self) -> list[tuple[float, int]]:
-        """When trainers went back, in Unix seconds of the clock that batches are ordered by, and to which version."""
+    async def returns(self) -> list[Return]:
+        """When trainers registered again or went back, and to which policy version; oldest first."""
         return _returns(await self._redis.xrange(self._keys.returns))
 
 
@@ -397,8 +420,15 @@ def glob_escape(text: str) -> str:
     return re.sub(r"([\\*?\[\]])", r"\\\1", text)
 
 
-def _returns(found: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> list[tuple[float, int]]:
-    return [(int(_text(name).partition("-")[0]) / 1000.0, int(fields[b"to"])) for name, fields in found]
+def _returns(found: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Return]:
+    return [
+        Return(
+            int(_text(name).partition("-")[0]) / 1000.0,
+            int(fields[b"to"]),
+            int(fields[b"attempt"]) if b"attempt" in fields else None,
+        )
+        for name, fields in found
+    ]
 
 
 _Kind = TypeVar("_Kind", ScoreRecord, AcceptanceRecord)

@@ -236,6 +236,23 @@ def test_an_announced_update_is_one_version_however_many_buckets_bring_it() -> N
     assert watch.version == 4
 
 
+def test_engines_that_count_come_apart_where_one_idles_and_a_number_that_they_are_told_joins_them() -> None:
+    """Of two replicas that get the same two updates, one has no request between them. vllm.md says what that does."""
+    workers = [Worker(), Worker()]
+    watches = [PolicyWatch(worker) for worker in workers]
+    for watch in watches:
+        watch.number(None, 0)
+    for update in range(2):
+        for worker in workers:
+            worker.reload_weights(weights_path=f"/policy-{update}")
+        watches[0].settle(None)  # before its next step; the other one makes none
+    watches[1].settle(None)
+    assert [watch.version for watch in watches] == [2, 1]
+    for watch in watches:
+        watch.settle("7")
+    assert [watch.version for watch in watches] == [7, 7]
+
+
 def test_a_look_that_is_judged_after_its_update_was_counted_does_not_count_it_again() -> None:
     """The comparison waits while the tap's thread sends; an RPC or the clock brings the settle before it."""
     model = Model()

@@ -243,7 +243,7 @@ def test_a_trainer_that_loads_an_earlier_checkpoint_in_the_same_process_opens_an
         step(hook, model, version)
         bench.drain(worker)
     assert hook.stats()["head_updates"] == 1
-    assert [to for _, to in bench.store.returns()] == [5]
+    assert [one.to for one in bench.store.returns()] == [5]
     found = attempts(bench.store.scores().values(), None, bench.store.returns())
     assert [[one.policy_version for one in part.scores] for part in found] == [[*range(9), 4], [5, 6, 7]]
 

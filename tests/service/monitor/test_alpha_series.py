@@ -15,7 +15,7 @@ import record_fixtures
 from pydantic_core import to_jsonable_python
 
 from service.monitor.alpha import _student, alpha_series, attempts
-from service.monitor.records import DrafterSums, RunEvent
+from service.monitor.records import DrafterSums, Return, RunEvent
 
 
 def score(policy_version: int, **more: Any) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def split(
     """
     scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(policies, 1)]
     random.Random(1).shuffle(scores)  # their order is by arrival
-    found = attempts(scores, max_lag, [(after + 0.5, to) for after in returns])
+    found = attempts(scores, max_lag, [Return(after + 0.5, to) for after in returns])
     for one, following in itertools.pairwise(found):
         assert one.closed == following.opened
     assert (found[0].opened, found[-1].closed) == (None, None)
@@ -247,9 +247,9 @@ def test_of_several_registrations_at_one_moment_each_counts() -> None:
     first, resumed = list(range(100)), list(range(90, 130))
     scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(first + resumed, 1)]
     for registered in ((90,), (90, 0), (0, 90), (0, 0, 90, 0)):
-        marks = [(100.5 + n / 100, to) for n, to in enumerate(registered)]
+        marks = [Return(100.5 + n / 100, to) for n, to in enumerate(registered)]
         assert [len(one.scores) for one in attempts(scores, None, marks)] == [100, 40], registered
-    assert len(attempts(scores, None, [(100.5, 0)])) == 1, "nearer to what came before than to 0"
+    assert len(attempts(scores, None, [Return(100.5, 0)])) == 1, "nearer to what came before than to 0"
 
 
 def test_a_trainer_that_registers_again_and_goes_on_opens_no_attempt() -> None:
@@ -286,6 +286,35 @@ def test_late_or_absurd_batches_open_no_attempt() -> None:
         assert len(split(asynchronous)) == 1, seed
     wide = [max(0, step - random.Random(7 * step).randrange(60)) for step in range(400)]
     assert len(split(wide, max_lag=60)) == 1, "batches may be as late as the setting says"
+
+
+def told(*batches: tuple[int, int | None], mark: Return | None = None) -> list[list[int | None]]:
+    """The policy versions of each attempt, where batches of these versions and attempts arrived in this order."""
+    scores = [
+        record_fixtures.score(score(p, entry_id=f"{1000 * n}-0", attempt=own)) for n, (p, own) in enumerate(batches, 1)
+    ]
+    found = attempts(scores, None, [] if mark is None else [mark])
+    return [[one.policy_version for one in attempt.scores] for attempt in found]
+
+
+def test_what_sessions_tell_of_attempts_is_not_guessed() -> None:
+    assert told((0, 1), (1, 1), (0, 2), (5, 2), (1, 2), (1, 3)) == [[0, 1], [0, 5, 1], [1]]
+    assert told((0, 1), (0, 4), (0, None)) == [[0], [0, 0]], "attempts whose scores are forgotten are none"
+    late = [*((p, 1) for p in range(60)), *((3, 1) for _ in range(20))]
+    assert len(told(*late)) == 1, "whatever the versions of a session are"
+    beside = [*((p, 1) for p in range(40)), *((0, None) for _ in range(9))]
+    assert len(told(*beside, (40, 1))) == 1, "an engine's, while the trainer goes on"
+    assert len(told(*beside)) == 2, "another trainer's, which tells no session"
+    assert len(told((0, None), (0, 2), (1, 2))) == 1, "of records that begin in the midst of an attempt"
+
+
+def test_a_return_is_a_sign_for_batches_of_its_attempt_alone() -> None:
+    batches = [*((p, 1) for p in range(10)), (0, 1), (1, 1), (2, 1)]
+    for attempt, opened in ((None, 1), (0, 1), (2, 1), (1, 2)):
+        assert len(told(*batches, mark=Return(10.5, 0, attempt))) == opened, attempt
+    for attempt, opened in ((None, 2), (0, 1), (1, 1)):
+        silent = [(p, None) for p, _ in batches]
+        assert len(told(*silent, mark=Return(10.5, 0, attempt))) == opened, attempt
 
 
 def test_an_attempt_has_what_happened_while_it_was_under_way() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.alarms import TROUBLES, Bank, make_bank, named
+from benchmarks.alarms import TROUBLES, Bank, Trouble, make_bank, named
 from service.monitor.drift.cause import Cause, RecentTicks, Row, cause_of, engine_change
 from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.records import AcceptanceRecord, Change, DrafterSums, Estimate, ScoreRecord
 
 SMALL = 0.0001  # variance: 1 %
+NOTHING = Estimate(0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def bank() -> Bank:
     return make_bank(300, 3)
 
 
-@pytest.mark.parametrize("what", ["policy moved", "aux layers swapped", "damaged drafter", "harder prompts"])
+@pytest.mark.parametrize("what", ["policy moved", "aux layers swapped", "damaged drafter, 10 %", "harder prompts"])
 def test_each_cause_is_named_in_a_simulated_world(bank: Bank, what: str) -> None:
     trouble, wanted = TROUBLES[what]
     found = Counter(named(bank, trouble, seed) for seed in range(3))
@@ -93,7 +94,7 @@ def test_the_parts_add_up_to_the_change_and_a_version_accounts_for_what_it_was_m
     evidence.shift, evidence.shift_variance = -0.5, 0.0001
     for tick in range(10, 20):
         evidence.add(Row(tick, 2.2, 2.9, 3.0, evidence.shift, evidence.shift_variance))
-    change = evidence.change(["fast"], sd=0.1, uncertainty=0.01, several_strata=True, rollouts_per_tick=64)
+    change = change_of(evidence, "fast", uncertainty=0.01)
     assert change is not None
     assert change.prompts is not None
     assert change.rollouts == 640
@@ -110,8 +111,36 @@ def remembered(*rows: Row) -> RecentTicks:
     return evidence
 
 
-def change_of(evidence: RecentTicks, *alarms: str, sd: float = 0.1, uncertainty: float = 0.0) -> Change | None:
-    return evidence.change(alarms, sd=sd, uncertainty=uncertainty, several_strata=True, rollouts_per_tick=64)
+def change_of(
+    evidence: RecentTicks, *alarms: str, sd: float = 0.1, uncertainty: float = 0.0, owed: Estimate = NOTHING
+) -> Change | None:
+    given = {"sd": sd, "uncertainty": uncertainty, "owed": owed}
+    return evidence.change(alarms, several_strata=True, rollouts_per_tick=64, **given)
+
+
+def test_a_worse_version_is_blamed_though_the_statistic_rose_only_later() -> None:
+    """The shift came at tick 0, the statistic was last 0 at tick 9: the baseline is the better version's."""
+    evidence = RecentTicks()
+    evidence.shift, evidence.shift_variance = -0.15, 0.0004
+    for tick in range(20):
+        evidence.add(Row(tick, 2.85, 3.0, 3.0, evidence.shift, evidence.shift_variance))
+    evidence.calm("fast", 9)
+    asked = change_of(evidence, "fast", owed=Estimate(-0.15, 0.0004))
+    assert asked is not None
+    assert asked.drafter.value == pytest.approx(math.log(2.85 / 3.0))
+    assert asked.drafter.variance == pytest.approx(0.0004 / 3.0**2)
+    assert asked.held.value == pytest.approx(0.0)
+    assert cause_of(asked).cause == "drafter"
+    made_up = change_of(evidence, "fast")
+    assert made_up is not None
+    assert made_up.drafter.value == 0.0
+
+
+@pytest.mark.parametrize("loss", [0.05, 0.07])
+def test_a_damaged_drafter_is_named_though_it_lost_little(bank: Bank, loss: float) -> None:
+    found = Counter(named(bank, Trouble(version=1 - loss), seed) for seed in range(6))
+    assert set(found) <= {"drafter", None}, found
+    assert found["drafter"] >= 4
 
 
 def test_each_part_has_the_variance_of_a_mean_over_the_ticks() -> None:

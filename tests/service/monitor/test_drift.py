@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from drift_fixtures import SEED, SHORT, feed, first_alarm, noise, sd_of
+from drift_fixtures import SEED, SHORT, UNLIKE, feed, first_alarm, noise, sd_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize
@@ -447,6 +447,7 @@ def test_a_version_moves_the_baseline_by_what_is_not_made_up_for_nor_proven_wors
     monitor.observe([3.0], [1.0])
     state.recent = state.shown = state.baseline - lost
     state.offset, state.evidence.shift, state.evidence.shift_variance, state.levels.owed = 0.1, 0.2, 0.3, -0.05
+    state.differences = UNLIKE
     before, unsure = state.baseline, state.levels.uncertainty()
     sd = monitor._sd()
     assert sd is not None

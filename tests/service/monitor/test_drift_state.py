@@ -222,7 +222,8 @@ def test_an_operator_s_word_is_where_the_next_fall_begins() -> None:
     monitor.acknowledge()
     assert monitor.state.statistics == {"fast": 0.0, "slow": 0.0}
     evidence = monitor.state.evidence
-    assert evidence.since == {name: [330, evidence.shift, 0.01] for name in ("fast", "slow")}
+    assert evidence.since == {name: [330, evidence.shift, evidence.shift_variance] for name in ("fast", "slow")}
+    assert evidence.shift_variance > 0
 
 
 def test_gains_that_each_follow_a_fall_of_the_policy_do_not_lift_the_baseline_to_a_level_never_seen() -> None:

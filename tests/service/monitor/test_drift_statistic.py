@@ -6,12 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from drift_fixtures import feed, noise, publishing
+from drift_fixtures import UNLIKE, feed, noise
 
-from benchmarks.alarms import (
-    Bank,
-    config,
-)
+from benchmarks.alarms import Bank, config, publishing
 from service.monitor.drift.limits import Lane
 from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.drift.state import Levels, Spread
@@ -263,10 +260,51 @@ def test_a_fall_is_found_beside_publishes_that_do_not_repair_it(bank: Bank, ever
 def test_a_baseline_that_was_handed_over_with_an_error_is_learnt_again() -> None:
     monitor = DriftMonitor(config())
     feed(monitor, noise(1500))
+    monitor.state.differences = UNLIKE
     monitor.rebase(0.3, 0.15**2)  # the truth is that nothing changed; the error is two standard deviations
     assert monitor.state.baseline == pytest.approx(3.3, abs=0.02)
     assert not feed(monitor, noise(300, seed=1)).alarm
     assert monitor.state.baseline == pytest.approx(3.0, abs=0.03)
+
+
+def test_a_difference_counts_for_as_much_as_versions_of_the_run_differ() -> None:
+    """The share of a difference's variance that is not error, by the method of moments over the last versions."""
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(400))
+    state, error = monitor.state, 0.02
+
+    def counted(difference: float) -> tuple[float, float]:
+        """By how much a version moves the level that is shown, and its variance."""
+        level, variance = state.recent, state.evidence.shift_variance
+        monitor.rebase(difference, error**2)
+        return state.recent - level, state.evidence.shift_variance - variance
+
+    share = 1 / (1 + error**2 / (0.02 * state.baseline) ** 2)  # none is known yet: 2 % is supposed
+    assert counted(error) == pytest.approx((share * error, share * error**2))
+    for sign in (1, -1) * 40:
+        counted(sign * error)  # all of it is error
+    assert len(state.differences) == 32
+    share = 1 / (1 + error**2 / ((0.02 * state.baseline) ** 2 / 33))
+    assert share < 0.25
+    assert counted(error) == pytest.approx((share * error, share * error**2))
+    assert counted(-3 * error) == pytest.approx((-3 * error, error**2)), "beyond chance: as it was measured"
+    for _ in range(40):
+        counted(3 * error)
+    share = 1 / (1 + error**2 / ((32 * 8 * error**2 + (0.02 * state.baseline) ** 2) / 33))
+    assert share > 0.85
+    assert counted(error) == pytest.approx((share * error, share * error**2))
+
+
+@pytest.mark.parametrize(("every", "found"), [(8, 2), (64, 4)])
+def test_beside_equal_versions_a_fall_of_5_percent_is_found_more_often_than_the_errors_added_up_let_it(
+    bank: Bank, every: int, found: int
+) -> None:
+    """As measured, the differences' errors made the baseline follow: none of 6 was found at 8 ticks, 3 at 64."""
+    hits = [
+        any(publishing(bank, DriftMonitor(config()), 4000, every=every, seed=run, fall_at=3000, drop=0.05)[3000:])
+        for run in range(6)
+    ]
+    assert sum(hits) >= found
 
 
 def test_a_difference_that_may_be_chance_ends_no_alarm() -> None:

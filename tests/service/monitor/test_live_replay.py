@@ -128,6 +128,27 @@ def test_one_sick_engine_among_sound_ones_is_its_own_and_holds_nothing() -> None
     assert [stretch is not None and abs(stretch.log_ratio) < 0.02 for stretch in stretches] == [True, False, True]
 
 
+def test_an_engine_clears_the_trainer_of_blame_only_with_the_version_that_is_low_elsewhere() -> None:
+    """Live fell from v1 to v2 while replay rose. An engine that has not swapped yet knows nothing of v2."""
+    better = tuple(min(1.15 * share, 0.97) for share in KEPT)
+    first, second = scores(8), scores(8, better, "v2")
+    known = [
+        *first[:6],
+        *(
+            replace(b, replayed=(*(a.replayed or ()), *(b.replayed or ())))
+            for a, b in zip(first[6:], second[6:], strict=True)
+        ),
+    ]
+    fallen = blocks(*SOUND[:6], *(report(1024, HALF, step, "v2") for step in (6, 7)))
+    sound = blocks(*SOUND[:6], *(report(1024, better, step, "v2") for step in (6, 7)))
+    behind = judged({"a": fallen, "b": blocks(*SOUND)}, known)
+    assert [one.name for one in behind.engines] == ["trainer features", "healthy"]
+    assert behind.hold is not None
+    swapped = judged({"a": fallen, "b": sound}, known)
+    assert [one.name for one in swapped.engines] == ["stale weights", "healthy"]
+    assert swapped.hold is None
+
+
 def test_all_engines_low_is_the_trainers_and_nothing_is_published_until_it_is_over() -> None:
     found = judged({name: blocks(*SICK) for name in "abc"})
     assert {one.name for one in found.engines} == {"trainer features"}

@@ -12,7 +12,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.live_replay import UNCOUNTED, UNEVEN, WORLDS, cases, false_names, until_named
+from benchmarks.live_replay import (
+    UNCOUNTED,
+    UNEVEN,
+    WORLDS,
+    cases,
+    false_names,
+    poisoned,
+    readings_held,
+    sick_among_sound,
+    until_named,
+)
 from service.monitor.live.blocks import Block
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Cell, Replays
@@ -54,6 +64,17 @@ def test_a_sick_engine_is_named_where_its_prompts_do_not_explain_it(name: str, f
     rounds, _, others = until_named(NAMED[name], case, 900, RULE)
     assert max(n or math.inf for n in rounds) <= most
     assert not [said for said in others if said.startswith("sound")], others
+
+
+@pytest.mark.parametrize("seed", [5005, 5007])
+def test_sick_engines_do_not_hold_publishing_where_the_policy_moves_fast(seed: int) -> None:
+    """Their live α falls while replay rises with the policy; sound engines beside them show that replay is right."""
+    for case in (case for case in sick_among_sound() if "half dead" in case.name):
+        assert readings_held(NAMED["policy moves fast"], case, seed, RULE, 20) == 0, case.name
+
+
+def test_features_that_no_engine_has_hold_publishing_where_the_policy_moves_fast() -> None:
+    assert readings_held(NAMED["policy moves fast"], poisoned(4), 5005, RULE, 20) > 5
 
 
 # --- what the hardest prompts give

@@ -20,7 +20,7 @@ from service.monitor.headroom import STATES
 from service.monitor.live.engine import Stretch
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot, render
-from service.monitor.records import DrafterSums, HeldVersion, RunState
+from service.monitor.records import DrafterSums, HeldVersion, Return, RunState
 from service.monitor.worth import AtBatch, Worth
 
 NAMES = {
@@ -388,7 +388,7 @@ def test_the_engines_part_of_a_cause_is_of_the_trainers_last_attempt() -> None:
         ],
         worker={"drift_change": {"rollouts": 640, "alarm": True, "held": half, "drafter": {"value": 0, "variance": 0}}},
     )
-    both, last = attempts(snapshot.scores), attempts(snapshot.scores, returns=[(10.5, 0)])[-1]
+    both, last = attempts(snapshot.scores), attempts(snapshot.scores, returns=[Return(10.5, 0)])[-1]
     assert (len(both), len(last.scores)) == (1, 6)
     mixed, own = snapshot.with_engine(both[0], both[0].scores).cause, snapshot.with_engine(last, last.scores).cause
     assert mixed is not None

@@ -200,7 +200,7 @@ async def reports_live(worker: Any, api: Any) -> None:
     assert len(await api.returns()) == 1, "at 6 nobody went back"
     for number in (3, 2, 1):
         await api.note_head(number)
-    assert [to for _, to in await api.returns()] == [0, 3], "where that trainer really begins: its first head says it"
+    assert [one.to for one in await api.returns()] == [0, 3], "where that trainer really begins: its first head says it"
     assert worker.returns() == await api.returns()
     assert await api.take_from_workers()
     await api.give_back()

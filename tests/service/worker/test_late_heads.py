@@ -30,7 +30,7 @@ class Run:
     def register_at_0(self) -> None:
         reply = self.service.client.put("/runs/default", content=self.bench.world.run_file(), headers=HEADERS)
         assert reply.status_code == 200, reply.text
-        assert [to for _, to in self.bench.store.returns()] == [0]
+        assert [one.to for one in self.bench.store.returns()] == [0]
 
 
 def test_batches_whose_heads_come_after_them_live(run: Run) -> None:

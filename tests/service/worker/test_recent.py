@@ -31,6 +31,7 @@ from drafter.training.ranks import Ranks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
 from rl_hooks.sending.features import PackedIndex, as_wire, shared_rows
+from service.worker.journal import Abandoned
 from service.worker.recent import KeptBatch, RecentRollouts, Task, _packed, taken
 
 
@@ -560,13 +561,28 @@ def test_what_an_abandoned_attempt_brought_is_dropped_and_a_head_that_is_late_dr
         memory.add(f"v{version}", policy_version=version)
         os.utime(memory.spool / f"v{version}.safetensors", (second, second))
     heads = [(2, 0), (3, 1_500_000_000), (4, 2_500_000_000), (5, 4_500_000_000)]
-    memory.recent.forget_abandoned(heads, lambda: 7e9)
+    memory.recent.forget_abandoned(heads, lambda: Abandoned(7000.0))
     assert memory.recent.names() == [f"v{version}.safetensors" for version in (2, 3, 4, 5)]
     memory.add("new", policy_version=3)
     os.utime(memory.spool / "new.safetensors", (9, 9))
-    memory.recent.forget_abandoned([*heads, (3, 8_000_000_000)], lambda: -math.inf)
+    memory.recent.forget_abandoned([*heads, (3, 8_000_000_000)], Abandoned)
     assert len(memory.recent.names()) == 5, "a late head of another engine is no return"
-    memory.recent.forget_abandoned([*heads, (3, 8_000_000_000)], lambda: 7e9)
+    memory.recent.forget_abandoned([*heads, (3, 8_000_000_000)], lambda: Abandoned(7000.0))
     assert memory.recent.names() == ["v2.safetensors", "new.safetensors"]
     memory.recent.settle()
     assert memory.files(memory.directory) == ["new", "v2"]
+
+
+def test_of_an_attempt_that_a_session_gave_up_the_newest_version_is_dropped_too(tmp_path: Path) -> None:
+    """It has no batch of a higher version than the head that may have replaced its own."""
+    memory = Memory(tmp_path)
+    for second, version in enumerate((0, 1), start=1):
+        memory.add(f"v{version}", policy_version=version)
+        os.utime(memory.spool / f"v{version}.safetensors", (second, second))
+    heads = [(1, 4_000_000_000)]
+    memory.recent.forget_abandoned(heads, lambda: Abandoned(2000.0))
+    assert len(memory.recent.names()) == 2, "guessed: it may be a late head"
+    memory.recent.forget_abandoned(heads, lambda: Abandoned(1500.0, told=True))
+    assert len(memory.recent.names()) == 2, "it came afterwards"
+    memory.recent.forget_abandoned(heads, lambda: Abandoned(2000.0, told=True))
+    assert memory.recent.names() == ["v0.safetensors"]

@@ -1,0 +1,517 @@
+"""A trainer that is started again: its session tells the service which attempt its rollouts are of.
+
+Real hooks, a real API and Redis, and a real worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hooks_fixtures import AUX, receiver, step
+from hooks_fixtures import tiny_qwen3 as tiny
+from service_fixtures import HEADERS, RunningService
+from transformers import Qwen3ForCausalLM
+from worker_fixtures import Bench
+
+from examples.demo import child, free_port
+from rl_hooks import wire
+from rl_hooks.hook import DrafterHook
+from rl_hooks.sending.features import as_wire
+from rl_hooks.trainer.session import Session
+from service.monitor.records import Return
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.timeout(300)
+FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
+Attach = Callable[..., DrafterHook]
+
+
+@pytest.fixture(name="service")
+def _service(serve: Callable[..., RunningService]) -> RunningService:
+    return serve()
+
+
+@pytest.fixture(name="attach")
+def _attach(service: RunningService) -> Iterator[Attach]:
+    hooks = list[DrafterHook]()
+
+    def attach(model: Qwen3ForCausalLM, **options: Any) -> DrafterHook:
+        hooks.append(DrafterHook(model, service.url, aux_layers=AUX, **options))
+        assert hooks[-1].flush(20)
+        return hooks[-1]
+
+    yield attach
+    for hook in hooks:
+        hook.close(1.0)
+
+
+def attempts_of(client: httpx.Client) -> list[tuple[int, int, int]]:
+    """First and last policy version of each attempt, and how many batches it has, as `GET /alpha` says."""
+    found = client.get("/alpha").json()["attempts"]
+    return [(one["first_policy"], one["last_policy"], one["batches"]) for one in found]
+
+
+def moved(model: Qwen3ForCausalLM, seed: int, by: float = 0.15) -> None:
+    """The head goes somewhere else with each seed."""
+    with torch.no_grad():
+        head = model.lm_head.weight
+        shift = torch.randn(head.shape, generator=torch.Generator().manual_seed(seed))
+        head.add_(shift * (by * head.norm() / shift.norm()))
+
+
+# --- real hooks
+@pytest.mark.parametrize("died_at", [0, 1, 2, 5])
+def test_a_trainer_that_begins_again_at_step_0_is_another_attempt_however_early_it_died(
+    attach: Attach, bench: Bench, service: RunningService, died_at: int
+) -> None:
+    model = tiny()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    hook = attach(model)
+    worker = bench.worker()
+    for version in range(died_at + 1):
+        step(hook, model, version)
+        moved(model, version)
+    bench.drain(worker)
+    hook.close(5.0)
+    model.load_state_dict(start)
+    again = attach(model)
+    for version in range(3):
+        step(again, model, version)
+        moved(model, 100 + version)
+    bench.drain(worker)
+    assert bench.queue.counters()["dead_total"] == 0
+    assert attempts_of(service.client) == [(0, died_at, died_at + 1), (0, 2, 3)]
+    points = service.client.get("/alpha").json()["points"]
+    assert [(one["policy_version"], one["rollouts"]) for one in points] == [(0, 4), (1, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("resumes_at", "expected"),
+    [(2, [(0, 3, 4), (2, 4, 3)]), (3, [(0, 5, 7)]), (4, [(0, 6, 7)]), (6, [(0, 8, 7)])],
+)
+def test_a_trainer_that_resumes_goes_on_with_the_curve_or_branches_off_where_it_went_back(
+    attach: Attach, bench: Bench, service: RunningService, resumes_at: int, expected: list[tuple[int, int, int]]
+) -> None:
+    """It registers at version 0 wherever it resumes, as many trainers do. A step back by one is told apart too."""
+    model = tiny()
+    hook = attach(model)
+    worker = bench.worker()
+    for version in range(4):
+        step(hook, model, version)
+    bench.drain(worker)
+    hook.close(5.0)
+    resumed = attach(model)
+    for version in range(resumes_at, resumes_at + 3):
+        step(resumed, model, version)
+    bench.drain(worker)
+    assert attempts_of(service.client) == expected
+    resumed.close(5.0)
+    step(attach(model), model, resumes_at + 1)
+    bench.drain(worker)
+    assert attempts_of(service.client) == [*expected, (resumes_at + 1, resumes_at + 1, 1)]
+    assert bench.queue.counters()["dead_total"] == 0
+
+
+def test_a_head_of_the_next_attempt_meets_no_batch_of_the_one_before(attach: Attach, bench: Bench) -> None:
+    """It died at version 1, so no batch is of a higher version than the head that replaces its own."""
+    model = tiny()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    hook = attach(model)
+    worker = bench.worker(recent_tokens=100_000)
+    step(hook, model, 0)
+    moved(model, 1, by=0.02)
+    step(hook, model, 1)
+    bench.drain(worker)
+    abandoned = set(worker.learner.recent.names())
+    assert len(abandoned) == 2
+    hook.close(5.0)
+    model.load_state_dict(start)
+    again = attach(model)
+    for version in range(3):
+        step(again, model, version)
+        moved(model, 100 + version, by=0.02)
+        bench.drain(worker)
+    kept = worker.learner.recent.but([])
+    assert [one.policy_version for one in kept if one.name in abandoned] == [0], "of version 0 it has the same weights"
+    assert len(kept) == 4
+    assert bench.queue.counters()["dead_total"] == 0
+
+
+def test_a_batch_that_waited_until_its_head_was_replaced_is_not_scored_with_the_next_attempts(
+    attach: Attach, bench: Bench
+) -> None:
+    model = tiny()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    hook = attach(model)
+    worker = bench.worker()
+    step(hook, model, 0)
+    bench.drain(worker)
+    moved(model, 1, by=0.02)
+    step(hook, model, 1)  # waits
+    hook.close(5.0)
+    model.load_state_dict(start)
+    again = attach(model)
+    step(again, model, 0)
+    moved(model, 2, by=0.02)
+    step(again, model, 1)
+    bench.drain(worker)
+    assert again.stats()["dead"] == 0, "no answer since"
+    step(again, model, 2)
+    assert again.stats()["dead"] == 1
+    assert "the trainer went back to an earlier policy version after this batch" in again.stats()["last_dead_reason"]
+
+
+def test_what_a_trainer_that_was_followed_by_another_sends_late_is_skipped_and_it_is_told(
+    attach: Attach, bench: Bench, service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny()
+    old = attach(model)
+    worker = bench.worker()
+    for version in range(3):
+        step(old, model, version)
+        bench.drain(worker)
+    new = attach(model)
+    step(new, model, 0)
+    step(old, model, 3)
+    step(new, model, 1)
+    bench.drain(worker)
+    assert attempts_of(service.client) == [(0, 2, 3), (0, 1, 2)]
+    assert service.client.get("/runs/default").json()["latest_policy"] == 1
+    assert bench.queue.counters()["skipped_total"] == 1
+    assert bench.spooled() == []
+    warnings = [r.getMessage() for r in caplog.records if "are not used any more" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "give each a run name of its own" in warnings[0]
+
+
+def test_a_trainer_that_loads_an_earlier_checkpoint_in_the_same_process_still_opens_an_attempt(
+    attach: Attach, bench: Bench, service: RunningService
+) -> None:
+    """The hook says so with its head. The next session begins above the versions that it reached then."""
+    model = tiny()
+    hook = attach(model)
+    worker = bench.worker()
+    for version in [*range(7), *range(2, 5)]:
+        step(hook, model, version)
+        bench.drain(worker)
+    hook.close(5.0)
+    resumed = attach(model)
+    step(resumed, model, 5)
+    bench.drain(worker)
+    assert attempts_of(service.client) == [(0, 6, 8), (3, 5, 3)]
+
+
+def test_what_an_engine_sends_beside_a_trainer_opens_no_attempt(
+    attach: Attach, bench: Bench, service: RunningService
+) -> None:
+    """It says version 0 eight times in a row and more; the trainer goes on in the same attempt."""
+    model = tiny()
+    with receiver() as tap:
+        engine = DrafterHook(model, tap.url, aux_layers=AUX)
+        engine.session.id = ""
+        for number in range(10):
+            with engine.capture(**_rollout(number)):
+                model(_rollout(number)["input_ids"])
+        assert engine.close(20)
+        files = [one.body for one in tap.rollouts()]
+    hook = attach(model)
+    worker = bench.worker()
+    for version in (0, 20, 21):
+        step(hook, model, version)
+    for body in files:
+        assert service.post(body).status_code == 202
+    step(hook, model, 22)
+    bench.drain(worker)
+    assert attempts_of(service.client) == [(0, 22, 14)]
+
+
+def _rollout(number: int) -> dict[str, Any]:
+    ids = torch.randint(2, 50, (1, 12), generator=torch.Generator().manual_seed(number))
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": mask, "policy_version": 0}
+
+
+# --- what a session is
+def test_a_hook_says_its_session_in_all_that_it_sends() -> None:
+    model = tiny()
+    with receiver() as service:
+        for began in (4, 9):
+            hook = DrafterHook(model, service.url, aux_layers=AUX, policy_version=began)
+            for version in (began, began + 1):
+                step(hook, model, version)
+                moved(model, version)
+            hook.close(5.0)
+        said = [wire.parse_header(one.body).metadata for one in service.requests if one.method in ("PUT", "POST")]
+    kinds = [one["format"].split(".")[1] for one in said]
+    assert kinds == ["run", "rollouts", "head", "rollouts"] * 2
+    sessions = [one["session"] for one in said]
+    assert [len(set(sessions[:4])), len(set(sessions[4:])), len(set(sessions))] == [1, 1, 2]
+    assert all(wire.SESSION.fullmatch(one) for one in sessions)
+    began_at = [one.get("session_began") for one in said]
+    assert began_at == [None, "4", None, "4", None, "9", None, "9"]
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (0, 2), (1, 2)])
+def test_ranks_that_no_process_group_joins_have_no_session(rank: int, world_size: int) -> None:
+    assert Session("default", rank, world_size).of_rollouts() == {}
+    assert Session("default", rank, world_size).of_run() == {}
+
+
+def test_what_says_that_there_are_more_ranks_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Session("default", 0, 1).id == ""
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert Session("default", 0, 1).id == "", "whatever it means"
+
+
+# --- over HTTP
+def told(session: str, began: int = 0, **more: str) -> dict[str, Any]:
+    return {"extra": {"session": session, "session_began": str(began), **more}}
+
+
+def test_an_attempt_begins_where_the_session_began_also_where_its_first_rollouts_are_lost(
+    bench: Bench, service: RunningService
+) -> None:
+    bench.begin()
+    worker = bench.worker()
+
+    def post(name: str, version: int, session: str, began: int) -> str:
+        reply = service.post(bench.world.rollout_file(name, policy_version=version, **told(session, began)))
+        assert reply.status_code == 202, reply.text
+        state: str = reply.json()["state"]
+        return state
+
+    for version in range(3):
+        post(f"first {version}", version, FIRST, 0)
+    assert post("second", 7, SECOND, 0) == "queued", "it began at 0, and the service was away until now"
+    assert post("second late", 0, SECOND, 0) == "queued"
+    assert post("another rank, late", 6, SECOND, 5) == "queued"
+    assert post("third goes on", 8, THIRD, 8) == "queued"
+    assert post("first is late", 2, FIRST, 0) == "skipped"
+    assert post("second goes on as well", 8, SECOND, 0) == "queued", "of the same attempt as the third"
+    bench.drain(worker)
+    assert attempts_of(service.client) == [(0, 2, 3), (0, 8, 5)]
+
+
+def test_a_session_begins_at_the_registration_for_what_engines_count(bench: Bench, service: RunningService) -> None:
+    bench.begin()
+    for version in range(2):
+        service.post(bench.world.rollout_file(f"a{version}", policy_version=version, **told(FIRST)))
+    file = bench.world.run_file(metadata={"session": SECOND})
+    for _ in range(2):
+        assert service.client.put("/runs/default", content=file, headers=HEADERS).status_code == 200
+    (mark,) = bench.store.returns()
+    assert (mark.to, mark.attempt) == (0, 0), "once; a sign for no batch"
+    service.post(bench.world.rollout_file("b0", policy_version=0, **told(SECOND)))
+    assert bench.store.returns() == [mark]
+    service.post(bench.world.rollout_file("c0", policy_version=0, **told(THIRD)))
+    assert [(one.to, one.attempt) for one in bench.store.returns()] == [(0, 0), (0, 0)], "it has not registered"
+    assert isinstance(mark, Return)
+
+
+def test_of_a_run_that_told_no_sessions_before_it_is_guessed_as_ever(bench: Bench, service: RunningService) -> None:
+    bench.begin()
+    worker = bench.worker()
+    for version in range(10):
+        service.post(bench.world.rollout_file(f"a{version}", policy_version=version))
+    file = bench.world.run_file(metadata={"session": FIRST})
+    assert service.client.put("/runs/default", content=file, headers=HEADERS).status_code == 200
+    for version in range(4):
+        service.post(bench.world.rollout_file(f"b{version}", policy_version=version, **told(FIRST)))
+    bench.drain(worker)
+    assert attempts_of(service.client) == [(0, 9, 10), (0, 3, 4)]
+
+
+def test_a_duplicate_of_a_session_that_was_followed_is_a_duplicate(bench: Bench, service: RunningService) -> None:
+    bench.begin()
+    file = bench.world.rollout_file("a", **told(FIRST))
+    assert service.post(file).status_code == 202
+    assert service.post(bench.world.rollout_file("b", **told(SECOND))).status_code == 202
+    again = service.post(file)
+    assert (again.status_code, again.json()["duplicate"], again.json()["state"]) == (200, True, "queued")
+    late = bench.world.rollout_file("c", **told(FIRST))
+    first, second = service.post(late), service.post(late)
+    assert (first.status_code, first.json()["state"], first.json()["duplicate"]) == (202, "skipped", False)
+    assert (second.status_code, second.json()["state"], second.json()["duplicate"]) == (200, "skipped", True)
+    found = service.client.get(f"/rollouts/{first.json()['batch_id']}").json()
+    assert (found["state"], found["reason"]) == ("skipped", "it came after a later start of the trainer had begun")
+    counters = bench.queue.counters()
+    assert (counters["accepted_total"], counters["acked_total"], counters["skipped_total"]) == (3, 1, 1)
+    assert len(bench.spooled()) == 2
+
+
+def test_a_dead_batch_that_is_put_back_stays_of_its_attempt(bench: Bench, service: RunningService) -> None:
+    """Also where the newest batch is of the same policy version, so that nothing else says that it is belated."""
+    bench.begin()
+    worker = bench.worker()
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["logprobs"][4:] -= 3.0 * (tensors["logprobs"][4:] < 0)
+
+    dead = service.post(bench.world.rollout_file("a", change=spoil, **told(FIRST))).json()["batch_id"]
+    service.post(bench.world.rollout_file("b", **told(FIRST)))
+    bench.drain(worker)
+    assert bench.state(dead) == "dead"
+    service.post(bench.world.rollout_file("c", **told(SECOND)))
+    assert service.client.post(f"/runs/default/dead/{dead}/retry").status_code < 300
+    (entry,) = [one for one in bench.queue.unfinished() if one.batch_id == dead]
+    assert (entry.attempt, entry.belated) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "field"),
+    [
+        ({"session": "x" * 32}, "session"),
+        ({"session": "A" * 32}, "session"),
+        ({"session": "1" * 31}, "session"),
+        ({"session": "1" * 33}, "session"),
+        ({"session": "1" * 100_000}, "session"),
+        ({"session": FIRST + "\n"}, "session"),
+        ({"session": "٠" * 32}, "session"),
+        ({"session": FIRST, "session_began": "-1"}, "session_began"),
+        ({"session": FIRST, "session_began": "1e3"}, "session_began"),
+        ({"session": FIRST, "session_began": "9" * 16}, "session_began"),
+        ({"session": FIRST}, "session_began"),
+    ],
+)
+def test_a_session_that_is_none_is_refused_by_api_and_worker(
+    bench: Bench, service: RunningService, metadata: dict[str, str], field: str
+) -> None:
+    bench.begin()
+    good = bench.world.rollout_file("good", **told(FIRST))
+    bad = bench.world.rollout_file("bad", extra=metadata)
+    refused = service.post(bad)
+    assert (refused.status_code, refused.json()["field"]) == (422, field), refused.text
+    assert len(refused.text) < 1000
+    if field == "session":
+        run = bench.world.run_file(metadata=metadata)
+        assert service.client.put("/runs/default", content=run, headers=HEADERS).status_code == 422
+        meta = {"format": wire.HEAD_FORMAT, "policy_version": "1", **metadata}
+        head = b"".join(map(bytes, wire.encode({"lm_head": as_wire(bench.world.heads[0])}, meta)))
+        assert service.client.put("/runs/default/head", content=head, headers=HEADERS).status_code == 422
+    # The worker reads the file again: one that came another way dies, and takes nobody with it.
+    header = wire.check_rollout_header(wire.parse_header(good))
+    with bench.spool.upload() as upload:
+        upload.write(bad)
+        blob = bench.spool.new_blob(header.batch_id, upload.digest)
+        upload.keep(bench.layout.blob("default", blob))
+    asyncio.run(bench._enqueue("default", bench._spooled(header, blob, len(bad))))
+    worker = bench.worker()
+    bench.drain(worker)
+    assert bench.state(header.batch_id) == "dead"
+    assert field in bench.reason(header.batch_id)
+    service.post(bench.world.rollout_file("after", **told(FIRST)))
+    bench.drain(worker)
+    assert bench.queue.counters()["acked_total"] == 1
+
+
+def test_a_session_of_another_type_is_no_safetensors_file(bench: Bench, service: RunningService) -> None:
+    bench.begin()
+    body = bench.world.rollout_file("a", **told(FIRST))
+    size = int.from_bytes(body[:8], "little")
+    header = json.loads(body[8 : 8 + size])
+    for value in (7, None, ["1" * 32], {"a": 1}):
+        header["__metadata__"]["session"] = value
+        text = json.dumps(header).encode()
+        reply = service.post(len(text).to_bytes(8, "little") + text + body[8 + size :])
+        assert reply.status_code == 422, value
+    assert bench.queue.counters()["accepted_total"] == 0
+
+
+def test_sessions_without_end_are_bounded_and_the_last_attempts_stay(bench: Bench, service: RunningService) -> None:
+    bench.begin()
+    bench.world.heads[5] = bench.world.heads[0]
+    service.post(bench.world.rollout_file("first", policy_version=5, **told(FIRST, 5)))
+    for number in range(300):
+        run = bench.world.run_file(metadata={"session": f"{number:032x}"})
+        assert service.client.put("/runs/default", content=run, headers=HEADERS).status_code == 200
+    assert bench.redis.zcard("da:{default}:sessions") <= 256
+    service.post(bench.world.rollout_file("again", policy_version=4, **told(FIRST, 5)))
+    assert bench.redis.get("da:{default}:attempt") == b"1 4 5"
+    assert len(bench.store.returns()) == 64
+
+
+# --- processes
+@contextmanager
+def trainer(url: str, *words: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Until all that it has to send is sent; then SIGKILL."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    command = [sys.executable, str(Path(__file__).with_name("session_trainer.py")), url, *map(str, words)]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"sent\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        with suppress(httpx.TransportError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, "nothing happened in 120 s"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_trainers_that_are_killed_at_version_1_are_told_apart_by_the_whole_service_after_a_restart_of_it_too(
+    tmp_path: Path,
+) -> None:
+    """`draftalign up` with its own Valkey and worker, and trainers as processes that end by SIGKILL."""
+    port = free_port()
+    up = ["service.cli", "up", "--port", str(port), "--state-dir", str(tmp_path / "state")]
+    settings = {"DRAFTALIGN_VOCAB_MIN_TOKENS": "20", "DRAFTALIGN_DRAFT_VOCAB_SIZE": "16"}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+
+        def are(expected: list[tuple[int, int, int]]) -> Callable[[], bool]:
+            return lambda: attempts_of(client) == expected
+
+        with child("up", up, settings):
+            wait_for(lambda: client.get("/readyz").is_success)
+            with trainer(str(client.base_url), 0, 1):
+                pass
+            with trainer(str(client.base_url), 0, 1):
+                pass
+            wait_for(are([(0, 1, 2), (0, 1, 2)]))
+        with child("up", up, settings):
+            wait_for(lambda: client.get("/readyz").is_success)
+            assert attempts_of(client) == [(0, 1, 2), (0, 1, 2)]
+            with trainer(str(client.base_url), 0, 2):
+                pass
+            wait_for(are([(0, 1, 2), (0, 1, 2), (0, 2, 3)]))
+            with trainer(str(client.base_url), 3, 3):
+                pass
+            wait_for(are([(0, 1, 2), (0, 1, 2), (0, 3, 4)]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_ranks_of_a_trainer_are_of_one_session(bench: Bench, service: RunningService) -> None:
+    """Two processes in a gloo group, started twice: each start is one attempt, whichever rank's rollouts come first."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    command = [sys.executable, str(Path(__file__).with_name("session_trainer.py")), service.url, "0", "1", "2"]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    for _ in range(2):
+        subprocess.run(command, env=environment, check=True, timeout=200)
+        bench.drain(bench.worker())
+    assert attempts_of(service.client) == [(0, 1, 4), (0, 1, 4)]
+    assert bench.redis.zcard("da:{default}:sessions") == 2
+    assert bench.queue.counters()["skipped_total"] == 0
