@@ -46,7 +46,7 @@ async def one_failover(servers: Servers, run: str, seed: int) -> tuple[int, int,
                 name = f"{seed:08x}{number:08x}{count:016x}"
                 batch = Batch(name, f"{name}.b", 100, 10, 2, 0, 0, (name,))
                 try:
-                    await queue.enqueue(batch, max_items=1 << 30, max_bytes=1 << 40, overflow="reject")
+                    await queue.enqueue(batch, max_items=1 << 30, max_bytes=1 << 40)
                 except RedisError:
                     await asyncio.sleep(0.05)
                 else:

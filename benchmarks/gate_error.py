@@ -105,7 +105,7 @@ def batch(world: World, gain: float, rng: np.random.Generator) -> tuple[Replay, 
 
 def _replay(tokens: Floats, rounds: Floats) -> Replay:
     empty = np.zeros((tokens.size, DEPTH))
-    return Replay(tokens, rounds, np.zeros(tokens.size), empty, empty)
+    return Replay(tokens, rounds, empty, empty)
 
 
 @dataclass(frozen=True)

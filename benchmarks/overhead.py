@@ -356,7 +356,7 @@ def file_bytes(hidden: int, dtype: FeatureDtype, last_rows: wire.LastRows, promp
         target_fingerprint="0" * 32,
         aux_layers=tuple(range(layers)),
     )
-    return sum(memoryview(part).nbytes for part in staged.encode(metadata, prompts_once=group > 1))
+    return sum(memoryview(part).nbytes for part in staged.encode(metadata))
 
 
 def bytes_table() -> None:

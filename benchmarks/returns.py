@@ -151,7 +151,7 @@ def _pack(tokens: Floats, log_rounds: Floats) -> Replay:
     """`log_rounds`: by token."""
     rounds = np.clip(tokens * np.exp(log_rounds), tokens / (DEPTH + 1), tokens)
     empty = np.zeros((tokens.size, DEPTH))
-    return Replay(tokens, rounds, np.zeros(tokens.size), empty, empty)
+    return Replay(tokens, rounds, empty, empty)
 
 
 def run(world: World, shares: Sequence[float], rng: np.random.Generator) -> tuple[float, float, int]:

@@ -136,9 +136,7 @@ class WorkerRun:
     async def _enqueue(self, batch: Batch) -> None:
         client = redis.asyncio.Redis.from_url(self._url)
         try:
-            outcome = await AsyncRolloutQueue(client, NAME).enqueue(
-                batch, max_items=10_000, max_bytes=1 << 34, overflow="reject"
-            )
+            outcome = await AsyncRolloutQueue(client, NAME).enqueue(batch, max_items=10_000, max_bytes=1 << 34)
         finally:
             await client.aclose()
         if outcome.outcome != "accepted":

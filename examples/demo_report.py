@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from drafter.reference.decoders import NODES, Prompt, compare_decoders
+from examples.reference.decoders import NODES, compare_decoders
 from service.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _decoders(session: Session) -> dict[str, Any]:
     return compare_decoders(
         policy,
         read_drafter(layout.drafter(RUN, served.version)),
-        [Prompt(session.tokenizer.encode(prompt)) for prompt in prompts],
+        [session.tokenizer.encode(prompt) for prompt in prompts],
         depth=session.engine.drafter()["depth"],
         max_tokens=session.config.task.max_answer_tokens,
         eos_id=session.tokenizer.eos_token_id,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.reference.decode import verify_chain
+from examples.reference.decode import verify_chain
 
 DraftingMode = Literal["probabilistic", "greedy"]
 

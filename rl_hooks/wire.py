@@ -15,7 +15,7 @@ is read for an EAGLE-3 drafter. An MTP module reads `last_hidden` of prompts too
 which rows a run wants, as `last_rows` of its answers; a sender that has not heard it sends all.
 
 A file may hold the states of a prompt that several of its rollouts share once: then `aux_rows` says which row of
-`aux_hidden` (and of its scales) each token has. The service says that it reads it, as `prompts_once` of its answers.
+`aux_hidden` (and of its scales) each token has.
 
 A trainer may say which of its starts sends: `session`, the same in the registration, in heads and in the rollouts of
 all ranks, and in rollouts `session_began`, the first policy version that the start had rollouts of. Then the service

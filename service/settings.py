@@ -149,9 +149,6 @@ class Settings(BaseSettings):
     )
     spool_min_free_bytes: int = Field(256 * MIB, ge=0, description="Free disk below which uploads get 429.")
     spool_fsync: bool = Field(False, description="Force each rollout file to disk before its 202.")
-    overflow: Literal["reject", "drop_oldest"] = Field(
-        "reject", description="When the queue is full: refuse the new batch (429), or drop the oldest unread one."
-    )
     body_idle_seconds: float = Field(30.0, gt=0, description="Idle time after which an upload is dropped.")
     orphan_age_seconds: float = Field(600.0, gt=0, description="Age at which spool files without an entry are removed.")
     dead_letter_bytes: int = Field(

@@ -190,7 +190,6 @@ def rollouts_of(file: wire.MappedFile) -> Iterator[Sent]:
     ids, starts, mask, logprobs = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask", "logprobs"))
     wire.check_index(header, ids, starts, mask, VOCAB, shared)
     aux = as_float(file, "aux_hidden")
-    aux = aux if shared is None else aux[torch.from_numpy(shared.astype(np.int64))]
     last, lse = (of_every_token(file, name) for name in ("last_hidden", "logsumexp"))
     for number, mine in enumerate(slice(*ends) for ends in pairwise(starts.tolist())):
         yield Sent(

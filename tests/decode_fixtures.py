@@ -13,9 +13,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
-from drafter.reference.decode import Generation, generate
 from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
+from examples.reference.decode import Generation, generate
 
 AUX_LAYERS = (1, 2, 3)
 #: A token that the default target emits within 20 in about 40 % of responses, greedy or sampled.

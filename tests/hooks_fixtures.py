@@ -198,15 +198,17 @@ def mapped(request: Received, directory: Path) -> wire.MappedFile:
 
 
 def as_float(file: wire.MappedFile, name: str) -> torch.Tensor:
-    """A float tensor of a received file in float32, 8-bit features rescaled."""
+    """A float tensor of a received file in float32, 8-bit features rescaled, `aux_hidden` with a row for each token."""
     info = file.header.tensors[name]
     raw = torch.from_numpy(file.array(name).copy())
     if info.dtype == "BF16":
-        return raw.view(torch.bfloat16).float()
+        raw = raw.view(torch.bfloat16).float()
     if info.dtype == "F8_E4M3":
         scale = torch.from_numpy(file.array(f"{name}_scale").copy())  # [N, A]
         values = raw.view(torch.float8_e4m3fn).float()
-        return (values.view(len(raw), scale.shape[1], -1) * scale[:, :, None]).view(len(raw), -1)
+        raw = (values.view(len(raw), scale.shape[1], -1) * scale[:, :, None]).view(len(raw), -1)
+    if name == "aux_hidden" and "aux_rows" in file:
+        raw = raw[torch.from_numpy(file.array("aux_rows").astype(np.int64))]
     return raw
 
 

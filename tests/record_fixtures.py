@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
 
+from service.monitor.counts import LiveAlpha, live_sums
 from service.monitor.live.blocks import Block, counted
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import Replays
@@ -91,3 +93,13 @@ def stored(
         worker=gauges(worker or {}),
         latest=None if latest is None else ServedDrafter(**latest),
     )
+
+
+def by_drafter(records: Iterable[AcceptanceRecord]) -> dict[str, LiveAlpha]:
+    """Live α of each published drafter."""
+    groups: defaultdict[str, list[AcceptanceRecord]] = defaultdict(list)
+    for record in records:
+        if record.ours:
+            groups[str(record.drafter_version)].append(record)
+    found = {name: live_sums(group) for name, group in sorted(groups.items())}
+    return {name: LiveAlpha(sums[0] / sums[1], int(sums[1])) for name, sums in found.items() if sums is not None}

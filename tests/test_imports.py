@@ -17,7 +17,7 @@ PACKAGES = ("drafter", "rl_hooks", "service")
 ARROWS = {
     "service.cli": """service.access service.api service.capacity service.errors service.ranks
         service.settings service.storage service.worker
-        examples.demo drafter.batch drafter.errors drafter.files drafter.model drafter.policy drafter.reference
+        examples.demo drafter.batch drafter.errors drafter.files drafter.model drafter.policy
         drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.errors rl_hooks.format rl_hooks.hook rl_hooks.lock
         rl_hooks.release rl_hooks.sending rl_hooks.trainer rl_hooks.wire""",
     "service.capacity": "service.monitor service.settings rl_hooks.format rl_hooks.wire",
@@ -39,7 +39,6 @@ ARROWS = {
     "drafter.training": """drafter.batch drafter.device drafter.errors drafter.model drafter.policy drafter.unroll
         drafter.vocabulary rl_hooks.wire""",
     "drafter.replay": "drafter.batch drafter.device drafter.errors drafter.model drafter.policy drafter.unroll",
-    "drafter.reference": "drafter.batch drafter.errors drafter.model drafter.replay",
     "drafter.files": """drafter.errors drafter.model drafter.mtp drafter.policy drafter.vocabulary rl_hooks.durable
         rl_hooks.format""",
     "drafter.mtp": """drafter.batch drafter.errors drafter.model drafter.policy drafter.unroll drafter.vocabulary

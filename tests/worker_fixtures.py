@@ -324,9 +324,7 @@ class Bench:
     async def _enqueue(self, run: str, batch: Batch) -> str:
         client = redis.asyncio.Redis.from_url(self.redis_url)
         try:
-            outcome = await AsyncRolloutQueue(client, run).enqueue(
-                batch, max_items=10_000, max_bytes=1 << 34, overflow="reject"
-            )
+            outcome = await AsyncRolloutQueue(client, run).enqueue(batch, max_items=10_000, max_bytes=1 << 34)
         finally:
             await client.aclose()
         return outcome.outcome

@@ -81,16 +81,15 @@ class Replay:
 
     tokens: Floats  # [R] tokens emitted by rounds
     rounds: Floats  # [R] expected rounds
-    rounds_variance: Floats  # [R] variance of the number of rounds given the text: the coin flips of live counting
     accepted: Floats  # [R, K] expected rounds whose drafts 0..j were all accepted and lie within the response
     reached: Floats  # [R, K] expected rounds that accepted drafts 0..j-1 and had a j-th one within the response
 
     def __post_init__(self) -> None:
         R = self.tokens.shape[0]
-        shapes = [self.tokens.shape, self.rounds.shape, self.rounds_variance.shape]
+        shapes = [self.tokens.shape, self.rounds.shape]
         wide = [self.accepted.shape, self.reached.shape]
-        if shapes != [(R,)] * 3 or wide != [(R, self.accepted.shape[-1])] * 2:
-            raise ValueError(f"expected tokens, rounds and variances [R] and counts [R, K], got {shapes} and {wide}")
+        if shapes != [(R,)] * 2 or wide != [(R, self.accepted.shape[-1])] * 2:
+            raise ValueError(f"expected tokens and rounds [R] and counts [R, K], got {shapes} and {wide}")
 
     @property
     def rollouts(self) -> int:
@@ -131,7 +130,6 @@ class Replay:
         return Replay(
             self.tokens[index],
             self.rounds[index],
-            self.rounds_variance[index],
             self.accepted[index],
             self.reached[index],
         )
@@ -147,7 +145,6 @@ class Replay:
         return Replay(
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.rounds for part in parts]),
-            np.concatenate([part.rounds_variance for part in parts]),
             np.concatenate([part.accepted for part in parts]),
             np.concatenate([part.reached for part in parts]),
         )
@@ -162,14 +159,6 @@ class Replay:
         reach = ratio.reach(0.5 + level / 2)
         low, high = np.exp([ratio.centre - reach, ratio.centre + reach]).clip(1.0, self.depth + 1.0).tolist()
         return low, high
-
-    def live_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Where α counted live on these very rollouts must fall: only the coin flips vary, so it is narrow."""
-        rounds = float(self.rounds.sum())
-        tokens = float(self.tokens.sum())
-        reach = NormalDist().inv_cdf(0.5 + level / 2) * math.sqrt(float(self.rounds_variance.sum()))
-        fewest = max(rounds - reach, tokens / (self.depth + 1))
-        return _ratio(tokens, rounds + reach), _ratio(tokens, fewest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +232,7 @@ def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments) -> 
     if conditional.ndim != 2 or conditional.shape[0] != N:
         raise ValueError(f"expected acceptances [{N}, K], one row per token emitted by a round: {conditional.shape}")
     K = int(conditional.shape[1])
-    result = Replay(*(np.zeros(segments.rollouts) for _ in range(3)), *(np.zeros((segments.rollouts, K)) for _ in "ar"))
+    result = Replay(*(np.zeros(segments.rollouts) for _ in range(2)), *(np.zeros((segments.rollouts, K)) for _ in "ar"))
     for block in _blocks(segments, K):
         lengths = segments.tokens[block]
         rollout = segments.rollout[block]
@@ -251,7 +240,6 @@ def replay_rounds(conditional: npt.NDArray[np.floating], segments: Segments) -> 
         begun = _rounds_begun(ends)
         np.add.at(result.tokens, rollout, lengths)
         np.add.at(result.rounds, rollout, begun.sum(axis=1))
-        np.add.at(result.rounds_variance, rollout, _rounds_variance(ends))
         # A round accepts its first j drafts exactly when it emits more than j tokens.
         survived = ends[:, :, ::-1].cumsum(axis=2)[:, :, ::-1]  # [S, n, K+1] by j
         np.add.at(result.accepted, rollout, np.einsum("sn,snk->sk", begun, survived[:, :, 1:] * inside))
@@ -308,20 +296,6 @@ def _rounds_begun(ends: Floats) -> Floats:
         begun[:, i + 1 : i + 1 + width] += begun[:, i : i + 1] * ends[:, i]
     inside: Floats = (ends.sum(axis=2) > 0).astype(np.float64)
     return begun[:, :n] * inside
-
-
-def _rounds_variance(ends: Floats) -> Floats:
-    """Variance of the number of rounds from the start of each segment: [S], by the first two moments backwards."""
-    S, n, width = ends.shape
-    mean = np.zeros((S, n + width))
-    square = np.zeros((S, n + width))
-    for i in range(n - 1, -1, -1):
-        later = np.einsum("sk,sk->s", ends[:, i], mean[:, i + 1 : i + 1 + width])
-        real = ends[:, i].sum(axis=1)  # 1 within the segment, 0 past its end
-        mean[:, i] = real + later
-        square[:, i] = real + 2 * later + np.einsum("sk,sk->s", ends[:, i], square[:, i + 1 : i + 1 + width])
-    variance: Floats = square[:, 0] - np.square(mean[:, 0])
-    return variance.clip(min=0.0)
 
 
 def _share(part: Floats, whole: Floats) -> Floats:

@@ -187,7 +187,7 @@ class LookError:
 
 @dataclass(slots=True)
 class ClaimSpread:
-    """What the gain of one pair of drafters varies by from claim to claim, which more prompts do not take away."""
+    """How much the true gain of one drafter over another differs between claims. More prompts do not reduce this."""
 
     variances: float = _VARIANCES_BEFORE  # summed over observations
     observations: float = _CLAIMS_BEFORE

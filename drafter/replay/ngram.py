@@ -102,7 +102,7 @@ def ngram_replay(
             reached[rollout, : min(hits + 1, len(draft))] += 1
             accepted[rollout, :hits] += 1
             begin += hits + 1
-    return Replay(tokens, rounds, np.zeros(R), accepted, reached)
+    return Replay(tokens, rounds, accepted, reached)
 
 
 def _common_prefix(draft: Sequence[int], text: Sequence[int], begin: int) -> int:

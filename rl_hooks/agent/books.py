@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_hooks.agent.canary import Canary, CanaryResult, CanaryRule
-from rl_hooks.agent.choice import UNREADABLE
 from rl_hooks.engines.counters import ANOTHERS_DRAFTER, NO_VERSION, Counts, Ledger, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.step_times import StepTimes
@@ -89,33 +88,17 @@ class EngineBooks:
     def dump(self, now: float) -> dict[str, Any]:
         """The state that the next agent needs, as JSON takes it."""
         return {
-            "life": self.ledger.life,
+            "ledger_life": self.ledger.life,  # `Seen.dump` has the `life` of the engine's process
             "buckets": self.ledger.dump(),
             "canary": self.canary.dump(now),
             "verdicts": [[asdict(verdict), sequence] for verdict, sequence in self.verdicts],
         }
 
     @classmethod
-    def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float, fallback: str | None) -> EngineBooks:
-        """Inverse of `dump`, which was called at `now`. A part that cannot be read, of another release, is left out.
-
-        Of a canary that cannot be read only the fallback is kept.
-        """
-        books, engine = cls(rule), document.get("engine")
-        try:
-            books.ledger.restore(document["buckets"], document.get("life"))
-        except UNREADABLE as error:
-            log.warning("%s: its counts, of another release, begin from 0: %r", engine, error)
-            books.ledger = Ledger()
-        try:
-            books.canary.restore(document["canary"], now)
-        except UNREADABLE as error:
-            log.warning("%s: its canary, of another release, begins from scratch: %r", engine, error)
-            books.canary = Canary(rule)
-            if fallback is not None:
-                books.canary.loaded(fallback, exempt=True)
-        try:
-            books.verdicts = [(CanaryResult(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
-        except UNREADABLE as error:
-            log.warning("%s: what its canary found, of another release, is not reported: %r", engine, error)
+    def restore(cls, rule: CanaryRule, document: dict[str, Any], now: float) -> EngineBooks:
+        """Inverse of `dump`, which was called at `now`; raises one of `UNREADABLE` on anything else."""
+        books = cls(rule)
+        books.ledger.restore(document["buckets"], document["ledger_life"])
+        books.canary.restore(document["canary"], now)
+        books.verdicts = [(CanaryResult(**verdict), int(sequence)) for verdict, sequence in document["verdicts"]]
         return books

@@ -281,7 +281,7 @@ class _Stretches:
         if document["rounds"] == rule.rounds and changes.keys() == stretches.changes.keys():
             stretches.done.extend(tuple(map(Counts.load, stretch)) for stretch in document["done"])
             stretches._begun = list(map(Counts.load, document["begun"]))
-            stretches.of_before = bool(document.get("of_before"))
+            stretches.of_before = document["of_before"]
             for many, found in changes.items():
                 stretches.changes[many].extend(map(float, found))
         return stretches

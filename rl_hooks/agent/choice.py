@@ -12,7 +12,7 @@ from rl_hooks.agent.download import cached_release
 from rl_hooks.errors import AgentError
 from rl_hooks.release import Release, parse_manifest
 
-#: What a part of a memory raises that another release wrote, or that is damaged.
+#: What a memory raises that another release wrote, or that is damaged.
 UNREADABLE: Final = (AgentError, KeyError, TypeError, ValueError, AttributeError)
 
 
@@ -53,22 +53,18 @@ class ReleaseChoice:
 
     @classmethod
     def restore(cls, document: dict[str, Any]) -> ReleaseChoice:
-        """Inverse of `dump`, also of another release's: what cannot be read of it is left out.
+        """Inverse of `dump`; raises one of `UNREADABLE` on anything else.
 
         Files that are gone are downloaded again when they are needed. A rejected version stays out also where nothing
         is known that the engine could go back to.
         """
-        rejected, sequence = document.get("rejected"), document.get("sequence")
-        known = rejected if isinstance(rejected, dict) else {}
-        try:
-            fallback = load_release(document.get("fallback"))
-        except UNREADABLE:
-            fallback = None
-        return cls(
-            sequence if type(sequence) is int else -1,
-            fallback,
-            {str(version): at for version, at in known.items() if type(at) is int},
-        )
+        return cls(int(document["sequence"]), load_release(document["fallback"]), rejected_in(document))
+
+
+def rejected_in(document: dict[str, Any]) -> dict[str, int]:
+    """The rejected versions of a memory, and at which sequence: also of one that cannot be read otherwise."""
+    found = document.get("rejected")
+    return {str(name): at for name, at in found.items() if type(at) is int} if isinstance(found, dict) else {}
 
 
 def dump_release(release: Release | None) -> dict[str, Any] | None:

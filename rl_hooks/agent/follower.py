@@ -21,10 +21,11 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryResult, CanaryRule
-from rl_hooks.agent.choice import UNREADABLE, ReleaseChoice, dump_release, load_release
+from rl_hooks.agent.choice import UNREADABLE, ReleaseChoice, dump_release, load_release, rejected_in
 from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.process import Between, Contest, EngineProcess, LoadedVersion, Seen, Since, between
@@ -391,28 +392,23 @@ class EngineFollower:
         self._memory.unlink(missing_ok=True)
 
     def _recall(self) -> None:
+        """Take up what an earlier agent left. Of a memory that cannot be read, only what is rejected stays so."""
+        document: object = None
         try:
-            self._restore(json.loads(self._memory.read_text()))
+            self._restore(document := json.loads(self._memory.read_text()))
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, *UNREADABLE) as error:
             log.warning("%s: ignoring what an earlier agent left in %s: %r", self.url, self._memory, error)
+            self._choice = ReleaseChoice(rejected=rejected_in(document) if isinstance(document, dict) else {})
 
-    def _restore(self, document: object) -> None:
-        """Take each part that can be read: another release may have written it. A rejected version stays rejected."""
-        if not isinstance(document, dict):
-            raise TypeError(f"expected a JSON object, got {str(document)[:80]}")
+    def _restore(self, document: dict[str, Any]) -> None:
         now, away = time.monotonic(), max(0.0, time.time() - self._memory.stat().st_mtime)
-        self._choice = ReleaseChoice.restore(document)
-        fallback = None if self._choice.fallback is None else self._choice.fallback.version
-        self.books = EngineBooks.restore(self.books.canary.rule, document, now - away, fallback)
-        try:
-            self.seen = Seen.restore(document, now)
-            pending = load_release(document.get("pending"))
-            self._process = EngineProcess(pending=pending, mistrusted=document.get("mistrusted"))
-        except UNREADABLE as error:
-            log.warning("%s: how the engine was last seen, by another release, is not known: %r", self.url, error)
-        self.withheld = str(document.get("withheld") or "")
+        choice, seen = ReleaseChoice.restore(document), Seen.restore(document, now)
+        books = EngineBooks.restore(self.books.canary.rule, document, now - away)
+        process = EngineProcess(pending=load_release(document["pending"]), mistrusted=document["mistrusted"])
+        self._choice, self.seen, self.books, self._process = choice, seen, books, process
+        self.withheld = str(document["withheld"])
 
 
 def _other_bytes(version: str, expected: str | None, found: str | None) -> str:

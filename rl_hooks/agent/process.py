@@ -109,8 +109,8 @@ class Seen:
         return cls(
             now,
             None if known is None else LoadedVersion(**known),
-            Snapshot.load(snapshot) if snapshot and "counts" in snapshot else None,  # of an earlier release: no counts
-            life=document.get("life"),
+            None if snapshot is None else Snapshot.load(snapshot),
+            life=document["life"],
         )
 
 

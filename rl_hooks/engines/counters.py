@@ -104,7 +104,7 @@ class Counts:
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict` after a trip through JSON."""
-        by_prompt = {p: (int(tokens), int(rounds)) for p, (tokens, rounds) in document.get("by_prompt", {}).items()}
+        by_prompt = {p: (int(tokens), int(rounds)) for p, (tokens, rounds) in document["by_prompt"].items()}
         positions = tuple(document["accepted_per_position"])
         return cls(**{**document, "accepted_per_position": positions, "by_prompt": by_prompt})
 
@@ -181,12 +181,12 @@ class Snapshot:
             document["policy_version"],
             tuple(times) if isinstance(times, list) and len(times) == len(_TIMES) else None,
             None if exact is None else tuple((v, p, Counts.load(counts)) for v, p, counts in exact),
-            document.get("life"),
+            document["life"],
         )
 
     @classmethod
     def of_exact(cls, exact: ExactCounts, gone: Counts, policy_version: int | None) -> Self:
-        """Of an engine that counts by version; `gone`: what it counted for versions that it no longer lists."""
+        """Make one of counts by version. `gone`: what the engine counted for versions that it no longer lists."""
         total = sum((replace(counts, by_prompt={}) for _, _, counts in exact), gone)
         return cls(total, policy_version, exact=exact)
 
@@ -282,16 +282,17 @@ class Ledger:
         """JSON form, so that cumulative counts survive a restart of the agent."""
         return [asdict(bucket) for bucket in self._buckets.values()]
 
-    def restore(self, documents: Iterable[Mapping[str, Any]], life: str | None = None) -> None:
-        """Inverse of `dump`; raises KeyError or TypeError on anything else. Everything counts as unreported.
-
-        `life`: the ledger's; None: an earlier release's, which had none.
-        """
-        self.life = life or self.life
+    def restore(self, documents: Iterable[Mapping[str, Any]], life: str) -> None:
+        """Inverse of `dump` in this `life`; raises KeyError or TypeError on anything else. All counts as unreported."""
+        self.life = life
         for document in documents:
-            version, policy = str(document["drafter_version"]), document["policy_version"]
-            method = str(document.get("method", OUR_DRAFTER))
-            counts, of = Counts.load(document["counts"]), str(document.get("life") or self.life)
+            version, policy, method, of = (
+                str(document["drafter_version"]),
+                document["policy_version"],
+                str(document["method"]),
+                str(document["life"]),
+            )
+            counts = Counts.load(document["counts"])
             self._buckets[of, method, version, policy] = Bucket(version, policy, counts, method, life=of)
 
 

@@ -120,7 +120,7 @@ class EngineHttp:
         return answer
 
     async def _page(self) -> str:
-        """Its metrics page. MetricsError for none, or of no usable size: such an engine still gets its drafters."""
+        """Read its metrics page. Raises MetricsError where there is none, or one of no usable size."""
         try:
             return (await self._call("GET", "/metrics", lambda _: MetricsError, most_bytes=MAX_PAGE_BYTES)).text
         except EngineError as error:

@@ -308,7 +308,7 @@ class FeatureTap:
             self.note("sampling the weights", error)
 
     def cut(self) -> None:
-        """The policy is about to change: rollouts end here, and none begins until `turn`. Reads no weights."""
+        """End the rollouts here, since the policy is about to change; none begins until `turn`. Reads no weights."""
         ended = [*self._ended, *self._tracked.values()]
         self.tally.add("cut", len(self._tracked))
         self._forget()
@@ -316,7 +316,7 @@ class FeatureTap:
             self._sender.send(ended, lambda: True)
 
     def turn(self, policy_version: int, head: Head, ready: Callable[[], None]) -> None:
-        """The policy is of this version from now on. What is still under way is dropped: either policy drew it.
+        """Go on with a policy of this version. Rollouts under way are dropped: both policies drew parts of them.
 
         `ready` is called in the tap's thread, when all that was collected before has been delivered.
         """

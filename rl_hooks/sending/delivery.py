@@ -63,8 +63,6 @@ class ServiceClient:
     joined: bool = False
     #: Rows that the run wants of the last state, as the service said last; all until it has said so.
     last_rows: wire.LastRows = "all"
-    #: Whether the service reads files that hold what a prompt's rollouts share once; not until it has said so.
-    prompts_once: bool = False
     #: Whether the service takes rollout files by an object store; not until it has said so.
     direct_uploads: bool = False
     #: Why the worker refused the newest dead batch of the run.
@@ -152,7 +150,6 @@ class ServiceClient:
             self.read_deaths(fields)
             if (wanted := fields.get("last_rows")) in ("all", "predicting"):  # the answer to a head does not say
                 self.last_rows = wanted
-            self.prompts_once = fields.get("prompts_once", self.prompts_once) is True
             self.direct_uploads = fields.get("direct_uploads", self.direct_uploads) is True
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
@@ -172,7 +169,7 @@ class ServiceClient:
         if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
             return None
         if job.method == "POST":  # a run of this name with another kind of drafter, maybe
-            self.last_rows, self.prompts_once = "all", False
+            self.last_rows = "all"
         return "dropped_error"
 
     def read_deaths(self, fields: Mapping[str, object]) -> None:

@@ -21,10 +21,8 @@ from rl_hooks.sending.jobs import Parts
 
 #: A file is put so often, until the service finds it.
 _PUTS: Final = 2
-#: What a service says that takes no such uploads: an old one has no such path, or only a GET of it.
-_NOT_TAKEN: Final = tuple(
-    f"urn:draftalign:{kind}" for kind in ("no-direct-uploads", "object-store-away", "not-found", "method-not-allowed")
-)
+#: What a service says that takes no such uploads now.
+_NOT_TAKEN: Final = ("urn:draftalign:no-direct-uploads", "urn:draftalign:object-store-away")
 
 
 class StoreUnreachable(Exception):  # noqa: N818 - reads as what happened

@@ -396,8 +396,9 @@ class HeadWatch:
     def is_due(self, weight: Tensor, policy_version: int, *, joined: bool = False) -> bool:
         """Whether the head is to be sent before a batch of this policy version.
 
-        `joined`: the service has answered the registration, and the run existed. A first batch of another version than
-        was registered says as much: the trainer goes on from a checkpoint.
+        It is where the weights moved, and where the run existed and its registered head is of another version.
+        `joined`: the service has answered that the run existed. A first batch of another version than the registered
+        one shows the same: the trainer goes on from a checkpoint.
         """
         existed, self._begun = joined or not self._begun, True
         hides = existed and self._registered_version not in (None, policy_version)

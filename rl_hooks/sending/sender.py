@@ -45,7 +45,7 @@ class RolloutSender:
     """A bounded queue and a thread that empties it into the service.
 
     >>> sender = RolloutSender("http://127.0.0.1:8400", run="default")
-    >>> sender.submit(wire.encode(tensors, metadata), batch_id=batch_id)  # True: queued
+    >>> sender.submit(wire.encode(tensors, metadata))  # True: queued
     >>> sender.stats()["sent"], sender.flush(10.0)
 
     Raises ValueError for an invalid URL or a token that no header can hold, and nothing else.
@@ -122,31 +122,16 @@ class RolloutSender:
         """Rows of the last state that the service wants in the run's files (`wire.LastRows`)."""
         return self._delivery.last_rows
 
-    @property
-    def prompts_once(self) -> bool:
-        """Whether the service reads the states of a prompt that rollouts share from one of them (`aux_rows`)."""
-        return self._delivery.prompts_once
-
     def standing(self) -> dict[str, float | str]:
         """How the run stands, as the service said last (`Standing.facts`); what is not known is left out."""
         with self._guard():
             return self._standing.facts()
 
-    def submit(
-        self,
-        body: Parts | Callable[[], Parts],
-        *,
-        size_bytes: int | None = None,
-        batch_id: str = "",
-        policy_version: int | None = None,
-    ) -> bool:
+    def submit(self, body: Parts | Callable[[], Parts], *, size_bytes: int | None = None) -> bool:
         """Queue a rollout file: its parts, or a function that makes them (then `size_bytes` says how many bytes).
 
         False if it was not queued. Queuing it may have pushed out older rollouts (`dropped_full` counts them).
         """
-        headers = {"x-rollout-id": batch_id} if batch_id else {}
-        if policy_version is not None:
-            headers["x-policy-version"] = str(policy_version)
         try:
             make: Callable[[], Parts] = body if callable(body) else partial(tuple, body)
             size = size_bytes if size_bytes is not None else wire.parts_bytes(make())
@@ -154,7 +139,7 @@ class RolloutSender:
             self._note("submit", f"a rollout could not be queued: {error!r}")
             return False
         path = f"/rollouts?run={quote(self.run, safe='')}"
-        return self.submit_job(Job("POST", path, make, size, headers, retry_statuses=self._retry_statuses))
+        return self.submit_job(Job("POST", path, make, size, {}, retry_statuses=self._retry_statuses))
 
     def submit_job(self, job: Job) -> bool:
         """Queue any request, behind all that was queued before it."""

@@ -84,10 +84,9 @@ class RolloutStaging:
             strata=plan.strata,
             prompt_hashes=plan.prompt_hashes,
             drafter_version="" if self.drafter_version is None else self.drafter_version(),
-            extra={
+            extra={  # `rank` and `world_size` are for whoever looks into a file that was refused
                 "rank": str(self.rank),
                 "world_size": str(self.world_size),
-                "logprobs_source": "trainer" if plan.index.logprobs is None else "sampler",
                 **self.session.of_rollouts(),
             },
         )
@@ -122,7 +121,7 @@ class RolloutStaging:
             self.agreement.see_logits(own.values.index_select(0, own.at(rows)), next_ids, mapped=mapped)
 
     def score_logits(self, plan: BatchPlan, targets: Targets, logits: OwnRows) -> Scores:
-        """The same of the trainer's own logits."""
+        """Normaliser and log p, as `score` gives them, from the trainer's own logits."""
         V = logits.values.shape[-1]
         _check_generated(plan, V)
         at = targets.scored.to(logits.values.device)
@@ -137,7 +136,7 @@ class RolloutStaging:
         return placed(len(plan.rows), at, lse, logp)
 
     def chosen_logits(self, plan: BatchPlan, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> Tensor:
-        """The logit [M] of each token that the policy generated, as it is divided by the temperature; no other."""
+        """Of each token that the policy generated, its own logit divided by the temperature: [M]."""
         _check_generated(plan, len(head_VH))
         at = targets.scored.to(last_NH.device)
         return chosen_logits(
@@ -150,7 +149,7 @@ class RolloutStaging:
 
     @staticmethod
     def score_log_probs(plan: BatchPlan, targets: Targets, log_probs: OwnRows, chosen_M: Tensor) -> Scores:
-        """The same of the trainer's own log-probabilities and those logits."""
+        """Normaliser and log p from the trainer's own log-probabilities and what `chosen_logits` gave."""
         at = targets.scored.to(chosen_M.device)
         rows_M = targets.rows.to(at.device).index_select(0, at)
         logp = log_probs.values.index_select(0, log_probs.at(rows_M).to(log_probs.values.device)).to(at.device)
@@ -205,14 +204,9 @@ class RolloutStaging:
         def body() -> Sequence[bytes | memoryview]:
             if self.agreement is not None:
                 self.agreement.judge()
-            return staged.encode(metadata, prompts_once=sender.prompts_once)
+            return staged.encode(metadata)
 
-        sender.submit(
-            body,
-            size_bytes=staged.data_bytes,
-            batch_id=wire.batch_id(sender.run, plan.policy_version, plan.rollout_ids),
-            policy_version=plan.policy_version,
-        )
+        sender.submit(body, size_bytes=staged.data_bytes)
 
 
 def _check_generated(plan: BatchPlan, vocab_size: int) -> None:

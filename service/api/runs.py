@@ -335,7 +335,6 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
             "draft_vocab_size": worker.draft_vocab_size or record.draft_vocab_size,
             "draft_coverage": worker.draft_coverage,
             # As each batch's answer says; a sender that registers knows it before its first file.
-            "prompts_once": True,
             "direct_uploads": context.incoming is not None,
         }
     )

@@ -189,7 +189,7 @@ async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
         "rollouts": {
             "accepted_total": counts["accepted_total"],
             "trained_total": counts["acked_total"] - counts["skipped_total"],
-            "skipped_total": counts["skipped_total"] + counts["dropped_total"],
+            "skipped_total": counts["skipped_total"],
             "dead_total": counts["dead_total"],
             "waiting": counts["items"],
             "last_dead_reason": letters[0].get("reason", "") if letters else "",
@@ -322,7 +322,6 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         queue_fill=max(queued / settings.queue_max_items, 0.0 if by_disk else of_bytes),
         disk_fill=of_bytes if by_disk else 0.0,
         redis_fill=snapshot.redis_fill or 0.0,
-        drops_oldest=settings.overflow == "drop_oldest",
         oldest_queued=snapshot.oldest_queued,
         last_arrival=snapshot.last_arrival,
         last_scored=max((r.created for r in recent), default=None),

@@ -19,7 +19,7 @@ from service.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rl_hooks.hook import DrafterHook
-    from rl_hooks.trainer.warmup import Sent
+    from service.cli.drafters.answers import Sent
 
 _POLL_SECONDS: Final = 0.5
 #: The policy does not answer more prompts than so many batches ahead of the worker: a training is judged on rollouts
@@ -72,7 +72,7 @@ def warmup(
     The service must be running (`draftalign up`). The RL run then goes on under the same name. DRAFTALIGN_TOKEN: token
     for the service, of scopes write and read.
     """
-    from rl_hooks.trainer.warmup import Sampling, send_rollouts
+    from service.cli.drafters.answers import Sampling, send_rollouts
 
     if out is not None:
         require_free(out)
@@ -208,7 +208,7 @@ def _load(policy: str, device: str, prompts: Path, template: Mapping[str, Any]) 
     """The policy and the prompts' tokens. The prompts are read first: they are what is mistyped."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rl_hooks.trainer.warmup import read_prompts
+    from service.cli.drafters.answers import read_prompts
 
     if (
         policy.startswith(("/", "./", "../")) and not Path(policy).is_dir()

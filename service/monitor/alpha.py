@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from service.monitor.counts import LiveAlpha, ServerLine, by_drafter, by_method, live_sums, servers, sound
+from service.monitor.counts import LiveAlpha, ServerLine, by_method, live_sums, servers, sound
 from service.monitor.records import (
     DRAFTERS,
     Z_95,
@@ -141,14 +141,12 @@ class Point:
     alpha_ngram_half_width: float | None
     alpha_best: float | None
     alpha_best_half_width: float | None
-    alpha_served_compared: float | None
     best_version: str | None
     publication_lag: float | None
     entropy: float | None
     reward: float | None
     alpha_live: float | None
     live_rounds: int | None
-    live_by_drafter: Mapping[str, LiveAlpha]
     live_by_method: Mapping[str, LiveAlpha]
     action: str | None
     published_total: float | None
@@ -336,9 +334,9 @@ def alpha_series(
 
 
 def placed(history: Iterable[RunEvent], scores: Iterable[Scored]) -> Iterator[RunEvent]:
-    """Give events of the registry. One about a version that was there already says where the run was then.
+    """Pass the registry's events on. One about an older version gets `at_policy_version`: what was worked on then.
 
-    Its own `policy_version` is of that drafter.
+    The event's own `policy_version` is that of the drafter.
     """
     begun: list[tuple[float, int]] | None = None  # when each policy version was being worked on
     for event in history:
@@ -370,14 +368,12 @@ def pool_point(policy: int, scores: Sequence[ScoreRecord], acceptances: Sequence
         rollouts=sum(r.rollouts or 0 for r in scores),
         rollouts_replayed=int(served.rollouts) or None if served is not None else None,
         tokens=sum(r.tokens or 0 for r in scores),
-        alpha_served_compared=None if compared is None else compared.alpha,
         best_version=None if best is None else best[0],
         publication_lag=None if best is None or compared is None else best[1].alpha - compared.alpha,
         entropy=_ratio((None if r.logprob_sum is None else -r.logprob_sum, r.logprob_tokens) for r in scores),
         reward=_ratio((r.reward_sum, r.reward_count) for r in scores),
         alpha_live=None if live is None else live[0] / live[1],
         live_rounds=None if live is None else int(live[1]),
-        live_by_drafter=by_drafter(acceptances),
         live_by_method=by_method(acceptances),
         action=max(((r.created, r.action) for r in scores if r.action is not None), default=(0.0, None))[1],
         published_total=_highest(r.published_total for r in scores),
@@ -417,7 +413,10 @@ def _best(scores: Iterable[ScoreRecord]) -> tuple[str | None, DrafterSums] | Non
 
 
 def _likely(having: Sequence[ScoreRecord], version: str, scores: Sequence[ScoreRecord]) -> DrafterSums | None:
-    """Sums that a version has at least, likely, on all these records, from those that have it; None: nobody knows."""
+    """A cautious estimate of a version's sums on all `scores`, from the records `having` that replayed it.
+
+    Its α there is taken beside the served drafter's, and lowered by the error of that ratio. None: there is no error.
+    """
     sums = sum((_by_name(record)[version] for record in having), DrafterSums(0.0, 0.0))
     beside, served, error = _pool(having, "served"), _pool(scores, "served"), _ratio_error(having, version)
     if beside is None or served is None or error is None:
@@ -426,7 +425,7 @@ def _likely(having: Sequence[ScoreRecord], version: str, scores: Sequence[ScoreR
 
 
 def _by_name(record: ScoreRecord) -> dict[str, DrafterSums]:
-    """Sums of all drafters that a record was scored with, by version; by role where the version is not known."""
+    """Sums of each drafter that a record was scored with, by version, or by role where the version is not known."""
     roles = {"served": record.drafter_version or "served", "candidate": "candidate"}
     roles |= {"best": record.best_version or "best"} | ({"frozen": "frozen"} if record.replayed is None else {})
     named = [(name, sums) for role, name in roles.items() if (sums := record.sums(role)) is not None]

@@ -174,10 +174,6 @@ class Cusum:
         self.claims, self.evidence = min(self.claims, float(_LEAST_CLAIMS)), 0.0
 
 
-#: Names of fields in checkpoints of earlier releases.
-_RENAMED: Final = {"looks": "probes", "looking": "probing"}
-
-
 @dataclass(slots=True)
 class Controller:
     """The controller's whole state."""
@@ -310,7 +306,6 @@ class Controller:
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Back from `to_json`."""
         curve = LearningCurve.of(values["curve"]["measured"])
-        values = {_RENAMED.get(name, name): value for name, value in values.items()}
         return cls(**values | {"level": Cusum(**values["level"]), "curve": curve})
 
 

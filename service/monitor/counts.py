@@ -51,9 +51,9 @@ def is_late(now: AcceptanceRecord, before: AcceptanceRecord) -> bool:
 
 
 def _pairs(now: AcceptanceRecord, before: AcceptanceRecord) -> Iterator[tuple[int, int]]:
-    """Each count that both have and that only grows, now and before.
+    """Pairs of each count that both have and that never falls: now and before.
 
-    Emitted tokens are a difference of counters that an engine's page may tell apart in time: they may fall.
+    Emitted tokens are not among them: they are a difference of two counters that may be read at different times.
     """
     for name in ("rounds", "accepted_tokens", "drafted_tokens"):
         new, old = getattr(now, name), getattr(before, name)
@@ -109,18 +109,10 @@ class LiveAlpha:
 
 def by_method(records: Iterable[AcceptanceRecord]) -> dict[str, LiveAlpha]:
     """Live α of every method other than a published drafter."""
-    return _pooled((r.method, r) for r in records if not r.ours)
-
-
-def by_drafter(records: Iterable[AcceptanceRecord]) -> dict[str, LiveAlpha]:
-    """Live α per published drafter: counts of two drafters are never one number here."""
-    return _pooled((str(r.drafter_version), r) for r in records if r.ours)
-
-
-def _pooled(pairs: Iterable[tuple[str, AcceptanceRecord]]) -> dict[str, LiveAlpha]:
     groups: defaultdict[str, list[AcceptanceRecord]] = defaultdict(list)
-    for name, record in pairs:
-        groups[name].append(record)
+    for record in records:
+        if not record.ours:
+            groups[record.method].append(record)
     found = {name: live_sums(records) for name, records in sorted(groups.items())}
     return {name: LiveAlpha(s[0] / s[1], int(s[1])) for name, s in found.items() if s is not None}
 

@@ -66,12 +66,11 @@ class RunFacts:
     many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
     seconds. `queue_fill`: of its bounds; `disk_fill`: of the run's share of the disk, where that bounds its queue,
-    infinite where there is no room; `redis_fill`: of its memory; `drops_oldest`: what a full queue does, instead of
-    refusing. `engines`: the newest report of each that has reported of late; `contested`: of each that
-    another client keeps on its own drafter; `moves`: of `latest`. `failed_pushes`:
-    that did not revive the drafter of the engine that is dead. `api_began`: when this API process did. `unjudged`:
-    nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out. `for_memory`: that is
-    what `worker_error` is about, and what waits is tried again.
+    infinite where there is no room; `redis_fill`: of its memory. `engines`: the newest report of each that has
+    reported of late; `contested`: of each that another client keeps on its own drafter; `moves`: of `latest`.
+    `failed_pushes`: that did not revive the drafter of the engine that is dead. `api_began`: when this API process
+    did. `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out.
+    `for_memory`: that is what `worker_error` is about, and what waits is tried again.
     """
 
     now: float
@@ -88,7 +87,6 @@ class RunFacts:
     queue_fill: float = 0.0
     disk_fill: float = 0.0
     redis_fill: float = 0.0
-    drops_oldest: bool = False
     oldest_queued: float | None = None
     last_arrival: float | None = None
     longest_pause: float | None = None
@@ -253,16 +251,16 @@ def _of_queue(facts: RunFacts) -> Iterator[Headline]:
         share = f"{facts.redis_fill:.0%}".replace("%", " %")
         text = f": {share} of its memory is in use; at 100 % rollouts of all runs are refused."
         yield _found(level, "redis_full", "Redis full" if level == "bad" else "Redis nearly full", text)
-    full = "the oldest are dropped" if facts.drops_oldest and facts.queued else "rollouts are refused"
     if facts.disk_fill == math.inf:
-        yield _found("warn", "queue_full", "Disk full", f": it has no room for rollouts of this run; {full}.")
+        text = ": it has no room for rollouts of this run; rollouts are refused."
+        yield _found("warn", "queue_full", "Disk full", text)
     elif facts.disk_fill >= max(_QUEUE_NEARLY_FULL, facts.queue_fill):
         share = f"{facts.disk_fill:.0%}".replace("%", " %")
         waits = f"{_waits(facts.queued)}, {share} of what this run may have of it"
-        text = f": {waits}; {'' if facts.disk_fill >= 1 else 'at 100 % '}{full}."
+        text = f": {waits}; {'' if facts.disk_fill >= 1 else 'at 100 % '}rollouts are refused."
         yield _found("warn", "queue_full", "Disk nearly full", text)
     elif facts.queue_fill >= _QUEUE_NEARLY_FULL:
-        text = f": {_waits(facts.queued)}; {'' if facts.queue_fill >= 1 else 'at 100 % '}{full}."
+        text = f": {_waits(facts.queued)}; {'' if facts.queue_fill >= 1 else 'at 100 % '}rollouts are refused."
         yield _found("warn", "queue_full", f"Queue {facts.queue_fill:.0%} full".replace("%", " %"), text)
     elif facts.action == "defer":
         yield _found(
@@ -477,7 +475,7 @@ def _is_compared(now: Current) -> bool:
 
 
 def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
-    """What more training would do: a trouble where it harms, else a note where there is something to say."""
+    """Say what more training would do: a warning where it harms, else perhaps a note."""
     words = {"hurt": "Training hurts", "training_bound": "Training-bound", "unpaid": "Unpaid"}
     words |= {"blocked": "Blocked", "converged": "Converged", "resting": "Resting"}
     if advice is not None and advice.state in words:

@@ -49,7 +49,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """For one ratio: how well it fits (log), mean and deviation of the newest training's gain, what is left of that."""
+    """The fit of one ratio, as a log; the newest training's gain, mean and deviation; and what is left after it."""
 
     fit: float
     ratio: float

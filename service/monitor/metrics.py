@@ -53,7 +53,7 @@ class RunSnapshot:
     """What is stored about one run, read at one moment: `now`, in Unix seconds.
 
     `scores`: all, or the newest ones. `counters`: the queue's (`items, bytes, accepted_total, duplicates_total,
-    dead_total, rejected_total, dropped_total`). `acceptances`: all, or few records that stand for all (`condensed`).
+    dead_total, rejected_total`). `acceptances`: all, or few records that stand for all (`condensed`).
     `engine`: what engines have of a cause (`engine_change`); None: nothing is known.
     `queue_limit_bytes`: at which it is full. `redis_fill`: share of Redis' memory in use; None: it has no limit.
     `latest`: None before the first publish. `published`: how many versions, whatever the history has
@@ -338,7 +338,6 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         ("dead", "dead_total", "Rollout batches that ended as dead letters."),
         ("put_back", "put_back_total", "Dead rollout batches that were put back into the queue."),
         ("rejected", "rejected_total", "Rollout batches refused because the queue was full."),
-        ("dropped", "dropped_total", "Unread rollout batches dropped for newer ones."),
     ):
         families.counter(f"draftalign_rollouts_{name}_total", text, counters.get(key), run=run)
     text = "Unix time at which the last rollout batch arrived."

@@ -187,7 +187,7 @@ class AcceptanceRecord:
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({"as_of_arrival", "by_prompt", "withheld", "life", "behind"})  # of most engines
+    absent: ClassVar = frozenset({"by_prompt", "withheld", "life", "behind"})  # of most engines
     run: str = "default"
     reporter: str | None = None
     engine: str = ""
@@ -205,7 +205,6 @@ class AcceptanceRecord:
     final: bool = False
     canary: dict[str, object] | None = None
     created: float | None = None
-    as_of_arrival: bool | None = None
     by_prompt: dict[str, tuple[int, int]] | None = None
     withheld: str | None = None
     life: str | None = None

@@ -65,11 +65,10 @@ class RunRecord(BaseModel):
     hidden_size: int
     policy_version: int
     draft_vocab_size: int | None
-    has_drafter: bool
-    last_rows: LastRows = "all"  # that its drafters read; records of before it said nothing, and files had all
+    last_rows: LastRows  # that its drafters read
     bytes: int
     created: float
-    crc32: int | None = None  # of target.safetensors, once that is kept; of before sums were kept nothing is known
+    crc32: int | None  # of target.safetensors; None until that is kept
 
 
 def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunRecord:
@@ -107,10 +106,10 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
         hidden_size=config["hidden_size"],
         policy_version=int_field(meta, "policy_version"),
         draft_vocab_size=size,
-        has_drafter="drafter_config" in meta,
         last_rows=_last_rows(meta),
         bytes=header.file_bytes,
         created=time.time(),
+        crc32=None,
     )
 
 
@@ -206,8 +205,7 @@ def load_target(layout: Layout, run: str, *, whole: bool = False) -> MappedFile:
         read_run_header(run, file.header, begins=False)
     except (WireError, FileNotFoundError, IsADirectoryError) as error:
         raise RunDamaged(run, path, error) from error
-    known = load_run(layout, run).crc32 if whole else None
-    if known is not None and crc32_of(path) != known:
+    if whole and crc32_of(path) != load_run(layout, run).crc32:
         raise RunDamaged(run, path, "its bytes are not those that were registered (CRC-32 differs)")
     return file
 
@@ -289,7 +287,10 @@ def keep_head(upload: Upload, path: Path, came_ns: int, crc32: int) -> None:
 
 
 def check_head_bytes(path: Path) -> None:
-    """Raise WireError where a head is not as it was received. One that came without a sum passes. Blocks."""
+    """Raise WireError where a head is not as it was received. Blocks.
+
+    One without a sum passes: the process that kept it died before it wrote the sum.
+    """
     try:
         came_ns, known = map(int, _sum_of(path).read_text().split())
     except (FileNotFoundError, ValueError):

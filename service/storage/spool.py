@@ -32,7 +32,6 @@ class Upload:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / uuid.uuid4().hex
-        self.written_bytes = 0
         self._digest = xxh3_64()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = _made(directory, lambda: os.open(self.path, flags, 0o600))
@@ -51,7 +50,6 @@ class Upload:
         while view:
             done = os.write(self._descriptor, view)
             view = view[done:]
-            self.written_bytes += done
 
     @property
     def digest(self) -> str:

@@ -139,11 +139,7 @@ def _check_sums(directory: Path) -> None:
     path = directory / _SUMS
     try:
         wanted = dict(json.loads(path.read_bytes()))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{directory} has no {_SUMS}, so an earlier version of draftalign wrote it; {_MOVE}"
-        ) from error
-    except (ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); {_MEND}") from error
     found = {name: crc32_of(directory / name) if (directory / name).is_file() else None for name in wanted}
     if damaged := sorted(name for name in wanted if found[name] != wanted[name]):

@@ -193,7 +193,7 @@ class Inbox:
             self._queue.heartbeat(CONSUMER, self.held)
 
     def redeliver(self) -> list[Entry]:
-        """Claim what an earlier life of this worker, or a failure, left unfinished. Empty: nothing is left of it."""
+        """Claim again what a failure, or the process before this one, left unfinished; empty: nothing is left."""
         self._tell_uncounted()
         entries = self._queue.own_pending(CONSUMER, skip=self._deliveries.keys())
         for entry in entries:
@@ -401,9 +401,9 @@ class Inbox:
 
 
 def is_batch_fault(error: Exception) -> bool:
-    """Whether a batch that was worked on in isolation may be blamed for this.
+    """Whether this error may be the fault of the batch that was worked on alone.
 
-    Never for Redis, the disk, memory, the device, or a drafter or head that does not fit, however often they fail.
+    Errors of Redis, the disk, memory and the device never are, nor is a drafter or head that does not fit.
     """
     if isinstance(error, BatchRejected):
         return True

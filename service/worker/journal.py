@@ -66,9 +66,9 @@ class Totals:
 
 
 class _Pace:
-    """How busy the worker is: the share of the time that it trains, over about the last twenty times it took batches.
+    """The share of its time that the worker trains, over about its last twenty claims.
 
-    Not in a checkpoint: it is known again after two claims.
+    No checkpoint holds it: it is known again after two claims.
     """
 
     def __init__(self) -> None:
@@ -226,10 +226,11 @@ class Journal:
             del self._unsent[next(iter(self._unsent))]
 
     def abandoned(self, unfinished: Sequence[Entry]) -> Abandoned:
-        """When the last batch came of an attempt that the trainer has given up.
+        """Which attempt the trainer has given up last, and when its last batch came.
 
-        A registration at an earlier version alone says nothing: many register at 0, and go on where they were. So it is
-        the next attempt's batches that tell, as for the curves (`attempts`). `unfinished`: those that are in the queue.
+        The batches of the attempt after it show that it was abandoned, as in the curves (`attempts`). A registration at
+        an earlier version does not: many trainers register at 0, and go on where they were. `unfinished`: what is in
+        the queue.
         """
         if not (returns := self._store.returns()):
             return Abandoned()

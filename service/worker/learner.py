@@ -124,9 +124,8 @@ class Learner:
             self.judge.controller = Controller.from_json(state["controller"])
             self.journal.restore(state)
             self.gate.restore(state["gate"])
-            recent, known, _ = state["recent"], state["recent_known"], state["applied"]
-        supposed = Drafting.supposed(self._settings).model_dump()
-        if state.get("drafting", supposed) != supposed:  # absent: of before it was kept
+            recent, known, drafting, _ = (state[name] for name in ("recent", "recent_known", "drafting", "applied"))
+        if drafting != Drafting.supposed(self._settings).model_dump():
             self._measure_from_scratch()
         self.recent.restore(recent, self._layout.spool(self.run), known, self.target.normalised)
         self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
@@ -135,7 +134,7 @@ class Learner:
         return state
 
     def _measure_from_scratch(self) -> None:
-        """Engines draft otherwise now, so what was measured before is of another α: gains, baseline, evidence."""
+        """Forget gains, baseline and evidence: engines draft another way now, so these are of another α."""
         log.info("%s: gains and the baseline of α are measured from scratch: engines draft otherwise now", self.run)
         self.journal.forget_baseline()
         self.judge.measure_anew()
@@ -241,9 +240,9 @@ class Learner:
         may_publish: bool,
         isolated: bool,
     ) -> Contest | None:
-        """Judge the challengers on what was scored, and finish what is not trained on; the best contest, if any.
+        """Judge the challengers on what was scored, and finish what is not trained on; returns the best contest.
 
-        Not `may_publish`: the evidence does not describe the engines, or may not change what they serve.
+        `may_publish`: false where the evidence does not describe the engines, or must not change what they serve.
         """
         judged = may_publish and not isolated
         if judged:

@@ -108,7 +108,7 @@ class RunWorker:
         else:
             state = self.learner.resume(self._checkpoint)
             # With engines that draft another way it measures from scratch.
-            self._newest.holds_all = state.get("drafting") == self.drafting.model_dump()
+            self._newest.holds_all = state["drafting"] == self.drafting.model_dump()
             applied = state["applied"]
         self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
         self.learner.report_vocabulary(0)

@@ -80,10 +80,10 @@ class LengthLimit:
     hopeless: int = 0  # trainings in a row that failed with nothing to leave out
 
     def tighten(self, lengths: npt.NDArray[np.int64], step_tokens: int) -> bool:
-        """Leave out the longer half of those that have more than `step_tokens`; whether it did.
+        """Lower the limit: the longer half of the rollouts above `step_tokens` is left out. Returns whether it did.
 
-        Where no others would be left, nothing is left out; after `_HOPELESS_TRAININGS` of that, all are, and batches
-        are only scored.
+        Where no rollout would be left it does nothing. After `_HOPELESS_TRAININGS` of these, all are left out, and
+        batches are only scored.
         """
         suspects = np.sort(lengths[lengths > step_tokens])
         most = int(suspects[(len(suspects) - 1) // 2]) - 1 if len(suspects) else 0
@@ -96,7 +96,7 @@ class LengthLimit:
         return True
 
     def trained(self) -> None:
-        """A training went well, or was left out for this limit: `hopeless` stays while nothing is trained on."""
+        """Note that a training ended well. One that the limit left out is none: `hopeless` stays."""
         if self.tokens != 0:
             self.hopeless = 0
         self.trainings -= self.tokens is not None
@@ -162,7 +162,7 @@ class RecentRollouts:
         return list(self._kept)
 
     def known(self) -> dict[str, tuple[int, ...]]:
-        """What a checkpoint must list too: the rollouts of a file that an earlier batch had, by its name."""
+        """By a file's name, its rollouts that an earlier batch had. A checkpoint lists them too."""
         return {name: kept.known for name, kept in self._kept.items() if kept.known}
 
     def settle(self) -> None:
@@ -176,7 +176,7 @@ class RecentRollouts:
         self._dropped.clear()
 
     def clear(self) -> None:
-        """Delete all that is kept, right after a checkpoint, which has moved it here. What was learnt from it stays."""
+        """Delete all that is kept. Called right after a checkpoint, whose drafter holds what was learnt from it."""
         for name in self.names():
             self._drop(name)
         self.settle()
@@ -378,10 +378,10 @@ def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
 def _fill(
     batches: Sequence[KeptBatch], tokens: int, rng: np.random.Generator, longest: int | None
 ) -> Iterator[tuple[KeptBatch, list[int]]]:
-    """Random whole rollouts of at most `longest` tokens, at least one if there is any, up to about `tokens`.
+    """Draw random whole rollouts of at most `longest` tokens each, up to about `tokens` together; at least one.
 
-    Of one policy version as far as they go: rollouts of another have another head, and need passes of their own. A
-    version comes up as often as it has rollouts, so that each rollout does as often as any other.
+    All are of one policy version where that has enough: another version has another head, and needs a pass of its own.
+    A version is drawn in proportion to its number of rollouts, so that every rollout has the same chance.
     """
     rollouts: dict[int, int] = {}
     for kept in batches:

@@ -98,18 +98,18 @@ def replay_shared(
     What is raised on one rank is raised on all.
     """
     mine = list(range(ranks.rank, batch.rollouts, ranks.world))
-    table = torch.zeros(len(drafters), batch.rollouts, 3 + 2 * depth, dtype=torch.float64)
+    table = torch.zeros(len(drafters), batch.rollouts, 2 + 2 * depth, dtype=torch.float64)
 
     def own() -> None:
         found = replay_each(drafters, policy, batch.select(mine), depth, drafting)
         for place, one in enumerate(found.values()):
-            columns = [one.tokens, one.rounds, one.rounds_variance, *one.accepted.T, *one.reached.T]
+            columns = [one.tokens, one.rounds, *one.accepted.T, *one.reached.T]
             table[place, mine] = torch.from_numpy(np.stack(columns, axis=1))
 
     ranks.together(own if mine else lambda: None)
     tables = ranks.add_table(table).numpy()  # a rollout is in the table of one rank: nothing is rounded
     return {
-        name: Replay(one[:, 0], one[:, 1], one[:, 2], one[:, 3 : 3 + depth], one[:, 3 + depth :])
+        name: Replay(one[:, 0], one[:, 1], one[:, 2 : 2 + depth], one[:, 2 + depth :])
         for name, one in zip(drafters, tables, strict=True)
     }
 

@@ -203,7 +203,7 @@ class Target:
         return self._cached(*self.head_of(policy_version, batch=batch))
 
     def head_of(self, policy_version: int, *, batch: Path | None = None) -> tuple[int, HeadFile | None]:
-        """Which head `at` gives, for `with_head`: its policy version, and its file (None: the registered one's)."""
+        """The head that `at` takes, for `with_head`: its policy version, and its file (None: the registered one)."""
         for version, file in self.received.in_force(policy_version, batch):
             try:
                 self._cached(version, file)

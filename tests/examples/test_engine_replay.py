@@ -20,6 +20,7 @@ from engine_fixtures import (
     trained_drafter,
     write,
 )
+from live_interval import replay_live
 
 from drafter.files.checkpoint import read_drafter
 from drafter.model.eagle3 import Eagle3Drafter
@@ -56,10 +57,10 @@ def test_live_alpha_lies_where_replay_says(
         done = served.submit(PROMPTS, Sampling(max_tokens, 1.0, eos_id)).result(timeout=100)
     ends = {one.finish_reason for one in done}
     assert ends == ({"length"} if eos_id is None else {"stop"})
-    predicted = replay(make(), batch_of(model, rollouts(PROMPTS, done)), policy_of(model), depth=4, drafting=drafting)
+    batch = batch_of(model, rollouts(PROMPTS, done))
+    predicted, (low, high) = replay_live(0.999, make(), batch, policy_of(model), depth=4, drafting=drafting)
     tokens, rounds = _live(done)
     assert tokens == predicted.total()["tokens"]
-    low, high = predicted.live_interval(0.999)
     assert low <= tokens / rounds <= high, f"live {tokens / rounds:.4f}, replay {predicted.alpha:.4f} [{low}, {high}]"
     # The interval is narrow enough to notice an alignment that is off by one.
     assert high - low < 0.2 * predicted.alpha
@@ -121,11 +122,10 @@ def test_live_alpha_is_replay_alpha_at_other_temperatures(tmp_path: Path, temper
         done = served.submit(PROMPTS, Sampling(30, temperature)).result(timeout=100)
     batch = dataclasses.replace(batch_of(model, rollouts(PROMPTS, done)), temperature=temperature)
     tokens, rounds = _live(done)
-    low, high = replay(trained_drafter(), batch, policy_of(model), depth=4).live_interval(0.999)
+    _, (low, high) = replay_live(0.999, trained_drafter(), batch, policy_of(model), depth=4)
     assert low <= tokens / rounds <= high
-    untempered = replay(
-        trained_drafter(), dataclasses.replace(batch, temperature=1.0), policy_of(model), depth=4
-    ).live_interval(0.999)
+    as_drawn_at_1 = dataclasses.replace(batch, temperature=1.0)
+    _, untempered = replay_live(0.999, trained_drafter(), as_drawn_at_1, policy_of(model), depth=4)
     assert not untempered[0] <= tokens / rounds <= untempered[1], "the test must be able to tell temperatures apart"
 
 
@@ -142,5 +142,5 @@ def test_drafters_read_the_policys_live_embedding(tmp_path: Path) -> None:
         done = served.submit(PROMPTS, Sampling(30)).result(timeout=100)
     tokens, rounds = _live(done)
     batch = batch_of(model, rollouts(PROMPTS, done))
-    new = replay(read_drafter(directory), batch, policy_of(model), depth=4).live_interval(0.999)
+    _, new = replay_live(0.999, read_drafter(directory), batch, policy_of(model), depth=4)
     assert new[0] <= tokens / rounds <= new[1]

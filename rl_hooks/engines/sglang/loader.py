@@ -165,7 +165,10 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _check_arrived(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
-    """SGLang skips names that it does not know. Whatever is neither stacked nor sharded must hold what was sent."""
+    """Raise unless each weight that is neither stacked nor sharded holds what was sent.
+
+    SGLang skips names that it does not know.
+    """
     arrived = 0
     for name, weight in weights.items():
         theirs = (

@@ -274,7 +274,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
 
 
 def unknown_names(core: Any) -> list[str]:
-    """What the plugin uses of an engine core, and this vLLM has not: what stands on it goes unnoticed."""
+    """Names that the plugin uses of an engine core and that this vLLM lacks: what needs them does not work."""
     names = [f"EngineCore.{name}" for name in (*_WRAPPED, "_weight_version") if not hasattr(core, name)]
     return names + ([] if hasattr(core.model_executor, "is_sleeping") else ["Executor.is_sleeping"])
 

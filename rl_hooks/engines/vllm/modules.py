@@ -68,10 +68,10 @@ def unread_weights(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def module_elements(sizes: Sizes) -> dict[str, int]:
-    """Elements by vLLM module, on one rank, of the module and what is inside; to hold against what vLLM built.
+    """How many elements each vLLM module has on one rank, its submodules included. To compare with what vLLM built.
 
-    Of an MTP module attention and feed-forward as a whole, since kernels cut them differently. Without biases: vLLM's
-    reload leaves them in place and records no shape of them.
+    Attention and feed-forward of an MTP module count as a whole, since kernels cut them differently. Biases do not
+    count: vLLM's reload leaves them in place and records no shape of them.
     """
     elements: dict[str, int] = {}
     for name, shape in {**weight_shapes(sizes), **unread_weights(sizes)}.items():

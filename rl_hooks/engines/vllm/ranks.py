@@ -105,9 +105,9 @@ class _Part:
 class Joiner:
     """Joins what the ranks score of each step, in a thread and over a gloo group of its own: no engine waits for it.
 
-    The ranks tell each other first what they are about to join. Rows or policy versions that differ leave that step
-    without scores. A rank that has died, is silent for `patience`, or is at another step ends it all: `gone`.
-    All ranks make theirs in the same call, and `add` the same steps.
+    The ranks first compare what they are about to join. Where rows or policy versions differ, the step has no scores.
+    Where a rank has died, is silent for `patience`, or is at another step, nothing more is joined: `gone`.
+    All ranks make their joiner in the same call, and `add` the same steps.
     """
 
     def __init__(self, group: Any, tally: Tally, patience: timedelta = _PATIENCE) -> None:

@@ -102,7 +102,7 @@ class ServiceSettings:
 
 
 class _Shares:
-    """What this rank scores of each step for all ranks, where the head is split: the rows of the sampled requests.
+    """Where the head is split over ranks: this rank's part of the scores of each step's sampled requests.
 
     Which these are follows from vLLM's schedule and the settings only, so no rank waits for one that has no rows.
     `whole_only`: leave out requests with top_p or top_k (`leaves_out_truncated`).
@@ -155,7 +155,7 @@ class _Shares:
 
 
 def _placed(rows: HostCopies, joined: Future[Tensor], count: int) -> Tensor:
-    """Scores float32 [2, rows of the step], NaN where there are none. In the tap's thread, which may wait for them."""
+    """Scores, float32 [2, rows of the step]; NaN where there are none. Called in the tap's thread, which may wait."""
     placed = torch.full((2, count), torch.nan)
     placed[:, rows.wait()["rows"]] = joined.result()
     return placed
@@ -346,8 +346,8 @@ class VllmTap:
 
     def _send(self, batch: Sequence[Collected]) -> None:
         assert self.sender is not None  # noqa: S101 - other ranks collect nothing
-        parts, batch_id = self._file(batch, last_rows=self.sender.last_rows)
-        self.sender.submit(parts, batch_id=batch_id, policy_version=batch[0].policy_version)
+        parts, _ = self._file(batch, last_rows=self.sender.last_rows)
+        self.sender.submit(parts)
 
     def close(self) -> None:
         """Send what was collected, for some seconds at most."""

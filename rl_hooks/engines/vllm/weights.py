@@ -42,7 +42,7 @@ class DrafterWeights:
         self._marks = None if draft is None else draft.fingerprint()
 
     def read_initial(self) -> None:
-        """Before the first swap: keep the drafter that vLLM started with, to be loaded again. Reads files."""
+        """Read the drafter that vLLM started with, to be loaded again. Called before the first swap."""
         if self._draft is not None and self._initial is None and self.served.version is None:
             self._initial = self._draft.read_initial()
 

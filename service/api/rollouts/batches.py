@@ -59,7 +59,7 @@ class Receipt(BaseModel):
     `known_rollouts`: those of its rollouts that came in an earlier batch, by their ids, and are not used again. A file
     that holds nothing else is a duplicate. `dead_total` and `last_dead_reason` count all the run's batches so far: a
     batch can die only after its own answer. `last_rows`: what the run's next files must hold of `last_hidden` and
-    `logsumexp` at least (`rl_hooks.wire`). `prompts_once`: they may hold `aux_rows`. `direct_uploads`: they may go
+    `logsumexp` at least (`rl_hooks.wire`). `direct_uploads`: they may go
     straight to an object store (`POST /rollouts/direct`).
     """
 
@@ -71,7 +71,6 @@ class Receipt(BaseModel):
     last_dead_reason: str = ""
     known_rollouts: int = 0
     last_rows: LastRows
-    prompts_once: bool = True
     direct_uploads: bool = False
     warning: str | None = None
 
@@ -246,8 +245,6 @@ async def check_queue(context: ServiceContext, run: str, length: int) -> Room:
         context.disk.want_room(4 * length)
     elif share - dead < wanted and not full:
         gives_way = share - wanted
-    if settings.overflow == "drop_oldest":
-        full = coming + length > limit_bytes  # else room is made when the entry is added
     if full:
         await context.soon(context.queue(run).count_rejected())
         raise queue_full(context, run, Depth(items, size + coming, rollouts), length, limit_bytes)
@@ -257,7 +254,7 @@ async def check_queue(context: ServiceContext, run: str, length: int) -> Room:
 def queue_full(context: ServiceContext, run: str, held: Depth, length: int, limit_bytes: int) -> Problem:
     """The answer to a batch of `length` bytes that finds the run's queue full, naming a limit that it meets."""
     settings = context.settings
-    if held.bytes + length > limit_bytes:  # first: with `drop_oldest` it alone refuses
+    if held.bytes + length > limit_bytes:
         whose = "DRAFTALIGN_QUEUE_MAX_BYTES" if limit_bytes == settings.queue_max_bytes else "its share of the disk"
         found = f"{in_units(held.bytes)} of {in_units(limit_bytes)} ({whose}), and this file has {in_units(length)}"
     elif held.items >= settings.queue_max_items:
@@ -383,13 +380,13 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room:
     settings, spool = context.settings, context.spool
     try:
         outcome = await context.queue(run).enqueue(
-            batch, max_items=settings.queue_max_items, max_bytes=room.limit_bytes, overflow=settings.overflow
+            batch, max_items=settings.queue_max_items, max_bytes=room.limit_bytes
         )
     except OutOfMemoryError:  # the script changed nothing, and each try leaves a file
         await _delete_unless_named(context, run, batch)
         raise
-    for dropped in outcome.dropped:
-        spool.delete(run, dropped)
+    if outcome.replaced is not None:
+        spool.delete(run, outcome.replaced)
     if outcome.outcome == "accepted" and context.first_accepted(run):
         log.info("%s: first batch accepted since this process began: policy %d, %d rollouts, %d tokens",
                  run, batch.policy_version, batch.rollouts, batch.tokens)  # fmt: skip

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from service.cli.checks import given_path
-from service.cli.drafters.decoding import check_decodable, decode_with
 from service.cli.drafters.policy import open_policy
-from service.cli.drafters.told import decoded_table, facts_of, mtp_facts, table
+from service.cli.drafters.told import facts_of, mtp_facts, table
 from service.errors import ConfigurationError
 from service.settings import Settings
 
@@ -131,16 +130,6 @@ def evaluate(
     ] = None,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted per round.")] = 4,
     drafting: Annotated[str, typer.Option(help="How drafts are sampled: probabilistic or greedy.")] = "probabilistic",
-    tree: Annotated[bool, typer.Option("--tree", help="Add upper bounds for trees of 2, 4 and 8 branches.")] = False,
-    decode: Annotated[
-        Path | None,
-        typer.Option(
-            help="The policy, a transformers model: decode prompts with it too, by chain and by tree.",
-            callback=given_path,
-        ),
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="With --decode: how many of the rollouts' prompts.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=1, help="With --decode: most tokens of each text.")] = 128,
     level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence level of the intervals.")] = 0.95,
     state_dir: Annotated[Path | None, typer.Option(help="The service's state directory.")] = None,
     from_: From = None,
@@ -161,9 +150,7 @@ def evaluate(
         if mtp:
             model = read_mtp(drafter, policy.registered)
         else:
-            model = decodable = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored)
-        if decode is not None:
-            check_decodable(decode, mtp=mtp)  # a replay may take long
+            model = build_drafter(_read(drafter, from_, aux_layers, norm_before_residual).stored)
         gaps: list[tuple[float, int]] = []
         result = replay_all(
             model.eval(),
@@ -171,15 +158,10 @@ def evaluate(
             policy.at,
             depth=depth,
             drafting=drafting,  # type: ignore[arg-type]
-            branches=[k for k in (2, 4, 8) if tree and k <= len(model.vocabulary)],
         )
-        decoded = None
-        if decode is not None:
-            batches = (_load(path, model.config.vocab_size) for path in files)
-            decoded = decode_with(decode, decodable, batches, prompts=prompts, depth=depth, max_tokens=max_tokens)
         gap = _mean_gap(gaps)
         if as_json:
-            told = {"files": len(files), **result.summary(level), "logprob_gap_nats": gap, "decoded": decoded}
+            told = {"files": len(files), **result.summary(level), "logprob_gap_nats": gap}
             typer.echo(json.dumps(told, indent=1))
             return
         if gap is not None and not gap <= (limit := Settings().logprob_gap_nats):
@@ -188,8 +170,6 @@ def evaluate(
                 f"{gap:.2f} nats on average (limit {limit:g}). The worker lets such batches die."
             )
         for line in table(result, len(files), level):
-            typer.echo(line)
-        for line in () if decoded is None else decoded_table(decoded):
             typer.echo(line)
 
 

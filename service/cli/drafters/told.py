@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,21 +68,6 @@ def mtp_facts(source: Path) -> dict[str, Any]:
             *engine_limits(config),
         ],
     }
-
-
-def decoded_table(decoded: Mapping[str, Any]) -> Iterator[str]:
-    """The reference decoders' results, line by line."""
-    from drafter.reference.decoders import NODES
-
-    yield ""
-    yield f"{decoded['prompts']} prompts decoded with the policy"
-    yield f"{'':<20}{'α, sampled':>12}{'α, greedy':>12}"
-    for name, key in (("chain", "chain"), (f"tree of {NODES} nodes", "tree")):
-        sampled, greedy = (_number(decoded[f"alpha_{key}{how}"]) for how in ("", "_greedy"))
-        yield f"{name:<20}{sampled:>12}{greedy:>12}"
-    yield f"greedy text the same with chain, tree and neither: {decoded['greedy_texts_equal']} of {decoded['prompts']}"
-    if decoded["warped"]:
-        yield "note: rollouts were drawn with top-p or top-k, these texts without: sampled α is of another distribution"
 
 
 def table(result: Evaluation, files: int, level: float = 0.95) -> Iterator[str]:

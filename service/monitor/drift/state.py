@@ -156,7 +156,7 @@ class ArrivalRate:
         return self.rollouts / self.seconds
 
     def add(self, rollouts: int, arrived: float) -> None:
-        """Count a batch. One that arrived before the last, by a clock that was set back, only adds its rollouts."""
+        """Count a batch. Where the clock was set back and it seems older than the last one, only its rollouts count."""
         gap = 0.0 if self.last is None else min(max(0.0, arrived - self.last), DAY_SECONDS)
         kept = math.exp(-gap / _TRAFFIC_SECONDS)
         self.rollouts = self.rollouts * kept + (0 if self.last is None else rollouts)

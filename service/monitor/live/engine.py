@@ -88,7 +88,7 @@ def at_common_depth(block: Block, replays: Replays, rule: LiveRule, cell: Cell |
 
 
 def _drafts(block: Block, cell: Cell) -> float | None:
-    """Tokens that the engine drafts a round: fewer than it says where later positions never accept one."""
+    """How many tokens the engine drafts a round. It may say more: positions that never accept one do not count."""
     depth = block.depth
     kept = [n for n in block.accepted if n > 0]
     if not kept or len(kept) >= len(cell.accepted) or len(kept) >= len(cell.reached):
@@ -134,9 +134,10 @@ class Scan:
 
 
 class _Prompts:
-    """What replay expects of blocks if their prompts are the hardest, or the easiest, that make as many tokens.
+    """The two bounds of what replay expects of blocks whose prompts are not known.
 
-    Of those of each policy version. `paired` blocks stay as they are: their prompts are known.
+    The lower one supposes that a block's prompts are the hardest of its policy version that make as many tokens, the
+    upper one the easiest. `paired` blocks count as they are: their prompts are known.
     """
 
     def __init__(self, replays: Replays) -> None:
@@ -303,7 +304,7 @@ def _percent(log_ratio: float) -> str:
 
 
 def other_depth(known: Sequence[Matched], rule: LiveRule, beside: str) -> str | None:
-    """What to say where the newest block was drafted at another depth than the service replays, and `beside` that."""
+    """The verdict where the newest block has another depth than the service replays. `beside`: what else to say."""
     newest = known[-1]
     depth, ours = _drafts(newest.block, newest.cell), len(newest.cell.accepted) or rule.depth
     if depth is None or abs(depth - ours) <= 0.25:

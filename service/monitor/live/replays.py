@@ -64,11 +64,14 @@ class Cell:
         return 1.0 + kept / self.rounds
 
     def of_the_hardest(self, share: float) -> float:
-        """α of the hardest prompts that make this share of the tokens, over α of all; of nearly all tokens it is 1."""
+        """How α of the hardest prompts compares with α of all: their ratio. `share`: of the tokens, that they make.
+
+        It is 1 where they make nearly all tokens.
+        """
         return 1.0 if share >= _COVERED else self._hardest(share)
 
     def of_the_easiest(self, share: float) -> float:
-        """α of the easiest prompts that make this share of the tokens, over α of all: what the hardest ones leave."""
+        """The same of the easiest prompts: those that the hardest ones, with the other tokens, leave."""
         if share >= _COVERED:
             return 1.0
         rounds = 1.0 - (1.0 - share) / self._hardest(1.0 - share)
@@ -94,9 +97,9 @@ class Cell:
         return share * tokens / rounds * self.rounds / self.tokens
 
     def on_prompts_of(self, block: Block) -> list[tuple[float, float, int, float]]:
-        """Of each prompt of the block that was replayed: tokens, tokens that replay says, rounds, rounds of the replay.
+        """For each prompt of the block that was replayed: tokens, tokens that replay expects, rounds, rounds replayed.
 
-        Of none where these are few of the block's rounds: they may be of another kind, the first turns of talks, say.
+        Empty where these prompts have few of the block's rounds: they may be of another kind, such as first turns.
         """
         pairs = list[tuple[float, float, int, float]]()
         for prompt, (tokens, rounds) in block.by_prompt.items():
@@ -197,7 +200,7 @@ class Replays:
         return {v: c for v, c in self._of.get(block.policy_version, {}).items() if v != block.drafter_version}
 
     def survival(self, drafter_version: str) -> list[float]:
-        """Share of a version's rounds that keep the first draft, the first two, ...; empty where nobody knows."""
+        """Shares of a version's rounds that keep the first draft, the first two, ...; empty where not known."""
         cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]
         pooled = _pooled(cells) if cells else None
         return [] if pooled is None else [min(max(kept / pooled.rounds, 0.0), 1.0) for kept in pooled.accepted]

@@ -147,9 +147,9 @@ def _another_is_sound(found: Finding, others: Sequence[Finding], replays: Replay
 def _together(
     engines: Mapping[str, Sequence[Block]], judged: Mapping[str, Finding], replays: Replays, rule: LiveRule
 ) -> bool:
-    """Whether all engines are low: nearly all are by themselves, or the rest is as one sum.
+    """Whether all engines are low: nearly all are, each by itself, or the sum of the others is.
 
-    The sum is over what they counted since the first low one fell: it shows sooner than each of them.
+    The sum takes what they counted since the first low one fell. A sum is known sooner than each of its parts.
     """
     low = [r for r, found in judged.items() if found.kind == "low"]
     others = [r for r, found in judged.items() if found.kind not in ("low", "dead")]

@@ -1,18 +1,17 @@
 -- De-duplicate by batch and by rollout, bound by items, bytes and rollouts, count and enqueue one batch, atomically.
--- Redis 6.2 commands only, `held.lua` and `remember.lua`. Puts a dead batch back too: with its own file, never at the
--- cost of a batch that waits.
+-- Redis 6.2 commands only, `held.lua` and `remember.lua`. Puts a dead batch back too, with its own file.
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 --       (the others share their hash tag, so also their slot)
--- ARGV: as named below. overflow: reject|drop_oldest. size: bytes of the file. rollout_ids: JSON. letter_seen: to put a
---       dead batch back, the letter of the death that was seen; else ''. ended_seconds, remembered_bytes: for how long,
---       and how much, is remembered of batches that ended. max_rollouts: that may wait: each is a key of Redis.
+-- ARGV: as named below. size: bytes of the file. rollout_ids: JSON. letter_seen: to put a dead batch back, the letter
+--       of the death that was seen; else ''. max_rollouts: that may wait: each is a key of Redis. ended_seconds,
+--       remembered_bytes: for how long, and how much, is remembered of batches that ended.
 --       session, began: of the trainer that sends, and the first policy version that it had rollouts of; or ''
--- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, blobs that nothing needs now...}
+-- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, a damaged blob, if this one replaces it}
 --       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
---       | {"full", items, bytes, rollouts, dropped blobs...} | {"disowned"} | {"gone"}: the dead batch's file is not kept
+--       | {"full", items, bytes, rollouts} | {"disowned"} | {"gone"}: the dead batch's file is not kept
 --       | {"outdated", "skipped", dead_total, newest death's reason}: another session has begun a later attempt
-local max_items, max_bytes, overflow, group, ended_seconds, prefix, batch_id, blob, size, tokens, rollouts,
-  policy, policy_max, rollout_ids, letter_seen, remembered_bytes, max_rollouts, session, began = unpack(ARGV)
+local max_items, max_bytes, prefix, batch_id, blob, size, tokens, rollouts, policy, policy_max, rollout_ids,
+  letter_seen, ended_seconds, remembered_bytes, max_rollouts, session, began = unpack(ARGV)
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local KEPT_SESSIONS, KEPT_RETURNS = 256, 64
 local bytes, back, file = tonumber(size), letter_seen ~= '', blob .. ':' .. size
@@ -23,15 +22,11 @@ local OTHERS, AT_ONCE = 4, 1004 -- keys of one command: Lua's stack has a few th
 local names = { prefix .. 'held', prefix .. 'last_death', prefix .. 'orphan:' .. blob, prefix .. 'attempt' }
 local ids = cjson.decode(rollout_ids)
 for _, id in ipairs(ids) do names[#names + 1] = prefix .. 'rollout:' .. id end
-local function read()
-  local found = {}
-  for first = 1, #names, AT_ONCE do
-    local some = redis.call('MGET', unpack(names, first, math.min(first + AT_ONCE - 1, #names)))
-    for i = 1, #some do found[#found + 1] = some[i] end
-  end
-  return found
+local found = {}
+for first = 1, #names, AT_ONCE do
+  local some = redis.call('MGET', unpack(names, first, math.min(first + AT_ONCE - 1, #names)))
+  for i = 1, #some do found[#found + 1] = some[i] end
 end
-local found = read()
 local held = held_of(found[1])
 -- How many of the run's batches died so far, and why the newest did: the answer to the sender's next batch says it.
 local total, reason = string.match(found[2] or '0 ', '^(%S+) (.*)$')
@@ -52,7 +47,7 @@ end
 if back and died and letter and letter ~= letter_seen then return duplicate(state, '0') end
 if back and not (died and redis.call('ZSCORE', KEYS[5], file)) then return { 'gone' } end
 
-local dropped = {}
+local replaced
 local function leave_the_dead()
   if letter then
     redis.call('XDEL', KEYS[4], letter)
@@ -60,27 +55,23 @@ local function leave_the_dead()
   end
   if redis.call('ZREM', KEYS[5], old .. ':' .. old_bytes) == 1 then
     redis.call('HINCRBY', counters, 'dead_file_bytes', -old_bytes)
-    if not back then dropped[#dropped + 1] = old end -- the damaged one, in whose place another came
+    if not back then replaced = old end -- the damaged one, in whose place another came
   end
 end
 
 -- Rollouts that another batch brought before, by their place in the file. A batch that died or was skipped trained
 -- nothing: its rollouts are whose who brings them next.
-local function brought_before()
-  local known, states = {}, {}
-  for place = 0, #ids - 1 do
-    local other = found[OTHERS + 1 + place]
-    if other and other ~= batch_id then
-      states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
-      if states[other] == 'queued' or states[other] == 'trained' then
-        known[#known + 1] = place
-        state = states[other]
-      end
+local known, states = {}, {}
+for place = 0, #ids - 1 do
+  local other = found[OTHERS + 1 + place]
+  if other and other ~= batch_id then
+    states[other] = states[other] or redis.call('HGET', prefix .. 'batch:' .. other, 'state') or 'expired'
+    if states[other] == 'queued' or states[other] == 'trained' then
+      known[#known + 1] = place
+      state = states[other]
     end
   end
-  return known
 end
-local known = brought_before()
 if #known == #ids then
   if back then
     state = 'skipped'
@@ -137,45 +128,11 @@ local function note_session()
   end
 end
 
-local function over()
-  return held[1] + 1 > tonumber(max_items) or held[2] + bytes > tonumber(max_bytes)
-    or held[3] + tonumber(rollouts) > tonumber(max_rollouts)
-end
-
-if overflow == 'drop_oldest' and over() then
-  local last = '0-0'
-  for _, one in ipairs(redis.call('EXISTS', queue) == 1 and redis.call('XINFO', 'GROUPS', queue) or {}) do
-    local info = {}
-    for i = 1, #one, 2 do info[one[i]] = one[i + 1] end
-    if info['name'] == group then last = info['last-delivered-id'] end
-  end
-  while over() do
-    -- Only entries that were never delivered: others may be half way through training.
-    local oldest = redis.call('XRANGE', queue, '(' .. last, '+', 'COUNT', 1)[1]
-    if not oldest then break end
-    local fields = {}
-    for i = 1, #oldest[2], 2 do fields[oldest[2][i]] = oldest[2][i + 1] end
-    redis.call('XDEL', queue, oldest[1])
-    leave(held, fields)
-    redis.call('HINCRBY', counters, 'dropped_total', 1)
-    local key = prefix .. 'batch:' .. fields['batch_id']
-    redis.call('HSET', key, 'state', 'skipped', 'reason', 'dropped: the queue was full and newer rollouts came')
-    remember(prefix, counters, fields['batch_id'], ended_seconds, remembered_bytes)
-    dropped[#dropped + 1] = fields['blob']
-  end
-end
-
-if #dropped > 0 then
-  redis.call('SET', names[1], written(held))
-  found = read()
-  known = brought_before() -- of batches that wait still
-end
-
-if over() then
+if held[1] + 1 > tonumber(max_items) or held[2] + bytes > tonumber(max_bytes)
+  or held[3] + tonumber(rollouts) > tonumber(max_rollouts) then
   redis.call('HINCRBY', counters, 'rejected_total', 1)
   local reply = { 'full' }
   for i = 1, 3 do reply[i + 1] = string.format('%.0f', held[i]) end
-  for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
   return reply
 end
 
@@ -209,6 +166,4 @@ for place = 0, #ids - 1 do
   if not taken[place] then new[#new + 1], new[#new + 2] = names[OTHERS + 1 + place], batch_id end
 end
 if #new > 0 then redis.call('MSET', unpack(new)) end
-local reply = { 'accepted', entry_id, total, reason, tostring(#known) }
-for _, blob in ipairs(dropped) do reply[#reply + 1] = blob end
-return reply
+return { 'accepted', entry_id, total, reason, tostring(#known), replaced }

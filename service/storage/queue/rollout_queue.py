@@ -24,7 +24,7 @@ from service.storage.queue.keys import ENDED_SECONDS, GROUP, REMEMBERED_BYTES, K
 QUEUED_ROLLOUTS: Final = 131_072
 COUNTERS: Final = (
     *("items", "bytes", "accepted_total", "duplicates_total", "rejected_total", "acked_total", "skipped_total"),
-    *("dead_total", "dropped_total", "put_back_total", "dead_file_bytes"),
+    *("dead_total", "put_back_total", "dead_file_bytes"),
 )
 #: What `held.lua` keeps in one string: all but the last are counters.
 HELD: Final = ("items", "bytes", "rollouts", "accepted_total", "put_back_total", "newest")
@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """Outcome of an enqueue. `dropped`: blobs of batches that were dropped for this one; delete their files.
+    """Outcome of an enqueue. `replaced`: the damaged file that this one replaces; delete it.
 
     `disowned`: the reaper had already marked the file as an orphan, and may have deleted it. `gone`: the dead batch
     that was to be put back has no file any more. `outdated`: its session was followed by one that began a later
@@ -81,7 +81,7 @@ class Enqueued:
 
     outcome: Literal["accepted", "duplicate", "full", "disowned", "gone", "outdated"]
     state: str
-    dropped: tuple[str, ...] = ()
+    replaced: str | None = None
     dead_total: int = 0  # of the run so far
     last_dead_reason: str = ""  # of the newest of them
     known: int = 0
@@ -174,7 +174,6 @@ class AsyncRolloutQueue:
         *,
         max_items: int,
         max_bytes: int,
-        overflow: Literal["reject", "drop_oldest"] = "reject",
         put_back: str = "",
     ) -> Enqueued:
         """Enqueue a batch whose file is already in the spool, unless it is a duplicate or the queue is full.
@@ -183,23 +182,31 @@ class AsyncRolloutQueue:
         duplicate if it is dead no more, or has died again.
         """
         keys = self._keys
-        args = [max_items, max_bytes, overflow, GROUP, ENDED_SECONDS, keys.prefix]
+        args: list[str | int] = [max_items, max_bytes, keys.prefix]
         args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
         args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
-        args += [put_back, self._remembered_bytes, self._max_rollouts, batch.session, batch.session_began]
+        args += [
+            put_back,
+            ENDED_SECONDS,
+            self._remembered_bytes,
+            self._max_rollouts,
+            batch.session,
+            batch.session_began,
+        ]
         of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
         reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]
         match reply[0]:
             case "accepted":
-                return Enqueued("accepted", "queued", tuple(reply[5:]), int(reply[2]), reply[3], int(reply[4]))
+                replaced = reply[5] if reply[5:] else None
+                return Enqueued("accepted", "queued", replaced, int(reply[2]), reply[3], int(reply[4]))
             case "duplicate":
-                return Enqueued("duplicate", reply[1], (), int(reply[2]), reply[3], int(reply[4]))
+                return Enqueued("duplicate", reply[1], None, int(reply[2]), reply[3], int(reply[4]))
             case "outdated":
-                return Enqueued("outdated", reply[1], (), int(reply[2]), reply[3])
+                return Enqueued("outdated", reply[1], None, int(reply[2]), reply[3])
             case "disowned" | "gone":
                 return Enqueued(reply[0], "")
             case _:
-                return Enqueued("full", "", tuple(reply[4:]), held=Depth(*map(int, reply[1:4])))
+                return Enqueued("full", "", held=Depth(*map(int, reply[1:4])))
 
     async def disown(self, batch_id: str, blob: str) -> bool:
         """Mark a spooled file as an orphan, so that it can be deleted. False, and no mark, if its entry names it."""

@@ -22,6 +22,7 @@ a report completely or not at all, and a repeated report changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
@@ -74,33 +75,27 @@ class Account:
         """Read `text()`."""
         document = json.loads(text)
         apart = [(drafter, policy) for drafter, policy in document["apart"]]
-        try:
-            blocks = tuple(map(_block, document.get("blocks", [])))
-        except (TypeError, ValueError):  # of another version, or written by hand: the engine is judged from scratch
-            blocks = ()
-        try:
-            steps = tuple(map(_step, document.get("steps", [])))
-        except (TypeError, ValueError):
-            steps = ()
-        lives, behind = tuple(map(str, document.get("lives", []))), document.get("behind")
-        return cls(document["sums"], apart, blocks, steps, lives, tuple(behind) if behind else None)
+        account = cls(document["sums"], apart)
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # written by hand: it is judged from scratch
+            blocks, steps = tuple(map(_block, document["blocks"])), tuple(map(_step, document["steps"]))
+            lives, behind = tuple(map(str, document["lives"])), document["behind"]
+            account = cls(account.sums, apart, blocks, steps, lives, None if behind is None else tuple(behind))
+        return account
 
     def text(self) -> str:
         """Write it for Redis."""
         # `astuple` would copy each prompt's counts.
         blocks = [[getattr(block, one.name) for one in fields(Block)] for block in self.blocks]
         steps = list(map(astuple, self.steps))
-        kept = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
-        document: dict[str, Any] = kept | {"lives": self.lives}
-        if self.behind is not None:
-            document["behind"] = self.behind
+        document: dict[str, Any] = {"sums": self.sums, "apart": self.apart, "blocks": blocks, "steps": steps}
+        document |= {"lives": self.lives, "behind": self.behind}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None, more: AcceptanceRecord) -> None:
-        """Count what a record holds more than the one that it replaces; both become the newest of their kind.
+        """Add to the sums what `record` has beyond `previous`, the record that it replaces.
 
-        `more`: what its rounds are a sum of and this report. Where nothing is replaced, what the engine counted of
-        this drafter and policy version before is of another attempt, and says nothing of it now.
+        `more`: what was counted since the report before. The drafter, and its pair with the policy version, become the
+        newest. Without a `previous`, kept blocks of this pair are of another attempt, and are dropped.
         """
         drafter, key = str(record.drafter_version), (str(record.drafter_version), record.policy_version)
         before = previous or AcceptanceRecord()
@@ -151,8 +146,8 @@ class Account:
 
 
 def _block(values: list[Any]) -> Block:
-    drafter, policy, rounds, tokens, drafted, accepted, since_, *by_prompt = values
-    return Block(drafter, policy, rounds, tokens, drafted, tuple(accepted), since_, *map(dict, by_prompt))
+    drafter, policy, rounds, tokens, drafted, accepted, since_, by_prompt = values
+    return Block(drafter, policy, rounds, tokens, drafted, tuple(accepted), since_, dict(by_prompt))
 
 
 def _step(values: Sequence[Any]) -> StepSample:
@@ -243,7 +238,7 @@ class EngineCounts:
         changes, placed = _Changes(), report
         said = None if unplaced is None else read(AcceptanceRecord, unplaced)
         if of_all:
-            placed = replace(report, policy_version=None if latest is None else int(latest), as_of_arrival=True)
+            placed = replace(report, policy_version=None if latest is None else int(latest))
         name = acceptance_key(reporter, drafter, placed.policy_version)
         previous = await self._record(name)
         whole = not of_all and said is None  # the record says the same as the report

@@ -37,7 +37,7 @@ class Deaths:
         return opening or store.begun("working", file)[0] > 0
 
     def begin(self, run: str, file: tuple[int, int]) -> tuple[float, str] | None:
-        """Note that the run is being opened. Where it is to be set aside instead: for how many seconds, and why.
+        """Note that the run is being opened. Returns for how many seconds, and why, it is set aside instead; or None.
 
         `file`: of the run's target.
         """

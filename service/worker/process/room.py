@@ -75,11 +75,17 @@ class Room:
         return self._has_work(run) or untouched(self._layout, run)
 
     def closed(self, run: str) -> Closed:
-        """A run that there was no memory to open, and that has nothing to do: what people asked waits for a batch."""
+        """The note of a run that has nothing to do, and that memory did not suffice to open.
+
+        What people asked of it counts as heeded: it waits until a batch comes.
+        """
         return Closed(frozenset(), Store(self._redis, run).drift_requests())
 
     def _spared(self, run: str) -> Closed:
-        """A run that is not opened because it has nothing to do, unless people asked what its checkpoint lacks."""
+        """The note of a run that is not opened because it has nothing to do.
+
+        Heeded is what its checkpoint says. What people asked since then opens it.
+        """
         newest = WorkerCheckpoint(self._layout.worker(run)).newest()
         state: dict[str, Any] = {}
         with contextlib.suppress(ValueError):  # damaged: said when it is opened
@@ -101,7 +107,7 @@ class Room:
         return True
 
     def next_idle(self) -> str | None:
-        """The run without work whose turn it is to be opened. None: no such run is left."""
+        """Take the next of the runs that were put off, and let it be opened. None: all have had their turn."""
         while self.put_off:
             run = self.put_off.pop(0)
             state = self._runs.get(run)
@@ -121,9 +127,9 @@ class Room:
         return True
 
     def close_wanted(self) -> bool:
-        """Close idle runs as `close_idle_for` asked; whether it had.
+        """Close idle runs if `close_idle_for` asked for it; returns whether it did.
 
-        Not sooner than in the next turn: what was raised has kept what the failed run had.
+        That is done in the next turn, since the exception that was raised still holds the failed run's memory.
         """
         if not self._to_close:
             return False
@@ -152,9 +158,10 @@ class Room:
         return self._may_close_for(run) or not self._runs[run].failures
 
     def idle(self) -> list[str]:
-        """The open runs with nothing to do now, the one first that has been so longest.
+        """The open runs that have nothing to do now. The first one has worked least recently.
 
-        Last those that wait for a file that cannot be read: once closed, they are opened again to look for it.
+        Runs that wait for a file that cannot be read come last: closing one is of no use, since it is opened again to
+        look for that file.
         """
         inboxes = {run: worker.inbox for run, worker in served(self._runs).items()}
         waits = {run: inbox.put_off for run, inbox in inboxes.items()}

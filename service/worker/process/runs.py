@@ -14,9 +14,12 @@ REFUSED_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What a run had when it was closed, or left unopened, for others. It is opened for what comes on top."""
+    """What was known of a run when it was closed, or not opened, to leave memory to others.
 
-    entries: frozenset[str]  # of its queue, which wait for more (while the draft vocabulary is gathered)
+    The run is opened when its queue or its drift alarm has something that is not named here.
+    """
+
+    entries: frozenset[str]  # in its queue: they wait for more tokens, of which the draft vocabulary is to be chosen
     heeded: Mapping[str, str]  # what people had asked of its drift alarm
 
 

@@ -64,10 +64,10 @@ class Share:
         )
 
     def _is_to_hand_over(self, others: Mapping[str, int], served: int) -> bool:
-        """Whether it is for this worker to hand a run over, of all that have more than their share.
+        """Whether this worker is among those that hand a run over now.
 
-        The workers with too few lack `lacking` runs together. As many of the others hand one over, those with most
-        first; equals are ordered by name.
+        `lacking` counts the runs that workers below their share still need. So many workers hand one run over each:
+        those that serve most. Of workers that serve equally many, names decide.
         """
         share = (served + sum(n for n in others.values() if n < BUSY)) // (1 + len(others))
         lacking = sum(max(0, share - n) for n in others.values())

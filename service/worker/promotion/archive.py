@@ -94,9 +94,10 @@ class Archive:
         return self._asked, list(fresh.evidence)
 
     def judged(self, version: str, verdict: Verdict, fresh: Fresh, *, waits: bool) -> None:
-        """Hear the verdict on what was chosen. `waits`: it had too little evidence, and the next claims bring more.
+        """Take in the verdict on the version that was chosen. `waits`: it had too little evidence.
 
-        One look of four claims of a prompt each is not enough: the archive has a small part of the error.
+        The same version is judged again on the next claims while `waits`. It also is, a few times, where a claim has
+        few prompts and the gain is large enough: the archive's part of the error is small, and needs several looks.
         """
         few = len({fresh.prompts[rollout] for rollout in fresh.evidence}) < LEAST_PROMPTS
         hopes = few and verdict.gain >= self._settings.gate_min_gain and verdict.looks < _ASKED_LOOKS

@@ -62,7 +62,7 @@ class Fresh:
 
 @dataclass(slots=True)
 class Pool:
-    """Recent claims that say too little alone (a batch may hold a single group), until together they say enough."""
+    """Claims that are kept until they have enough prompts together. Alone each has too few: one group, say."""
 
     claims: list[tuple[tuple[Replay, ...], tuple[str, ...]]] = field(default_factory=list)
     by_prompt: bool = True  # of all that wait
@@ -76,9 +76,9 @@ class Pool:
         alone: int = LEAST_PROMPTS,
         claims: int = 1,
     ) -> tuple[list[Replay], npt.NDArray[np.int64] | None] | None:
-        """Replays of `rollouts` of a claim with those that wait, and the prompt of each; None while that is too little.
+        """Add `rollouts` of a claim; returns all replays that wait, and each rollout's prompt. None: too few yet.
 
-        The prompts are None where each rollout is an observation. `alone`: prompts that are enough in one claim.
+        No prompts are returned where each rollout is an observation. `alone`: so many prompts in one claim are enough.
         `claims`: the fewest claims.
         """
         prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)

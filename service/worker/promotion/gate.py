@@ -56,7 +56,7 @@ class Contest:
 
     @property
     def promised(self) -> float:
-        """The gain to expect on the rollouts to come, over the version that is served now. Nan without a look."""
+        """The gain over the served version that is to be expected on later rollouts; nan without a look."""
         return math.expm1(self.correction * math.log1p(self.verdict.gain))
 
     @property
@@ -212,9 +212,9 @@ class Gate:
 
     # --- drafters that people sent
     def replay_sent(self, batch: RolloutBatch, path: Path) -> dict[str, Replay]:
-        """Replay of the version that has waited longest for its verdict; empty where none waits.
+        """Replay the sent drafter that has waited longest for its verdict; empty where none waits.
 
-        Where it cannot be replayed it is refused: what somebody sent is no batch's fault.
+        One that cannot be replayed is refused: that is no batch's fault.
         """
         version = next(iter(self._lineage.waiting()), None)
         if version is None:
@@ -281,4 +281,4 @@ def _or(value: float, otherwise: float) -> float:
 def _without_drafter(found: Replay) -> Replay:
     """What plain decoding does with the same rollouts: one token a round."""
     nothing = np.zeros_like(found.accepted)
-    return Replay(found.tokens, found.tokens.copy(), np.zeros_like(found.rounds), nothing, nothing.copy())
+    return Replay(found.tokens, found.tokens.copy(), nothing, nothing.copy())

@@ -30,7 +30,7 @@ class Chosen:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
-        """`facts`: those of a `Contest`, with `judged_to`, and with `train_on` where it is not the candidate."""
+        """Take it from the `facts` of a `Contest`, with `judged_to`, and `train_on` where it is not the candidate."""
         gain, train_on = facts["gain"], facts.get("train_on", True)
         return cls(gain, facts.get("promised", gain), facts.get("judged_to"), "train_on" in facts, train_on)
 
@@ -89,7 +89,7 @@ class Outcomes:
         )
 
     def measures(self, entry_id: str) -> bool:
-        """Whether the rollouts of a queue entry may measure the version published last: they did not choose it."""
+        """Whether rollouts of this queue entry may measure the newest version: not if they helped to choose it."""
         after = None if self._promise is None else self._promise.after
         return after is None or arrival(entry_id) > arrival(after)
 

@@ -58,5 +58,4 @@ class Training:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Of what `state` gave."""
-        unjudged = state.get("unjudged", 0)  # absent: of before it was kept
-        return cls(state["trained_to"], state["untested"], state["done"], state["tested"], unjudged)
+        return cls(*(state[name] for name in ("trained_to", "untested", "done", "tested", "unjudged")))

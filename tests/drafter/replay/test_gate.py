@@ -22,7 +22,7 @@ def replay_of(tokens: np.ndarray, alpha: np.ndarray) -> Replay:
     R = tokens.size
     empty = np.zeros((R, DEPTH))
     rounds = tokens / np.clip(alpha, 1.0, DEPTH + 1.0)
-    return Replay(tokens.astype(float), rounds, np.zeros(R), empty, empty)
+    return Replay(tokens.astype(float), rounds, empty, empty)
 
 
 def pair(rng: np.random.Generator, rollouts: int, gain: float) -> tuple[Replay, Replay]:
@@ -32,7 +32,7 @@ def pair(rng: np.random.Generator, rollouts: int, gain: float) -> tuple[Replay, 
     noise = rng.standard_t(3, rollouts) * 0.05
     served = replay_of(tokens, alpha)
     rounds = np.clip(served.rounds / (1.0 + gain) * np.exp(noise), tokens / (DEPTH + 1), tokens)
-    return Replay(served.tokens, rounds, served.rounds_variance, served.accepted, served.reached), served
+    return Replay(served.tokens, rounds, served.accepted, served.reached), served
 
 
 def over(seed: int, prompts: int, siblings: int, looks: int = 3000) -> float:
@@ -445,7 +445,7 @@ def test_values_that_cannot_be_are_no_evidence() -> None:
 def test_a_round_emits_a_token_at_least_and_the_drafts_and_one_at_most(alpha: float, possible: bool) -> None:
     tokens = np.full(16, 100.0)
     served = replay_of(tokens, np.full(16, 2.0))
-    odd = Replay(tokens, tokens / alpha, served.rounds_variance, served.accepted, served.reached)
+    odd = Replay(tokens, tokens / alpha, served.accepted, served.reached)
     for challenger, other, name in ((odd, served, "challenger"), (served, odd, "served drafter")):
         look = compare(challenger, other)
         wanted = "" if possible else f"the {name}'s replay is impossible: a round emits 1 to 5 tokens"
@@ -460,7 +460,7 @@ def test_a_round_emits_a_token_at_least_and_the_drafts_and_one_at_most(alpha: fl
 def test_two_prompts_are_evidence_and_so_is_a_gain_of_nothing_that_differs_between_them() -> None:
     tokens = np.full(4, 100.0)
     served = replay_of(tokens, np.full(4, 2.0))
-    mixed = Replay(tokens, np.array([45.0, 45.0, 55.0, 55.0]), np.zeros(4), served.accepted, served.reached)
+    mixed = Replay(tokens, np.array([45.0, 45.0, 55.0, 55.0]), served.accepted, served.reached)
     for groups, prompts in ((None, 4), (np.array([0, 0, 1, 1]), 2)):
         look = compare(mixed, served, groups)
         assert (look.fault, look.prompts, look.gain) == ("", prompts, 0.0)
@@ -474,7 +474,7 @@ def test_replays_of_other_rollouts_or_depths_are_no_evidence() -> None:
     challenger, served = pair(np.random.default_rng(9), 50, 0.5)
     assert "not paired" in fault_of(compare(challenger.select(range(49)), served))
     assert "not paired" in fault_of(compare(challenger.select(list(range(49, -1, -1))), served))
-    deeper = Replay(served.tokens, served.rounds, served.rounds_variance, np.zeros((50, 5)), np.zeros((50, 5)))
+    deeper = Replay(served.tokens, served.rounds, np.zeros((50, 5)), np.zeros((50, 5)))
     assert "depth" in fault_of(compare(challenger, deeper))
     assert "one prompt per rollout" in fault_of(compare(challenger, served, np.arange(3)))
 

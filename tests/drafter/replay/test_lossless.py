@@ -15,12 +15,12 @@ from drafter_reference import reference_steps
 from drafter_worlds import SHAPES, cast, mask_of, world
 from torch import Tensor
 
-import drafter.reference.decode as decode
 import drafter.replay.lossless as lossless
+import examples.reference.decode as decode
 from drafter.batch import RolloutBatch
 from drafter.policy import Policy, TargetHead
-from drafter.reference.decode import generate
 from drafter.replay.lossless import drafters_favour
+from examples.reference.decode import generate
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

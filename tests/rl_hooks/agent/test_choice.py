@@ -262,13 +262,14 @@ RECORDED = Path(__file__).with_name("recorded") / "memory.json"
         {"verdicts": [[{"version": "v1", "a field of tomorrow": 1}, 2]]},
         {"fallback": {"manifest": {"version": "v000001-4e27ac3d", "run": "default"}, "path": "x"}},
         {"pending": ["v3"]},
-        {"sequence": "2"},
-        {"life": None, "contest": {}},
+        {"sequence": "two"},
     ],
     ids=lambda changes: ", ".join(changes) or "as it is",
 )
-def test_what_an_agent_of_an_earlier_release_has_rejected_stays_out(changes: dict[str, Any], tmp_path: Path) -> None:
-    """An agent of 27 November 2026 wrote the file; with each part of it in a form that this one cannot read."""
+def test_what_an_agent_has_rejected_stays_out_also_where_the_rest_cannot_be_read(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """One memory, as it was written and with each part of it in a form that nobody reads."""
     memory = tmp_path / "default" / "engines" / f"{hashlib.sha256(b'http://engine').hexdigest()[:16]}.json"
     memory.parent.mkdir(parents=True)
     written = json.loads(RECORDED.read_text())
@@ -282,7 +283,18 @@ def test_what_an_agent_of_an_earlier_release_has_rejected_stays_out(changes: dic
     assert follower._choice.rejected == {"v000002-6a573c0d": 2}
     again = replace(release(2), manifest=replace(release(2).manifest, version="v000002-6a573c0d"))
     assert follower._choice.wanted(again, "v000001-4e27ac3d", ()) is not again
-    assert follower.withheld.startswith("its canary swapped v000002-6a573c0d back")
     counts = {bucket.drafter_version: bucket.counts.rounds for bucket in follower.ledger.buckets()}
-    assert counts == ({} if "buckets" in changes else {"v000002-6a573c0d": 200, "v000001-4e27ac3d": 305})
-    assert follower.books.canary.good == (None if {"canary", "fallback"} <= changes.keys() else "v000001-4e27ac3d")
+    if changes:
+        assert (counts, follower.books.canary.good, follower.withheld, follower.sequence) == ({}, None, "", -1)
+    else:
+        assert counts == {"v000002-6a573c0d": 200, "v000001-4e27ac3d": 305}
+        assert follower.books.canary.good == "v000001-4e27ac3d"
+        assert follower.withheld.startswith("its canary swapped v000002-6a573c0d back")
+
+
+def test_an_agent_takes_up_the_marks_of_the_engines_process_and_of_its_counts(tmp_path: Path) -> None:
+    follower = contender(tmp_path / "default")
+    follower.seen.look(replace(scrape(10), life="the engine's"), EngineState("a", True, 1), 1.0)
+    follower._store()
+    again = EngineFollower(follower._engine, CanaryRule(rounds=200), AgentMetrics(), tmp_path / "default", None)  # type: ignore[arg-type]
+    assert (again.seen.life, again.ledger.life) == ("the engine's", follower.ledger.life)

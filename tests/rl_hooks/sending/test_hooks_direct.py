@@ -228,23 +228,6 @@ def test_a_service_that_takes_no_direct_uploads_any_more_gets_them_itself(
     assert store.stored() == []
 
 
-def test_an_old_service_is_asked_nothing_new() -> None:
-    with receiver() as old:
-        sender = RolloutSender(old.url)
-        for version in (1, 2):
-            send(sender, version)
-        assert {request.path for request in old.requests} == {"/rollouts?run=default"}
-        sender._delivery.direct_uploads = True  # it was another version before
-        old.answer = lambda request: (
-            (405, {}, {"type": "urn:draftalign:method-not-allowed"})
-            if request.path.startswith("/rollouts/direct")
-            else (202, {}, {"duplicate": False})
-        )
-        send(sender, 3)
-        assert sender.stats()["sent"] == 3
-        sender.close(1.0)
-
-
 @pytest.mark.parametrize(
     "place",
     [

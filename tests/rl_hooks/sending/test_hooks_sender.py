@@ -31,14 +31,13 @@ def test_what_is_submitted_arrives_byte_for_byte_and_in_order() -> None:
     with receiver() as service:
         sender = RolloutSender(service.url + "/base", run="a b", token="secret")
         for i in range(5):
-            assert sender.submit([b"head", memoryview(bytes([i]) * 100)], batch_id=f"id{i}", policy_version=i)
+            assert sender.submit([b"head", memoryview(bytes([i]) * 100)])
         stats = finished(sender)
         assert [r.body for r in service.requests] == [b"head" + bytes([i]) * 100 for i in range(5)]
         first = service.requests[0]
         assert (first.method, first.path) == ("POST", "/base/rollouts?run=a%20b")
         assert first.headers["content-type"] == "application/x-safetensors"
         assert first.headers["authorization"] == "Bearer secret"
-        assert first.headers["x-rollout-id"] == "id0"
         assert stats["sent"] == 5
         assert stats["bytes_sent"] == 520
         assert stats["queue_bytes"] == 0

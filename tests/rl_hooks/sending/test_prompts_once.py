@@ -1,4 +1,4 @@
-"""States of a prompt that several rollouts share are sent once: what is left out, what is not, and who is told."""
+"""States of a prompt that several rollouts share are sent once: what is left out, and what is not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hooks_fixtures import AUX, HIDDEN, Answer, Padded, Received, Receiver, mapped, receiver, step, tiny_qwen3
+from hooks_fixtures import AUX, HIDDEN, Padded, Receiver, mapped, receiver, step, tiny_qwen3
 
 from drafter.batch import load_batch
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
+from rl_hooks.sending import features
 from rl_hooks.sending.features import Captured, FeatureDtype, PackedIndex, StagedRollouts, shared_rows
 
 DTYPES = get_args(FeatureDtype)
@@ -47,7 +48,7 @@ def states_of(index: PackedIndex, noise: float = 0.0, seed: int = 1) -> Captured
     return Captured(tuple(aux.chunk(3, dim=1)), torch.randn(len(aux), HIDDEN, generator=g))
 
 
-def encoded(index: PackedIndex, captured: Captured, dtype: FeatureDtype, path: Path, *, once: bool) -> Path:
+def encoded(index: PackedIndex, captured: Captured, dtype: FeatureDtype, path: Path) -> Path:
     zeros = torch.zeros(len(index.input_ids))
     staged = StagedRollouts(index, captured, (zeros, zeros), dtype=dtype)
     metadata = wire.rollout_metadata(
@@ -57,17 +58,21 @@ def encoded(index: PackedIndex, captured: Captured, dtype: FeatureDtype, path: P
         target_fingerprint="f" * 32,
         aux_layers=AUX,
     )
-    path.write_bytes(b"".join(staged.encode(metadata, prompts_once=once)))
+    path.write_bytes(b"".join(staged.encode(metadata)))
     return path
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_file_reads_back_as_the_one_that_repeats_its_prompts(tmp_path: Path, dtype: FeatureDtype) -> None:
+def test_a_file_reads_back_as_the_one_that_repeats_its_prompts(
+    tmp_path: Path, dtype: FeatureDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     some, other = list(range(2, 2 + PROMPT)), list(range(20, 20 + PROMPT))
     index = index_of([some, some, other, some, other])
     captured = states_of(index)
-    full = load_batch(encoded(index, captured, dtype, tmp_path / "full", once=False)).to("cpu")
-    path = encoded(index, captured, dtype, tmp_path / "once", once=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "shared_rows", lambda *_: None)
+        full = load_batch(encoded(index, captured, dtype, tmp_path / "full")).to("cpu")
+    path = encoded(index, captured, dtype, tmp_path / "once")
     batch = load_batch(path, vocab_size=64)
     assert len(batch.aux_hidden) == len(index.input_ids) - 3 * PROMPT
     assert torch.equal(batch.to("cpu").aux_hidden, full.aux_hidden)
@@ -83,7 +88,7 @@ def test_two_forwards_of_one_prompt_share_where_they_differ_by_rounding_alone(
 ) -> None:
     prompt = list(range(2, 2 + 40))
     index = index_of([prompt] * 4)
-    path = encoded(index, states_of(index, noise=0.02), dtype, tmp_path / "x", once=True)
+    path = encoded(index, states_of(index, noise=0.02), dtype, tmp_path / "x")
     batch, full = load_batch(path).to("cpu"), states_of(index)
     assert len(load_batch(path).aux_hidden) == batch.tokens - 3 * len(prompt)
     true = torch.cat(full.aux, dim=1)
@@ -124,7 +129,7 @@ def test_states_that_are_no_numbers_are_sent_as_they_are(value: float) -> None:
 @pytest.mark.parametrize("prompts", [[[2, 3, 4], [2, 3, 5]], [[2, 3, 4], [2, 3]], [[2, 3, 4]]])
 def test_where_nothing_is_shared_there_are_no_rows(prompts: list[list[int]], tmp_path: Path) -> None:
     index = index_of(prompts)
-    file = wire.MappedFile(encoded(index, states_of(index), "bfloat16", tmp_path / "x", once=True))
+    file = wire.MappedFile(encoded(index, states_of(index), "bfloat16", tmp_path / "x"))
     assert "aux_rows" not in file
 
 
@@ -144,44 +149,11 @@ def group(size: int, seed: int) -> Padded:
     return Padded(torch.tensor(ids), torch.ones(size, PROMPT + 5, dtype=torch.int64), torch.tensor(mask), ids, [])
 
 
-def test_a_hook_sends_prompts_once_when_the_service_has_said_that_it_reads_them(
-    service: Receiver, tmp_path: Path
-) -> None:
+def test_a_hook_sends_the_states_of_a_prompt_once(service: Receiver, tmp_path: Path) -> None:
     model = tiny_qwen3()
-    hook = DrafterHook(model, service.url, run="r", aux_layers=AUX, patience_seconds=0.5)
-    says: dict[str, object] = {"duplicate": False, "last_rows": "predicting"}
-
-    def answer(request: Received) -> Answer:
-        refused = says.pop("refuse", False) and request.path.startswith("/rollouts")
-        return (422, {}, {"detail": "aux_rows is not a tensor of this format"}) if refused else (202, {}, dict(says))
-
-    service.answer = answer
-
-    def rows(version: int) -> int | None:
-        step(hook, model, version, group(4, version))
-        file = mapped(service.rollouts()[-1], tmp_path)
-        return len(file.array("aux_hidden")) if "aux_rows" in file else None
-
-    try:
-        assert rows(0) is None
-        assert rows(1) is None, "an older service says nothing of it"
-        says["prompts_once"] = True
-        assert rows(2) is None, "its answer comes after the file"
-        assert rows(3) == 4 * (PROMPT + 5) - 3 * PROMPT
-        says["refuse"] = True
-        assert rows(4) is not None
-        assert rows(5) is None, "an older service has taken its place"
-        assert rows(6) == 4 * (PROMPT + 5) - 3 * PROMPT
-    finally:
-        hook.close()
-
-
-def test_who_registers_the_run_sends_its_first_file_so(service: Receiver, tmp_path: Path) -> None:
-    model = tiny_qwen3()
-    service.answer = lambda request: (201, {}, {"prompts_once": request.method == "PUT"})
     hook = DrafterHook(model, service.url, run="r", aux_layers=AUX, patience_seconds=0.5)
     try:
         step(hook, model, 0, group(4, 0))
-        assert "aux_rows" in mapped(service.rollouts()[0], tmp_path)
+        assert len(mapped(service.rollouts()[0], tmp_path).array("aux_hidden")) == 4 * (PROMPT + 5) - 3 * PROMPT
     finally:
         hook.close()

@@ -151,7 +151,7 @@ def ids_of(request: Any, directory: Path) -> tuple[str, ...]:
 
 
 def test_the_prompt_of_a_group_is_sent_once(service: Receiver, tmp_path: Path) -> None:
-    service.answer = lambda _: (202, {}, {"duplicate": False, "prompts_once": True, "last_rows": "predicting"})
+    service.answer = lambda _: (202, {}, {"duplicate": False, "last_rows": "predicting"})
     trainer = make_async_trainer(tmp_path, save_policy(tmp_path), draws)
     attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True)
     trainer.train()

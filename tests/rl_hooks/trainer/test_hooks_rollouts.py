@@ -64,7 +64,6 @@ def test_a_sent_file_is_valid_holds_no_padding_and_says_what_the_batch_said(serv
     for i, (sequence, prompt) in enumerate(zip(batch.sequences, batch.prompt_lengths, strict=True)):
         assert ids[cu[i] : cu[i + 1]].tolist() == sequence
         assert mask[cu[i] : cu[i + 1]].tolist() == [0] * prompt + [1] * (len(sequence) - prompt)
-    assert service.rollouts()[0].headers["x-rollout-id"] == header.batch_id
     by_library = safetensors.numpy.load(service.rollouts()[0].body.replace(b'"BF16"', b'"U16" '))
     assert by_library["input_ids"].tolist() == ids.tolist()
     assert np.array_equal(by_library["aux_hidden"], file.array("aux_hidden"))
@@ -391,7 +390,7 @@ def test_forked_children_give_their_rollouts_ids_of_their_own(service: Receiver)
         assert os.waitpid(child, 0)[1] == 0
     run_once(hook, model, padded_batch(LENGTHS), version=0)
     assert hook.flush(20)
-    assert len({request.headers["x-rollout-id"] for request in service.rollouts()}) == 3
+    assert len({request.body for request in service.rollouts()}) == 3
     hook.close()
 
 

@@ -154,7 +154,6 @@ def test_a_column_that_would_send_no_strata_is_refused_when_attaching(
 
 def test_the_groups_of_a_step_share_the_states_of_their_prompts(service: Receiver, tmp_path: Path) -> None:
     """TRL shuffles a step's rollouts, and pads them; each file holds two groups of four."""
-    service.answer = lambda _: (202, {}, {"duplicate": False, "prompts_once": True})
     trainer = make_trainer(tmp_path)
     attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True, dtype="float8_e4m3_all")
     trainer.train()
@@ -288,7 +287,6 @@ def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(
     (tmp_path / "files").mkdir()
     (file,) = files_of(service, attachment, tmp_path / "files")
     mask, logprobs, cu = (file.array(n) for n in ("loss_mask", "logprobs", "cu_seqlens"))
-    assert file.header.metadata["logprobs_source"] == "sampler"
     assert set(logprobs[mask == 1].tolist()) == {-0.5}
     assert set(logprobs[mask == 0].tolist()) == {0.0}
     for begin, end in itertools.pairwise(cu):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -91,18 +90,6 @@ def test_a_damaged_file_is_named_and_only_its_run_notices(service: RunningServic
     assert told, "somebody is told"
     assert all(f"{name} of run 'damaged' is damaged" in detail for detail in told)
     assert all(answer.status_code < 500 for answer in sweep(service, "sound"))
-
-
-def test_a_record_of_before_runs_said_which_rows_they_read_is_sound_and_wants_all(service: RunningService) -> None:
-    begin(service, "old")
-    path = service.layout.run_json("old")
-    record = json.loads(path.read_bytes())
-    for added in ("last_rows", "crc32"):
-        del record[added]
-    path.write_text(json.dumps(record))
-    answers = sweep(service, "old")
-    assert [answer.status_code for answer in answers if answer.status_code >= 400] == []
-    assert put(service, "old").json()["last_rows"] == "all"
 
 
 @pytest.mark.parametrize("name", ["run.json", "latest.json", "manifest.json", "target.safetensors"])

@@ -75,7 +75,6 @@ def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningSe
         "last_dead_reason": "",
         "known_rollouts": 0,
         "last_rows": "predicting",
-        "prompts_once": True,
         "direct_uploads": False,
         "warning": None,
     }
@@ -228,18 +227,6 @@ def test_a_queue_full_by_bytes_answers_429(serve: Serve) -> None:
     service.register()
     assert service.post(body, "default").status_code == 202
     assert service.post(rollout_file(("3", "4")), "default").status_code == 429
-
-
-def test_drop_oldest_takes_the_newest_and_deletes_the_dropped_file(serve: Serve, queue: RolloutQueue) -> None:
-    service = serve(queue_max_items=2, overflow="drop_oldest")
-    service.register()
-    for policy_version in range(4):
-        body = rollout_file((f"a{policy_version}",), policy_version=policy_version)
-        assert service.post(body, "default").status_code == 202
-    assert [e.policy_version for e in queue.claim("w", 1000, 60.0)] == [2, 3]
-    assert len(service.spooled()) == 2
-    dropped = wire.batch_id("default", 0, ("a0",))
-    assert service.client.get(f"/rollouts/{dropped}").json()["state"] == "skipped"
 
 
 def test_a_spool_without_room_answers_429_before_the_body(serve: Serve) -> None:

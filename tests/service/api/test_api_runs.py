@@ -46,7 +46,6 @@ def test_a_run_is_created_once_and_described(bare: RunningService, redis_client:
     assert created.status_code == 201
     document = bare.client.get("/runs/exp-1.a_B").json()
     assert document == created.json()
-    assert document["prompts_once"] is True
     assert document["target_fingerprint"] == FINGERPRINT
     assert (document["vocab_size"], document["hidden_size"], document["aux_layers"]) == (VOCAB, HIDDEN, list(LAYERS))
     assert (document["drafter"], document["reference_version"], document["latest_head"]) == (None, None, None)
@@ -90,7 +89,7 @@ def test_a_run_may_bring_its_drafter_and_tie_its_embeddings(bare: RunningService
     meta = {"drafter_config": json.dumps(export_config(SIZES)), "draft_vocab_size": "20"}
     assert bare.register(tensors=drafter_tensors(), metadata=meta).status_code == 201
     document = bare.client.get("/runs/default").json()
-    assert (document["has_drafter"], document["draft_vocab_size"]) == (True, 20)
+    assert document["draft_vocab_size"] == 20
     tied = wire.encode({"embed_tokens": f32(VOCAB, HIDDEN)}, wire.parse_header(run_file()).metadata)
     content = b"".join(bytes(part) for part in tied)
     assert bare.client.put("/runs/tied", content=content, headers=HEADERS).status_code == 201

@@ -62,7 +62,7 @@ def test_a_files_bytes_are_those_that_the_hook_writes(
     """`together`: all answer one prompt, and share its states."""
     N = rollouts * tokens
     index = PackedIndex(
-        np.zeros(N, np.int32),
+        np.zeros(N, np.int32) if together else np.arange(N, dtype=np.int32),
         np.arange(0, N + 1, tokens, dtype=np.int32),
         (np.arange(N) % tokens >= prompt).astype(np.uint8),
         np.zeros(N, np.float32),
@@ -76,7 +76,7 @@ def test_a_files_bytes_are_those_that_the_hook_writes(
         run="default", policy_version=0, rollout_ids=ids, target_fingerprint="0" * 32, aux_layers=(1, 2, 3),
         rewards=[0.0] * rollouts,
     )  # fmt: skip
-    written = wire.parts_bytes(staged.encode(metadata, prompts_once=together))
+    written = wire.parts_bytes(staged.encode(metadata))
     planned = file_bytes(SMALL, rollouts, tokens, dtype, prompt / tokens, rollouts if together else 1)
     assert abs(planned - written) <= 256  # of offsets in the header
 

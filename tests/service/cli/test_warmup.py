@@ -30,9 +30,9 @@ from examples.demo import SERVICE_SETTINGS, child, free_port
 from examples.policy import load
 from rl_hooks.errors import HookError
 from rl_hooks.hook import DrafterHook
-from rl_hooks.trainer.warmup import Sampling, Sent, read_prompts, send_rollouts
 from rl_hooks.wire import prompt_hash
 from service.cli import warmup
+from service.cli.drafters.answers import Sampling, Sent, read_prompts, send_rollouts
 from service.errors import ConfigurationError
 
 POLICY = Path(recall.TASK.base_policy)

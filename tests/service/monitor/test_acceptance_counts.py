@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_fixtures import acceptance
+from record_fixtures import acceptance, by_drafter
 from redis import Redis
 from service_fixtures import RunningService, rollout_file
 from storage_fixtures import Store
 
 from service.monitor.counts import (
     LiveAlpha,
-    by_drafter,
     by_method,
     servers,
     since,

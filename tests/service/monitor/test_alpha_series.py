@@ -65,10 +65,10 @@ def test_what_has_no_data_is_null_and_never_zero() -> None:
 
 def test_what_frozen_is_compared_with_is_of_the_same_rollouts() -> None:
     """The first file of a version was compared, the next passed over: they may be of quite different prompts."""
-    [point] = points([score(1, served=counts(300, 100), frozen=counts(290, 100)), score(1, served=counts(100, 100))])
+    compared = {"served": counts(300, 100), "frozen": counts(290, 100), "best": counts(300, 80)}
+    [point] = points([score(1, **compared), score(1, served=counts(100, 100))])
     assert point["alpha_served"] == pytest.approx(2.0)
-    assert point["alpha_served_compared"] == pytest.approx(3.0)
-    assert points([score(1, served=counts(100, 100))])[0]["alpha_served_compared"] is None
+    assert point["publication_lag"] == pytest.approx(3.75 - 3.0)
 
 
 def test_publication_lag_is_formed_only_where_all_drafters_were_scored() -> None:
@@ -121,7 +121,7 @@ def test_a_version_that_some_batches_were_scored_with_counts_beside_what_served_
 
     [point] = points([turn(n, 1.15) for n in range(20)])
     assert point["best_version"] == "v000003-a"
-    assert point["publication_lag"] == pytest.approx(0.15 * point["alpha_served_compared"])
+    assert point["publication_lag"] == pytest.approx(0.15 * point["alpha_served"])
     for scores in ([turn(n, 1.15) for n in range(14)], [turn(n, 0.9) for n in range(20)]):
         [point] = points(scores)
         assert (point["best_version"], point["publication_lag"]) == ("v000009-b", 0)

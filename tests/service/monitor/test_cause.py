@@ -114,8 +114,7 @@ def remembered(*rows: Row) -> RecentTicks:
 def change_of(
     evidence: RecentTicks, *alarms: str, sd: float = 0.1, uncertainty: float = 0.0, owed: Estimate = NOTHING
 ) -> Change | None:
-    given = {"sd": sd, "uncertainty": uncertainty, "owed": owed}
-    return evidence.change(alarms, several_strata=True, rollouts_per_tick=64, **given)
+    return evidence.change(alarms, sd=sd, uncertainty=uncertainty, owed=owed, several_strata=True, rollouts_per_tick=64)
 
 
 def test_a_worse_version_is_blamed_though_the_statistic_rose_only_later() -> None:

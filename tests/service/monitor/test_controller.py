@@ -443,12 +443,3 @@ def test_state_survives_json() -> None:
     restored = Controller.from_json(json.loads(json.dumps(controller.to_json())))
     assert restored == controller
     assert restored.decide(ECONOMY, 2.0) == controller.decide(ECONOMY, 2.0)
-
-
-def test_a_checkpoint_of_an_earlier_release_is_read_by_the_names_that_it_has() -> None:
-    controller = replace(taught(0.0), probes=1.25, probing=True)
-    values = controller.to_json()
-    values |= {"looks": values.pop("probes"), "looking": values.pop("probing")}
-    restored = Controller.from_json(json.loads(json.dumps(values)))
-    assert restored == controller
-    assert (restored.probes, restored.probing) == (1.25, True)

@@ -274,10 +274,6 @@ STATES = [
         ("warn", "queue_full", "Queue 83 % full: 8,300 batches wait; at 100 % rollouts are refused."),
     ),
     (
-        facts(queue_fill=1.0, queued=1, drops_oldest=True),
-        ("warn", "queue_full", "Queue 100 % full: 1 batch waits; the oldest are dropped."),
-    ),
-    (
         facts(last_arrival=NOW - 1200),
         ("wait", "trainer_silent", "No rollouts for 20 min."),
     ),

@@ -62,7 +62,6 @@ NAMES = {
     "draftalign_rollouts_duplicate_total": {"run"},
     "draftalign_rollouts_dead_total": {"run"},
     "draftalign_rollouts_rejected_total": {"run"},
-    "draftalign_rollouts_dropped_total": {"run"},
     "draftalign_rollouts_last_arrival_timestamp_seconds": {"run"},
     "draftalign_vocabulary_tokens": {"run"},
     "draftalign_vocabulary_tokens_wanted": {"run"},
@@ -119,7 +118,6 @@ def full_snapshot() -> RunSnapshot:
             "duplicates_total": 1,
             "dead_total": 0,
             "rejected_total": 3,
-            "dropped_total": 0,
         },
         worker={
             "heartbeat": 1000.5,

@@ -60,7 +60,7 @@ async def _enqueue(url: str, run: str) -> list[str]:
         await WriteTest(client).check()
         queue = AsyncRolloutQueue(client, run)
         batches = [Batch(f"{n:032x}", f"{n:032x}.b", 100, 10, 2, n, n, (f"r{n}",)) for n in (1, 2, 2)]
-        return [(await queue.enqueue(b, max_items=9, max_bytes=10_000, overflow="reject")).outcome for b in batches]
+        return [(await queue.enqueue(b, max_items=9, max_bytes=10_000)).outcome for b in batches]
 
 
 async def _forget(url: str, run: str) -> int:

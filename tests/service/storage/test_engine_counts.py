@@ -12,7 +12,7 @@ import pytest
 import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from record_fixtures import acceptance, score
+from record_fixtures import acceptance, by_drafter, score
 from redis import Redis
 from redis.exceptions import RedisError
 from service_fixtures import RunningService
@@ -21,10 +21,9 @@ from storage_fixtures import Store
 from rl_hooks.engines.counters import MAX_BUCKETS, Counts, Ledger
 from service.api import snapshot
 from service.errors import EndedLife, TooManyReporters
-from service.monitor.alpha import Attempt, Turn, alpha_series
+from service.monitor.alpha import Attempt, Turn
 from service.monitor.counts import (
     LiveAlpha,
-    by_drafter,
     servers,
     since,
     total,
@@ -102,7 +101,7 @@ class FullRead:
         if record.policy_version is None:
             more = since(record, self.unplaced.get(own))
             self.unplaced[own] = record
-            placed = replace(more, policy_version=latest, as_of_arrival=True)
+            placed = replace(more, policy_version=latest)
             record = total(placed, previous)
         if previous is not None and not more.rounds:  # it is of when it was counted
             record = replace(record, created=previous.created)
@@ -200,8 +199,9 @@ def test_running_sums_are_those_of_reading_everything(
 
 
 def point_live(records: list[AcceptanceRecord]) -> dict[int, Any]:
-    points = alpha_series("default", [], records, [], 4).points
-    return {p.policy_version: (p.live_by_drafter, p.live_rounds) for p in points if p.live_rounds}
+    policies = sorted({record.policy_version for record in records if record.policy_version is not None})
+    found = {policy: by_drafter([r for r in records if r.policy_version == policy]) for policy in policies}
+    return {policy: (alphas, sum(one.rounds for one in alphas.values())) for policy, alphas in found.items() if alphas}
 
 
 def of_reporters(records: list[AcceptanceRecord]) -> dict[str, tuple[int, int]]:

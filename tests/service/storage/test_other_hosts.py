@@ -24,7 +24,7 @@ from service.storage.runs import load_run, read_state
 Elsewhere = Callable[[Path, str], None]
 RECORD = {
     "run": "x", "target_fingerprint": "0" * 32, "aux_layers": [0, 1, 2], "vocab_size": 8, "hidden_size": 4,
-    "policy_version": 0, "draft_vocab_size": None, "has_drafter": False, "bytes": 1, "created": 0.0, "crc32": 1,
+    "policy_version": 0, "draft_vocab_size": None, "bytes": 1, "created": 0.0, "crc32": 1,
     "last_rows": "all",
 }  # fmt: skip
 

@@ -41,12 +41,12 @@ class Bench:
         self.worker = RolloutQueue(client, "default", remembered_bytes)
         self.worker.ensure_group()
 
-    def put(self, *batches: Batch, max_items: int = 100, max_bytes: int = 10_000, overflow: Any = "reject") -> Enqueued:
+    def put(self, *batches: Batch, max_items: int = 100, max_bytes: int = 10_000) -> Enqueued:
         async def send() -> Enqueued:
             async with redis.asyncio.Redis.from_url(self.url) as client:
                 queue = AsyncRolloutQueue(client, "default", self.remembered_bytes)
                 for batch in batches:
-                    outcome = await queue.enqueue(batch, max_items=max_items, max_bytes=max_bytes, overflow=overflow)
+                    outcome = await queue.enqueue(batch, max_items=max_items, max_bytes=max_bytes)
                 return outcome
 
         return asyncio.run(send())
@@ -137,9 +137,9 @@ def test_after_the_newest_letter_is_gone_the_one_before_says_why_a_batch_died(be
             await DeadLetters(client, AsyncRolloutQueue(client, "default")).discard(make_batch(number).batch_id)
 
     asyncio.run(discard(2))
-    assert bench.put(make_batch(3)) == Enqueued("accepted", "queued", (), 2, "reason 0")
+    assert bench.put(make_batch(3)) == Enqueued("accepted", "queued", None, 2, "reason 0")
     asyncio.run(discard(1))
-    assert bench.put(make_batch(4)) == Enqueued("accepted", "queued", (), 2, "")
+    assert bench.put(make_batch(4)) == Enqueued("accepted", "queued", None, 2, "")
 
 
 def test_of_many_rollouts_those_that_came_before_are_told_by_their_place(bench: Bench) -> None:
@@ -159,22 +159,6 @@ def test_counts_of_terabytes_are_exact(bench: Bench) -> None:
     assert bench.worker.depth() == (3, 3 * size)
     full = bench.put(make_batch(9, size=2 * size), max_bytes=4 * size)
     assert full.held == (3, 3 * size, 6)
-    assert bench.put(make_batch(9, size=2 * size), max_bytes=4 * size, overflow="drop_oldest").outcome == "accepted"
-    assert bench.worker.depth() == (3, 4 * size)
-
-
-def test_no_more_is_dropped_than_makes_room_for_the_new_rollouts(redis_url: str, redis_client: Redis) -> None:
-    Bench(redis_url, redis_client)
-
-    async def fill() -> list[Enqueued]:
-        async with redis.asyncio.Redis.from_url(redis_url) as client:
-            queue = AsyncRolloutQueue(client, "default", REMEMBERED_BYTES, max_rollouts=7)
-            bounds: Any = {"max_items": 100, "max_bytes": 10_000, "overflow": "drop_oldest"}
-            return [await queue.enqueue(make_batch(number), **bounds) for number in range(5)]  # of two rollouts each
-
-    found = asyncio.run(fill())
-    assert [one.outcome for one in found] == ["accepted"] * 5
-    assert [one.dropped for one in found] == [(), (), (), (make_batch(0).blob,), (make_batch(1).blob,)]
 
 
 def test_the_newest_policy_is_that_of_the_batch_that_came_last_not_of_one_that_is_put_back(bench: Bench) -> None:
@@ -197,12 +181,11 @@ def test_the_newest_policy_is_that_of_the_batch_that_came_last_not_of_one_that_i
     assert (came_again.batch_id, came_again.belated) == (seven.batch_id, True)
 
 
-@pytest.mark.parametrize("overflow", ["reject", "drop_oldest"])
-def test_what_was_queued_uncounted_leaves_no_debt_behind(bench: Bench, overflow: str) -> None:
+def test_what_was_queued_uncounted_leaves_no_debt_behind(bench: Bench) -> None:
     """Another version counted it elsewhere; or a queue of that many more would never be full."""
     bench.put(make_batch(1), make_batch(2))
     bench.client.delete(Keys("default").held)
-    bench.put(make_batch(3), make_batch(4), max_items=1 if overflow == "drop_oldest" else 100, overflow=overflow)
+    bench.put(make_batch(3), make_batch(4))
     for entry in bench.claim():
         bench.worker.ack(entry)
     assert bench.worker.depth() == (0, 0)
@@ -214,10 +197,8 @@ def test_whoever_sends_the_next_batch_hears_how_many_died_and_why_the_newest_did
     assert (bench.put(make_batch(1)).dead_total, bench.put(make_batch(2)).last_dead_reason) == (0, "")
     for number, entry in enumerate(bench.claim()):
         bench.worker.dead_letter(entry, f"reason {number}")
-    assert bench.put(make_batch(3)) == Enqueued("accepted", "queued", (), 2, "reason 1")
-    assert bench.put(make_batch(3)) == Enqueued("duplicate", "queued", (), 2, "reason 1")
-    dropping = bench.put(make_batch(4), max_items=1, overflow="drop_oldest")
-    assert dropping == Enqueued("accepted", "queued", (make_batch(3).blob,), 2, "reason 1")
+    assert bench.put(make_batch(3)) == Enqueued("accepted", "queued", None, 2, "reason 1")
+    assert bench.put(make_batch(3)) == Enqueued("duplicate", "queued", None, 2, "reason 1")
 
 
 def test_a_batch_whose_file_was_lost_may_be_sent_again(bench: Bench) -> None:
@@ -456,45 +437,12 @@ def test_a_batch_of_which_redis_has_lost_the_record_ends_and_is_forgotten(
     assert remembered(bench) <= 5_000
 
 
-def test_what_was_dropped_is_remembered_within_the_same_bound(redis_url: str, redis_client: Redis) -> None:
-    bench = Bench(redis_url, redis_client, 20_000)
-    for number in range(60):
-        assert bench.put(make_batch(number), max_items=1, overflow="drop_oldest").outcome == "accepted"
-    assert remembered(bench) <= 20_000
-    states = [bench.worker.batch(make_batch(number).batch_id) for number in range(60)]
-    assert states[0] is None
-    assert states[58] is not None
-    assert states[58]["state"] == "skipped"
-
-
 def test_the_queue_is_bounded_by_items_and_by_bytes(bench: Bench) -> None:
     bench.put(make_batch(1), make_batch(2))
     assert bench.put(make_batch(3), max_items=2).outcome == "full"
     assert bench.put(make_batch(3), max_bytes=299).outcome == "full"
     assert bench.put(make_batch(3), max_bytes=300).outcome == "accepted"
     assert bench.worker.counters()["rejected_total"] == 2
-
-
-def test_drop_oldest_spares_what_a_worker_holds(bench: Bench) -> None:
-    bench.put(*(make_batch(n) for n in (1, 2, 3)))
-    (held,) = bench.claim(max_tokens=1)
-    outcome = bench.put(make_batch(4), max_items=3, overflow="drop_oldest")
-    assert outcome.outcome == "accepted"
-    assert outcome.dropped == (make_batch(2).blob,)
-    assert held.batch_id == make_batch(1).batch_id
-    assert [e.batch_id for e in bench.claim()] == [make_batch(n).batch_id for n in (3, 4)]
-    record = bench.worker.batch(make_batch(2).batch_id)
-    assert record is not None
-    assert record["state"] == "skipped"
-    assert "full" in record["reason"]
-    assert bench.worker.counters()["dropped_total"] == 1
-    assert bench.worker.depth() == (3, 300)
-
-
-def test_drop_oldest_refuses_when_everything_is_held(bench: Bench) -> None:
-    bench.put(make_batch(1), make_batch(2))
-    bench.claim()
-    assert bench.put(make_batch(3), max_items=2, overflow="drop_oldest").outcome == "full"
 
 
 def test_the_newest_policy_is_of_the_last_entries_or_of_those_after_one(bench: Bench) -> None:

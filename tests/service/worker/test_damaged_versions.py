@@ -261,25 +261,20 @@ def test_a_run_whose_target_is_damaged_says_so_and_goes_on_when_a_copy_is_put_ba
     restarted._close()
 
 
-def test_what_is_of_before_sums_were_kept_is_not_called_damaged(bench: Bench, worker: Worker, tmp_path: Path) -> None:
-    """The target is read. A checkpoint of that time has a state that nobody reads any more."""
+def test_a_checkpoint_without_its_sums_is_refused_by_name(bench: Bench, worker: Worker, tmp_path: Path) -> None:
     bench.post("a")
     while worker._turn():
         pass
     worker._close()
-    record = json.loads(bench.layout.run_json(RUN).read_bytes())
-    assert record.pop("crc32") is not None
-    bench.layout.run_json(RUN).write_text(json.dumps(record))
     (bench.checkpoint() / "crc32.json").unlink()
     restarted = Worker(bench.settings, Redis.from_url(bench.redis_url))
     batch = bench.post("b")
     for _ in range(5):
         restarted._turn()
     error = Store(bench.redis, RUN).worker().error
-    assert error == (
-        f"{bench.checkpoint()} has no crc32.json, so an earlier version of draftalign wrote it; move the directory "
-        "away: the run then goes on from its newest published drafter"
-    )
+    assert error is not None
+    assert f"{bench.checkpoint()}/crc32.json cannot be read" in error
+    assert "move the directory away" in error
     shutil.move(bench.checkpoint(), tmp_path)
     for _ in range(5):
         restarted._turn()

@@ -259,7 +259,7 @@ def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published(a
             served = rng.uniform(20, 40, 56)
             noise = 1.0 + 0.03 * np.repeat(rng.standard_normal(7), 8)
             rounds = served / np.where(np.arange(56) % 2, 0.96, 1.04) * noise
-            pair = [Replay(np.full(56, 80.0), r, np.zeros(56), *np.zeros((2, 56, 4))) for r in (rounds, served)]
+            pair = [Replay(np.full(56, 80.0), r, *np.zeros((2, 56, 4))) for r in (rounds, served)]
             groups = np.repeat(np.arange(7), 8)[looked]
             trial.trained()
             trial.take(compare(pair[0].select(looked), pair[1].select(looked), groups))

@@ -10,7 +10,7 @@ Why that is lossless: the tree is a function of the text alone, not of chance, s
 given the text before it. (Rejection sampling gives the same law: child x is accepted with probability p(x), and after a
 rejection p is renormalised without x.) Greedy is the same with p on the argmax.
 
-As in `drafter.reference.decode`, sequences share a batch, caches are addressed by slot, and a rejected node leaves a
+As in `examples.reference.decode`, sequences share a batch, caches are addressed by slot, and a rejected node leaves a
 masked slot.
 
 Legend: B sequences, m nodes, K depth, k branches, V target vocabulary, D draft vocabulary, S slots, H hidden.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.reference.decode import (
+from examples.reference.decode import (
     Generation,
     _DrafterReader,
     _followed_by,

@@ -18,7 +18,7 @@ H hidden, G key-value heads, hd head size, S slots.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -49,11 +49,6 @@ class Generation:
         """Tokens per round, pooled over prompts; nan without a round."""
         rounds = sum(self.rounds)
         return sum(self.emitted) / rounds if rounds else float("nan")
-
-    @staticmethod
-    def concat(parts: Sequence[Generation]) -> Generation:
-        """The generations as one, prompts in the order given."""
-        return Generation(*([one for part in parts for one in getattr(part, of.name)] for of in fields(Generation)))
 
 
 def sampling_logprobs(logits: Tensor, temperature: float) -> Tensor:

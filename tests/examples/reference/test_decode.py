@@ -25,7 +25,7 @@ from torch import Tensor
 
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.reference.decode import Generation, generate, sampling_logprobs, verify_chain
+from examples.reference.decode import Generation, generate, sampling_logprobs, verify_chain
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -253,17 +253,6 @@ def test_a_text_ends_with_any_of_several_tokens(target: Any, trained: Eagle3Draf
     assert {text[-1] for text, how in zip(made.tokens, made.finished, strict=True) if how == "eos"} == {common, EOS}
     for none in (None, list[int]()):
         assert generate(target, trained, prompts[:5], eos_id=none, **size).tokens == whole[:5]  # type: ignore[arg-type]
-
-
-def test_generations_are_joined_in_order(target: Any, trained: Eagle3Drafter) -> None:
-    prompts, size = make_prompts(9, 64), {"max_tokens": 12, "temperature": 0.0}
-    whole = generate(target, trained, prompts, **size)  # type: ignore[arg-type]
-    parts = [generate(target, trained, part, **size) for part in (prompts[:4], prompts[4:])]  # type: ignore[arg-type]
-    joined = Generation.concat(parts)
-    for name in ("tokens", "rounds", "accepted", "emitted", "finished"):
-        assert getattr(joined, name) == getattr(whole, name)
-    assert [len(values) for values in joined.logprobs] == [len(text) for text in joined.tokens]
-    assert joined.alpha == whole.alpha
 
 
 def test_the_same_seed_gives_the_same_text(target: Any, trained: Eagle3Drafter) -> None:

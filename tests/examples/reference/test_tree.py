@@ -27,9 +27,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.reference.decode import embedding, generate
-from drafter.reference.tree import DraftTree, _most_probable, _TreeDrafter, _TreeReader, generate_tree, walk
 from drafter.vocabulary import DraftVocabulary
+from examples.reference.decode import embedding, generate
+from examples.reference.tree import DraftTree, _most_probable, _TreeDrafter, _TreeReader, generate_tree, walk
 
 
 def seeded(seed: int) -> torch.Generator:
