@@ -11,10 +11,11 @@ The policy is the small Markov one of `benchmarks/headroom.py`. Drafters are rea
 shipped code. `draftalign` is the shipped worker (scores, gate, archive, controller) with an embedded Valkey, and the
 API's `POST /acceptance` for what the engine counts. The other trainer has the same optimizer, passes and memory of
 recent rollouts, but no rise of the learning rate; it trains on every fourth claim, or on every second, and publishes
-what comes out. An engine takes a claim to load what is offered. α lost: what a drafter trained at length on the policy
-of the day would have more, in mean over all claims. The last column names what the service did, in this script's words:
-an engine called dead in the answer to its counts, a version served again in the history, an idle controller. Training
-at a fixed interval does none of that.
+what comes out. It replays nothing: *replayed* is what scoring, judging and asking the archive cost beside training. An
+engine takes a claim to load what is offered. α lost: what a drafter trained at length on the policy of the day would
+have more, in mean over all claims. The last column names what the service did, in this script's words: an engine called
+dead in the answer to its counts, a version served again in the history, an idle controller. Training at a fixed
+interval does none of that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import copy
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +45,7 @@ from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.api.app import create_app
 from service.settings import Settings
+from service.worker import scoring
 from service.worker.recent import RecentRollouts, Task, taken
 
 DEPTH: Final = 4
@@ -87,6 +90,7 @@ class Account:
 
     trainings: int = 0
     tokens: int = 0
+    replayed: int = 0  # response tokens, once for each drafter that was replayed on them
     offered: int = 0  # versions published, served again or pushed: each is a swap in every engine
     lost: float = 0.0  # α, summed over claims
     says: str = ""
@@ -211,6 +215,24 @@ class Draftalign:
             self.account.says = "nothing to gain" if self._learner.controller.idle else "training gains"
 
 
+@contextmanager
+def replays_counted(account: Account) -> Iterator[None]:
+    """Add up what the worker replays meanwhile: to score, to judge, to ask the archive."""
+    of_worker: Any = scoring
+    before = of_worker.replay
+
+    def counted(*args: Any, **named: Any) -> Replay:
+        found: Replay = before(*args, **named)
+        account.replayed += round(float(found.tokens.sum()))
+        return found
+
+    of_worker.replay = counted
+    try:
+        yield
+    finally:
+        of_worker.replay = before
+
+
 def play(world: World, case: Case, trainer: Interval | Draftalign, wake: Callable[[], int]) -> Account:
     """Run a case. `wake`: a number that changes whenever engines are offered something to load."""
     dead, known = False, wake()
@@ -250,26 +272,26 @@ def compare(case: Case, world: World, **changes: Any) -> tuple[Account, Account]
             TestClient(create_app(run.settings), base_url="http://127.0.0.1") as api,
         ):  # fmt: skip
             ours = Draftalign(world, run, api)
-            play(world, case, ours, lambda: run.sequence)
+            with replays_counted(ours.account):
+                play(world, case, ours, lambda: run.sequence)
     return fixed, ours.account
 
 
 def table(cases: Sequence[Case], worlds: Sequence[World], show: Callable[[str], None] = print) -> None:
     """One line per case and trainer, summed or averaged over seeds."""
-    show(
-        "| case | trainer | trainings | tokens trained | swaps | α lost | what it says |\n|---|---|---|---|---|---|---|"
-    )
+    columns = ("case", "trainer", "trainings", "tokens trained", "replayed", "swaps", "α lost", "what it says")
+    show(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for case in cases:
         found = [(*compare(case, world), at_interval(case, world, INTERVAL // 2)) for world in worlds]
         names = ("every 4th claim", "draftalign", "every 2nd claim")
         for name, accounts in zip(names, zip(*found, strict=True), strict=True):
             mean = {field: sum(getattr(a, field) for a in accounts) / len(worlds) for field in ("trainings", "offered")}
-            tokens = sum(a.tokens for a in accounts) / len(worlds)
+            tokens, replayed = (sum(getattr(a, f) for a in accounts) / len(worlds) for f in ("tokens", "replayed"))
             lost = sum(a.lost for a in accounts) / len(worlds) / len(case.policies)
             says = "; ".join(dict.fromkeys(a.says for a in accounts))
             show(
-                f"| {case.name} | {name} | {mean['trainings']:.1f} | {tokens / 1000:.0f} k | {mean['offered']:.1f} | "
-                f"{lost:+.2f} | {says} |"
+                f"| {case.name} | {name} | {mean['trainings']:.1f} | {tokens / 1000:.0f} k | {replayed / 1000:.0f} k | "
+                f"{mean['offered']:.1f} | {lost:+.2f} | {says} |"
             )
 
 

@@ -48,17 +48,22 @@ _REWARD_KEY: Final = "draftalign_reward"
 def attach(
     trainer: Any,
     url: str,
+    *,
+    strata: str | None = None,
     **options: Any,
 ) -> Attachment:
     """Send this trainer's rollouts and features to the service at `url`.
 
-    `options` are those of `DrafterHook`: `run`, `token`, `aux_layers`, `initial_drafter`, `strict`, and so on. Raises
-    `UnsupportedTrainerError` for a trainer it cannot wrap, `UnsupportedModelError` and `AuxLayersError` for a model it
-    cannot read; nothing is raised later unless `strict`.
+    `strata`: the column of the training data that says of which kind a prompt is (its source, say), so that another
+    mix of kinds is no drift; of GRPO and RLOO. `options` are those of `DrafterHook`: `run`, `token`, `aux_layers`,
+    `initial_drafter`, `strict`, and so on. Raises `UnsupportedTrainerError` for a trainer it cannot wrap,
+    `UnsupportedModelError` and `AuxLayersError` for a model it cannot read; nothing is raised later unless `strict`.
     """
     asynchronous = any(base.__name__ == "AsyncGRPOTrainer" for base in type(trainer).__mro__)
     kind: type[Attachment] = AsyncAttachment if asynchronous else GrpoAttachment
     _check_trainer(trainer, kind)
+    if strata is not None:
+        _check_column(trainer, strata, asynchronous)
     hook = DrafterHook(
         trainer.model,
         url,
@@ -68,7 +73,27 @@ def attach(
         own_log_probs=kind is GrpoAttachment,  # its fused head labels every token of the completions
         **options,
     )
-    return kind(trainer, hook)
+    attachment = kind(trainer, hook)
+    if isinstance(attachment, GrpoAttachment):
+        attachment.column = strata
+    return attachment
+
+
+def _check_column(trainer: Any, column: str, asynchronous: bool) -> None:
+    """Refuse what would send no strata."""
+    if asynchronous:
+        raise UnsupportedTrainerError(
+            f"strata={column!r}: AsyncGRPOTrainer's samples do not carry the training data's columns. Leave strata out"
+        )
+    columns = getattr(getattr(trainer, "train_dataset", None), "column_names", None)
+    if columns is not None and column not in columns:
+        raise UnsupportedTrainerError(
+            f"strata={column!r}: the training data has no such column, but {', '.join(columns)}. Name one of them"
+        )
+    if getattr(trainer.args, "remove_unused_columns", False):
+        raise UnsupportedTrainerError(
+            f"strata={column!r}: remove_unused_columns=True takes it off the rows. Set it to False, as GRPOConfig does"
+        )
 
 
 def _check_trainer(trainer: Any, kind: type[Attachment]) -> None:
@@ -120,6 +145,9 @@ class GrpoAttachment(Attachment):
         self._rewards: Tensor | None = None
         self._captured: set[int] = set()
         self._numbered = 0
+        #: Column of the training data with each prompt's kind; None: not told.
+        self.column: str | None = None
+        self._kinds: dict[int, str] = {}  # of each rollout of the last generation batch
         self._wrap(trainer, "_calculate_rewards", self._calculate_rewards)
         self._wrap(trainer, "_generate_and_score_completions", self._generate)
         self._wrap(trainer, "_compute_loss", self._loss)
@@ -138,6 +166,8 @@ class GrpoAttachment(Attachment):
         batch = original(*args, **kwargs)
         if self._active and self._trainer.model.training:
             self.hook.guard(self._label, batch, version)
+            if self.column is not None:
+                self.hook.guard(self._note_kinds, self.column, batch, *args, **kwargs)
         return batch
 
     # --- what they add ----------------------------------------------------------------------------------------------
@@ -154,6 +184,11 @@ class GrpoAttachment(Attachment):
         if rewards is not None:
             labels[_REWARD_KEY] = self._weighted(rewards, B)
         batch.update(labels)
+
+    def _note_kinds(self, column: str, batch: dict[str, Any], inputs: list[dict[str, Any]]) -> None:
+        """Remember of which kind each rollout's prompt is, by its number: a shuffle moves rows, not numbers."""
+        numbers = batch[_ORIGIN_KEY][:, 0].tolist()
+        self._kinds = {n: str(row[column]) for n, row in zip(numbers, inputs, strict=True)}
 
     def _weighted(self, rewards: Tensor, batch_size: int) -> Tensor:
         """Take this rank's rows of the gathered [B * world, functions] rewards, summed by weight as TRL sums them."""
@@ -202,6 +237,7 @@ class GrpoAttachment(Attachment):
             "policy_version": version,
             "logprobs": logprobs,
             "rewards": rewards if known else None,
+            "strata": [self._kinds.get(number, "") for number, _ in rows] if self._kinds else None,
             "temperature": self._trainer.args.temperature,
             "top_p": self._trainer.args.top_p,
             "top_k": self._trainer.args.top_k,

@@ -26,10 +26,11 @@ class Browser:
         self._connection = connection
         self._calls = 0
 
-    def dom(self, url: str, seconds: float = 2.5) -> str:
+    def dom(self, url: str, seconds: float = 2.5, then: str | None = None) -> str:
         """The document at `url` as HTML after so many seconds of virtual time: timers run ahead, requests are awaited.
 
-        The events that follow are those of this page only: no other page is open meanwhile.
+        The events that follow are those of this page only: no other page is open meanwhile. `then`: JavaScript that
+        runs in it before it is read.
         """
         context = self._call("Target.createBrowserContext")["browserContextId"]
         try:
@@ -41,6 +42,8 @@ class Browser:
             budget = {"policy": "pauseIfNetworkFetchesPending", "budget": 1000 * seconds}
             self._call("Emulation.setVirtualTimePolicy", session, **budget)
             self._until(lambda message: message.get("method") == "Emulation.virtualTimeBudgetExpired")
+            if then is not None:
+                self._call("Runtime.evaluate", session, expression=then)
             found = self._call("Runtime.evaluate", session, expression="document.documentElement.outerHTML")
             return str(found["result"]["value"])
         finally:

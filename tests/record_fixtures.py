@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -46,6 +47,24 @@ def gauges(fields: Fields) -> WorkerGauges:
     found = read(WorkerGauges, to_json(dict(fields)))
     assert found is not None
     return found
+
+
+def compared(entry: int, ratios: Sequence[float], drafter: str = "v2") -> ScoreRecord:
+    """A batch of so many prompts, each with its α of the served drafter over that of the first one."""
+    first = {f"{entry}/{n}": (300.0, 100.0) for n in range(len(ratios))}
+    served = {name: (300.0, 100.0 / ratio) for (name, _), ratio in zip(first.items(), ratios, strict=True)}
+    replayed = [
+        {"version": version, "sums": sums(by_prompt), "by_prompt": by_prompt}
+        for version, by_prompt in (("v1", first), (drafter, served))
+    ]
+    fields = {"entry_id": f"{entry}-0", "batch_id": str(entry), "policy_version": entry, "drafter_version": drafter}
+    return score(fields | {"served": sums(served), "frozen": sums(first), "replayed": replayed})
+
+
+def sums(by_prompt: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Tokens and rounds of all these prompts."""
+    tokens, rounds = (math.fsum(column) for column in zip(*by_prompt.values(), strict=True))
+    return {"tokens": tokens, "rounds": rounds}
 
 
 def watched(scores: Iterable[ScoreRecord], counts: Iterable[AcceptanceRecord]) -> Watch:

@@ -52,7 +52,7 @@ def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", model: 
         model=model or tiny_qwen3(),
         reward_funcs=reward_of_even_tokens,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "kind": [f"of {len(one.split())}" for one in prompts]}),
         processing_class=make_tokenizer(),
         **extra,
     )

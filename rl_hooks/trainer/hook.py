@@ -262,6 +262,11 @@ class DrafterHook:
             self._own.clear()
             self._agreement.clear()
 
+    @property
+    def session(self) -> Session:
+        """This start of the trainer."""
+        return self._staging.session
+
     def stats(self) -> dict[str, Any]:
         """Counters of the hook and of its sender, and how the run stands (`run_stands`; rank 0 asks the service)."""
         own = {**self.tally.counts(), "last_failure": self.tally.last_error, "overhead_seconds": self.overhead_seconds}

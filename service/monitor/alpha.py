@@ -33,9 +33,10 @@ from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, D
 class Compared:
     """The served drafter beside the frozen one, on the same rollouts.
 
-    `policy_version`: the newest of them. `low`, `high`: the 95 % interval of α_served / α_frozen, by prompt; None where
-    prompts and batches are too few to tell. `by_chance`: how far apart two equal drafters come to be on them, as a
-    fraction (95 %): these two or, while they are one, served and candidate; None: nobody knows.
+    `policy_version`: the newest of them. `drafter_version`: which drafter served them, most of the tokens. `low`,
+    `high`: the 95 % interval of α_served / α_frozen, by prompt; None where prompts and batches are too few to tell.
+    `by_chance`: how far apart two equal drafters come to be on them, as a fraction (95 %): these two or, while they are
+    one, served and candidate; None: nobody knows.
     """
 
     policy_version: int
@@ -44,6 +45,7 @@ class Compared:
     low: float | None = None
     high: float | None = None
     by_chance: float | None = None
+    drafter_version: str | None = None
 
     @classmethod
     def of(cls, scores: Sequence[ScoreRecord]) -> Compared | None:
@@ -52,12 +54,13 @@ class Compared:
         if served is None or frozen is None:
             return None
         newest, ratio = scores[-1].policy_version or 0, served.alpha / frozen.alpha
+        version = _heaviest((record.drafter_version, _tokens(record, "served")) for record in scores)
         known = _ratio_error(scores, "frozen")
         if known is None:
-            return cls(newest, frozen.alpha, served.alpha)
+            return cls(newest, frozen.alpha, served.alpha, drafter_version=version)
         reach, error = math.exp(known), known or _ratio_error(scores, "candidate")
         by_chance = None if error is None else math.expm1(error)
-        return cls(newest, frozen.alpha, served.alpha, ratio / reach, ratio * reach, by_chance)
+        return cls(newest, frozen.alpha, served.alpha, ratio / reach, ratio * reach, by_chance, version)
 
 
 #: From so many prompts on, or so many batches where their prompts are fewer, the error of a ratio is told.

@@ -42,10 +42,14 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An action and the sentence that explains it to a person."""
+    """An action and the sentence that explains it to a person.
+
+    `undrafted`: engines spend no time in rounds with drafts, so that no price of a training would make it pay.
+    """
 
     action: Action
     reason: str
+    undrafted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +248,7 @@ class Controller:
             return Decision(
                 Action.PROBE, "engines draft nothing with this drafter; training it now and then all the same"
             )
-        return self._probe(price) or Decision(Action.IDLE, expected)
+        return self._probe(price) or Decision(Action.IDLE, expected, undrafted=economy.assumed_share == 0.0)
 
     def _train(self, reason: str) -> Decision:
         self.idle = self.probing = False

@@ -71,8 +71,9 @@ class Tilt:
 class Current:
     """What is true now. Names are those of a point of `GET /alpha`.
 
-    `compared`, `publication_lag`, `best_version`: on the newest batches that were scored with all drafters. `live`: the
-    engines' last reports, of as many policy versions as it takes to have `ENOUGH_ROUNDS`; None below that. `tilt`:
+    `compared`, `publication_lag`, `best_version`: on the newest batches that were scored with all drafters. The last
+    two are None while the drafter of the newest batches (`drafter_version`) is another than that of `compared`. `live`:
+    the engines' last reports, of as many policy versions as it takes to have `ENOUGH_ROUNDS`; None below that. `tilt`:
     whether speculation is lossless.
     """
 
@@ -193,11 +194,16 @@ class Newest(list[ScoreRecord]):
             found = {name for name in left if getattr(point, name) is not None}
             holders |= dict.fromkeys(found, point)
             left -= found
-        figures = {name: getattr(holders.get(name), name, None) for name in _FIGURES} | self._comparison()
+        figures = {name: getattr(holders.get(name), name, None) for name in _FIGURES}
+        figures |= self._comparison(figures["drafter_version"])
         return figures | {f"{n}_half_width": getattr(holders.get(n), f"{n}_half_width", None) for n in _ALPHAS}
 
-    def _comparison(self) -> dict[str, Any]:
-        """Figures that compare drafters, over as many of the newest spells as it takes."""
+    def _comparison(self, serving: str | None) -> dict[str, Any]:
+        """Figures that compare drafters, over as many of the newest spells as it takes.
+
+        A worker that is behind compares nothing: what it compared last may be of a drafter that is replaced, and how
+        far that one was behind says nothing of the one that is `serving`.
+        """
         chosen, enough = list[ScoreRecord](), 1
         for spell in reversed(self.spells):
             more = [r for r in spell.scores if r.sums("frozen") is not None and r.sums("served") is not None]
@@ -211,9 +217,11 @@ class Newest(list[ScoreRecord]):
                 break
         if not chosen:
             return {}
+        found = Compared.of(chosen)
+        if found is None or found.drafter_version != serving:
+            return {"compared": found}
         point = pool_point(chosen[-1].policy_version or 0, chosen, ())
-        lag = {"publication_lag": point.publication_lag, "best_version": point.best_version}
-        return {"compared": Compared.of(chosen), **lag}
+        return {"compared": found, "publication_lag": point.publication_lag, "best_version": point.best_version}
 
 
 def _enough_live(reports: Sequence[Sequence[AcceptanceRecord]]) -> LiveAlpha | None:
@@ -250,7 +258,7 @@ def _reports(
 def condensed(
     acceptances: Sequence[AcceptanceRecord], sick: Collection[tuple[str, str | None]], newest: Newest, now: float
 ) -> list[AcceptanceRecord]:
-    """Few records instead of many: `current` says the same of them, and the sums of each reporter are the same.
+    """Few records instead of many: `current` says the same of them, and so do each reporter's sums of our drafters.
 
     Kept are the newest policy versions, on which `live` rests, and one sum of the rest for each reporter.
     `sick`: engines whose counts are no evidence (`sound`). `now`: Unix seconds.
@@ -265,7 +273,7 @@ def condensed(
             break
     rest: dict[str, AcceptanceRecord] = {}
     for record in acceptances:
-        if record.reporter is not None and id(record) not in chosen:
+        if record.reporter is not None and record.ours and id(record) not in chosen:
             sums = rest.get(record.reporter, AcceptanceRecord())
             accepted = (sums.accepted_tokens or 0) + (record.accepted_tokens or 0)
             rest[record.reporter] = AcceptanceRecord(

@@ -417,7 +417,7 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
 
 
 def _troubles_of_alpha(facts: RunFacts, now: Current, alpha: float, says: str) -> Iterator[Headline]:
-    compared = now.compared
+    compared = now.compared if _is_measured(facts, now) and _is_compared(now) else None
     if compared is not None and compared.high is not None and compared.high < _WORSE:
         yield _found("bad", "worse", "Worse than doing nothing", f": {says}{_beside(now, alpha)}.")
     if facts.unjudged:
@@ -451,8 +451,8 @@ def _harder_prompts(facts: RunFacts) -> Iterator[Headline]:
 
 def _standing(facts: RunFacts, now: Current, alpha: float, says: str) -> Headline:
     """How the served drafter stands beside the first one. A word for it needs an interval: few prompts have none."""
-    compared = now.compared
-    measured = now.drafter_version is None or now.drafter_version == facts.served_version
+    compared = now.compared if _is_compared(now) else None
+    measured = _is_measured(facts, now)
     if compared is not None and compared.low is not None and compared.high is not None:
         if compared.low > 1.0 and compared.alpha_served > _BETTER * compared.alpha_frozen:
             return _found("good", "aligned", "Aligned", f": {says}{_beside(now, alpha)}.")
@@ -465,10 +465,20 @@ def _standing(facts: RunFacts, now: Current, alpha: float, says: str) -> Headlin
     return _found("good", "serving", "Serving", f": {says}{_beside(now, alpha) if measured else ''}.")
 
 
+def _is_measured(facts: RunFacts, now: Current) -> bool:
+    """Whether the newest rollouts are of the drafter that is served now."""
+    return now.drafter_version is None or now.drafter_version == facts.served_version
+
+
+def _is_compared(now: Current) -> bool:
+    """Whether the drafter of the newest rollouts is the one that was compared last."""
+    return now.compared is not None and now.compared.drafter_version in (None, now.drafter_version)
+
+
 def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
     """Say what more training would do: a warning where it harms, else perhaps a note."""
     words = {"hurt": "Training hurts", "training_bound": "Training-bound", "unpaid": "Unpaid"}
-    words |= {"converged": "Converged", "resting": "Resting"}
+    words |= {"blocked": "Blocked", "converged": "Converged", "resting": "Resting"}
     if advice is not None and advice.state in words:
         level: Severity = "warn" if advice.state == "hurt" else "note"
         yield _found(level, advice.state, words[advice.state], f": {advice.text}.".replace("%", " %"))
@@ -492,10 +502,11 @@ def _beside(now: Current, alpha: float) -> str:
     if compared.low is not None and compared.high is not None:
         gain, low, high = (100 * (x - 1) for x in (beside_frozen / frozen, compared.low, compared.high))
         span = f" ({gain:+.1f} %; {low:+.1f} to {high:+.1f} %)"
-    if abs(beside_frozen - alpha) < 0.005:
+    if _is_compared(now) and abs(beside_frozen - alpha) < 0.005:
         return f"; the first drafter, frozen, would give {frozen:.2f}{span}"
+    which = "it" if _is_compared(now) else short_version(compared.drafter_version)
     return (
-        f". On the newest rollouts that tested both it was {beside_frozen:.2f} against {frozen:.2f} of the first "
+        f". On the newest rollouts that tested both {which} was {beside_frozen:.2f} against {frozen:.2f} of the first "
         f"drafter, frozen{span}"
     )
 

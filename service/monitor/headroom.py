@@ -131,7 +131,9 @@ _BUSY: Final = 0.8
 TRAINER_SILENT_SECONDS: Final = 600.0
 _LONGEST_PAUSES: Final = 3.0
 
-State = Literal["converged", "resting", "training_bound", "learning", "unpaid", "starved", "hurt", "behind", "unknown"]
+State = Literal[
+    "converged", "resting", "training_bound", "learning", "unpaid", "blocked", "starved", "hurt", "behind", "unknown"
+]
 STATES: Final[tuple[State, ...]] = get_args(State)
 
 
@@ -143,8 +145,19 @@ class Advice:
     text: str
 
 
-def advise(found: Headroom | None, *, action: str | None, starved: bool) -> Advice:
-    """Say what to do. `action`: what the controller decided last. `starved`: rollouts have stopped coming."""
+def advise(
+    found: Headroom | None,
+    *,
+    action: str | None,
+    starved: bool,
+    blocked: str | None = None,
+    undrafted: bool = False,
+) -> Advice:
+    """Say what to do. `action`: what the controller decided last. `starved`: rollouts have stopped coming.
+
+    `blocked`: why nothing is trained, where that is no question of its price. `undrafted`: engines spend no time in
+    rounds with drafts.
+    """
     if starved:
         return Advice("starved", "no new rollouts: there is nothing to learn from")
     if found is None or found.gain is None or found.low is None or found.high is None:
@@ -156,17 +169,25 @@ def advise(found: Headroom | None, *, action: str | None, starved: bool) -> Advi
         )
     span = f"{found.gain:.1%} ({found.low:+.1%} to {found.high:+.1%})"
     left = f"further training would bring {span}"
+    if blocked is not None and found.high >= _RULED_OUT:
+        return Advice("blocked", f"{left}, but {blocked}")
     busy = (found.busy or 0.0) > _BUSY
-    if found.low > 0.0 and found.gain > _SMALL:
+    if found.low > 0.0 and found.gain > _SMALL and blocked is None:
         if busy:
             return Advice("training_bound", f"each training still gains {each:.1%}, {left}: more passes, or a GPU")
+        if action == "idle" and undrafted:
+            nothing = "which saves nothing, as engines spend no time in rounds with drafts"
+            return Advice("unpaid", f"{left}, {nothing}: do nothing")
         if action == "idle":
             return Advice("unpaid", f"{left}, which saves less than it costs: do nothing, or lower the worker's cost")
         return Advice("learning", f"{left}: the worker is at it, do nothing")
     if busy and action == "defer":
         return Advice("behind", "rollouts are passed over, and what training on them would bring is not known")
     if found.high < _RULED_OUT:
-        return Advice("converged", f"{left}: do nothing")
+        remains = f"at most {max(found.high, 0.0):.1%} is left"
+        if found.low > 0.0:
+            remains = f"but for {found.gain:.1%} ({found.low:.1%} to {found.high:.1%}), which is little"
+        return Advice("converged", f"{remains}: do nothing")
     if action in ("idle", "probe"):
         return Advice(
             "resting",

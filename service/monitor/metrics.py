@@ -247,7 +247,12 @@ def advice_of(snapshot: RunSnapshot) -> Advice:
     recent = sorted(snapshot.scores, key=lambda score: score.arrival)[-_RECENT_BATCHES:]
     silent = trainer_silent(snapshot.last_arrival, snapshot.now, longest_pause(recent))
     starved = silent and not snapshot.counters.get("items")
-    return advise(snapshot.worker.headroom, action=snapshot.worker.action, starved=starved)
+    worker, blocked = snapshot.worker, None
+    if worker.no_memory:
+        blocked = "memory ran out in each training: make room for the worker"
+    elif worker.unjudged:
+        blocked = "no prompt is new that could judge it: send new prompts, or let the policy move on"
+    return advise(worker.headroom, action=worker.action, starved=starved, blocked=blocked, undrafted=worker.undrafted)
 
 
 def _add_headroom(families: _Families, run: str, snapshot: RunSnapshot) -> None:
@@ -276,6 +281,8 @@ def _add_worth(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         families.gauge("draftalign_speculation_speedup_ratio", text, one.speedup, **at)
         text = "Depth with the largest speed-up at a batch size; 0: do not speculate."
         families.gauge("draftalign_speculation_best_depth", text, one.best_depth, **at)
+    text = "Smallest batch size, of those, at which the depth in use is slower than plain decoding."
+    families.gauge("draftalign_speculation_costs_from_batch", text, snapshot.worth.costs_from, run=run)
 
 
 def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:
@@ -290,13 +297,13 @@ def _add_totals(families: _Families, run: str, snapshot: RunSnapshot) -> None:
     rounds_of: defaultdict[str, float] = defaultdict(float)
     accepted_of: defaultdict[str, float] = defaultdict(float)
     for record in snapshot.acceptances:
-        if record.reporter is not None:
+        if record.reporter is not None and record.ours:  # of another method they would say that our drafter is poor
             rounds_of[record.reporter] += record.rounds
             accepted_of[record.reporter] += record.accepted_tokens or 0
     for reporter in sorted(rounds_of):
-        text = "Verification rounds that the engine counted."
+        text = "Verification rounds that the engine counted with published drafters."
         families.counter("draftalign_live_rounds_total", text, rounds_of[reporter], run=run, reporter=reporter)
-        text = "Accepted draft tokens that the engine counted, before trimming; the bonus token is not among them."
+        text = "Accepted draft tokens of these rounds, before trimming; the bonus token is not among them."
         accepted = accepted_of[reporter]
         families.counter("draftalign_live_accepted_tokens_total", text, accepted, run=run, reporter=reporter)
     text = "Response tokens trained on, repetitions counted."

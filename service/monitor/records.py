@@ -321,7 +321,8 @@ class WorkerGauges(BaseModel):
     `rounds_total`, `round_tokens_total`: sums since the run began by drafter, kept by the worker because the score
     records are bounded in number and a counter must never fall. `drift`: by lane, absent until the monitor's warm-up is
     over. `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out in each
-    training. `error`: None while there is none, "" where the worker has not said; `for_memory`: it waits for memory.
+    training; `undrafted`: for engines spend no time in rounds with drafts. `error`: None while there is none, "" where
+    the worker has not said; `for_memory`: it waits for memory.
     """
 
     model_config = ConfigDict(frozen=True, **_CHECKED)
@@ -344,6 +345,7 @@ class WorkerGauges(BaseModel):
     headroom: Headroom | None = None
     unjudged: bool = False
     no_memory: bool = False
+    undrafted: bool = False
     error: str | None = ""
     for_memory: bool = False
     refused: tuple[int, int] | None = None

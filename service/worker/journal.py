@@ -324,6 +324,7 @@ class Journal:
             headroom=headroom,
             unjudged=decision == UNJUDGED,
             no_memory=decision == NO_MEMORY,
+            undrafted=decision.undrafted,
             drift_alpha=drift.drift_alpha,
             drift_level=drift.drift_level,
             drift_change=drift.drift_change,

@@ -39,6 +39,8 @@ def micro_batch_rollouts(micro_batch: Any) -> dict[str, Any]:
     if not responses.is_nested:
         lengths = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1).tolist()
     said = micro_batch["temperature"]
+    # The kind of each prompt, by which verl chooses the reward function; as tensordict holds it, or plain.
+    sources = [str(getattr(one, "data", one)) for one in micro_batch.get("data_source", [])]
 
     def over_rollouts(name: str) -> torch.Tensor | None:
         of_responses = micro_batch.get(name)
@@ -53,6 +55,7 @@ def micro_batch_rollouts(micro_batch: Any) -> dict[str, Any]:
         "cu_seqlens": torch.tensor([0, *(len(one) for one in ids)]).cumsum(0),
         "loss_mask": over_rollouts("loss_mask"),
         "logprobs": over_rollouts("rollout_log_probs"),
+        "strata": sources if len(sources) == len(ids) else None,
         "temperature": one_temperature(said.flatten().tolist() if isinstance(said, torch.Tensor) else [float(said)]),
     }
 

@@ -120,6 +120,38 @@ def test_three_steps_deliver_every_rollout_once_with_its_version_and_reward(
     assert "_compute_loss" not in vars(trainer)
 
 
+def test_a_column_of_the_training_data_is_sent_as_the_kind_of_each_prompt(service: Receiver, tmp_path: Path) -> None:
+    """Of two iterations over two micro-batches, which TRL shuffles."""
+    trainer = make_trainer(tmp_path, steps=4, gradient_accumulation_steps=2, per_device_train_batch_size=4)
+    attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strata="kind", strict=True)
+    trainer.train()
+    (tmp_path / "files").mkdir()
+    files = files_of(service, attachment, tmp_path / "files")
+    kinds = set()
+    for file in files:
+        header = wire.check_rollout_header(file.header)
+        assert header.strata is not None
+        cu, mask = file.array("cu_seqlens"), file.array("loss_mask")
+        for kind, begin in zip(header.strata, cu[:-1], strict=True):
+            assert kind == f"of {int(np.argmax(mask[begin:] > 0))}", "its prompt has so many tokens"
+            kinds.add(kind)
+    assert len(kinds) > 1
+    assert attachment.stats()["failures"] == 0
+    attachment.detach()
+
+
+@pytest.mark.parametrize(
+    ("column", "changes", "words"),
+    [("source", {}, "no such column, but prompt, kind"), ("kind", {"remove_unused_columns": True}, "Set it to False")],
+)
+def test_a_column_that_would_send_no_strata_is_refused_when_attaching(
+    tmp_path: Path, column: str, changes: dict[str, Any], words: str
+) -> None:
+    trainer = make_trainer(tmp_path, **changes)
+    with pytest.raises(UnsupportedTrainerError, match=words):
+        attach(trainer, "http://127.0.0.1:9", aux_layers=AUX, strata=column)
+
+
 def test_the_groups_of_a_step_share_the_states_of_their_prompts(service: Receiver, tmp_path: Path) -> None:
     """TRL shuffles a step's rollouts, and pads them; each file holds two groups of four."""
     trainer = make_trainer(tmp_path)

@@ -55,6 +55,15 @@ def test_values_of_responses_are_laid_along_whole_rollouts(batch: dict[str, Any]
     assert micro_batch_rollouts({k: v for k, v in batch.items() if k != "rollout_log_probs"})["logprobs"] is None
 
 
+def test_a_prompts_data_source_is_its_stratum() -> None:
+    """By it the drift alarm tells another mix of prompts from a drafter that fits less."""
+    held = [types.SimpleNamespace(data="math"), types.SimpleNamespace(data="code")]  # as tensordict holds it
+    for sources in (["math", "code"], held):
+        assert micro_batch_rollouts(PADDED | {"data_source": sources})["strata"] == ["math", "code"]
+    assert micro_batch_rollouts(PADDED)["strata"] is None
+    assert micro_batch_rollouts(PADDED | {"data_source": ["math"]})["strata"] is None, "of which rollout?"
+
+
 def test_rollouts_of_several_temperatures_are_refused() -> None:
     with pytest.raises(UnsupportedTrainerError, match=r"several temperatures.*\[0.5, 1.0\]"):
         micro_batch_rollouts(NESTED | {"temperature": torch.tensor([0.5, 1.0])})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import signal
 import time
@@ -20,7 +21,7 @@ import pytest
 import torch
 from browser_fixtures import CHROMIUM, Browser, running_browser
 from page_fixtures import PAGE, sample_run, serving
-from record_fixtures import stored
+from record_fixtures import compared, stored
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, run_file
 from storage_fixtures import Store
@@ -34,7 +35,7 @@ from service.monitor.events import RunEvent
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, LaneGauges
-from service.monitor.worth import AtBatch, Worth
+from service.monitor.worth import AtBatch, Worth, step_speedup
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")
 
@@ -164,7 +165,73 @@ def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(browser: Brow
         f" On the newest rollouts that tested both it was {beside:.2f} against {before:.2f} of the first drafter, "
         "frozen."
     )
-    assert f"Rounds saved{round(100 * (1 - before / beside))} %" in page.texts["tiles"].replace("\n", "")
+    assert "Rounds saved–too few prompts to tell" in page.texts["tiles"]
+
+
+SPREAD = (0.85, 0.9, 0.95, 1.0, 1.0, 1.05, 1.1, 1.15)
+
+
+def of_versions(ratio: float, served: str = "v2") -> RunSnapshot:
+    """A run whose served drafter has this many times the first one's α, by prompts that differ."""
+    batches = [compared(n, [ratio * one for one in SPREAD], served) for n in range(1, 13)]
+    best = [
+        replace(one, best=one.served if ratio > 1 else one.frozen, best_version=served if ratio > 1 else "v1")
+        for one in batches
+    ]
+    latest = {"version": served, "sequence": 2, "created": time.time()}
+    return replace(stored((), worker={"heartbeat": time.time()}, latest=latest), scores=best)
+
+
+@needs_browser
+def test_rounds_saved_have_an_interval_and_none_are_said_where_that_holds_none(browser: Browser) -> None:
+    better = of_versions(1.25)
+    now = better.current
+    assert now is not None
+    assert now.compared is not None
+    low, high = (round(100 * (1 - 1 / (end or math.nan))) for end in (now.compared.low, now.compared.high))
+    ratio = now.compared.alpha_served / now.compared.alpha_frozen
+    tiles = show(better, browser).texts["tiles"]
+    assert f"Rounds saved{round(100 * (1 - 1 / ratio))} %{low} to {high} % against the frozen drafter" in tiles
+    equal = show(of_versions(1.01), browser).texts["tiles"]
+    assert re.search(r"Rounds saved–-\d to \d %: level with the frozen drafter", equal)
+    later = replace(better.scores[-1], entry_id="99-0", drafter_version="v3", frozen=None, best=None)
+    replaced = show(replace(better, scores=[*better.scores, later]), browser).texts["tiles"]
+    assert "Rounds saved–v3 was not compared yet" in replaced
+    assert "Publication lag–not compared yet" in replaced
+
+
+@needs_browser
+@pytest.mark.parametrize(("ratio", "words"), [(0.8, "behind v1; chance alone makes up to"), (0.99, "no more than")])
+def test_a_publication_lag_stands_beside_what_chance_makes(ratio: float, words: str, browser: Browser) -> None:
+    snapshot = of_versions(ratio)
+    now = snapshot.current
+    assert now is not None
+    assert now.compared is not None
+    chance = (now.compared.by_chance or math.nan) * now.compared.alpha_served
+    tile = show(snapshot, browser).texts["tiles"].partition("Publication lag")[2]
+    assert tile.startswith(f"{now.publication_lag:.2f}{words}")
+    assert f"{chance:.2f}" in tile.partition("Headroom")[0]
+
+
+@needs_browser
+def test_a_published_version_says_what_was_promised_and_what_was_realised(browser: Browser) -> None:
+    gate = {"gain": 0.14, "promised": 0.12, "low": 0.02}
+    event = {"policy_version": 1, "version": "v000002-bb", "sequence": 2, "time": 10.0}
+    published = event | {"event": "published", "reason": "published", "gate": gate}
+    refused = {"event": "refused", "policy_version": 1, "time": 11.0, "reason": "not shown", "gate": {"gain": 0.004}}
+    measured = event | {"event": "realised", "promised": 0.12, "realised": 0.071, "time": 20.0}
+    snapshot = sample_run(5)
+
+    def events(*written: dict[str, Any]) -> str:
+        return show(replace(snapshot, history=[RunEvent.of(one) for one in written]), browser).texts["events"]
+
+    before = events(published, refused)
+    assert "gain +12.0 % promised" in before
+    assert "realised" not in before
+    assert "gain +0.4 % expected; not shown" in before
+    after = events(published, measured).partition("v000002 published")
+    for part in (after[0], after[2]):  # newest first: what was measured, and what was published
+        assert "gain +12.0 % promised, +7.1 % realised" in part
 
 
 @needs_browser
@@ -350,6 +417,30 @@ def test_each_engine_says_how_it_compares_with_replay_and_what_speculation_bring
     assert "Speed-up0.80×at 64 sequences a step; best depth 1" in page.texts["tiles"]
     unknown = show(replace(found, worth=Worth("no engine has said how long its steps take")), browser)
     assert "Speed-up–no engine has said" in unknown.texts["tiles"]
+    assert unknown.hidden("worth-card")
+
+
+@needs_browser
+def test_what_speculation_is_worth_is_shown_at_each_batch_size(browser: Browser) -> None:
+    batches = (AtBatch(1, 3, 2.0, 1.9), AtBatch(8, 2, 1.5, 1.25), AtBatch(64, 0, 1.0, 0.8))
+    worth = Worth(None, 3, batches, 64, ((1, 8, 3), (9, 64, 0)))
+    snapshot = replace(sample_run(5), worth=worth)
+    page = show(snapshot, browser)
+    assert page.texts["worth-text"] == (
+        "From 64 sequences a step on, depth 3 is slower than no drafts. "
+        "vLLM: num_speculative_tokens_per_batch_size = [[1,8,3],[9,64,0]]"
+    )
+    assert "speed-up at depth 3" in page.texts["worth"]
+    for row in ("11.90×32.00×", "81.25×21.50×", "640.80×0: none1.00×"):
+        assert row in page.texts["worth"]
+    assert "RL step" not in page.texts["worth"], "nobody has said what generation takes of it"
+    typed = "$('share').value = '70'; $('share').dispatchEvent(new Event('input'))"
+    with serving({"default": snapshot}) as url:
+        told = Document(browser.dom(url, 2.5, typed))
+    for speedup in (1.9, 1.25, 0.8):
+        assert f"{step_speedup(0.7, {speedup: 1.0}):.2f}×" in told.texts["worth"].partition("RL step")[2]
+    partial = show(replace(snapshot, worth=replace(worth, costs_from=None, plan=None)), browser)
+    assert partial.texts["worth-text"] == "No list for vLLM: a batch size in between is unknown."
 
 
 @needs_browser

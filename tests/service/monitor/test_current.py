@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from record_fixtures import score
+from record_fixtures import compared, score, sums
 from service_fixtures import HEADERS, RunningService
 from worker_fixtures import Bench
 
 from service.monitor.alpha import Compared
 from service.monitor.current import ENOUGH_ROUNDS, Newest, Tilt, current
+from service.monitor.metrics import RunSnapshot, render
 from service.monitor.records import AcceptanceRecord, Favour, ScoreRecord
 
 
@@ -49,23 +50,6 @@ def test_a_figure_that_the_newest_lack_is_of_the_newest_that_have_it() -> None:
     assert found.compared == Compared(policy_version=3, alpha_frozen=2.0, alpha_served=3.0)
     assert found.alpha_best is None
     assert found.alpha_served_half_width is None, "of another batch than its α it would say nothing"
-
-
-def compared(entry: int, ratios: Sequence[float], drafter: str = "v2") -> ScoreRecord:
-    """A batch of so many prompts, each with its α of the served drafter over that of the first one."""
-    first = {f"{entry}/{n}": (300.0, 100.0) for n in range(len(ratios))}
-    served = {name: (300.0, 100.0 / ratio) for (name, _), ratio in zip(first.items(), ratios, strict=True)}
-    replayed = [
-        {"version": version, "sums": sums(by_prompt), "by_prompt": by_prompt}
-        for version, by_prompt in (("v1", first), (drafter, served))
-    ]
-    fields = {"entry_id": f"{entry}-0", "batch_id": str(entry), "policy_version": entry, "drafter_version": drafter}
-    return score(fields | {"served": sums(served), "frozen": sums(first), "replayed": replayed})
-
-
-def sums(by_prompt: dict[str, tuple[float, float]]) -> dict[str, float]:
-    tokens, rounds = (math.fsum(column) for column in zip(*by_prompt.values(), strict=True))
-    return {"tokens": tokens, "rounds": rounds}
 
 
 def test_drafters_are_compared_over_as_many_batches_as_it_takes_to_know() -> None:
@@ -160,6 +144,27 @@ def test_a_lag_behind_the_candidate_is_of_many_batches_while_the_first_version_s
     assert max(lag for lag, _ in behind([first(n, 1.0) for n in range(1, 200)])) < 0.05 * 3
     lags = behind([first(n, 1.3) for n in range(1, 60)])
     assert all(0.2 * 3 < lag < 0.4 * 3 and 0.0 < (chance or 0.0) < 0.1 for lag, chance in lags)
+
+
+def test_a_comparison_says_of_which_drafter_it_is_and_a_lag_is_of_no_other() -> None:
+    """After a publish a worker that is behind scores the served drafter alone, and compares nothing."""
+    tested = [
+        replace(scored(f"{n}-0", n, served=1.6, candidate=2.0, frozen=2.6, best=2.6), drafter_version="v2")
+        for n in range(1, 10)
+    ]
+    found = current(tested, [])
+    assert found is not None
+    assert found.compared is not None
+    assert found.compared.drafter_version == "v2"
+    assert found.publication_lag == pytest.approx(1.0)
+    later = [replace(scored(f"{n}-0", n, served=2.6), drafter_version="v3") for n in (10, 11)]
+    behind = current([*tested, *later], [])
+    assert behind is not None
+    assert (behind.drafter_version, behind.compared) == ("v3", found.compared)
+    assert (behind.publication_lag, behind.best_version) == (None, None)
+    for records, is_known in ((tested, True), ([*tested, *later], False)):
+        text = render({"r": RunSnapshot(now=100.0, scores=records)}).decode()
+        assert ("draftalign_publication_lag{" in text) is is_known
 
 
 def test_records_that_name_no_queue_entry_come_before_those_that_do() -> None:

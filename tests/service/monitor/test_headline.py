@@ -406,6 +406,29 @@ def test_a_lag_that_few_prompts_make_is_not_said() -> None:
     assert headline(facts(current=point(**better, compared=unsure))).state == "aligned", "it may be chance"
 
 
+@pytest.mark.parametrize("served", ["v000001-0a1b2c3d", "v000003-0a1b2c3d"], ids=["the first again", "a new one"])
+def test_what_was_measured_of_a_replaced_drafter_is_not_said_of_the_one_that_serves(served: str) -> None:
+    """A worker that is behind compares nothing: its last comparison is of the version before."""
+    of_two = Compared(5, 2.66, 1.59, 0.58, 0.61, 0.02, "v000002-0a1b2c3d")
+    behind = {"drafter_version": served, "alpha_served": 2.59, "compared": of_two}
+    found = headline(facts(served_version=served, current=point(**behind)))
+    name = served.partition("-")[0]
+    assert said(found) == (
+        "good",
+        "serving",
+        f"Serving: {name} gives 2.59 tokens per round. On the newest rollouts that tested both v000002 was 1.59 "
+        "against 2.66 of the first drafter, frozen (-40.2 %; -42.0 to -39.0 %).",
+    )
+    worse = {"drafter_version": "v000002-0a1b2c3d", "alpha_served": 1.59, "compared": of_two, "publication_lag": 1.0}
+    assert headline(facts(served_version=served, current=point(**worse))).state == "serving", "it serves no more"
+    of_it = facts(served_version="v000002-0a1b2c3d", current=point(**worse))
+    assert headline(of_it).state == "worse"
+    assert "would give 1.00 more" in headline(of_it).also[0]
+    better = replace(of_two, alpha_served=4.0, low=1.4, high=1.6)
+    ahead = {"drafter_version": served, "alpha_served": 2.59, "compared": better}
+    assert headline(facts(served_version=served, current=point(**ahead))).state == "serving", "v000002 was aligned"
+
+
 def test_the_worst_is_said_first_and_the_rest_beside_it() -> None:
     found = headline(
         facts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from record_fixtures import stored
 
 from service.monitor.headroom import STATES, Advice, LearningCurve, advise, trainer_silent
 from service.monitor.live.watch import Watch
-from service.monitor.metrics import advice_of
-from service.monitor.records import Headroom
+from service.monitor.metrics import RunSnapshot, advice_of
+from service.monitor.records import Headroom, WorkerGauges
 
 
 def curve(gains: list[float], error: float = 0.004, *, promoted: bool = True) -> LearningCurve:
@@ -121,7 +122,9 @@ def known(
         (known(-0.1, -0.2, -0.01, each=-0.05), "probe", False, "hurt", "loses 5.0%"),
         (known(0.01, -0.02, 0.09, busy=0.95), "defer", False, "behind", "passed over"),
         (known(0.01, -0.02, 0.09), "idle", False, "resting", "not expected to pay now"),
-        (known(0.0, -0.01, 0.01), "idle", False, "converged", "do nothing"),
+        (known(0.0, -0.01, 0.012), "idle", False, "converged", "at most 1.2% is left: do nothing"),
+        (known(0.015, 0.005, 0.028), "idle", False, "converged", "but for 1.5% (0.5% to 2.8%), which is little: do"),
+        (known(-0.02, -0.03, -0.01), "idle", False, "converged", "at most 0.0% is left"),
         (known(0.0, -0.01, 0.01), "train", False, "converged", "do nothing"),
         (known(0.01, -0.02, 0.09), "train", False, "unknown", "do not tell yet"),
     ],
@@ -133,6 +136,36 @@ def test_every_state_has_its_reason(
     assert said.state == state
     assert words in said.text
     assert said.state in STATES
+
+
+@pytest.mark.parametrize("busy", [0.01, 0.95])
+def test_what_stops_training_is_said_and_not_its_price(busy: float) -> None:
+    """Nothing is trained for want of memory: to lower the worker's cost would do nothing."""
+    for low, state in ((0.1, "blocked"), (-0.1, "blocked")):
+        found = advise(known(0.2, low, 0.3, busy=busy), action="idle", starved=False, blocked="memory ran out")
+        assert (found.state, found.text.endswith("but memory ran out")) == (state, True)
+    little = advise(known(0.025, 0.021, 0.029), action="idle", starved=False, blocked="memory ran out")
+    assert little.state == "converged"
+    undrafted = advise(known(0.2, 0.1, 0.3), action="idle", starved=False, undrafted=True)
+    assert undrafted.state == "unpaid"
+    assert "no time in rounds with drafts" in undrafted.text
+    assert "cost" not in undrafted.text
+
+
+@pytest.mark.parametrize(
+    ("gauge", "state", "words"),
+    [
+        ("no_memory", "blocked", "memory ran out"),
+        ("unjudged", "blocked", "no prompt is new"),
+        ("undrafted", "unpaid", "rounds with drafts"),
+        (None, "unpaid", "lower the worker's cost"),
+    ],
+)
+def test_the_advice_has_the_workers_reason(gauge: str | None, state: str, words: str) -> None:
+    flags: dict[str, Any] = {} if gauge is None else {gauge: True}
+    worker = WorkerGauges(action="idle", headroom=known(0.1, 0.05, 0.15), **flags)
+    found = advice_of(RunSnapshot(now=0.0, worker=worker))
+    assert (found.state, words in found.text) == (state, True)
 
 
 def test_what_is_half_written_is_unknown() -> None:

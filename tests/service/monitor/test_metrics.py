@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from record_fixtures import stored
 
 from service.monitor.alpha import attempts
+from service.monitor.current import condensed
 from service.monitor.headroom import STATES
 from service.monitor.live.engine import Stretch
 from service.monitor.live.watch import EngineVerdict, Watch
@@ -33,6 +34,7 @@ NAMES = {
     "draftalign_headroom_ratio": {"run"},
     "draftalign_speculation_speedup_ratio": {"run", "batch"},
     "draftalign_speculation_best_depth": {"run", "batch"},
+    "draftalign_speculation_costs_from_batch": {"run"},
     "draftalign_headroom_bound_ratio": {"run", "bound"},
     "draftalign_headroom_state": {"run", "state"},
     "draftalign_training_busy_ratio": {"run"},
@@ -148,7 +150,7 @@ def full_snapshot() -> RunSnapshot:
         pushes=(40.0, 60.0, 90.0),
         state=RunState("draining", "the RL run is over", "ada", 900.0),
         held=HeldVersion("v000001-aaaaaaaa", "the second is odd", 950.0),
-        worth=Worth(None, 4, (AtBatch(8, 4, 2.5, 2.25),)),
+        worth=Worth(None, 4, (AtBatch(8, 4, 2.5, 2.25), AtBatch(64, 1, 1.1, 0.9)), 64),
     )
 
 
@@ -187,6 +189,7 @@ def test_values_come_through() -> None:
     assert value(text, "draftalign_headroom_ratio", run="default") == 0.07
     assert value(text, "draftalign_speculation_speedup_ratio", run="default", batch="8") == 2.25
     assert value(text, "draftalign_speculation_best_depth", run="default", batch="8") == 4
+    assert value(text, "draftalign_speculation_costs_from_batch", run="default") == 64
     assert value(text, "draftalign_headroom_bound_ratio", run="default", bound="low") == 0.03
     states = {s: value(text, "draftalign_headroom_state", run="default", state=s) for s in STATES}
     assert [state for state, on in states.items() if on] == ["training_bound"]
@@ -295,6 +298,25 @@ def test_labels_with_hostile_characters_are_escaped() -> None:
     name = 'a"b\\c\nd'
     snapshot = stored(acceptances=[{"reporter": name, "rounds": 1, "accepted_tokens": 1}])
     assert value(render({"r": snapshot}), "draftalign_live_rounds_total", run="r", reporter=name) == 1
+
+
+def test_live_counts_are_of_published_drafters_alone() -> None:
+    """An engine that drafts by n-gram, at 1.01 tokens a round, has not lost a drafter."""
+    ours = {"reporter": "e", "drafter_version": "v1", "policy_version": 1, "rounds": 300, "accepted_tokens": 600}
+    other = {"reporter": "n", "method": "ngram", "policy_version": 1, "rounds": 5000, "accepted_tokens": 50}
+    mixed = {**other, "reporter": "e", "drafter_version": "ngram"}
+    snapshot = stored(acceptances=[ours, other, mixed])
+    text = render({"r": snapshot})
+    assert value(text, "draftalign_live_rounds_total", run="r", reporter="e") == 300
+    assert value(text, "draftalign_live_accepted_tokens_total", run="r", reporter="e") == 600
+    assert b'reporter="n"' not in text
+    few = condensed(snapshot.acceptances, (), snapshot.newest, snapshot.now)
+    assert render({"r": replace(snapshot, acceptances=few)}) == text
+    later = [replace(one, policy_version=2, drafter_version="v2") for one in snapshot.acceptances[:1]]
+    few = condensed([*snapshot.acceptances, *later], (), snapshot.newest, snapshot.now)
+    assert len(few) == 2, "the newest policy version's counts, and one sum of the rest"
+    totals = render({"r": replace(snapshot, acceptances=few)})
+    assert value(totals, "draftalign_live_rounds_total", run="r", reporter="e") == 600
 
 
 def test_totals_do_not_depend_on_the_bounded_score_records() -> None:

@@ -402,3 +402,8 @@ def test_a_candidate_that_does_the_same_is_known_to_gain_nothing(bench: Bench) -
     assert worker.learner.controller.gain == pytest.approx(0.0, abs=0.002)
     assert bench.store.worker().action == "idle"
     assert bench.store.worker().headroom is not None
+    assert not bench.store.worker().undrafted, "nobody says what engines draft"
+    worker.learner.journal.engines.drafting.share = 0.0
+    bench.post("undrafted", prompts=siblings(range(900, 908)))
+    bench.drain(worker)
+    assert (bench.store.worker().action, bench.store.worker().undrafted) == ("idle", True)

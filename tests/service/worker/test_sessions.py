@@ -220,7 +220,7 @@ def test_what_an_engine_sends_beside_a_trainer_opens_no_attempt(
     model = tiny()
     with receiver() as tap:
         engine = DrafterHook(model, tap.url, aux_layers=AUX)
-        engine._staging.session.id = ""
+        engine.session.id = ""
         for number in range(10):
             with engine.capture(**_rollout(number)):
                 model(_rollout(number)["input_ids"])

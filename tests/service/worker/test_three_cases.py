@@ -32,3 +32,6 @@ def test_where_nothing_is_to_be_gained_nothing_is_published_and_training_stops(w
     assert ours.offered == 0
     assert ours.trainings <= 6
     assert ours.says == "nothing to gain"
+    claims = len(CASES[2].shortened(2).policies)
+    assert ours.replayed > claims * 100, "each claim is scored"
+    assert fixed.replayed == 0
