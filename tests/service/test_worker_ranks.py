@@ -21,10 +21,12 @@ from typing import Any
 import pytest
 import torch
 from agent_fixtures import eventually
-from rank_fixtures import run_two_ranks
+from rank_fixtures import fork_ranks, run_two_ranks
 from safetensors.torch import load_file
 from worker_fixtures import Bench, World, final_state, states, wait_until_gone
 
+import drafter.batch
+import drafter.policy
 import drafter.training.ranks
 import service.ranks
 import service.storage.lease
@@ -47,13 +49,14 @@ from service.storage.registry import Registry
 from service.storage.runs import change_state
 from service.worker.checkpoint import WorkerCheckpoint, hand_over, taken_over
 from service.worker.process.worker import Worker
+from service.worker.target import Target
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
 
 
-def run_ranks(bench: Bench, lead: Callable[[], None], fault: Callable[[int], object] = abs) -> int:
-    """Rank 0 does `lead`, rank 1 follows it. `fault(rank)` breaks something in a rank before."""
+def run_ranks(bench: Bench, lead: Callable[[], None], fault: Callable[[int], object] = abs, world: int = 2) -> int:
+    """Rank 0 does `lead`, the others follow it. `fault(rank)` breaks something in a rank before."""
 
     def work(rank: int) -> None:
         ranks = JoinedRanks()
@@ -65,7 +68,7 @@ def run_ranks(bench: Bench, lead: Callable[[], None], fault: Callable[[int], obj
             lead()
             ranks.shared(dict, idle=True)
 
-    return run_two_ranks(work)
+    return fork_ranks(work, world)
 
 
 def outcome(bench: Bench) -> dict[str, Any]:
@@ -136,6 +139,65 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path, redis_url: str)
     assert any(not torch.equal(one["weights"][n], two["weights"][n]) for n in one["weights"]), "no sum was formed"
     assert (tmp_path / "loads 1").read_text() == "."
     assert two["counts"]["windows"] > 5
+
+
+def spoilt(bench: Bench) -> None:
+    """Batches without normalisers and with; of three that are bad, the bad rows are of another rank's pieces each."""
+    bench.begin()
+    bench.post("a", rollouts=7, change=lambda t: t.pop("logsumexp"))
+    bench.post("b", rollouts=7, top_p=0.999)
+    bench.post("nan", rollouts=7, change=lambda t: t["aux_hidden"][11:].fill_(float("nan")))
+    bench.post("lie", rollouts=7, change=lambda t: t["logprobs"][40:].sub_(9.0))
+    bench.post("scale", rollouts=7, change=lambda t: t["logsumexp"].add_(3.0))
+    bench.post("c", rollouts=2, change=lambda t: t.pop("logsumexp"))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_check_batches_as_one_process_does_to_the_bit(tmp_path: Path, redis_url: str, world: int) -> None:
+    """Reasons of dead batches, the gaps of the others and the drawn rows; and no rank does all of a batch."""
+    changes = ADAMW | {"train_passes": 1.0}
+
+    def arm(rank: int) -> None:
+        vars(drafter.policy)["_UNFORESEEN"] = random.Random(0)
+        vars(drafter.policy).update(_HEAD_ROWS=9, _TOKENS_AT_ONCE=11, _LOGITS_AT_ONCE=400)
+        vars(drafter.batch)["_SCREENED_ROWS"] = 10
+        real = Target.normalised
+
+        def normalised(self: Target, *arguments: Any) -> Any:
+            assert rank == 0, "rank 0's normalisers are taken over"
+            return real(self, *arguments)
+
+        Target.normalised = normalised  # type: ignore[method-assign]
+        rows = RolloutBatch.last_rows
+
+        def noted(self: RolloutBatch, places: torch.Tensor) -> Any:
+            with (tmp_path / f"rows {rank}").open("a") as file:
+                file.write(f"{len(places)}\n")
+            return rows(self, places)
+
+        RolloutBatch.last_rows = noted  # type: ignore[method-assign]
+
+    def found(directory: Path, world: int) -> Any:
+        with Bench(directory, redis_url, **changes) as bench:
+            bench.redis.flushall()
+            spoilt(bench)
+            assert run_ranks(bench, lambda: bench.drain(bench.worker()), arm, world) == 0
+            dead = {one: bench.reason(one) for one in bench.posted if bench.state(one) == "dead"}
+            gaps = {one: record.logprob_gap for one, record in bench.store.scores().items()}
+            ngram = {one: record.ngram for one, record in bench.store.scores().items()}
+            return states(bench), dead, gaps, ngram
+
+    several = found(tmp_path / "several", world)
+    done = [sum(map(int, (tmp_path / f"rows {rank}").read_text().split())) for rank in range(world)]
+    for rank in range(world):
+        (tmp_path / f"rows {rank}").unlink()
+    one = found(tmp_path / "one", 1)
+    assert several == one
+    assert one[0] == ["trained", "trained", "dead", "dead", "dead", "trained"]
+    assert None not in one[2].values()
+    assert [reason.partition(" ")[0] for reason in one[1].values()] == ["aux_hidden", *["log-probabilities"] * 2]
+    whole = int(sum(map(int, (tmp_path / "rows 0").read_text().split())))
+    assert max(done) < 0.9 * whole
 
 
 def dies_in_window(number: int) -> Callable[[int], None]:
