@@ -118,6 +118,33 @@ def test_what_is_rendered_agrees_with_the_schemas(overlay: str) -> None:
         kubernetes_validate.validate(broken, "1.32", strict=True)
 
 
+@pytest.mark.parametrize("overlay", SERVICE)
+def test_an_object_store_reaches_api_and_worker_once_its_lines_are_no_comments(overlay: str, tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    found = 0
+    for path in (tmp_path / "kubernetes").rglob("*.yaml"):
+        text, count = re.subn(r"# (- DRAFTALIGN_\w+=s3:|- secretRef: )", r"\1", path.read_text())
+        path.write_text(text)
+        found += count
+    assert found == 4
+    documents = rendered(tmp_path / "kubernetes" / overlay)
+    (settings,) = [d["data"] for d in documents if d["kind"] == "ConfigMap" and "DRAFTALIGN_STATE_DIR" in d["data"]]
+    urls = {name: value for name, value in settings.items() if value.startswith("s3:")}
+    assert Settings.model_validate({n.removeprefix("DRAFTALIGN_").lower(): url for n, url in urls.items()})
+    assert urls.keys() == {"DRAFTALIGN_DRAFTERS_URL", "DRAFTALIGN_ROLLOUTS_URL"}
+    parts = set[str]()
+    for document in documents:
+        if document["apiVersion"] != "keda.sh/v1alpha1":
+            kubernetes_validate.validate(document, "1.32", strict=True)
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            for container in document["spec"]["template"]["spec"]["containers"]:
+                sources = [source for source in container.get("envFrom", []) if "secretRef" in source]
+                if sources:
+                    assert sources == [{"secretRef": {"name": "draftalign-store"}}]
+                    parts.add(container["name"])
+    assert parts == {"api", "worker"}
+
+
 def kept_by_keda(document: dict[str, Any]) -> Any:
     """What KEDA's model takes of it; raises ValueError for what has a wrong type or lacks a required field."""
     from cloudcoil.models.keda.v1alpha1 import ScaledObject  # a second, which each process that collects would pay
