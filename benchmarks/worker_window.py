@@ -6,7 +6,7 @@
 A run with an embedded Valkey is given batches one by one, and the worker works on each in this process. Features and
 tokens are random, log-probabilities the head's own, so that nothing is refused. Of each batch: wall seconds of its
 cycle, those of training in it and of each part of scoring, and for one more cycle the seconds of all kernels and copies
-on the device, which may run at the same time. On several ranks `digest` and `lossless` are rank 0's alone.
+on the device, which may run at the same time. On several ranks `digest` is rank 0's alone.
 """
 
 from __future__ import annotations

@@ -145,9 +145,9 @@ class ClaimScorer:
         try:
             looked = self._looked(loaded)
             with self._lineage.needed_trainer.ranks.in_step():
-                found = self._shared(loaded, looked, dict(roles.values()), policy)
+                found = self._shared(loaded, looked, roles, policy)
             depth, drafting = self._settings.depth, self._settings.drafting
-            scores = score(looked, roles, policy, found, depth=depth, drafting=drafting)
+            scores = score(looked, roles, found, depth=depth, drafting=drafting)
         except BatchRejected as error:
             fates.reject(loaded.entry, str(error))
             return None
@@ -172,13 +172,14 @@ class ClaimScorer:
         return some_siblings(prompt_hashes(loaded.batch), loaded.batch.policy_version)
 
     def _shared(
-        self, loaded: Loaded, looked: Sequence[int], drafters: Mapping[str, DraftModel], policy: Policy
+        self, loaded: Loaded, looked: Sequence[int], roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
     ) -> SharedScore:
         """What ranks do together, if there are several (`service.ranks.FollowedRun` is their side), else this one."""
-        ranks = self._lineage.needed_trainer.ranks
+        ranks, drafters = self._lineage.needed_trainer.ranks, dict(roles.values())
         order: dict[str, Any] = {"looked": list(looked), "seed": unforeseen_seed()}
         order |= {"depth": self._settings.depth, "drafting": self._settings.drafting}
         order["gap_nats"] = self._settings.logprob_gap_nats
+        order["served"] = roles["served"][0] if "served" in roles else None
         if ranks.world > 1:
             head = self._target.head_of(loaded.batch.policy_version, batch=loaded.path)
             file = {"file": loaded.path.name, "known": loaded.entry.known, "head": head, "drafters": list(drafters)}

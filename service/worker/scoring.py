@@ -97,6 +97,7 @@ class SharedScore(NamedTuple):
     part: RolloutBatch  # the rollouts that were replayed
     by_version: dict[str, Replay]
     ngram: Replay
+    favour: Favour | None  # whether tokens lean towards the drafter that served
 
 
 def score_shared(
@@ -105,13 +106,15 @@ def score_shared(
     """Check a batch and replay it on all ranks, which call this with the same. Raises `BatchRejected` on all.
 
     In checks they do pieces that do not depend on how many they are, so all find what one process finds, to the bit.
-    `order`: places that are `looked` at, `seed` of the tokens that are drawn, `depth`, `drafting`, limit `gap_nats`.
+    `order`: places that are `looked` at, `seed` of the tokens that are drawn, `depth`, `drafting`, limit `gap_nats`,
+    name of the drafter that `served`.
     """
     batch, gap = _checked(ranks, policy, batch, order["gap_nats"], order["seed"])
     part = batch if len(order["looked"]) == batch.rollouts else batch.select(order["looked"])
     replays = replay_each if ranks.world == 1 else partial(replay_shared, ranks)
     found = replays(drafters, policy, part, order["depth"], order["drafting"])
-    return SharedScore(batch, gap, part, found, _ngram_shared(ranks, part, order["depth"]))
+    favour = None if order["served"] is None else _favour(ranks, drafters[order["served"]], part, policy)
+    return SharedScore(batch, gap, part, found, _ngram_shared(ranks, part, order["depth"]), favour)
 
 
 def _checked(
@@ -217,7 +220,6 @@ def some_siblings(prompts: Sequence[str], policy_version: int) -> tuple[int, ...
 def score(
     looked: Sequence[int],
     drafters: Mapping[str, tuple[str, DraftModel]],
-    policy: Policy,
     found: SharedScore,
     *,
     depth: int,
@@ -248,7 +250,6 @@ def score(
     told_apart = _in_one_piece(part)
     unpublished = drafters["candidate"][0] if "candidate" in drafters else None
     sums = {name: DrafterSums.of(one.tokens, one.rounds) for name, one in replays.items()}
-    favour = _favour(drafters["served"][1], part, policy) if "served" in drafters else None
     record = ScoreRecord(
         served=sums.get("served"),
         candidate=sums.get("candidate"),
@@ -270,15 +271,15 @@ def score(
         created=time.time(),
         depth=depth,
         drafting=drafting,
-        favour=favour,
+        favour=found.favour,
     )
     return Scores(replays, record, by_version, tuple(looked), prompts, part.strata, _entropies(part))
 
 
-def _favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour | None:
+def _favour(ranks: Ranks, drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour | None:
     """Whether its tokens lean towards the drafter; None where that cannot be said. It never costs the batch."""
     try:
-        found = drafters_favour(drafter, batch, policy)
+        found = drafters_favour(drafter, batch, policy, ranks.fill)
     except Exception as error:
         if is_device_fault(error):
             raise

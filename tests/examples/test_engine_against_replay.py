@@ -113,10 +113,10 @@ class Bench:
         roles = {"served": (VERSION, trained_drafter()), "frozen": (OLD, weak_drafter())}
         writer = policy_of(base_policy()[0])
         order = {"looked": range(batch.rollouts), "seed": 0, "gap_nats": math.inf, "depth": 4}
-        order |= {"drafting": "probabilistic"}
+        order |= {"drafting": "probabilistic", "served": VERSION}
         whole = dataclasses.replace(batch, policy_version=policy)
         shared = score_shared(ALONE, dict(roles.values()), writer, whole, order)
-        found = score(range(batch.rollouts), roles, writer, shared, depth=4, drafting="probabilistic")
+        found = score(range(batch.rollouts), roles, shared, depth=4, drafting="probabilistic")
         batch_id, entry_id = f"{policy:032x}", f"{policy + 1}-0"
         record = dataclasses.replace(found.record, batch_id=batch_id, entry_id=entry_id, drafter_version=VERSION)
         self._store.put_score(batch_id, record)

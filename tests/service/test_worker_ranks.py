@@ -30,6 +30,7 @@ from worker_fixtures import Bench, World, final_state, states, wait_until_gone
 
 import drafter.batch
 import drafter.policy
+import drafter.replay.lossless
 import drafter.training.ranks
 import service.ranks
 import service.storage.lease
@@ -168,6 +169,7 @@ def test_ranks_check_batches_as_one_process_does_to_the_bit(tmp_path: Path, redi
         vars(drafter.policy)["_UNFORESEEN"] = random.Random(0)
         vars(drafter.policy).update(_HEAD_ROWS=9, _TOKENS_AT_ONCE=11, _LOGITS_AT_ONCE=400)
         vars(drafter.batch)["_SCREENED_ROWS"] = 10
+        vars(drafter.replay.lossless)["_TOKENS_AT_ONCE"] = 30
         real = Target.normalised
 
         def normalised(self: Target, *arguments: Any) -> Any:
@@ -191,8 +193,8 @@ def test_ranks_check_batches_as_one_process_does_to_the_bit(tmp_path: Path, redi
             assert run_ranks(bench, lambda: bench.drain(bench.worker()), arm, world) == 0
             dead = {one: bench.reason(one) for one in bench.posted if bench.state(one) == "dead"}
             gaps = {one: record.logprob_gap for one, record in bench.store.scores().items()}
-            ngram = {one: record.ngram for one, record in bench.store.scores().items()}
-            return states(bench), dead, gaps, ngram
+            sums = {one: (record.ngram, record.favour) for one, record in bench.store.scores().items()}
+            return states(bench), dead, gaps, sums
 
     several = found(tmp_path / "several", world)
     done = [sum(map(int, (tmp_path / f"rows {rank}").read_text().split())) for rank in range(world)]
@@ -202,6 +204,7 @@ def test_ranks_check_batches_as_one_process_does_to_the_bit(tmp_path: Path, redi
     assert several == one
     assert one[0] == ["trained", "trained", "dead", "dead", "dead", "trained"]
     assert None not in one[2].values()
+    assert any(favour is not None for _, favour in one[3].values())
     assert [reason.partition(" ")[0] for reason in one[1].values()] == ["aux_hidden", *["log-probabilities"] * 2]
     whole = int(sum(map(int, (tmp_path / "rows 0").read_text().split())))
     assert max(done) < 0.9 * whole

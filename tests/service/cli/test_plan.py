@@ -160,13 +160,13 @@ def one_run(**changes: Any) -> Deployment:
 def test_ranks_are_as_fast_as_operating_md_computes() -> None:
     """Its table, in ms of an optimizer step: rollouts, Muon, exchange, what is shared out of scoring, what is not."""
     work = Work.of(one_run(), Settings(), GPU_TFLOPS)
-    for ranks, muon, told in ((4, 0.329, 2.7), (8, 0.192, 3.8)):
+    for ranks, muon, told in ((4, 0.329, 2.8), (8, 0.192, 4.1)):
         exchange = (2 * (ranks - 1) / ranks * 1.6 + 1.07) / 260 * 1000
-        step = 153 / ranks + 43 * muon + exchange + (21 + 26) / ranks + 12 + 10
+        step = 153 / ranks + 43 * muon + exchange + (21 + 32) / ranks + 6 + 10
         assert 265 / step == pytest.approx(told, abs=0.05)
         assert work.rate(ranks) == pytest.approx(told, abs=0.1)
     larger = Work.of(one_run(), Settings(train_step_tokens=65_536), GPU_TFLOPS)
-    assert larger.rate(8) == pytest.approx(4.4, abs=0.15)
+    assert larger.rate(8) == pytest.approx(4.9, abs=0.15)
     assert work.rate(1) == 1.0
     rates = [work.rate(ranks) for ranks in range(1, 20)]
     assert all(rate < ranks for ranks, rate in enumerate(rates[1:], 2))
