@@ -31,7 +31,7 @@ from drafter.model.matmul import times_wide
 from drafter.model.pointwise import rms_norm
 from drafter.policy import Policy, TargetHead
 
-#: Of longer batches, some rollouts are looked at, about so many tokens at once: several ranks share such pieces out.
+#: Of longer batches, some rollouts are looked at; several ranks share pieces of them out.
 _TOKENS = 8192
 _TOKENS_AT_ONCE = 2048
 _LOGITS_ELEMENTS = 1 << 24
