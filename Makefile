@@ -39,6 +39,7 @@ machine: $(VENV)/.ready
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! (command -v chromium && command -v promtool) >/dev/null; \
 	then { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium prometheus; } \
 	  >/dev/null 2>&1 || echo "no Chromium or promtool here: tests of the page and of the alert rules are skipped"; fi
+	@command -v kubectl >/dev/null || $(MAKE) --no-print-directory .venv-kubectl/.ready || echo "no kubectl here: the tests of deploy/kubernetes fail in CI, and are skipped elsewhere"
 	@$(MAKE) --no-print-directory .venv-sbom/.ready || echo "no cyclonedx-bom here: the test of the list of packages is skipped"
 	@timeout 1200 $(MAKE) --no-print-directory vllm || echo "no vLLM here: its tests are skipped"
 	@timeout 900 $(MAKE) --no-print-directory sglang || echo "no SGLang here: its tests are skipped"

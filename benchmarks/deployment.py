@@ -149,7 +149,7 @@ class World:
         speed = 1.0
         if world in ("slow", "all"):  # one GPU of several at half speed: ranks wait for each other in each window
             speed = 0.5 if gpus <= 1 else 1 / (1 + 1 / gpus)
-        self.speed = gpus * speed
+        self.speed = self.work.speed(gpus, given.runs) * speed
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         """Do something later."""

@@ -147,13 +147,14 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
             return step_of(self, window)
 
         def scored(*args: Any) -> Any:
-            found = score(*args)
+            whole = score(*args)
+            found = None if whole is None else whole[1]
             clock.spend(costs.batch + costs.replay * (0 if found is None else len(found.versions)))
             if events and found is not None:
                 sums = {name: found.record.sums(name) for name in ("served", "candidate")}
                 told = ", ".join(f"{n} {math.nan if one is None else one.alpha:.3f}" for n, one in sums.items())
                 print(f"step {clock.now:6.1f}: α of policy {found.record.policy_version}: {told}")
-            return found
+            return whole
 
         def promoted(*args: Any) -> Any:
             clock.spend(costs.publish)

@@ -5,8 +5,8 @@
 
 A run with an embedded Valkey is given batches one by one, and the worker works on each in this process. Features and
 tokens are random, log-probabilities the head's own, so that nothing is refused. Of each batch: wall seconds of its
-cycle, those of training in it, and for one more cycle the seconds of all kernels and copies on the device, which may
-run at the same time.
+cycle, those of training in it and of each part of scoring, and for one more cycle the seconds of all kernels and copies
+on the device, which may run at the same time. On several ranks `digest` is rank 0's alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 
+import service.worker.inbox
+import service.worker.scoring
 from benchmarks.step_peers import AUX, SIZES, Size
 from benchmarks.worker_run import WorkerRun
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import Eagle3Drafter
+from drafter.policy import TargetHead
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.sending.features import score_rows
 
@@ -40,6 +43,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=6)
     parser.add_argument("--profile", type=Path, help="write the table of one more batch's kernels here")
     options = parser.parse_args()
+    spent = _metered()
     size = SIZES[options.size]
     g = torch.Generator(options.device).manual_seed(0)
     embed = torch.randn(size.vocab, size.hidden, generator=g, device=options.device).mul_(0.5).bfloat16()
@@ -49,6 +53,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, _run(Path(name), size, embed, head, drafter, options.device) as run:
         for number in range(options.batches + bool(options.profile)):
             run.post(_batch(number, size, head, options, g))
+            spent.clear()
             totals = run.worker.learner.journal.totals
             trained, tokens = totals.train_seconds, totals.trained_tokens
             profiled = options.profile is not None and number == options.batches
@@ -57,11 +62,41 @@ def main() -> int:
                 run.worker.cycle()
                 took = time.perf_counter() - began
             line = f"batch {number}: cycle {took:.2f} s, training {totals.train_seconds - trained:.2f} s of it, "
-            line += f"{totals.trained_tokens - tokens} response tokens trained"
+            line += f"{totals.trained_tokens - tokens} response tokens trained; "
+            line += ", ".join(f"{name} {seconds:.3f} s" for name, seconds in spent.items())
             print(line + (f", kernels and copies {found['busy_s']:.2f} s (profiled)" if profiled else ""), flush=True)
         if options.device != "cpu":
             print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     return 0
+
+
+#: Parts of scoring, by what does them.
+_PARTS: dict[str, tuple[Any, str]] = {
+    "digest": (service.worker.inbox, "check_blob"),
+    "screen": (service.worker.inbox, "screen"),
+    "log-probabilities": (TargetHead, "logprob_gap"),
+    "replays": (service.worker.scoring, "replay_each"),
+    "prompt lookup": (service.worker.scoring, "_ngram_shared"),
+    "lossless": (service.worker.scoring, "_favour"),
+}
+
+
+def _metered() -> dict[str, float]:
+    """Have each part add its seconds here."""
+    spent: dict[str, float] = {}
+
+    def metered(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            found = real(*arguments, **named)
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
+            return found
+
+        return call
+
+    for name, (owner, function) in _PARTS.items():
+        setattr(owner, function, metered(name, getattr(owner, function)))
+    return spent
 
 
 def _run(directory: Path, size: Size, embed: Any, head: Any, drafter: Eagle3Drafter, device: str) -> WorkerRun:

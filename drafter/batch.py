@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,11 @@ _LAST = ("last_hidden", "last_scale")
 _AUX = ("aux_hidden", "aux_scale")
 #: Features -> the scales that they have where they are fp8.
 _SCALES = {"aux_hidden": "aux_scale", "last_hidden": "last_scale"}
-#: Rows that are screened at once: fp8 ones are float32 meanwhile.
-_SCREENED_ROWS = 4_096
+#: Rows that are screened at once: fp8 ones are float32 meanwhile, and several ranks share such pieces out.
+_SCREENED_ROWS = 1_024
+#: Has parts done that write to places of their own in a table of zeros in host memory; returns the whole table.
+#: `drafter.training.ranks.Ranks.fill` has several processes share them out.
+Fill = Callable[[Tensor, Sequence[Callable[[], object]]], Tensor]
 #: No log-probability is larger, however it was rounded: a probability of 1 plus one unit in the last place of bfloat16
 #: (2^-7) has 0.0078. What float32 or a log-softmax in any type leaves is at most 1e-4.
 _LARGEST_LOGPROB = 0.01
@@ -173,11 +177,13 @@ class RolloutBatch:
         Never by length: which are long is the text's doing. The first one moves with the policy version, for a trainer
         may sort siblings.
         """
-        step = math.ceil(self.tokens / tokens)
-        if step <= 1:
-            return self
-        first = self.policy_version % min(step, self.rollouts)
-        return self.select(range(first, self.rollouts, step))
+        places = self.places_of_some(tokens)
+        return self if len(places) == self.rollouts else self.select(places)
+
+    def places_of_some(self, tokens: int) -> range:
+        """Which rollouts `some` takes."""
+        step = max(1, math.ceil(self.tokens / tokens))
+        return range(self.policy_version % min(step, self.rollouts), self.rollouts, step)
 
     def groups(self, tokens_at_once: int) -> Iterator[RolloutBatch]:
         """Split into consecutive groups of whole rollouts, of about so many tokens each."""
@@ -365,21 +371,34 @@ def _mapped(path: Path, file: wire.MappedFile) -> dict[str, Tensor]:
     return found
 
 
-def screen(batch: RolloutBatch) -> None:
+def fill_alone(table: Tensor, parts: Sequence[Callable[[], object]]) -> Tensor:
+    """`Fill` by this process."""
+    for part in parts:
+        part()
+    return table
+
+
+def screen(batch: RolloutBatch, fill: Fill = fill_alone) -> None:
     """Raise `BatchRejected` when a float tensor holds NaN or infinity: one bad row would poison the drafter.
 
-    No log-probability of a response token may be above 0.
+    No log-probability of a response token may be above 0. Where several processes `fill`, all raise the same.
     """
-    for name in _FLOATS:
-        if name == "logsumexp" and not batch.normalised:
-            continue  # the policy's head gives it (`TargetHead.normalise`)
-        finite = [
-            # The largest is NaN if any is; faster than isnan.
-            torch.isfinite(rows.reshape(len(rows), -1).abs().amax(dim=1))
-            for begin in range(0, len(getattr(batch, name)), _SCREENED_ROWS)
-            for rows in [batch.numbers(name, slice(begin, begin + _SCREENED_ROWS))]
-        ]
-        bad = ~torch.cat(finite)
+    # Where there is no logsumexp, the policy's head gives it (`TargetHead.normalise`).
+    names = [name for name in _FLOATS if name != "logsumexp" or batch.normalised]
+    lengths = [len(getattr(batch, name)) for name in names]
+    table = torch.zeros(sum(lengths), dtype=torch.uint8)
+
+    def look(found: Tensor, name: str, begin: int) -> None:
+        rows = batch.numbers(name, slice(begin, begin + _SCREENED_ROWS))
+        least, most = rows.reshape(len(rows), -1).aminmax(dim=1)  # NaN if any is; faster than isnan
+        found[begin : begin + _SCREENED_ROWS] = ~(torch.isfinite(least) & torch.isfinite(most))
+
+    parts = [
+        partial(look, found, name, begin)
+        for name, found in zip(names, torch.split(table, lengths), strict=True)
+        for begin in range(0, len(found), _SCREENED_ROWS)
+    ]
+    for name, bad in zip(names, torch.split(fill(table, parts).bool(), lengths), strict=True):
         if batch._shares(name):
             bad = bad[batch.aux_rows]
         elif len(bad) < batch.tokens:  # of the predicting rows

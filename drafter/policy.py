@@ -11,17 +11,20 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from drafter.batch import RolloutBatch
+from drafter.batch import Fill, RolloutBatch, fill_alone
 from drafter.errors import DrafterError, TargetHeadError
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.wire import LogitMap
 
-_GAP_CHUNK_ROWS = 4096
+#: Rows of the head, and tokens, that are multiplied at once: several ranks share such pieces out.
+_HEAD_ROWS = 4096
+_TOKENS_AT_ONCE = 1024
 _GAP_TOKENS = 16_384
 #: Of as many tokens the whole distribution is formed.
 _WHOLE_TOKENS = 32
@@ -36,7 +39,7 @@ class TargetHead:
     def __init__(self, lm_head: Tensor, logit_map: LogitMap = _PLAIN) -> None:
         if lm_head.ndim != 2 or not lm_head.numel():
             raise TargetHeadError(f"lm_head must be [tokens, hidden] and not empty, got shape {tuple(lm_head.shape)}")
-        largest = [part.abs().amax() for part in torch.split(lm_head, _GAP_CHUNK_ROWS)]  # NaN, if any is
+        largest = [part.abs().amax() for part in torch.split(lm_head, _HEAD_ROWS)]  # NaN, if any is
         if not bool(torch.isfinite(torch.stack(largest)).all()):
             raise TargetHeadError("lm_head holds NaN or infinity; keep the head that was used before")
         self.lm_head = lm_head.detach()
@@ -69,7 +72,7 @@ class TargetHead:
             self._slices[key] = self.lm_head[places.to(self.lm_head.device)].to(device=device, dtype=dtype)
         return self._slices[key]
 
-    def token_logprobs(self, batch: RolloutBatch, rows: Tensor | None = None) -> Tensor:
+    def token_logprobs(self, batch: RolloutBatch, rows: Tensor | None = None, fill: Fill = fill_alone) -> Tensor:
         """Recomputed log p of every token, f32[T]: f(W[x[t]].last_hidden[t-1]) / tau - logsumexp[t-1].
 
         nan where a token is the first of its rollout, the head has no row of it, the row of the state was not sent, or
@@ -83,33 +86,44 @@ class TargetHead:
             places[~batch.loss_mask.cpu()] = -1
         wanted = places >= 0 if rows is None else (places >= 0) & rows.cpu()
         known = torch.nonzero(wanted).flatten()
-        out = torch.full((batch.tokens,), float("nan"), device=batch.last_hidden.device)
-        for t in torch.split(known, _GAP_CHUNK_ROWS):
+        table = torch.zeros(batch.tokens)
+
+        def compute(t: Tensor) -> None:
             weight = self.lm_head[places[t].to(self.lm_head.device)].to(batch.last_hidden.device, torch.float32)
-            t = t.to(batch.last_hidden.device)
-            logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.last_rows(t - 1).float()))
-            found = logits / batch.divisor - batch.logsumexp[t - 1].float()
-            out[t] = torch.where(found.isfinite(), found, math.inf)  # not nan, which is nobody's fault
-        return out
+            before = t.to(batch.last_hidden.device) - 1
+            logits = self.logit_map.apply(torch.linalg.vecdot(weight, batch.last_rows(before).float()))
+            found = logits / batch.divisor - batch.logsumexp[before].float()
+            table[t] = torch.where(found.isfinite(), found, math.inf).cpu()  # not nan, which is nobody's fault
+
+        out = fill(table, [partial(compute, t) for t in torch.split(known, _TOKENS_AT_ONCE)])
+        return torch.where(wanted, out, math.nan).to(batch.last_hidden.device)
 
     @torch.no_grad()
-    def normalise(self, batch: RolloutBatch) -> RolloutBatch:
+    def normalise(self, batch: RolloutBatch, fill: Fill = fill_alone) -> RolloutBatch:
         """The batch with the logsumexp that its sender did not know, where it says something of a response token.
 
         That multiplies its rows by the whole head: done once, before a batch is scored and kept.
         """
         if batch.normalised:
             return batch
-        found = torch.ones_like(batch.logsumexp)  # of rows that nothing reads: any finite number
+        table = torch.zeros(batch.tokens)
         rows = torch.nonzero(batch.loss_mask).flatten() - 1
         step = max(1, _LOGITS_AT_ONCE // len(self.lm_head))
-        for part in torch.split(rows, step):
+
+        def compute(part: Tensor) -> None:
             hidden = batch.last_rows(part).to(self.lm_head.device, self.lm_head.dtype)
             logits = self.logit_map.apply((hidden @ self.lm_head.T).float())
-            found[part] = (logits / batch.divisor).logsumexp(-1).to(found)
+            table[part.cpu()] = (logits / batch.divisor).logsumexp(-1).cpu()
+
+        found = fill(table, [partial(compute, part) for part in torch.split(rows, step)]).to(batch.logsumexp)
+        rest = torch.ones_like(batch.loss_mask)
+        rest[rows] = False
+        found = found.masked_fill(rest, 1.0)  # any finite number: nobody reads it
         return replace(batch, logsumexp=found, normalised=True)
 
-    def logprob_gap(self, batch: RolloutBatch, limit: float = 0.0) -> tuple[float, int]:
+    def logprob_gap(
+        self, batch: RolloutBatch, limit: float = 0.0, *, fill: Fill = fill_alone, seed: int | None = None
+    ) -> tuple[float, int]:
         """Mean |recomputed - logged| log p in nats over the response tokens, and their number.
 
         One figure that catches a pre-norm state, a stale head, a wrong temperature and a shifted mask. Truncated
@@ -118,12 +132,14 @@ class TargetHead:
         returned. That reads the whole head in its own dtype. Where the gap is more than half of `limit`, it is read in
         float32 too, which takes ten times as long as bfloat16 on a CPU.
         Of long batches 16,384 tokens are compared. Which ones is drawn each time, and the 32 as well: a sender that
-        knew them could be honest there alone. (nan, 0) when no token could be.
+        knew them could be honest there alone. (nan, 0) when no token could be. `seed`: what they are drawn by, where
+        several processes draw the same.
         """
+        rng = random.Random(unforeseen_seed() if seed is None else seed)  # noqa: S311 - nobody sees what it draws
         rows = torch.zeros_like(batch.loss_mask)
         said = torch.nonzero(batch.loss_mask).flatten()
-        rows[said if said.numel() <= _GAP_TOKENS else said[_drawn(said.numel(), _GAP_TOKENS)]] = True
-        recomputed = self.token_logprobs(batch, rows)
+        rows[said if said.numel() <= _GAP_TOKENS else said[_drawn(said.numel(), _GAP_TOKENS, rng)]] = True
+        recomputed = self.token_logprobs(batch, rows, fill)
         compared = rows & ~recomputed.isnan()
         tokens = int(compared.sum())
         if not tokens:
@@ -131,25 +147,36 @@ class TargetHead:
         gap = (recomputed[compared] - batch.logprobs[compared].float()).double()
         found = float((gap.clamp(min=0) if batch.warped else gap.abs()).mean())
         some = torch.nonzero(compared).flatten()
-        some = some[_drawn(tokens, min(tokens, _WHOLE_TOKENS))]
-        logits = self._logits(batch, some, self.lm_head.dtype)
+        some = some[_drawn(tokens, min(tokens, _WHOLE_TOKENS), rng)]
+        logits = self._logits(batch, some, self.lm_head.dtype, fill)
         if not _off(logits, batch, some) <= limit / 2:
-            logits = self._logits(batch, some, torch.float32)
+            logits = self._logits(batch, some, torch.float32, fill)
         if batch.warped:
             most = recomputed[some] - _kept_mass(logits, batch).log().to(recomputed.device)
             found += float((batch.logprobs[some].float() - most).double().clamp(min=0).mean())
         return max(found, _off(logits, batch, some)), tokens
 
-    def _logits(self, batch: RolloutBatch, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """Tempered logits f32[n, V] of what tokens t int64[n] were drawn from; the product is in `dtype`."""
+    def _logits(self, batch: RolloutBatch, t: Tensor, dtype: torch.dtype, fill: Fill) -> Tensor:
+        """Tempered logits f32[n, V] of what tokens t int64[n] were drawn from; the product is in `dtype`.
+
+        Where nothing was cut off, [n, parts of the head]: the logsumexp of each part, which is all that is needed then.
+        """
         hidden = batch.last_rows(t - 1).to(self.lm_head.device, dtype)
-        parts = [(hidden @ part.to(dtype).T).float() for part in torch.split(self.lm_head, _GAP_CHUNK_ROWS)]
-        logits: Tensor = self.logit_map.apply(torch.cat(parts, dim=-1)) / batch.divisor
-        return logits
+        parts = torch.split(self.lm_head, _HEAD_ROWS)
+        table = torch.zeros(len(t), len(self.lm_head) if batch.warped else len(parts))
+
+        def compute(number: int, part: Tensor) -> None:
+            logits = self.logit_map.apply((hidden @ part.to(dtype).T).float()) / batch.divisor
+            if batch.warped:
+                table[:, number * _HEAD_ROWS : number * _HEAD_ROWS + len(part)] = logits.cpu()
+            else:
+                table[:, number] = logits.logsumexp(-1).cpu()
+
+        return fill(table, [partial(compute, number, part) for number, part in enumerate(parts)])
 
 
 def _off(logits: Tensor, batch: RolloutBatch, t: Tensor) -> float:
-    """Mean |logsumexp of logits [n, V] - the sender's for tokens t int64[n]|; infinite where one is not finite."""
+    """Mean |logsumexp of logits [n, ...] - the sender's for tokens t int64[n]|; infinite where one is not finite."""
     off = (logits.logsumexp(-1) - batch.logsumexp[t - 1].to(logits)).abs().double()
     return float(torch.where(off.isfinite(), off, math.inf).mean())
 
@@ -164,10 +191,15 @@ def _kept_mass(logits: Tensor, batch: RolloutBatch) -> Tensor:
     return left
 
 
-def _drawn(numbers: int, wanted: int) -> list[int]:
-    """One of each of `wanted` equal parts of the first `numbers` numbers, which nobody can foresee."""
+def unforeseen_seed() -> int:
+    """A seed that nobody can foresee."""
+    return _UNFORESEEN.getrandbits(64)
+
+
+def _drawn(numbers: int, wanted: int, rng: random.Random) -> list[int]:
+    """One of each of `wanted` equal parts of the first `numbers` numbers."""
     edges = [part * numbers // wanted for part in range(wanted + 1)]
-    return [_UNFORESEEN.randrange(low, high) for low, high in pairwise(edges)]
+    return [rng.randrange(low, high) for low, high in pairwise(edges)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

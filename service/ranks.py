@@ -14,13 +14,13 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import is_device_fault
+from drafter.errors import BatchRejected
 from drafter.model.draft_model import DraftModel
 from drafter.training.ranks import Ranks, joined
 from drafter.training.trainer import DrafterTrainer, TrainConfig
@@ -31,8 +31,8 @@ from service.worker.checkpoint import taken_over
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.process.device import use_device
 from service.worker.process.worker import run_worker
-from service.worker.recent import KeptBatch, Task, windows, without
-from service.worker.scoring import replay_shared
+from service.worker.recent import KeptBatch, Task, windows, with_normalisers, without
+from service.worker.scoring import score_shared
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -57,15 +57,14 @@ class FollowedRun:
         config = order["config"]
         if (asked := order.get("score")) is None:
             return partial(self._train, self._task(order["train"]), config)
-        whole = self._read(asked["file"], tuple(asked["known"]))[0]
-        batch = whole if len(asked["looked"]) == whole.rollouts else whole.select(asked["looked"])
+        whole = self._read(asked["file"], tuple(asked["known"]))
         policy = self._target.with_head(*asked["head"])
         published = {name: self._lineage.version(name) for name in asked["drafters"] if name != CANDIDATE}
 
         def score() -> None:
             candidate = self._follow(config).drafter
             drafters = {name: published.get(name, candidate) for name in asked["drafters"]}
-            replay_shared(self._ranks, drafters, policy, batch, asked["depth"], asked["drafting"])
+            score_shared(self._ranks, drafters, policy, whole, asked)
 
         return score
 
@@ -74,27 +73,23 @@ class FollowedRun:
         before, self._kept = self._kept, {}
 
         def kept(name: str, known: tuple[int, ...]) -> KeptBatch:
-            found = before.get((name, known)) or self._load(name, known)
+            found = before.get((name, known)) or KeptBatch(name, self._read(name, known), frozenset(), known)
             self._kept[name, known] = found
             return found
 
         return Task.of(order, kept)
 
-    def _load(self, name: str, known: tuple[int, ...]) -> KeptBatch:
-        batch, path = self._read(name, known)
-        batch = batch if batch.normalised else self._target.normalised(batch, path)
-        return KeptBatch(name, batch, frozenset(), known)
-
-    def _read(self, name: str, known: tuple[int, ...]) -> tuple[RolloutBatch, Path]:
+    def _read(self, name: str, known: tuple[int, ...]) -> RolloutBatch:
         places = (self._layout.worker(self._run) / "recent" / name, self._layout.spool(self._run) / name)
         path = next((place for place in places if is_there(place)), None)
         if path is None:
             raise OSError(f"{name} is neither among the recent rollouts nor in the spool: is this rank 0's state_dir?")
-        return without(load_batch(path), known), path
+        return without(load_batch(path), known)
 
     def _train(self, task: Task, config: Mapping[str, Any]) -> None:
         """Rank 0's `Learner.train`, without its decisions."""
         trainer = self._follow(config)
+        task = with_normalisers(self._ranks, task)
         for window in windows(task.drawn(), trainer, self._target):
             trainer.step(window)
             if self._ranks.shared(str):
@@ -132,6 +127,8 @@ class Follower:
             try:
                 with self._ranks.in_step():
                     self._ranks.together(partial(self._prepare, order))()
+            except BatchRejected as error:
+                log.info("run %s: a batch is refused: %s", run, error)
             except Exception as error:
                 if is_device_fault(error):
                     raise

@@ -177,6 +177,9 @@ class Settings(BaseSettings):
         le=1,
         description="Share of a GPU's memory that the worker may take, where something else runs on it.",
     )
+    worker_ranks: int = Field(
+        1, ge=1, le=64, description="Processes of this machine that `draftalign up` trains one drafter with; one a GPU."
+    )
     draft_vocab_size: int = Field(32_000, ge=1, description="Draft vocabulary of a drafter that starts from scratch.")
     vocab_min_tokens: int = Field(50_000, ge=1, description="Response tokens needed to build that vocabulary.")
     claim_tokens: int = Field(65_536, gt=0, description="Token budget of one claim from the queue.")

@@ -1,4 +1,4 @@
-"""Two ranks of a trainer on this machine, as forked processes, so that torch and transformers are imported once."""
+"""Ranks of a trainer on this machine, as forked processes, so that torch and transformers are imported once."""
 
 from __future__ import annotations
 
@@ -28,23 +28,28 @@ def call_the_cpu_an_accelerator() -> None:
 
 
 def run_two_ranks(work: Callable[[int], None], before: Callable[[], None] = lambda: None) -> int:
-    """Call `work(rank)` on both, in a gloo group; `before` the group begins, in each process. Not 0: one failed."""
+    """`fork_ranks` of two."""
+    return fork_ranks(work, 2, before)
+
+
+def fork_ranks(work: Callable[[int], None], world: int, before: Callable[[], None] = lambda: None) -> int:
+    """Call `work(rank)` on all, in a gloo group; `before` the group begins, in each process. Not 0: one failed."""
     import_module("torch._dynamo")  # or each rank would, with its first optimizer
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
 
     def one(rank: int) -> None:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
         torch.set_num_threads(1)
         before()
-        dist.init_process_group("gloo", rank=rank, world_size=2)
+        dist.init_process_group("gloo", rank=rank, world_size=world)
         work(rank)
         dist.barrier()
         dist.destroy_process_group()
 
-    ranks = [multiprocessing.get_context("fork").Process(target=one, args=(rank,)) for rank in range(2)]
+    ranks = [multiprocessing.get_context("fork").Process(target=one, args=(rank,)) for rank in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:

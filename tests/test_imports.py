@@ -22,7 +22,7 @@ ARROWS = {
         rl_hooks.release rl_hooks.sending rl_hooks.trainer rl_hooks.wire""",
     "service.capacity": "service.monitor service.settings rl_hooks.format rl_hooks.wire",
     "service.ranks": """service.errors service.settings service.storage service.worker drafter.batch drafter.device
-        drafter.model drafter.training""",
+        drafter.errors drafter.model drafter.training""",
     "service.api": """service.access service.errors service.memory service.monitor service.reading service.settings
         service.storage rl_hooks.release rl_hooks.wire""",
     "service.reading": "service.monitor service.storage",

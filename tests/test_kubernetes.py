@@ -45,11 +45,16 @@ KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = ("one-pod", "replicas", "ranks", "keda", "engine")
 SERVICE = tuple(name for name in OVERLAYS if name != "engine")
 
-pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which renders them, is not installed")
+#: Of the machine, or as `make machine` brings it.
+KUBECTL = shutil.which("kubectl", path=f"{os.environ['PATH']}{os.pathsep}{ROOT / '.venv-kubectl' / 'bin'}")
+pytestmark = pytest.mark.skipif(
+    KUBECTL is None and not os.environ.get("CI"), reason="kubectl, which renders them, is not installed"
+)
 
 
 def rendered(folder: Path) -> list[dict[str, Any]]:
-    result = run("kubectl", "kustomize", str(folder), cwd=ROOT)
+    assert KUBECTL is not None, "CI renders them: `make machine` brings kubectl"
+    result = run(KUBECTL, "kustomize", str(folder), cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return list(yaml.safe_load_all(result.stdout))
 
@@ -116,6 +121,33 @@ def test_what_is_rendered_agrees_with_the_schemas(overlay: str) -> None:
     broken = manifests(overlay)[0] | {"spce": {}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, "1.32", strict=True)
+
+
+@pytest.mark.parametrize("overlay", SERVICE)
+def test_an_object_store_reaches_api_and_worker_once_its_lines_are_no_comments(overlay: str, tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    found = 0
+    for path in (tmp_path / "kubernetes").rglob("*.yaml"):
+        text, count = re.subn(r"# (- DRAFTALIGN_\w+=s3:|- secretRef: )", r"\1", path.read_text())
+        path.write_text(text)
+        found += count
+    assert found == 4
+    documents = rendered(tmp_path / "kubernetes" / overlay)
+    (settings,) = [d["data"] for d in documents if d["kind"] == "ConfigMap" and "DRAFTALIGN_STATE_DIR" in d["data"]]
+    urls = {name: value for name, value in settings.items() if value.startswith("s3:")}
+    assert Settings.model_validate({n.removeprefix("DRAFTALIGN_").lower(): url for n, url in urls.items()})
+    assert urls.keys() == {"DRAFTALIGN_DRAFTERS_URL", "DRAFTALIGN_ROLLOUTS_URL"}
+    parts = set[str]()
+    for document in documents:
+        if document["apiVersion"] != "keda.sh/v1alpha1":
+            kubernetes_validate.validate(document, "1.32", strict=True)
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            for container in document["spec"]["template"]["spec"]["containers"]:
+                sources = [source for source in container.get("envFrom", []) if "secretRef" in source]
+                if sources:
+                    assert sources == [{"secretRef": {"name": "draftalign-store"}}]
+                    parts.add(container["name"])
+    assert parts == {"api", "worker"}
 
 
 def kept_by_keda(document: dict[str, Any]) -> Any:

@@ -19,19 +19,21 @@ Legend: T tokens, U rows that are looked at, D draft vocabulary.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from drafter.batch import RolloutBatch
+from drafter.batch import Fill, RolloutBatch, fill_alone
 from drafter.device import working_dtype
 from drafter.model.draft_model import DraftModel
 from drafter.model.matmul import times_wide
 from drafter.model.pointwise import rms_norm
-from drafter.policy import Policy
+from drafter.policy import Policy, TargetHead
 
-#: Of longer batches, some rollouts are looked at.
+#: Of longer batches, some rollouts are looked at; several ranks share pieces of them out.
 _TOKENS = 8192
+_TOKENS_AT_ONCE = 2048
 _LOGITS_ELEMENTS = 1 << 24
 
 
@@ -44,17 +46,36 @@ class Excess(NamedTuple):
 
 
 @torch.no_grad()
-def drafters_favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Excess | None:
+def drafters_favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy, fill: Fill = fill_alone) -> Excess | None:
     """Compare with what the policy would have drawn; None where its law is not known.
 
     That is so without its head, and where sampling was truncated (top-p, top-k) or greedy.
     """
     if policy.head is None or batch.warped or batch.temperature == 0:
         return None
+    lengths, groups, tokens = batch.cu_seqlens.diff().tolist(), list[list[int]](), 0
+    for place in batch.places_of_some(_TOKENS):
+        if not groups or tokens + lengths[place] > _TOKENS_AT_ONCE:
+            groups, tokens = [*groups, []], 0
+        groups[-1].append(place)
+        tokens += lengths[place]
+    head = policy.head
+    table = torch.zeros(len(groups), len(Excess._fields), dtype=torch.float64)
+
+    def compute(row: int, group: list[int]) -> None:
+        table[row] = torch.tensor(_excess(drafter, batch.select(group), policy, head), dtype=torch.float64)
+
+    excess, variance, seen = fill(table, [partial(compute, *part) for part in enumerate(groups)]).sum(0).tolist()
+    if not (math.isfinite(excess) and math.isfinite(variance)) or not seen:
+        return None
+    return Excess(excess, variance, int(seen))
+
+
+def _excess(drafter: DraftModel, batch: RolloutBatch, policy: Policy, policy_head: TargetHead) -> Excess:
     device = next(drafter.parameters()).device
     dtype = working_dtype(device)
-    head = policy.head.rows(drafter.vocabulary, device, dtype or torch.float32)  # [D, Ht]
-    batch = batch.some(_TOKENS).to(device)
+    head = policy_head.rows(drafter.vocabulary, device, dtype or torch.float32)  # [D, Ht]
+    batch = batch.to(device)
     plan = drafter.plan(batch, 1).to(device)
     unrolled = drafter.unroll(plan, batch, policy, dtype=dtype)
     rows, pre = unrolled.rows[0], unrolled.pre[0]  # [U]: row t proposes x[t + 2], drawn by the policy's state at t + 1
@@ -67,13 +88,11 @@ def drafters_favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) ->
         normed = rms_norm(pre[part], unrolled.weights.norm, drafter.config.rms_norm_eps)
         q = (times_wide(normed, unrolled.weights.lm_head).float() / batch.divisor).softmax(-1)  # [u, D]
         states = batch.last_rows(rows[part] + 1).to(head.dtype)
-        logits = policy.head.logit_map.apply(times_wide(states, head).float())
+        logits = policy_head.logit_map.apply(times_wide(states, head).float())
         p = (logits / batch.divisor).softmax(-1)
         mean = (p * q).sum(-1, keepdim=True)
         excess = q.gather(1, proposed[part, None]) - mean
         variance = (p * (q - mean) ** 2).sum(-1)
         sums += torch.stack([excess.double().sum(), variance.double().sum()])
     total, spread = sums.tolist()
-    if not (math.isfinite(total) and math.isfinite(spread)) or not len(rows):
-        return None
     return Excess(total, spread, len(rows))

@@ -30,6 +30,7 @@ from drafter.device import RanksLost, is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
 
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=Exception)
 
 #: How long a rank waits for another one in the middle of a training: it may have to compile, or to read from a disk.
 _PATIENCE = timedelta(minutes=10)
@@ -61,6 +62,15 @@ class Ranks:
         """The sum of the ranks' tables, which lie in host memory and are of one shape and type; in place."""
         return table
 
+    def fill(self, table: Tensor, parts: Sequence[Callable[[], object]]) -> Tensor:
+        """Have parts done that write to places of their own in a table of zeros in host memory; the whole table.
+
+        Each part is done by one rank, and every rank gets all. What is raised on one rank is raised on all.
+        """
+        for part in parts:
+            part()
+        return table
+
     def add_gradients(self, parameters: Sequence[nn.Parameter], figures: Tensor) -> Tensor:  # noqa: ARG002 - of several
         """Sum all gradients over all ranks, in place; returns the sums of `figures`.
 
@@ -70,6 +80,10 @@ class Ranks:
 
     def give(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Put what that rank has into everybody's tensors."""
+
+    def agreed(self, error: _E) -> _E:
+        """An error to raise that all ranks raise here, for what they found together."""
+        return error
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
@@ -98,7 +112,7 @@ class JoinedRanks(Ranks):
             error = raised
         if any(self.add([error is not None])):
             told = self._gathered(error)
-            raise self._agree(error or _retold(told))
+            raise self.agreed(error or _retold(told))
         return done[0]
 
     def shared(self, work: Callable[[], _T], *, idle: bool = False) -> _T:
@@ -122,10 +136,10 @@ class JoinedRanks(Ranks):
             )
             dist.broadcast(sent, 0, group=group)
         if error is not None:
-            raise self._agree(error)
+            raise self.agreed(error)
         found: dict[str, Any] = json.loads(sent.numpy().tobytes())
         if "error" in found:
-            raise self._agree(_retold({0: found["error"]}))
+            raise self.agreed(_retold({0: found["error"]}))
         value: _T = found["value"]
         return value
 
@@ -141,6 +155,14 @@ class JoinedRanks(Ranks):
         with _unless_lost():
             dist.all_reduce(table, group=self._host)
         return table
+
+    def fill(self, table: Tensor, parts: Sequence[Callable[[], object]]) -> Tensor:
+        """Have parts done that write to places of their own in a table of zeros in host memory; the whole table.
+
+        Each part is done by one rank, and every rank gets all. What is raised on one rank is raised on all.
+        """
+        self.together(lambda: [part() for part in parts[self.rank :: self.world]])
+        return self.add_table(table)  # only one rank's number is not 0: nothing is rounded
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], figures: Tensor) -> Tensor:
         """Sum all gradients over all ranks, in place; returns the sums of `figures`.
@@ -180,6 +202,11 @@ class JoinedRanks(Ranks):
             for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
+    def agreed(self, error: _E) -> _E:
+        """An error to raise that all ranks raise here, for what they found together."""
+        self._agreed = error
+        return error
+
     def _gathered(self, error: Exception | None) -> dict[int, dict[str, str]]:
         """What each rank that failed says of it."""
         data = b"" if error is None else json.dumps(_described(error)).encode()
@@ -189,10 +216,6 @@ class JoinedRanks(Ranks):
             dist.all_gather(all_of_them, mine, group=self._host)
         texts = {rank: told.numpy().tobytes().strip() for rank, told in enumerate(all_of_them)}
         return {rank: json.loads(text) for rank, text in texts.items() if text}
-
-    def _agree(self, error: Exception) -> Exception:
-        self._agreed = error
-        return error
 
 
 class Orders:

@@ -264,7 +264,7 @@ class DrafterHook:
 
     @property
     def session(self) -> Session:
-        """This start of the trainer."""
+        """What tells this start of the trainer from others."""
         return self._staging.session
 
     def stats(self) -> dict[str, Any]:

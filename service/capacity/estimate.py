@@ -114,20 +114,22 @@ class WorkerLoad:
         step, runs = plan.step_seconds, plan.runs
         self.work = Work.of(plan, settings, tflops)
         self.runs = runs
-        self.wanted = runs * (self.work.train + self.work.score) / step  # GPUs
-        self.least = runs * self.work.passed_over / step  # GPUs, to score alone
+        asked = runs * (self.work.train + self.work.score) / step  # of one GPU's time
+        self.wanted = self.work.gpus(asked, runs)
+        self.least = runs * self.work.passed_over / step  # of one GPU's time, to score alone
         self.gpus = float(math.ceil(self.wanted)) if gpus is None else gpus
-        self.load = self.wanted / self.gpus
+        self.speed = self.work.speed(self.gpus, runs)
+        self.load = asked / self.speed
         self.busy = min(1.0, self.load)
         # Of a step of all runs: trained on whole, and scored only.
-        self.whole = runs * (self.work.train + self.work.score) / self.gpus
-        self.cheap = runs * self.work.passed_over / self.gpus
+        self.whole = runs * (self.work.train + self.work.score) / self.speed
+        self.cheap = runs * self.work.passed_over / self.speed
         # Behind, the worker trains on the share that fits and only scores the rest.
         fitting = (step - self.cheap) / max(self.whole - self.cheap, 1e-12)
         self.trained = 1.0 if self.whole <= step else max(0.0, min(1.0, fitting))
         # Runs are in no step with each other: a run's burst has what the others leave, and its fair part at least.
         fair = max(1 / runs, 1 - self.busy * (runs - 1) / runs)
-        self.drain = (self.work.train + self.work.score) / self.gpus / fair
+        self.drain = (self.work.train + self.work.score) / self.speed / fair
 
 
 def estimate(
@@ -139,7 +141,7 @@ def estimate(
     claim = min(1.0, max(settings.claim_tokens, traffic.file_tokens) / plan.sent_tokens)
     queued, redis = _queued_bytes(traffic, worker, claim, settings.checkpoint_seconds), _redis_bytes(traffic, settings)
     return {
-        **_of_worker(worker, tflops),
+        **_of_worker(worker, tflops, plan, settings),
         "wire": _of_wire(traffic),
         "queue": _of_queue(queued, settings),
         "disk": _of_disk(traffic, queued, settings),
@@ -164,7 +166,18 @@ def estimate(
     }
 
 
-def _of_worker(worker: WorkerLoad, tflops: float) -> dict[str, Fact]:
+def _ranks(worker: WorkerLoad, tflops: float, plan: Deployment, settings: Settings) -> str:
+    """What of several GPUs is lost, where a run has more than one, and what would lose less."""
+    each = math.ceil(worker.gpus / worker.runs)
+    if each <= 1:
+        return "" if worker.gpus <= 1 else "; each GPU is a worker by itself"
+    tokens = 4 * settings.train_step_tokens
+    larger = Work.of(plan, settings.model_copy(update={"train_step_tokens": tokens}), tflops)
+    hint = f"; with DRAFTALIGN_TRAIN_STEP_TOKENS={tokens} at {larger.rate(each):.1f}"
+    return f"; one run on {each} GPUs (ranks) runs at {worker.work.rate(each):.1f} times one GPU's rate{hint}"
+
+
+def _of_worker(worker: WorkerLoad, tflops: float, plan: Deployment, settings: Settings) -> dict[str, Fact]:
     rate: Basis = "measured on one H200" if tflops == GPU_TFLOPS else "assumed"
     gpus = f"{worker.gpus:g} GPU{'' if worker.gpus == 1 else 's'}"
     return {
@@ -174,7 +187,7 @@ def _of_worker(worker: WorkerLoad, tflops: float) -> dict[str, Fact]:
             rate,
             f"{worker.work.train:,.1f} GPU s of training and {worker.work.score:,.1f} of scoring a step of a run, at"
             f" {tflops:g} TFLOP/s of training; with {gpus} it is busy {worker.busy:.0%} and"
-            f" trains on {worker.trained:.0%}",
+            f" trains on {worker.trained:.0%}{_ranks(worker, tflops, plan, settings)}",
             worker.load,
         ),
         "busy": Fact(worker.busy, "share", rate, "of the worker's time"),
@@ -184,7 +197,7 @@ def _of_worker(worker: WorkerLoad, tflops: float) -> dict[str, Fact]:
             "GPUs",
             rate,
             "for scoring alone; with fewer the queue grows without end",
-            worker.least / worker.gpus,
+            worker.least / worker.speed,
         ),
     }
 
@@ -276,7 +289,7 @@ def _lag_seconds(traffic: Traffic, worker: WorkerLoad, claim: float) -> float:
     here = arrive / (files + 1) + traffic.file_bytes / traffic.line + traffic.file_cpu
     first = min(claimed(before) * worker.whole / runs, step)  # it ends where rollouts of a newer policy wait
     following = max(arrive / files - first, turns)
-    score = claimed(first + following) * worker.work.score / worker.gpus
+    score = claimed(first + following) * worker.work.score / worker.speed
     # Where one claim takes the whole step, the next step's judges it: always of one file, else after a wait this long.
     others = worker.busy * (runs - 1) / runs
     whole = 1.0 if files < 2 else math.exp(-arrive * others / turns) * others if claim >= 1 and turns > 0 else 0.0

@@ -6,7 +6,8 @@ Legend: K draft depth, V vocabulary, D draft vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from rl_hooks.format.eagle3 import DrafterConfig, tensor_shapes
@@ -22,6 +23,13 @@ SCORERS: Final = 3
 #: The gap check of a batch reads at most so many tokens.
 _GAP_TOKENS: Final = 16_384
 _NEWTON_SCHULZ: Final = 5
+#: Assumed: bytes a second at which the GPUs of a host sum gradients and exchange matrices. Between hosts it is less.
+EXCHANGE_BYTES: Final = 260e9
+#: Ranks of one worker beyond which the plan does not look: exchange and rank 0's part have taken over.
+MOST_RANKS: Final = 64
+#: Of one GPU's time of scoring, what rank 0 does alone while the others wait: compares a file's digest,
+#: judges, packs, writes checkpoints (docs/guide/operating.md, "Several GPUs").
+_ALONE: Final = 0.24
 
 
 def pass_flops(drafter: DrafterConfig, tokens: float, responses: float, documents: float, depth: int) -> float:
@@ -61,17 +69,26 @@ def _context(drafter: DrafterConfig) -> tuple[float, float]:
 
 def muon_flops(drafter: DrafterConfig) -> float:
     """Operations of an optimizer step whatever its tokens: Newton and Schulz on every matrix but lm_head."""
-    matrices = [s for n, s in tensor_shapes(drafter).items() if len(s) == 2 and n != "lm_head.weight"]
-    return _NEWTON_SCHULZ * sum(4.0 * min(s) ** 2 * max(s) + 2.0 * min(s) ** 3 for s in matrices)
+    return _NEWTON_SCHULZ * sum(_muon_matrices(drafter))
 
 
-@dataclass(frozen=True, slots=True)
+def _muon_matrices(drafter: DrafterConfig) -> list[float]:
+    """Operations of one of Muon's iterations on each matrix that it moves, the largest first."""
+    shapes = [s for n, s in tensor_shapes(drafter).items() if len(s) == 2 and n != "lm_head.weight"]
+    return sorted((4.0 * min(s) ** 2 * max(s) + 2.0 * min(s) ** 3 for s in shapes), reverse=True)
+
+
+@dataclass(frozen=True)
 class Work:
     """GPU seconds of one step of one run: training, scoring what is trained on, scoring what is passed over."""
 
     train: float
     score: float
     passed_over: float
+    drafter: DrafterConfig
+    steps: float = 0.0  # of the optimizer
+    muon: float = 0.0  # of `train`: what Muon takes, whose matrices ranks share out
+    _rates: dict[int, float] = field(init=False, default_factory=lambda: {1: 1.0}, repr=False, compare=False)
 
     @classmethod
     def of(cls, plan: Deployment, settings: Settings, tflops: float) -> Work:
@@ -80,11 +97,53 @@ class Work:
         responses, documents = T * (1 - plan.prompt_share), max(1.0, T / plan.tokens)
         one = pass_flops(drafter, T, responses, documents, settings.depth)
         train = settings.train_passes * one
-        if settings.optimizer == "muon":
-            train += settings.train_passes * T / settings.train_step_tokens * muon_flops(drafter)
+        steps = settings.train_passes * T / settings.train_step_tokens
+        muon = steps * muon_flops(drafter) if settings.optimizer == "muon" else 0.0
         replay = score_flops(drafter, T, responses, documents, settings.depth)
         checked = min(responses, batches(plan) * _GAP_TOKENS)
         gap = 2.0 * drafter.vocab_size * drafter.hidden_size * checked
         rate = tflops * 1e12
         scoring = _SCORING * rate
-        return cls(train / rate, (SCORERS * replay + gap) / scoring, (replay + gap) / scoring)
+        seconds = (train + muon) / rate, (SCORERS * replay + gap) / scoring, (replay + gap) / scoring
+        return cls(*seconds, drafter, steps, muon / rate)
+
+    @cached_property
+    def _muon_parts(self) -> list[float]:
+        parts = _muon_matrices(self.drafter)
+        return [part / sum(parts) * self.muon for part in parts]
+
+    def rate(self, ranks: int) -> float:
+        """How many times faster than one GPU so many ranks work on one run: what is exchanged, and done alone, stays.
+
+        Where all that comes is trained on. One H200 was measured; several GPUs are arithmetic.
+        """
+        if ranks not in self._rates:
+            weights = sum(math.prod(s) for s in tensor_shapes(self.drafter).values())
+            moved = 4 * sum(math.prod(s) for n, s in tensor_shapes(self.drafter).items() if n != "lm_head.weight")
+            exchanged = 2 * (ranks - 1) / ranks * 4 * weights + (moved if self.muon else 0)
+            loads = [0.0] * ranks
+            for part in self._muon_parts:  # the largest first, to the rank that has least: as the optimizer does
+                loads[loads.index(min(loads))] += part
+            alone = _ALONE * self.score
+            shared = self.train - self.muon + self.score - alone
+            seconds = shared / ranks + max(loads) + self.steps * exchanged / EXCHANGE_BYTES + alone
+            self._rates[ranks] = (self.train + self.score) / seconds
+        return self._rates[ranks]
+
+    def speed(self, gpus: float, runs: int) -> float:
+        """How many times faster than one GPU so many work on `runs` runs, each worker with its own.
+
+        Up to as many GPUs as runs, each is a worker by itself, and loses nothing. Beyond that several train one
+        drafter, as ranks.
+        """
+        if gpus <= runs:
+            return gpus
+        each, more = divmod(gpus, runs)
+        return (runs - more) * self.rate(int(each)) + more * self.rate(int(each) + 1)
+
+    def gpus(self, speed: float, runs: int) -> float:
+        """The GPUs with which `runs` runs have that `speed`; `MOST_RANKS` of each where no number would do."""
+        if speed <= runs:
+            return speed
+        found = (gpus for gpus in range(runs + 1, MOST_RANKS * runs + 1) if self.speed(gpus, runs) >= speed)
+        return next(found, MOST_RANKS * runs)

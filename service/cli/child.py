@@ -15,6 +15,7 @@ def main() -> None:
         tie()
     if os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
         sys.exit("draftalign: the parent process ended before this one had started")
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # of children that MODULE starts in this way (torchrun: its ranks)
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

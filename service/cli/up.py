@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from typing import Final
 
 from service.access.signing import signing_key
 from service.access.tokens import Tokens
@@ -20,13 +21,28 @@ from service.settings import Settings
 log = logging.getLogger("draftalign.up")
 
 
-def _check_device(name: str) -> None:
-    """Raise `ConfigurationError` if there is no such device: else `up` would restart a failing worker again and again.
+#: A start of torchrun for the ranks of this machine; what it starts ends with it (`service.cli.child`).
+_TORCHRUN: Final = [
+    *("torch.distributed.run", "--max-restarts", "100", "--rdzv-backend", "c10d"),
+    *("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+]
+_CHECK = """
+import os, sys
+from service.ranks import own_device
+from service.worker.process.device import checked_device
+name, ranks = sys.argv[1], int(sys.argv[2])
+os.environ["LOCAL_RANK"] = str(ranks - 1)
+checked_device(own_device(name) if ranks > 1 else name)
+"""
+
+
+def _check_device(name: str, ranks: int = 1) -> None:
+    """Raise `ConfigurationError` if a rank has no device: else `up` would restart a failing worker again and again.
 
     Checked in a child process, because this process lives as long as the service and should not load torch.
     """
-    code = "import sys; from service.worker.process.device import checked_device; checked_device(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+    argv = [sys.executable, "-c", _CHECK, name, str(ranks)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigurationError(done.stderr.strip().rpartition("ConfigurationError: ")[2])
 
@@ -48,7 +64,7 @@ def run_up(settings: Settings) -> None:
     if settings.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"
     else:
-        _check_device(settings.device)
+        _check_device(settings.device, settings.worker_ranks)
     children: list[Child] = []
     if settings.redis_url is None:
         valkey = EmbeddedValkey(settings.state_dir)
@@ -63,9 +79,13 @@ def run_up(settings: Settings) -> None:
         environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
     # Longer than it waits for uploads that are on their way (`make_server`).
     children.append(Child("api", ["service.cli", "serve"], environment, patience_seconds=20.0))
+    worker = ["service.cli", "worker"]
+    if settings.worker_ranks > 1:
+        each = ["--nproc-per-node", str(settings.worker_ranks), "-m", "service.cli.child"]
+        worker = [*_TORCHRUN, *each, *worker]
     # On SIGTERM it finishes the optimizer step and writes a checkpoint.
     alone = environment | {"WORLD_SIZE": "1"}  # also where a rank of a trainer has started this
-    children.append(Child("worker", ["service.cli", "worker"], alone, patience_seconds=45.0))
+    children.append(Child("worker", worker, alone, patience_seconds=45.0))
     if settings.port:  # else the API says which one it took
         log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)
     Supervisor(children).run()

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
-from drafter.batch import RolloutBatch, prompt_hashes
-from drafter.errors import BatchRejected, TargetHeadError
+from drafter.batch import prompt_hashes
+from drafter.errors import BatchRejected
 from drafter.model.draft_model import DraftModel
-from drafter.policy import Policy
-from drafter.replay.acceptance import Replay
+from drafter.policy import Policy, unforeseen_seed
 from service.monitor.records import arrival
 from service.settings import Settings
 from service.storage.queue.deliveries import Entry
@@ -18,7 +17,7 @@ from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
 from service.worker.promotion.gate import Gate
-from service.worker.scoring import Scores, replay_each, replay_shared, score, some_siblings
+from service.worker.scoring import Scores, SharedScore, score, score_shared, some_siblings
 from service.worker.target import Target
 
 #: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
@@ -116,9 +115,10 @@ class ClaimScorer:
             found += self._score_all([loaded], fates, "candidate" if loaded in compared else "served")
         return found
 
-    def score(self, loaded: Loaded, fates: Fates, comparison: Comparison) -> Scores | None:
-        """Score a batch and check its features against its log-probabilities; None when it was rejected.
+    def score(self, loaded: Loaded, fates: Fates, comparison: Comparison) -> Scored | None:
+        """Check a batch's features against its log-probabilities, and score it; None when it was rejected.
 
+        It comes back with what its sender could not compute.
         `comparison`: with the drafter that served it alone, with the candidate and the one that is served now as well,
         or with the first one and the one served before too.
         """
@@ -132,14 +132,6 @@ class ClaimScorer:
                 f"{batch.policy_version} is that of its next attempt",
             )
             return None
-        try:
-            gap, checked = policy.needed_head().logprob_gap(batch, self._settings.logprob_gap_nats)
-        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded.entry, error, "cannot be compared with the policy's head")
-            return None
-        if checked and not gap <= self._settings.logprob_gap_nats:
-            fates.reject(loaded.entry, self._gap_reason(gap))
-            return None
         current = self._lineage.served_version()
         by = self._lineage.existing(batch.drafter_version) or current
         if comparison == "served":
@@ -152,10 +144,10 @@ class ClaimScorer:
             roles.setdefault("before", (before, self._lineage.version(before)))
         try:
             looked = self._looked(loaded)
-            part = batch if len(looked) == batch.rollouts else batch.select(looked)
-            replays = self._replays(loaded, looked, part, roles, policy)
+            with self._lineage.needed_trainer.ranks.in_step():
+                found = self._shared(loaded, looked, roles, policy)
             depth, drafting = self._settings.depth, self._settings.drafting
-            scores = score(batch, looked, part, roles, policy, replays, depth=depth, drafting=drafting)
+            scores = score(looked, roles, found, depth=depth, drafting=drafting)
         except BatchRejected as error:
             fates.reject(loaded.entry, str(error))
             return None
@@ -168,10 +160,11 @@ class ClaimScorer:
             entry_id=loaded.entry.arrived,
             attempt=loaded.entry.attempt,
             drafter_version=by,
-            logprob_gap=gap if checked else None,
+            logprob_gap=found.gap,
         )
-        sent = self._gate.replay_sent(part, loaded.path) if comparison == "all" else {}
-        return replace(scores, record=record, versions={**scores.versions, **sent})
+        sent = self._gate.replay_sent(found.part, loaded.path) if comparison == "all" else {}
+        scores = replace(scores, record=record, versions={**scores.versions, **sent})
+        return replace(loaded, batch=found.batch), scores
 
     def _looked(self, loaded: Loaded) -> Sequence[int]:
         """Places of the rollouts that are replayed. While newer ones wait, that takes time which training needs."""
@@ -179,25 +172,20 @@ class ClaimScorer:
             return range(loaded.batch.rollouts)
         return some_siblings(prompt_hashes(loaded.batch), loaded.batch.policy_version)
 
-    def _replays(
-        self,
-        loaded: Loaded,
-        looked: Sequence[int],
-        part: RolloutBatch,
-        roles: Mapping[str, tuple[str, DraftModel]],
-        policy: Policy,
-    ) -> dict[str, Replay]:
-        """Of `part`, by version. With several ranks each replays its share of the rollouts."""
-        drafters, ranks = dict(roles.values()), self._lineage.needed_trainer.ranks
-        depth, drafting = self._settings.depth, self._settings.drafting
-        if ranks.world == 1:
-            return replay_each(drafters, policy, part, depth, drafting)
-        with ranks.in_step():
-            order: dict[str, Any] = {"file": loaded.path.name, "known": loaded.entry.known, "looked": list(looked)}
-            order["drafters"] = list(drafters)
-            order["head"] = self._target.head_of(loaded.batch.policy_version, batch=loaded.path)
-            self._lineage.lead({"score": order | {"depth": depth, "drafting": drafting}})
-            return replay_shared(ranks, drafters, policy, part, depth, drafting)
+    def _shared(
+        self, loaded: Loaded, looked: Sequence[int], roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
+    ) -> SharedScore:
+        """What ranks do together, if there are several (`service.ranks.FollowedRun` is their side), else this one."""
+        ranks, drafters = self._lineage.needed_trainer.ranks, dict(roles.values())
+        order: dict[str, Any] = {"looked": list(looked), "seed": unforeseen_seed()}
+        order |= {"depth": self._settings.depth, "drafting": self._settings.drafting}
+        order["gap_nats"] = self._settings.logprob_gap_nats
+        order["served"] = roles["served"][0] if "served" in roles else None
+        if ranks.world > 1:
+            head = self._target.head_of(loaded.batch.policy_version, batch=loaded.path)
+            file = {"file": loaded.path.name, "known": loaded.entry.known, "head": head, "drafters": list(drafters)}
+            self._lineage.lead({"score": order | file})
+        return score_shared(ranks, drafters, policy, loaded.batch, order)
 
     def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
         """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""
@@ -209,26 +197,4 @@ class ClaimScorer:
         return "candidate"
 
     def _score_all(self, fresh: Sequence[Loaded], fates: Fates, comparison: Comparison) -> list[Scored]:
-        known = [one for loaded in fresh if (one := self._normalised(loaded, fates)) is not None]
-        scored = ((loaded, self.score(loaded, fates, comparison)) for loaded in known)
-        return [(loaded, scores) for loaded, scores in scored if scores is not None]
-
-    def _normalised(self, loaded: Loaded, fates: Fates) -> Loaded | None:
-        """The batch with what its sender could not compute; None when it was rejected."""
-        if loaded.batch.normalised:
-            return loaded
-        try:
-            return replace(loaded, batch=self._target.normalised(loaded.batch, loaded.path))
-        except TargetHeadError as error:
-            fates.reject(loaded.entry, str(error))
-        except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
-            fates.fail(loaded.entry, error, "cannot be normalised with the policy's head")
-        return None
-
-    def _gap_reason(self, gap: float) -> str:
-        return (
-            f"log-probabilities disagree with the features by {gap:.3g} nats on average (limit "
-            f"{self._settings.logprob_gap_nats:g}): a state taken before the final norm, a stale "
-            "head, a wrong temperature, a shifted mask or tokens of a much older policy; "
-            "compare logprobs[t] with last_hidden[t-1] @ lm_head"
-        )
+        return [one for loaded in fresh if (one := self.score(loaded, fates, comparison)) is not None]

@@ -67,7 +67,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A claimed batch, loaded and screened. `path`: its file in the spool."""
+    """A claimed batch, loaded. `path`: its file in the spool."""
 
     entry: Entry
     path: Path
@@ -131,11 +131,12 @@ class Inbox:
         vocab_size: int,
         applied: Iterable[str] = (),
         ends_for_memory: Callable[[], bool] = lambda: True,
+        screens: Callable[[], bool] = lambda: True,
     ) -> None:
         """`applied`: unacknowledged batches whose effect the last checkpoint holds.
 
         `ends_for_memory`: whether to raise where memory runs out for a batch. Else it is put off, like one that cannot
-        be read.
+        be read. `screens`: whether a batch is screened when it is loaded; else several ranks do it as they score it.
         """
         self.versions = ArrivedVersions()
         self.backlog = True  # entries of an earlier life, or that Redis took from this one, may be left
@@ -147,6 +148,7 @@ class Inbox:
         self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that was claimed first comes first
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
+        self._screens = screens
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     # --- the ledger
@@ -238,7 +240,8 @@ class Inbox:
             if not self._bring(entry, path):
                 check_blob(path)
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
-            screen(batch)
+            if self._screens():
+                screen(batch)
         except FileNotFoundError:
             self.reject(entry, "blob_missing")
         except BlobDamaged as error:

@@ -38,7 +38,7 @@ from service.worker.journal import Journal
 from service.worker.lineage import Lineage
 from service.worker.promotion.gate import Contest, Gate
 from service.worker.promotion.judge import Judge
-from service.worker.recent import KeptBatch, RecentRollouts, Task, windows
+from service.worker.recent import KeptBatch, RecentRollouts, Task, windows, with_normalisers
 from service.worker.scoring import Scores
 from service.worker.target import Target
 
@@ -364,6 +364,7 @@ class Learner:
             with ranks.in_step():
                 if ranks.world > 1:
                     self.lineage.lead({"train": task.order()})
+                    task = with_normalisers(ranks, task)
                 for window in windows(task.drawn(), trainer, self.target):
                     report = trainer.step(window)
                     if report.skipped is None:

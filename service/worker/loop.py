@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from redis.exceptions import RedisError
 
 from drafter.device import is_device_fault
+from drafter.training.ranks import current
 from service.errors import WorkerError
 from service.settings import Settings
 from service.storage.layout import Layout, file_id
@@ -110,7 +111,11 @@ class RunWorker:
             # With engines that draft another way it measures from scratch.
             self._newest.holds_all = state["drafting"] == self.drafting.model_dump()
             applied = state["applied"]
-        self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory)
+
+        def screens() -> bool:  # several ranks screen when they score, and what waits for a vocabulary is scored late
+            return current().world == 1 or not self.learner.begun
+
+        self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory, screens)
         self.learner.report_vocabulary(0)
 
     @property

@@ -15,13 +15,14 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from drafter.batch import RolloutBatch, load_batch, prompt_hashes
 from drafter.device import prefetch
@@ -316,6 +317,19 @@ class Task:
         """The task of an order; `kept` gives a batch by its file's name and what is known of it."""
         newest, older = ([kept(name, tuple(known)) for name, known in order[part]] for part in ("newest", "older"))
         return cls(newest, older, order["passes"], order["step_tokens"], order["seed"], longest=order["longest"])
+
+
+def with_normalisers(ranks: Ranks, task: Task) -> Task:
+    """The task with rank 0's normalisers: files may lack them, and each costs a product with the whole head."""
+    batches = [*task.newest, *task.older]
+    sizes = [kept.batch.tokens for kept in batches]
+    own = [kept.batch.logsumexp.float() if ranks.rank == 0 else torch.zeros(kept.batch.tokens) for kept in batches]
+    parts = torch.split(ranks.add_table(torch.cat(own)), sizes)
+    whole = [
+        replace(kept, batch=replace(kept.batch, logsumexp=part, normalised=True))
+        for kept, part in zip(batches, parts, strict=True)
+    ]
+    return replace(task, newest=whole[: len(task.newest)], older=whole[len(task.newest) :])
 
 
 def taken(drawn: Drawn, ranks: Ranks = ALONE) -> list[RolloutBatch]:

@@ -12,12 +12,16 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from drafter.batch import RolloutBatch, prompt_hashes
+from drafter.batch import RolloutBatch, prompt_hashes, screen
 from drafter.device import is_device_fault, is_out_of_memory
+from drafter.errors import BatchRejected
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
 from drafter.replay.acceptance import Floats, Replay
@@ -85,6 +89,59 @@ def _replay_group(
     return {name: replay(one, moved, policy, depth=depth, drafting=drafting) for name, one in drafters.items()}
 
 
+class SharedScore(NamedTuple):
+    """What several ranks find of one batch together, and each of them has."""
+
+    batch: RolloutBatch  # with its normalisers
+    gap: float | None  # how far its log-probabilities are off; None: not known
+    part: RolloutBatch  # the rollouts that were replayed
+    by_version: dict[str, Replay]
+    ngram: Replay
+    favour: Favour | None  # whether tokens lean towards the drafter that served
+
+
+def score_shared(
+    ranks: Ranks, drafters: Mapping[str, DraftModel], policy: Policy, batch: RolloutBatch, order: Mapping[str, Any]
+) -> SharedScore:
+    """Check a batch and replay it on all ranks, which call this with the same. Raises `BatchRejected` on all.
+
+    In checks they do pieces that do not depend on how many they are, so all find what one process finds, to the bit.
+    `order`: places that are `looked` at, `seed` of the tokens that are drawn, `depth`, `drafting`, limit `gap_nats`,
+    name of the drafter that `served`.
+    """
+    batch, gap = _checked(ranks, policy, batch, order["gap_nats"], order["seed"])
+    part = batch if len(order["looked"]) == batch.rollouts else batch.select(order["looked"])
+    replays = replay_each if ranks.world == 1 else partial(replay_shared, ranks)
+    found = replays(drafters, policy, part, order["depth"], order["drafting"])
+    favour = None if order["served"] is None else _favour(ranks, drafters[order["served"]], part, policy)
+    return SharedScore(batch, gap, part, found, _ngram_shared(ranks, part, order["depth"]), favour)
+
+
+def _checked(
+    ranks: Ranks, policy: Policy, batch: RolloutBatch, limit: float, seed: int
+) -> tuple[RolloutBatch, float | None]:
+    """The batch with its normalisers, and how far its log-probabilities are off."""
+    try:
+        if ranks.world > 1:  # else it was screened when it was loaded
+            screen(batch, ranks.fill)
+    except BatchRejected as error:
+        raise ranks.agreed(error)  # noqa: B904 - it is this error
+    head = policy.needed_head()
+    batch = head.normalise(batch, ranks.fill)
+    gap, checked = head.logprob_gap(batch, limit, fill=ranks.fill, seed=seed)
+    if checked and not gap <= limit:
+        raise ranks.agreed(BatchRejected(_gap_reason(gap, limit)))
+    return batch, gap if checked else None
+
+
+def _gap_reason(gap: float, limit: float) -> str:
+    return (
+        f"log-probabilities disagree with the features by {gap:.3g} nats on average (limit {limit:g}): a state taken "
+        "before the final norm, a stale head, a wrong temperature, a shifted mask or tokens of a much older policy; "
+        "compare logprobs[t] with last_hidden[t-1] @ lm_head"
+    )
+
+
 def replay_shared(
     ranks: Ranks,
     drafters: Mapping[str, DraftModel],
@@ -103,15 +160,43 @@ def replay_shared(
     def own() -> None:
         found = replay_each(drafters, policy, batch.select(mine), depth, drafting)
         for place, one in enumerate(found.values()):
-            columns = [one.tokens, one.rounds, *one.accepted.T, *one.reached.T]
-            table[place, mine] = torch.from_numpy(np.stack(columns, axis=1))
+            table[place, mine] = _columns(one)
 
     ranks.together(own if mine else lambda: None)
-    tables = ranks.add_table(table).numpy()  # a rollout is in the table of one rank: nothing is rounded
-    return {
-        name: Replay(one[:, 0], one[:, 1], one[:, 2 : 2 + depth], one[:, 2 + depth :])
-        for name, one in zip(drafters, tables, strict=True)
-    }
+    tables = ranks.add_table(table)  # a rollout is in the table of one rank: nothing is rounded
+    return {name: _replay_of(one, depth) for name, one in zip(drafters, tables, strict=True)}
+
+
+def _ngram_shared(ranks: Ranks, batch: RolloutBatch, depth: int) -> Replay:
+    """What prompt lookup would have had on some of a batch's rollouts; several ranks share these out."""
+    places = batch.places_of_some(_NGRAM_TOKENS)
+    table = torch.zeros(len(places), 2 + 2 * depth, dtype=torch.float64)
+    ids, mask, starts = batch.input_ids.cpu(), batch.loss_mask.cpu(), batch.cu_seqlens.tolist()
+
+    def one(row: int, place: int) -> None:
+        text = slice(starts[place], starts[place + 1])
+        table[row] = _columns(ngram_replay(_Text(ids[text], mask[text], (0, text.stop - text.start)), depth=depth))[0]
+
+    return _replay_of(ranks.fill(table, [partial(one, row, place) for row, place in enumerate(places)]), depth)
+
+
+class _Text(NamedTuple):
+    """`drafter.replay.ngram.PackedTokens` of one rollout: its features are not copied."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    cu_seqlens: tuple[int, int]
+
+
+def _columns(found: Replay) -> Tensor:
+    columns = [found.tokens, found.rounds, *found.accepted.T, *found.reached.T]
+    return torch.from_numpy(np.stack(columns, axis=1))
+
+
+def _replay_of(table: Tensor, depth: int) -> Replay:
+    """The replay whose `_columns` are these [R, 2 + 2 * depth]."""
+    one = table.numpy()
+    return Replay(one[:, 0], one[:, 1], one[:, 2 : 2 + depth], one[:, 2 + depth :])
 
 
 def some_siblings(prompts: Sequence[str], policy_version: int) -> tuple[int, ...]:
@@ -133,25 +218,23 @@ def some_siblings(prompts: Sequence[str], policy_version: int) -> tuple[int, ...
 
 
 def score(
-    batch: RolloutBatch,
     looked: Sequence[int],
-    part: RolloutBatch,
     drafters: Mapping[str, tuple[str, DraftModel]],
-    policy: Policy,
-    by_version: Mapping[str, Replay],
+    found: SharedScore,
     *,
     depth: int,
     drafting: str,
 ) -> Scores:
     """The score of a batch with every drafter of `drafters`: role -> (version, drafter).
 
-    `part`: its rollouts at `looked`. `by_version`: their replay with each of the drafters. The record does not say
-    which batch it is, nor what was done with it.
+    `found` is of its rollouts at `looked`, with each of the drafters. The record does not say which batch it is, nor
+    what was done with it.
 
     Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
     drafters and there where the candidate is.
     """
-    replays: dict[str, Replay] = {"ngram": ngram_replay(part.some(_NGRAM_TOKENS), depth=depth)}
+    batch, part, by_version = found.batch, found.part, found.by_version
+    replays: dict[str, Replay] = {"ngram": found.ngram}
     for role, (version, _) in drafters.items():
         if role in ("served", "candidate", "frozen"):
             replays[role] = by_version[version]
@@ -166,8 +249,7 @@ def score(
     prompts = prompt_hashes(part)
     told_apart = _in_one_piece(part)
     unpublished = drafters["candidate"][0] if "candidate" in drafters else None
-    sums = {name: DrafterSums.of(found.tokens, found.rounds) for name, found in replays.items()}
-    favour = _favour(drafters["served"][1], part, policy) if "served" in drafters else None
+    sums = {name: DrafterSums.of(one.tokens, one.rounds) for name, one in replays.items()}
     record = ScoreRecord(
         served=sums.get("served"),
         candidate=sums.get("candidate"),
@@ -175,7 +257,7 @@ def score(
         ngram=sums["ngram"],
         best=sums.get("best"),
         replayed=tuple(
-            _replayed(v, found, prompts, told_apart=told_apart) for v, found in by_version.items() if v != unpublished
+            _replayed(v, one, prompts, told_apart=told_apart) for v, one in by_version.items() if v != unpublished
         ),
         policy_version=batch.policy_version,
         rollouts=batch.rollouts,
@@ -189,15 +271,15 @@ def score(
         created=time.time(),
         depth=depth,
         drafting=drafting,
-        favour=favour,
+        favour=found.favour,
     )
     return Scores(replays, record, by_version, tuple(looked), prompts, part.strata, _entropies(part))
 
 
-def _favour(drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour | None:
+def _favour(ranks: Ranks, drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour | None:
     """Whether its tokens lean towards the drafter; None where that cannot be said. It never costs the batch."""
     try:
-        found = drafters_favour(drafter, batch, policy)
+        found = drafters_favour(drafter, batch, policy, ranks.fill)
     except Exception as error:
         if is_device_fault(error):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -30,12 +31,13 @@ from torch import Tensor
 import examples.engine
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import Eagle3Drafter
+from drafter.training.ranks import ALONE
 from examples.elicit import MAX_ANSWER_TOKENS
 from examples.engine import Engine
 from examples.engine_drafting import Draft, Drafting, verify
 from examples.engine_sequences import Counters, Sampling
 from examples.features import batch_of
-from service.worker.scoring import replay_each, score
+from service.worker.scoring import score, score_shared
 
 PROMPTS = elicit_prompts(160, seed=5)
 VERSION, OLD = "trained", "weak"
@@ -110,16 +112,11 @@ class Bench:
     def scored(self, batch: RolloutBatch, policy: int = 0) -> None:
         roles = {"served": (VERSION, trained_drafter()), "frozen": (OLD, weak_drafter())}
         writer = policy_of(base_policy()[0])
-        found = score(
-            dataclasses.replace(batch, policy_version=policy),
-            range(batch.rollouts),
-            batch,
-            roles,
-            writer,
-            replay_each(dict(roles.values()), writer, batch, 4, "probabilistic"),
-            depth=4,
-            drafting="probabilistic",
-        )
+        order = {"looked": range(batch.rollouts), "seed": 0, "gap_nats": math.inf, "depth": 4}
+        order |= {"drafting": "probabilistic", "served": VERSION}
+        whole = dataclasses.replace(batch, policy_version=policy)
+        shared = score_shared(ALONE, dict(roles.values()), writer, whole, order)
+        found = score(range(batch.rollouts), roles, shared, depth=4, drafting="probabilistic")
         batch_id, entry_id = f"{policy:032x}", f"{policy + 1}-0"
         record = dataclasses.replace(found.record, batch_id=batch_id, entry_id=entry_id, drafter_version=VERSION)
         self._store.put_score(batch_id, record)

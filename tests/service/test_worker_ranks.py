@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hashlib
 import itertools
 import os
 import random
@@ -21,16 +23,21 @@ from typing import Any
 import pytest
 import torch
 from agent_fixtures import eventually
-from rank_fixtures import run_two_ranks
+from rank_fixtures import fork_ranks, run_two_ranks
 from record_fixtures import told
+from rollout_files import as_fp8, prompts_once_of
 from safetensors.torch import load_file
 from worker_fixtures import Bench, World, final_state, states, wait_until_gone
 
+import drafter.batch
+import drafter.policy
+import drafter.replay.lossless
 import drafter.training.ranks
 import service.ranks
 import service.storage.lease
 import service.storage.registry
 import service.worker.checkpoint
+import service.worker.learner
 import service.worker.process.worker
 import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
@@ -41,20 +48,24 @@ from drafter.replay.replay import replay
 from drafter.training.optimizer import Optimizer
 from drafter.training.ranks import JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
+from rl_hooks import wire
 from service.ranks import FollowedRun, Follower
 from service.settings import Settings
 from service.storage.queue.deliveries import MAX_DELIVERIES, RolloutQueue
+from service.storage.queue.incoming import new_name
 from service.storage.registry import Registry
 from service.storage.runs import change_state
 from service.worker.checkpoint import WorkerCheckpoint, copy_to_ranks, taken_over
+from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
+from service.worker.target import Target
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
 
 
-def run_ranks(bench: Bench, lead: Callable[[], None], fault: Callable[[int], object] = abs) -> int:
-    """Rank 0 does `lead`, rank 1 follows it. `fault(rank)` breaks something in a rank before."""
+def run_ranks(bench: Bench, lead: Callable[[], None], fault: Callable[[int], object] = abs, world: int = 2) -> int:
+    """Rank 0 does `lead`, the others follow it. `fault(rank)` breaks something in a rank before."""
 
     def work(rank: int) -> None:
         ranks = JoinedRanks()
@@ -66,7 +77,7 @@ def run_ranks(bench: Bench, lead: Callable[[], None], fault: Callable[[int], obj
             lead()
             ranks.shared(dict, idle=True)
 
-    return run_two_ranks(work)
+    return fork_ranks(work, world)
 
 
 def outcome(bench: Bench) -> dict[str, Any]:
@@ -139,6 +150,67 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path, redis_url: str)
     assert two["counts"]["windows"] > 5
 
 
+def spoilt(bench: Bench) -> None:
+    """Batches without normalisers and with; of three that are bad, the bad rows are of another rank's pieces each."""
+    bench.begin()
+    bench.post("a", rollouts=7, change=lambda t: t.pop("logsumexp"))
+    bench.post("b", rollouts=7, top_p=0.999)
+    bench.post("nan", rollouts=7, change=lambda t: t["aux_hidden"][11:].fill_(float("nan")))
+    bench.post("lie", rollouts=7, change=lambda t: t["logprobs"][40:].sub_(9.0))
+    bench.post("scale", rollouts=7, change=lambda t: t["logsumexp"].add_(3.0))
+    bench.post("c", rollouts=2, change=lambda t: t.pop("logsumexp"))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_check_batches_as_one_process_does_to_the_bit(tmp_path: Path, redis_url: str, world: int) -> None:
+    """Reasons of dead batches, the gaps of the others and the drawn rows; and no rank does all of a batch."""
+    changes = ADAMW | {"train_passes": 1.0}
+
+    def arm(rank: int) -> None:
+        vars(drafter.policy)["_UNFORESEEN"] = random.Random(0)
+        vars(drafter.policy).update(_HEAD_ROWS=9, _TOKENS_AT_ONCE=11, _LOGITS_AT_ONCE=400)
+        vars(drafter.batch)["_SCREENED_ROWS"] = 10
+        vars(drafter.replay.lossless)["_TOKENS_AT_ONCE"] = 30
+        real = Target.normalised
+
+        def normalised(self: Target, *arguments: Any) -> Any:
+            assert rank == 0, "rank 0's normalisers are taken over"
+            return real(self, *arguments)
+
+        Target.normalised = normalised  # type: ignore[assignment,method-assign]
+        rows = RolloutBatch.last_rows
+
+        def noted(self: RolloutBatch, places: torch.Tensor) -> Any:
+            with (tmp_path / f"rows {rank}").open("a") as file:
+                file.write(f"{len(places)}\n")
+            return rows(self, places)
+
+        RolloutBatch.last_rows = noted  # type: ignore[assignment,method-assign]
+
+    def found(directory: Path, world: int) -> Any:
+        with Bench(directory, redis_url, **changes) as bench:
+            bench.redis.flushall()
+            spoilt(bench)
+            assert run_ranks(bench, lambda: bench.drain(bench.worker()), arm, world) == 0
+            dead = {one: bench.reason(one) for one in bench.posted if bench.state(one) == "dead"}
+            gaps = {one: record.logprob_gap for one, record in bench.store.scores().items()}
+            sums = {one: (record.ngram, record.favour) for one, record in bench.store.scores().items()}
+            return states(bench), dead, gaps, sums
+
+    several = found(tmp_path / "several", world)
+    done = [sum(map(int, (tmp_path / f"rows {rank}").read_text().split())) for rank in range(world)]
+    for rank in range(world):
+        (tmp_path / f"rows {rank}").unlink()
+    one = found(tmp_path / "one", 1)
+    assert several == one
+    assert one[0] == ["trained", "trained", "dead", "dead", "dead", "trained"]
+    assert None not in one[2].values()
+    assert any(favour is not None for _, favour in one[3].values())
+    assert [reason.partition(" ")[0] for reason in one[1].values()] == ["aux_hidden", *["log-probabilities"] * 2]
+    whole = int(sum(map(int, (tmp_path / "rows 0").read_text().split())))
+    assert max(done) < 0.9 * whole
+
+
 def dies_in_window(number: int) -> Callable[[int], None]:
     """Rank 1 is killed in the middle of that window: rank 0 waits for its gradients."""
 
@@ -177,6 +249,117 @@ def test_a_killed_rank_ends_all_and_the_next_start_learns_what_an_undisturbed_on
         assert run_ranks(bench, lambda: bench.drain(bench.worker())) == 0
         two = outcome(bench)
     assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), two)
+
+
+def test_a_rank_that_does_not_answer_in_a_training_ends_it_and_the_next_start_learns_all(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """Stopped, not killed: no connection is closed, and only rank 0's patience tells it."""
+    changes = ADAMW | {"claim_tokens": 1}
+    ended = tmp_path / "rank 0 ended"
+
+    def arm(rank: int) -> None:
+        (tmp_path / f"pid {rank}").write_text(str(os.getpid()))
+        real = DrafterTrainer._accumulate
+
+        def stopping(self: DrafterTrainer, *arguments: Any) -> Any:
+            if rank == 1 and self.windows == 4:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return real(self, *arguments)
+
+        DrafterTrainer._accumulate = stopping  # type: ignore[assignment,method-assign]
+
+    with Bench(tmp_path / "two", redis_url, **changes) as bench:
+        five(bench)
+
+        def lead() -> None:
+            with pytest.raises(RanksLost):
+                bench.drain(bench.worker())
+            ended.touch()
+            os.kill(int((tmp_path / "pid 1").read_text()), signal.SIGKILL)
+            os._exit(3)
+
+        with shorter_patience(20.0):
+            assert run_ranks(bench, lead, arm) != 0
+        assert ended.exists()
+        assert states(bench) != ["trained"] * 5
+        assert run_ranks(bench, lambda: bench.drain(bench.worker())) == 0
+        two = outcome(bench)
+    assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), two)
+
+
+def test_ranks_learn_alike_from_8_bits_shared_prompts_and_an_object_store(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 brings what lies in the store into the spool, where the others find it."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto")
+    from object_fixtures import BUCKET, running_store
+
+    def post(bench: Bench) -> None:
+        bench.begin()
+        for number, name in enumerate("abc"):
+            body = bench.world.rollout_file(name, prompts=[1, 1, 1, 2, 2, 3, 3])
+            if name != "a":
+                body = as_fp8(body, tmp_path / "x", last=name == "c")
+            if name != "b":
+                body = prompts_once_of(body, tmp_path / "x")
+            if number == 0 or bench.settings.rollouts_url is None:
+                bench.post_file(body)
+                continue
+            header = wire.check_rollout_header(wire.parse_header(body))
+            blob = new_name(header.batch_id, hashlib.sha256(body).hexdigest(), time.time_ns())
+            client.put_object(Bucket=BUCKET, Key=f"in/rollouts/default/{blob}", Body=body)
+            assert asyncio.run(bench._enqueue("default", bench._spooled(header, blob, len(body)))) == "accepted"
+            bench.posted.append(header.batch_id)
+
+    for store in running_store(monkeypatch):
+        client = store.client()
+        with Bench(tmp_path / "two", redis_url, rollouts_url=f"s3://{BUCKET}/in", **ADAMW) as bench:
+            post(bench)
+            assert len(store.stored()) == 2
+            assert run_ranks(bench, lambda: bench.drain(bench.worker())) == 0
+            assert store.stored() == []
+            two = outcome(bench)
+    assert_alike(one_process(tmp_path / "one", redis_url, post, **ADAMW), two)
+
+
+def test_ranks_cut_a_training_at_the_same_window_where_another_run_waits(tmp_path: Path, redis_url: str) -> None:
+    """Rank 0 alone knows that one waits; what was learnt so far stays, on both."""
+
+    def arm(rank: int) -> None:
+        vars(service.worker.learner)["LONGEST_CLAIM_SECONDS"] = 0.0
+        real = DrafterTrainer.step
+
+        def counted(self: DrafterTrainer, window: Any) -> Any:
+            with (tmp_path / f"windows {rank}").open("a") as file:
+                file.write(".")
+            return real(self, window)
+
+        DrafterTrainer.step = counted  # type: ignore[assignment,method-assign]
+
+    def windows(directory: Path, *, waits: bool) -> list[int]:
+        with Bench(directory, redis_url, **ADAMW | {"train_step_tokens": 16}) as bench:
+            bench.redis.flushall()
+            bench.begin()
+            bench.post("a", rollouts=6)
+
+            def lead() -> None:
+                store, queue = bench.store, bench.queue
+                bench.drain(RunWorker(bench.settings, bench.layout, queue, store, "default", others_wait=lambda: waits))
+
+            assert run_ranks(bench, lead, arm) == 0
+            assert states(bench) == ["trained"]
+            assert bench.totals()["trained_tokens"] > 0
+        found = [len((tmp_path / f"windows {rank}").read_text()) for rank in (0, 1)]
+        for rank in (0, 1):
+            (tmp_path / f"windows {rank}").unlink()
+        return found
+
+    whole, cut = windows(tmp_path / "alone", waits=False), windows(tmp_path / "waits", waits=True)
+    assert whole[0] == whole[1]
+    assert cut[0] == cut[1]
+    assert 0 < cut[0] < whole[0] / 2
 
 
 #: The gate publishes what gains anything, and Muon moves the matrices: two ranks repeat each other to the bit.
@@ -530,13 +713,14 @@ def test_a_rank_that_hears_nothing_more_from_rank_0_ends(tmp_path: Path, redis_u
 
 @contextlib.contextmanager
 def shorter_patience(seconds: float) -> Iterator[None]:
-    """How long a rank waits for rank 0's next order."""
+    """How long a rank waits for rank 0's next order, and for another in a training."""
     patience = vars(drafter.training.ranks)
-    before, patience["_IDLE"] = patience["_IDLE"], timedelta(seconds=seconds)
+    before = {name: patience[name] for name in ("_IDLE", "_PATIENCE")}
+    patience |= dict.fromkeys(before, timedelta(seconds=seconds))
     try:
         yield
     finally:
-        patience["_IDLE"] = before
+        patience |= before
 
 
 def test_a_trainer_that_differs_in_the_last_bit_is_taken_over_and_an_equal_one_is_not(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import torch
+from agent_fixtures import eventually
 from pydantic import SecretStr
 from typer.models import OptionInfo
 from typer.testing import CliRunner
@@ -260,14 +262,14 @@ def test_an_address_of_another_machine_is_not_called_taken(tmp_path: Path) -> No
 class Up:
     """`draftalign up` on a free port."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **variables: str) -> None:
         self.port = free_port()
         self.log = directory / "up.log"
         self.state_dir = directory / "state"
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "service.cli", "up", "--port", str(self.port), "--state-dir", self.state_dir],
-                env=clean_environment(PYTHONPATH=str(ROOT), DRAFTALIGN_CHECKPOINT_SECONDS="0"),
+                env=clean_environment(PYTHONPATH=str(ROOT), DRAFTALIGN_CHECKPOINT_SECONDS="0", **variables),
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # a Ctrl-C of this test must not reach pytest
@@ -351,6 +353,51 @@ def test_up_serves_survives_the_death_of_each_part_and_ends_on_ctrl_c(up: Up, tm
     assert "Traceback" not in log, log
     assert "ignored SIGTERM" not in log, log
     assert "not closed in order" not in log, "the worker's Redis was there until it had ended"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_up_with_two_ranks_loses_nothing_when_a_rank_or_their_torchrun_is_killed(tmp_path: Path) -> None:
+    """And none of them outlives it."""
+    up = Up(tmp_path, DRAFTALIGN_WORKER_RANKS="2", DRAFTALIGN_TRAIN_STEP_TOKENS="64")
+    seen = set[int]()
+
+    def ranks() -> dict[int, int]:
+        found, state_dir = {}, f"DRAFTALIGN_STATE_DIR={up.state_dir}".encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                lines = path.read_bytes().split(b"\0")
+                if state_dir in lines and (rank := [line for line in lines if line.startswith(b"RANK=")]):
+                    found[int(rank[0][5:])] = int(path.parent.name)
+        seen.update(found.values())
+        return found
+
+    try:
+        up.wait_ready()
+        world = World()
+        body = world.run_file(drafter=world.drafter())
+        assert up.client.put("/runs/default", content=body, headers=HEADERS).status_code == 201
+        for number, victim in enumerate([1, 0, None]):
+            posted = []
+            for part in "ab":
+                file = world.rollout_file(f"{part}{number}", policy_version=number)
+                posted.append(up.client.post("/rollouts", content=file, headers=HEADERS).json()["batch_id"])
+            if number == 0:
+                up.wait_state(posted[0], "trained", 200)
+            eventually(lambda: sorted(ranks()) == [0, 1], seconds=200)  # the start before may not have ended
+            found = ranks()
+            os.kill(up.children()["worker"] if victim is None else found[victim], signal.SIGKILL)
+            for batch_id in posted:
+                up.wait_state(batch_id, "trained", 200)
+        ranks()
+        os.killpg(up.process.pid, signal.SIGINT)
+        assert up.process.wait(60) == 0
+        assert len(seen) >= 8
+        assert not any(alive(pid) for pid in seen)
+    finally:
+        up.close()
+        for pid in ranks().values():
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from benchmarks.capacity import compare, error
 from benchmarks.deployment import PATIENCE, World
 from benchmarks.step_peers import SIZES, floating_point_operations
 from drafter.model.eagle3 import Eagle3Drafter
-from drafter.training.optimizer import Method, Optimizer
+from drafter.training.optimizer import Method, Optimizer, _shared_out
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
-from rl_hooks.format.eagle3 import DrafterConfig
+from rl_hooks.format.eagle3 import DrafterConfig, tensor_shapes
 from rl_hooks.sending.features import Captured, PackedIndex, StagedRollouts
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.trainer.hook import DrafterHook
@@ -41,7 +41,7 @@ from service.capacity.sizes import (
     drafter_bytes,
     file_bytes,
 )
-from service.capacity.work import GPU_TFLOPS, muon_flops, pass_flops
+from service.capacity.work import EXCHANGE_BYTES, GPU_TFLOPS, MOST_RANKS, Work, muon_flops, pass_flops
 from service.cli.main import app
 from service.cli.valkey import MAX_MEMORY
 from service.settings import Settings
@@ -150,6 +150,72 @@ def test_the_work_of_a_pass_is_the_rooflines_count(depth: int, responses: int, d
 
 def test_muon_costs_what_performance_md_says() -> None:
     assert muon_flops(EIGHT) == pytest.approx(25.1e12, rel=0.01)
+
+
+def one_run(**changes: Any) -> Deployment:
+    """A batch of 16,384 tokens a step, half of them response."""
+    return replace(GIVEN, **{"rollouts": 16, "tokens": 1024, "prompt_share": 0.5, "runs": 1, "ranks": 1} | changes)
+
+
+def test_ranks_are_as_fast_as_operating_md_computes() -> None:
+    """Its table, in ms of an optimizer step: rollouts, Muon, exchange, what is shared out of scoring, what is not."""
+    work = Work.of(one_run(), Settings(), GPU_TFLOPS)
+    for ranks, muon, told in ((4, 0.329, 2.8), (8, 0.192, 4.1)):
+        exchange = (2 * (ranks - 1) / ranks * 1.6 + 1.07) / 260 * 1000
+        step = 153 / ranks + 43 * muon + exchange + (21 + 32) / ranks + 6 + 10
+        assert 265 / step == pytest.approx(told, abs=0.05)
+        assert work.rate(ranks) == pytest.approx(told, abs=0.1)
+    larger = Work.of(one_run(), Settings(train_step_tokens=65_536), GPU_TFLOPS)
+    assert larger.rate(8) == pytest.approx(4.9, abs=0.15)
+    assert work.rate(1) == 1.0
+    rates = [work.rate(ranks) for ranks in range(1, 20)]
+    assert all(rate < ranks for ranks, rate in enumerate(rates[1:], 2))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_plan_shares_muons_matrices_out_as_the_optimizer_does(ranks: int) -> None:
+    shapes = {n: torch.Size(s) for n, s in tensor_shapes(EIGHT).items() if len(s) == 2 and n != "lm_head.weight"}
+    cost = {n: 4.0 * min(s) ** 2 * max(s) + 2.0 * min(s) ** 3 for n, s in shapes.items()}
+    loads = [sum(cost[n] for n, rank in _shared_out(shapes, ranks).items() if rank == r) for r in range(ranks)]
+    work = replace(Work.of(one_run(), Settings(), GPU_TFLOPS), score=0.0)
+    bare = replace(work, muon=0.0, train=work.train - work.muon)
+    matrices = 4 * sum(math.prod(s) for n, s in tensor_shapes(EIGHT).items() if n != "lm_head.weight")
+    seconds = work.train / work.rate(ranks) - bare.train / bare.rate(ranks) - work.steps * matrices / EXCHANGE_BYTES
+    assert seconds == pytest.approx(max(loads) / sum(cost.values()) * work.muon, rel=1e-6)
+
+
+def test_gpus_beyond_the_runs_are_ranks_and_others_are_workers() -> None:
+    work = Work.of(one_run(), Settings(), GPU_TFLOPS)
+    assert work.speed(8, 8) == 8.0
+    assert work.speed(0.5, 1) == 0.5
+    assert work.speed(8, 1) == work.rate(8)
+    assert work.speed(3, 2) == pytest.approx(1 + work.rate(2))
+    assert work.gpus(work.rate(5) - 0.01, 1) == 5
+    assert work.gpus(0.4, 1) == 0.4
+    assert work.gpus(100.0, 1) == MOST_RANKS
+
+
+def test_the_plan_says_at_what_rate_ranks_run_and_no_longer_that_they_fit() -> None:
+    """2.5 GPUs' work: three GPUs of one run are not enough, of three runs they are."""
+    given = one_run(rollouts=64, step_seconds=1.0)
+    asked = Work.of(given, Settings(), GPU_TFLOPS)
+    given = replace(given, step_seconds=(asked.train + asked.score) / 2.5)
+    for runs, fits in ((1, False), (3, True)):
+        planned = replace(given, runs=runs, step_seconds=given.step_seconds * runs)
+        fact = estimate(planned, Settings(), worker_gpus=3.0)["worker_gpus"]
+        assert fact.load is not None
+        assert (fact.load <= 1) == fits, fact
+        assert ("one run on 3 GPUs (ranks) runs at 2." in fact.text) == (runs == 1), fact.text
+        assert ("DRAFTALIGN_TRAIN_STEP_TOKENS=65536" in fact.text) == (runs == 1)
+    assert estimate(given, Settings())["worker_gpus"].value == asked.gpus(2.5, 1) > 3
+
+
+def test_the_simulation_has_the_ranks_rate() -> None:
+    given = one_run(rollouts=64, step_seconds=4.0)
+    for gpus, runs in ((1.0, 1), (8.0, 1), (8.0, 8)):
+        world = World(replace(given, runs=runs), Settings(), "even", gpus, GPU_TFLOPS, 0)
+        assert world.speed == world.work.speed(gpus, runs)
+        assert (world.speed < gpus) == (gpus > runs)
 
 
 @pytest.mark.parametrize("seed", range(3))

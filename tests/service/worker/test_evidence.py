@@ -113,9 +113,9 @@ def scored(
     path.write_bytes(bench.world.rollout_file(name, prompts=prompts, policy_version=policy_version))
     batch = load_batch(path)
     loaded = Loaded(Entry("1-1", name, path.name, 1, 1, batch.rollouts, policy_version, policy_version, 1), path, batch)
-    scores = worker.learner.scorer.score(loaded, worker.inbox, "all")
-    assert scores is not None
-    return batch, scores
+    scored = worker.learner.scorer.score(loaded, worker.inbox, "all")
+    assert scored is not None
+    return batch, scored[1]
 
 
 def siblings(prompts: range) -> list[int]:

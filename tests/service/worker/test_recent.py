@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from rollout_files import as_fp8, prompts_once_of
 from service_fixtures import with_last_rows
 from torch import Tensor
 from worker_fixtures import World, joined
@@ -30,7 +31,6 @@ from drafter.replay.replay import replay
 from drafter.training.ranks import Ranks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
-from rl_hooks.sending.features import PackedIndex, as_wire, shared_rows
 from service.worker.journal import Abandoned
 from service.worker.recent import KeptBatch, RecentRollouts, Task, _packed, taken
 
@@ -344,22 +344,6 @@ def test_the_shares_of_all_ranks_are_what_one_process_trains_on(memory: Memory, 
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def as_fp8(body: bytes, scratch: Path, *, last: bool) -> bytes:
-    """The same rollouts with fp8 features, as the hook sends them (`last`: `last_hidden` too, as other senders may)."""
-    scratch.write_bytes(body)
-    file = wire.MappedFile(scratch)
-    tensors = {n: wire.Tensor.of(file.array(n).copy(), i.dtype) for n, i in file.header.tensors.items()}
-    for name, layers in (("aux_hidden", 3), ("last_hidden", 1))[: 2 if last else 1]:
-        values = torch.from_numpy(file.array(name).copy()).view(torch.bfloat16).float()
-        per_layer = values.view(len(values), layers, -1)
-        scale = per_layer.abs().amax(-1) / 448
-        codes = (per_layer / scale[..., None]).to(torch.float8_e4m3fn).view(len(values), -1)
-        tensors[name] = wire.Tensor.of(codes.view(torch.uint8).numpy(), "F8_E4M3")
-        tensors[f"{name}_scale"] = as_wire(scale)
-    scratch.unlink()
-    return joined(wire.encode(tensors, file.header.metadata))
-
-
 def copied(path: Path) -> RolloutBatch:
     """What `load_batch` gave while it copied features out and widened fp8 at once."""
     file = wire.MappedFile(path)
@@ -434,22 +418,6 @@ def last_rows_of(body: bytes, last_rows: wire.LastRows, scratch: Path) -> bytes:
     tensors = {n: wire.Tensor.of(file.array(n).copy(), i.dtype) for n, i in file.header.tensors.items()}
     metadata = {**file.header.metadata, "format": wire.FORMATS[last_rows]}
     return joined(wire.encode(with_last_rows(tensors, last_rows), metadata))
-
-
-def prompts_once_of(body: bytes, scratch: Path) -> bytes:
-    """The same rollouts as a file that holds the states of a shared prompt once."""
-    scratch.write_bytes(body)
-    file = wire.MappedFile(scratch)
-    tensors = {n: wire.Tensor.of(file.array(n).copy(), i.dtype) for n, i in file.header.tensors.items()}
-    batch = load_batch(scratch)
-    ids, starts, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
-    index = PackedIndex(ids, starts, mask, None)
-    rows = shared_rows(index, batch.aux_hidden, batch.aux_scale, len(batch.aux_layers))
-    assert rows is not None
-    for name in {"aux_hidden", "aux_hidden_scale"} & tensors.keys():
-        tensors[name] = wire.Tensor.of(file.array(name)[rows.kept.numpy()], tensors[name].dtype)
-    tensors["aux_rows"] = wire.Tensor.of(rows.places, "I32")
-    return joined(wire.encode(tensors, file.header.metadata))
 
 
 def tool_turns(tensors: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from service.errors import WorkerError
 from service.monitor.controller import Economy
 from service.storage.queue.deliveries import RolloutQueue
 from service.worker import learner
-from service.worker.claim import ClaimPlan, ClaimScorer
+from service.worker.claim import ClaimPlan, ClaimScorer, Scored
 from service.worker.inbox import RECENT_BATCHES
 from service.worker.learner import Learner
 from service.worker.loop import RunWorker
@@ -238,11 +238,11 @@ def all_scores(monkeypatch: pytest.MonkeyPatch) -> list[Scores]:
     """What is said of each batch from now on."""
     found, real = list[Scores](), ClaimScorer.score
 
-    def noted(self: ClaimScorer, *arguments: Any) -> Scores | None:
-        scores = real(self, *arguments)
-        if scores is not None:
-            found.append(scores)
-        return scores
+    def noted(self: ClaimScorer, *arguments: Any) -> Scored | None:
+        scored = real(self, *arguments)
+        if scored is not None:
+            found.append(scored[1])
+        return scored
 
     monkeypatch.setattr(ClaimScorer, "score", noted)
     return found
