@@ -87,6 +87,12 @@ def at_common_depth(block: Block, replays: Replays, rule: LiveRule, cell: Cell |
     return None if alpha is None else Matched(block, cell, block.rounds, tokens, alpha * block.rounds, cell.rounds)
 
 
+def compared_depth(known: Matched, rule: LiveRule) -> float:
+    """At how many drafts a round a block was compared with its replay."""
+    depth, ours = _drafts(known.block, known.cell), len(known.cell.accepted) or rule.depth
+    return float(ours) if depth is None else min(depth, float(ours))
+
+
 def _drafts(block: Block, cell: Cell) -> float | None:
     """How many tokens the engine drafts a round. It may say more: positions that never accept one do not count."""
     depth = block.depth

@@ -42,9 +42,11 @@ from service.monitor.live.engine import (
     OVER,
     Finding,
     LiveRule,
+    Matched,
     Scan,
     Stretch,
     at_common_depth,
+    compared_depth,
     explained,
     find,
     other_depth,
@@ -117,7 +119,7 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
     verdicts = []
     for reporter, found in sorted(findings.items()):
         beside = [other for name, other in judged.items() if name != reporter]
-        features = found.kind != "low" or not _another_is_sound(found, beside, replays)
+        features = not _another_is_sound(found, beside, replays, rule)
         name, text = _named(found, replays, rule, together=together, all_above=all_above, features=features)
         verdicts.append(
             EngineVerdict(reporter, name, text, engines[reporter][-1].drafter_version, found.stretch, found.since)
@@ -125,23 +127,34 @@ def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRu
     return Watch(tuple(verdicts), _hold(verdicts, together=together, judged=len(judged)))
 
 
-def _another_is_sound(found: Finding, others: Sequence[Finding], replays: Replays) -> bool:
+def _another_is_sound(found: Finding, others: Sequence[Finding], replays: Replays, rule: LiveRule) -> bool:
     """Whether another engine drafts as replay says with the versions in which this one is low, beyond chance.
 
-    Then the trainer's features are right: wrong ones lower every engine that serves what was trained on them. Such an
-    engine lies above half of this one's fall.
+    Then the trainer's features are right: wrong ones lower every engine that serves what was trained on them. With the
+    versions that both have, this one must be low, and the other above half of its fall. One that drafts fewer tokens
+    is not asked: the first drafts may be right where the later ones are not.
     """
-    if found.stretch is None:
-        return False
-    versions, half = {known.block.drafter_version for known in found.blocks}, found.stretch.log_ratio / 2
-    for other in others:
-        scan, stretch = Scan(replays), None
-        for known in reversed(other.blocks if other.kind in ("healthy", "depth") else ()):
-            if known.block.drafter_version in versions:
-                stretch = scan.add(known)
-        if stretch is not None and (stretch.log_ratio - half) / stretch.error > OVER:
+    depth = max((compared_depth(known, rule) for known in found.blocks), default=0.0)
+    for other in others if found.kind == "low" else ():
+        asked = other.blocks if other.kind in ("healthy", "depth") else ()
+        asked = tuple(known for known in asked if compared_depth(known, rule) > depth - 0.25)
+        low = _with_versions_of(found.blocks, asked, replays)
+        sound = _with_versions_of(asked, found.blocks, replays)
+        if low is None or sound is None or (low.log_ratio + rule.dead_band) / low.error >= -OVER:
+            continue
+        if (sound.log_ratio - low.log_ratio / 2) / sound.error > OVER:
             return True
     return False
+
+
+def _with_versions_of(blocks: Sequence[Matched], others: Sequence[Matched], replays: Replays) -> Stretch | None:
+    """Live against replay over those of the blocks whose drafter version some of the others have too."""
+    versions = {known.block.drafter_version for known in others}
+    scan, stretch = Scan(replays), None
+    for known in reversed(blocks):
+        if known.block.drafter_version in versions:
+            stretch = scan.add(known)
+    return stretch
 
 
 def _together(

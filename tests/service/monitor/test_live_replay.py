@@ -149,6 +149,37 @@ def test_an_engine_clears_the_trainer_of_blame_only_with_the_version_that_is_low
     assert swapped.hold is None
 
 
+def both(first: list[ScoreRecord], second: list[ScoreRecord], at: int) -> list[ScoreRecord]:
+    """Scores of two versions: from step `at` on both are replayed."""
+    shared = zip(first[at:], second[at:], strict=True)
+    return [
+        *first[:at],
+        *(replace(b, replayed=(*(a.replayed or ()), *(b.replayed or ()))) for a, b in shared),
+    ]
+
+
+def test_first_drafts_that_are_right_do_not_clear_a_trainer_whose_later_ones_are_wrong() -> None:
+    """An engine that drafts one token a round has the first drafts alone, and those are as in replay."""
+    better = tuple(min(1.15 * share, 0.97) for share in KEPT)
+    worse = tuple(share * part for share, part in zip(better, (0.98, 0.6, 0.45, 0.35), strict=True))
+    known = both(scores(8), scores(8, better, "v2"), 6)
+    fallen = blocks(*SOUND[:6], *(report(2048, worse, step, "v2") for step in (6, 7)))
+    for kept, name in ((worse[:1], "trainer features"), (better, "engine features")):
+        other = blocks(*(report(4096, kept, step, "v2") for step in (6, 7)))
+        found = judged({"a": fallen, "b": other}, known)
+        assert [engine.name for engine in found.engines] == [name, "depth" if len(kept) == 1 else "healthy"]
+        assert (found.hold is None) == (name == "engine features")
+
+
+def test_an_engine_that_never_had_the_version_that_fell_does_not_clear_the_trainer() -> None:
+    """The fall is v2's. That a few rounds of v1 just before it are low may be chance, and they are all of v1 in it."""
+    better = tuple(min(1.15 * share, 0.97) for share in KEPT)
+    known = both(scores(8), scores(8, better, "v2"), 6)
+    fallen = blocks(*SOUND[:5], report(16, HALF, 5), *(report(1024, HALF, step, "v2") for step in (6, 7)))
+    found = judged({"a": fallen, "b": blocks(*(report(4096, policy=step) for step in range(8)))}, known)
+    assert [engine.name for engine in found.engines] == ["trainer features", "healthy"]
+
+
 def test_all_engines_low_is_the_trainers_and_nothing_is_published_until_it_is_over() -> None:
     found = judged({name: blocks(*SICK) for name in "abc"})
     assert {one.name for one in found.engines} == {"trainer features"}
