@@ -41,11 +41,11 @@ from service.monitor.records import Change, Estimate
 #: A spread of this fraction of α is rounding.
 _ROUNDING: Final = 1e-6
 #: A paired difference within this many standard errors of 0 may be chance.
+_CHANCE_SD: Final = 2.0
 #: Versions whose differences are remembered; sd of a difference of log α before any is known, and the least.
 _DIFFERENCES_KEPT: Final = 32
 _DIFFERENCE_BEFOREHAND: Final = 0.02
 _LEAST_DIFFERENCE: Final = 0.002
-_CHANCE_SD: Final = 2.0
 #: Most sd of loss that one tick may count for. Siegmund's formula takes ticks for normal. Where one prompt in a hundred
 #: is far harder than the rest, a tick that holds one is 4 to 8 sd low, and two such ticks alone raised an alarm. A
 #: smaller cap delays large falls, a larger one misses the stated rate in such worlds: docs/reference/drift.md.

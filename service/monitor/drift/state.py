@@ -14,6 +14,8 @@ from service.monitor.drift.limits import DAY_SECONDS, DriftError
 _STATE_FORMAT: Final = "draftalign.drift.v3"
 #: Variance of what is not known, in units of a tick's. Infinity has no arithmetic.
 _UNKNOWN: Final = 1e9
+#: A change of this fraction of α is rounding.
+_ROUNDING: Final = 1e-9
 #: Memory of the traffic. A longer pause between batches counts as a day.
 _TRAFFIC_SECONDS: Final = 3 * DAY_SECONDS
 #: Least share that a stratum is taken to have.
@@ -111,7 +113,12 @@ class Levels:
             self.entropies[j] = entropy if before is None else before + column[j] / total * (entropy - before)
 
     def owe(self, by: float, variance: float = 0.0) -> None:
-        """Count what a new version cost that did not lower the levels; a gain makes up for it."""
+        """Count what a new version cost that did not lower the levels; a gain makes up for it.
+
+        What is left of a difference by rounding is none, and its variance is none of what is owed.
+        """
+        if abs(by) <= _ROUNDING * self.level:
+            return
         self.owed = min(0.0, self.owed + by)
         self.owed_variance = self.owed_variance + variance if self.owed < 0 else 0.0
 
