@@ -40,7 +40,8 @@ def micro_batch_rollouts(micro_batch: Any) -> dict[str, Any]:
         lengths = micro_batch["attention_mask"][:, -responses.shape[1] :].sum(1).tolist()
     said = micro_batch["temperature"]
     # The kind of each prompt, by which verl chooses the reward function; as tensordict holds it, or plain.
-    sources = [str(getattr(one, "data", one)) for one in micro_batch.get("data_source", [])]
+    found = micro_batch.get("data_source", [])
+    sources = [str(one if isinstance(one, str) else getattr(one, "data", one)) for one in found]
 
     def over_rollouts(name: str) -> torch.Tensor | None:
         of_responses = micro_batch.get(name)

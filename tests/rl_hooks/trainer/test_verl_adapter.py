@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,7 +59,7 @@ def test_values_of_responses_are_laid_along_whole_rollouts(batch: dict[str, Any]
 def test_a_prompts_data_source_is_its_stratum() -> None:
     """By it the drift alarm tells another mix of prompts from a drafter that fits less."""
     held = [types.SimpleNamespace(data="math"), types.SimpleNamespace(data="code")]  # as tensordict holds it
-    for sources in (["math", "code"], held):
+    for sources in (["math", "code"], np.array(["math", "code"]), held):
         assert micro_batch_rollouts(PADDED | {"data_source": sources})["strata"] == ["math", "code"]
     assert micro_batch_rollouts(PADDED)["strata"] is None
     assert micro_batch_rollouts(PADDED | {"data_source": ["math"]})["strata"] is None, "of which rollout?"
