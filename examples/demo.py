@@ -38,7 +38,7 @@ from examples.vllm_engine import VllmClient, check_installed, vllm_server
 from service.api.port.free import check_port
 from service.cli.checks import check_redis
 from service.cli.supervisor import spawn, stop
-from service.errors import ConfigurationError
+from service.errors import ConfigurationError, ServiceError
 
 log = logging.getLogger("draftalign.demo")
 console = Console()
@@ -361,17 +361,16 @@ class Session:
         live = self.live[version]
         taken = self.attachment.overhead_seconds
         live.hook_seconds, self._hook_seconds = taken - self._hook_seconds, taken
-        drafted = f"live α {live.alpha:.2f}  drafter {live.drafter_version}" if live.alpha else self._no_drafter_yet()
+        drafted = f"live α {live.alpha:.2f}  drafter {live.drafter_version}" if live.alpha else None
         console.print(
             f"step {version:3d}  reward {logs['reward']:.2f}  entropy {logs.get('entropy', float('nan')):.2f}  "
-            f"{drafted}",
+            f"{drafted or f'no drafter yet. {self._headline()}'}",
             highlight=False,
         )
 
-    def _no_drafter_yet(self) -> str:
-        """How far the service is with the first drafter of a run from scratch."""
-        headline = self.service.get(f"/runs/{RUN}").raise_for_status().json()["headline"]
-        return f"no drafter yet. {headline['text']}"
+    def _headline(self) -> str:
+        """What the service says: in a run from scratch, how far it is with the first drafter."""
+        return str(self.service.get(f"/runs/{RUN}").raise_for_status().json()["headline"]["text"])
 
     def train(self) -> None:
         """Wait until the initial drafter is live in the engine, then run RL. From scratch there is none to wait for."""
@@ -392,6 +391,9 @@ class Session:
         points: dict[int, dict[str, Any]] = {}
         # What no drafter drafted has no served α: the steps of a run from scratch before its first version.
         awaited = {version for version, live in self.live.items() if live.drafter_version}
+        if not awaited:
+            steps = f"No drafter was there for any of {len(self.live)} steps"
+            raise ServiceError(f"{steps}, so there is nothing to report; expected more --steps. {self._headline()}")
         moved = time.monotonic()
         with console.status("waiting for the worker to finish the queue"):
             while awaited - set(points) and time.monotonic() - moved < _PATIENCE_SECONDS:

@@ -11,14 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples import elicit
-from examples.demo import DemoConfig, _warm_up_prompts, free_port, scored_points
+from examples.demo import DemoConfig, LiveCount, Session, _warm_up_prompts, free_port, scored_points
 from examples.demo_report import StepRow, _part_reach, _table, features_verdict, kept_promises, plot_title
+from service.errors import ServiceError
 from service.monitor.records import DrafterSums
 
 STEPS = 40
@@ -177,6 +179,14 @@ def test_a_start_that_cannot_be_is_said_in_one_line(arguments: list[str], expect
     assert expected in found.stderr
     assert "Traceback" not in found.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_whose_first_drafter_came_after_its_last_step_says_so() -> None:
+    said = "3,100 of 4,000 response tokens gathered"
+    nothing = types.SimpleNamespace(flush=lambda _: None)
+    run = types.SimpleNamespace(attachment=nothing, live={0: LiveCount(), 1: LiveCount()}, _headline=lambda: said)
+    with pytest.raises(ServiceError, match=f"any of 2 steps.*--steps. {said}"):
+        Session.finish(run)  # type: ignore[arg-type]
 
 
 def step_row(step: int, **known: Any) -> StepRow:

@@ -232,6 +232,9 @@ def test_a_published_version_says_what_was_promised_and_what_was_realised(browse
     after = events(published, measured).partition("v000002 published")
     for part in (after[0], after[2]):  # newest first: what was measured, and what was published
         assert "gain +12.0 % promised, +7.1 % realised" in part
+    damaged = {name: value for name, value in measured.items() if name != "realised"}
+    assert "gain +12.0 % promised" in (unknown := events(published, damaged))
+    assert "realised" not in unknown
 
 
 @needs_browser
