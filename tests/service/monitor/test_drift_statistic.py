@@ -313,12 +313,12 @@ def test_versions_whose_difference_moved_the_baseline_add_no_doubt_to_what_is_ow
     feed(monitor, noise(1500))
     monitor.rebase(-0.09, 0.03**2, decided=False)
     levels = monitor.state.levels
-    assert (levels.owed, levels.owed_variance) == (pytest.approx(-0.03), 0.03**2)
+    assert (levels.owed, levels.owed_variance) == pytest.approx((-0.03, 0.03**2))
     for _ in range(30):
         monitor.rebase(-0.007, 0.03**2, decided=False)
-    assert (levels.owed, levels.owed_variance) == (pytest.approx(-0.03), 0.03**2)
+    assert (levels.owed, levels.owed_variance) == pytest.approx((-0.03, 0.03**2))
     monitor.rebase(-0.09, 0.03**2, decided=False)
-    assert (levels.owed, levels.owed_variance) == (pytest.approx(-0.06), pytest.approx(2 * 0.03**2))
+    assert (levels.owed, levels.owed_variance) == pytest.approx((-0.06, 2 * 0.03**2))
 
 
 def test_a_difference_that_may_be_chance_ends_no_alarm() -> None:
