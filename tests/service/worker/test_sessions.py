@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import torch.distributed as dist
 from hooks_fixtures import AUX, receiver, step
 from hooks_fixtures import tiny_qwen3 as tiny
 from service_fixtures import HEADERS, RunningService
@@ -275,6 +276,26 @@ def test_what_says_that_there_are_more_ranks_is_heeded(monkeypatch: pytest.Monke
     assert Session("default", 0, 1).id == ""
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert Session("default", 0, 1).id == "", "whatever it means"
+
+
+def test_a_process_group_that_is_made_again_over_the_same_store_begins_another_session() -> None:
+    """As under torchrun, whose store stays. The ids of before may be of earlier attempts: their files are skipped."""
+    store = dist.HashStore()
+    found = list[str]()
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.PrefixStore("same", store), rank=0, world_size=1)
+        try:
+            found += [_of_several("a").id for _ in range(2)]
+        finally:
+            dist.destroy_process_group()
+    assert len(set(found)) == 4
+
+
+def _of_several(run: str) -> Session:
+    """Of rank 0 where the group says that there are two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_world_size", lambda: 2)
+        return Session(run, 0, 2)
 
 
 # --- over HTTP
