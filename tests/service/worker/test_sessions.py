@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis.asyncio
 import torch
 import torch.distributed as dist
 from hooks_fixtures import AUX, receiver, step
@@ -32,6 +33,7 @@ from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import as_wire
 from rl_hooks.trainer.session import Session
 from service.monitor.records import Return
+from service.storage.reports.store import AsyncStore
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(300)
@@ -341,6 +343,58 @@ def test_a_session_begins_at_the_registration_for_what_engines_count(bench: Benc
     service.post(bench.world.rollout_file("c0", policy_version=0, **told(THIRD)))
     assert [(one.to, one.attempt) for one in bench.store.returns()] == [(0, 0), (0, 0)], "it has not registered"
     assert isinstance(mark, Return)
+
+
+def test_a_session_that_registered_above_where_it_begins_is_told_as_a_return_by_its_first_batch(
+    bench: Bench, service: RunningService
+) -> None:
+    bench.begin()
+    service.post(bench.world.rollout_file("a0", policy_version=0, **told(FIRST)))
+    file = bench.world.run_file(metadata={"session": SECOND, "policy_version": "9"})
+    assert service.client.put("/runs/default", content=file, headers=HEADERS).status_code == 200
+    assert bench.store.returns() == []
+    service.post(bench.world.rollout_file("b0", policy_version=0, **told(SECOND)))
+    assert [(one.to, one.attempt) for one in bench.store.returns()] == [(0, 0)]
+
+
+def test_of_more_sessions_of_one_attempt_than_are_remembered_the_newest_are(
+    bench: Bench, service: RunningService
+) -> None:
+    """Each goes on where the one before ended. Ids say nothing: here each is below all that came before it."""
+    bench.begin()
+    bench.world.heads |= dict.fromkeys(range(9), bench.world.heads[0])
+    for version in (4, 5):
+        service.post(bench.world.rollout_file(f"first {version}", policy_version=version, **told("f" * 32, 4)))
+    for number in range(300, 0, -1):
+        file = bench.world.rollout_file(f"{number}", policy_version=5, rollouts=1, **told(f"{number:032x}", 5))
+        assert service.post(file).json()["state"] == "queued"
+    last = f"{0:032x}"
+    for version in (6, 7, 8):
+        service.post(bench.world.rollout_file(f"last {version}", policy_version=version, **told(last, 6)))
+    assert bench.redis.get("da:{default}:attempt") == b"1 4 8"
+    assert bench.redis.zcard("da:{default}:sessions") == 256
+
+
+def test_a_trainer_that_goes_back_as_another_begins_does_not_take_the_attempt_back(
+    bench: Bench, service: RunningService
+) -> None:
+    """The other's first rollouts come while its head is noted."""
+    bench.begin()
+    for version in range(4):
+        service.post(bench.world.rollout_file(f"a{version}", policy_version=version, **told(FIRST)))
+
+    class Slow(redis.asyncio.Redis):
+        async def execute_command(self, *args: Any, **options: Any) -> Any:
+            if args[0] in ("SET", "EVAL") and "da:{default}:attempt" in args:
+                await asyncio.to_thread(service.post, bench.world.rollout_file("b", **told(SECOND)))
+            return await super().execute_command(*args, **options)
+
+    async def note() -> None:
+        async with Slow.from_url(bench.redis_url) as client:
+            await AsyncStore(client, "default").note_head(1, went_back=True, session=FIRST)
+
+    asyncio.run(note())
+    assert bench.redis.get("da:{default}:attempt") == b"2 0 0"
 
 
 def test_of_a_run_that_told_no_sessions_before_it_is_guessed_as_ever(bench: Bench, service: RunningService) -> None:
