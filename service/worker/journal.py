@@ -51,6 +51,14 @@ class Abandoned(NamedTuple):
     until: float = -math.inf
     told: bool = False
 
+    def has_not(self, head_ns: int, came: float) -> bool:
+        """Whether a head that was received then (Unix ns) is the next attempt's, for a batch that came before it.
+
+        `came`: when that batch did, in Unix ms. Where sessions tell attempts apart, a head that came before the last
+        batch is of the same one: it was late.
+        """
+        return came <= self.until and not (self.told and head_ns < self.until * 1e6)
+
 
 @dataclass
 class Totals:

@@ -446,6 +446,22 @@ def test_a_dead_batch_that_is_put_back_stays_of_its_attempt(bench: Bench, servic
     assert (entry.attempt, entry.belated) == (1, True)
 
 
+def test_a_batch_that_came_before_its_own_head_outlives_its_attempt(bench: Bench, service: RunningService) -> None:
+    """Another rank's, while rank 0's head is on its way. It waits until the next attempt has begun, and has no other."""
+    bench.begin()
+    bench.world.move_head(1)
+    bench.world.heads[2] = bench.world.heads[1]
+    early = service.post(bench.world.rollout_file("a1", policy_version=1, **told(FIRST, 1))).json()["batch_id"]
+    time.sleep(0.05)
+    bench.put_head(1)
+    time.sleep(0.05)
+    service.post(bench.world.rollout_file("a2", policy_version=2, **told(FIRST, 1)))
+    service.post(bench.world.rollout_file("b1", policy_version=1, **told(SECOND, 1)))
+    bench.drain(bench.worker())
+    assert (bench.state(early), bench.reason(early)) == ("trained", "")
+    assert attempts_of(service.client) == [(1, 2, 2), (1, 1, 1)]
+
+
 @pytest.mark.parametrize(
     ("metadata", "field"),
     [
