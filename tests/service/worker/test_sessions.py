@@ -447,7 +447,7 @@ def test_a_dead_batch_that_is_put_back_stays_of_its_attempt(bench: Bench, servic
 
 
 def test_a_batch_that_came_before_its_own_head_outlives_its_attempt(bench: Bench, service: RunningService) -> None:
-    """Another rank's, while rank 0's head is on its way. It waits until the next attempt has begun, and has no other."""
+    """Another rank's, while rank 0's head is on its way. It waits until the next attempt has begun."""
     bench.begin()
     bench.world.move_head(1)
     bench.world.heads[2] = bench.world.heads[1]
@@ -460,6 +460,24 @@ def test_a_batch_that_came_before_its_own_head_outlives_its_attempt(bench: Bench
     bench.drain(bench.worker())
     assert (bench.state(early), bench.reason(early)) == ("trained", "")
     assert attempts_of(service.client) == [(1, 2, 2), (1, 1, 1)]
+
+
+def test_what_an_engine_sends_before_the_next_attempts_first_batch_does_not_hide_whose_head_it_is(
+    bench: Bench, service: RunningService
+) -> None:
+    bench.begin()
+    bench.world.move_head(1)
+    bench.put_head(1)
+    waits = service.post(bench.world.rollout_file("a1", policy_version=1, **told(FIRST, 1))).json()["batch_id"]
+    time.sleep(0.05)
+    bench.world.move_head(1, seed=2)
+    bench.put_head(1)
+    time.sleep(0.05)
+    for name, session in (("engine", {}), ("b1", told(SECOND, 1))):
+        service.post(bench.world.rollout_file(name, policy_version=1, **session))
+    bench.drain(bench.worker())
+    assert bench.state(waits) == "dead"
+    assert bench.reason(waits).startswith("the trainer went back")
 
 
 @pytest.mark.parametrize(
