@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hooks_fixtures import AUX, receiver, step
 from hooks_fixtures import tiny_qwen3 as tiny
 from service_fixtures import HEADERS, RunningService
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from transformers import Qwen3ForCausalLM
 from worker_fixtures import Bench
 
@@ -282,10 +283,10 @@ def test_what_says_that_there_are_more_ranks_is_heeded(monkeypatch: pytest.Monke
 
 def test_a_process_group_that_is_made_again_over_the_same_store_begins_another_session() -> None:
     """As under torchrun, whose store stays. The ids of before may be of earlier attempts: their files are skipped."""
-    store = dist.HashStore()
+    store = HashStore()
     found = list[str]()
     for _ in range(2):
-        dist.init_process_group("gloo", store=dist.PrefixStore("same", store), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=PrefixStore("same", store), rank=0, world_size=1)
         try:
             found += [_of_several("a").id for _ in range(2)]
         finally:
@@ -387,7 +388,7 @@ def test_a_trainer_that_goes_back_as_another_begins_does_not_take_the_attempt_ba
         async def execute_command(self, *args: Any, **options: Any) -> Any:
             if args[0] in ("SET", "EVAL") and "da:{default}:attempt" in args:
                 await asyncio.to_thread(service.post, bench.world.rollout_file("b", **told(SECOND)))
-            return await super().execute_command(*args, **options)
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
     async def note() -> None:
         async with Slow.from_url(bench.redis_url) as client:
