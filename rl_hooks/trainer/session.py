@@ -56,10 +56,14 @@ def _agreed(run: str, rank: int, world_size: int) -> str:
         return ""
     store: Any = dist.distributed_c10d._get_default_store()
     begun = _begun.setdefault(store, Counter())
+    # torchrun's store outlives a process group and a start of its ranks, and has the sessions of those before. Agents
+    # of several hosts count starts each by itself.
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
     found = ""
-    while not found or found in _had:  # torchrun's store outlives a process group, and has those of the one before
+    while not found or found in _had:
         begun[run] += 1
-        kept: bytes = store.compare_set(f"draftalign/session/{run}/{begun[run]}", "", own)
+        kept: bytes = store.compare_set(f"draftalign/session/{run}/{start}/{begun[run]}", "", own)
         found = kept.decode()
         if not wire.SESSION.fullmatch(found):
             return ""

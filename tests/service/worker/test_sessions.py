@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from transformers import Qwen3ForCausalLM
 from worker_fixtures import Bench
 
+import rl_hooks.trainer.session
 from examples.demo import child, free_port
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
@@ -281,11 +282,19 @@ def test_what_says_that_there_are_more_ranks_is_heeded(monkeypatch: pytest.Monke
     assert Session("default", 0, 1).id == "", "whatever it means"
 
 
-def test_a_process_group_that_is_made_again_over_the_same_store_begins_another_session() -> None:
+@pytest.mark.parametrize("restarted", [False, True], ids=["in the same process", "by torchrun, in another"])
+def test_a_process_group_that_is_made_again_over_the_same_store_begins_another_session(
+    monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
     """As under torchrun, whose store stays. The ids of before may be of earlier attempts: their files are skipped."""
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     store = HashStore()
     found = list[str]()
-    for _ in range(2):
+    for number in range(2):
+        if restarted:
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+            monkeypatch.setattr(rl_hooks.trainer.session, "_had", set())
         dist.init_process_group("gloo", store=PrefixStore("same", store), rank=0, world_size=1)
         try:
             found += [_of_several("a").id for _ in range(2)]
