@@ -18,6 +18,8 @@ from rl_hooks import wire
 
 #: Sessions that began in a process group, by its store and by run: ranks make their hooks in the same order.
 _begun: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+#: Sessions that this process had.
+_had: set[str] = set()
 
 
 class Session:
@@ -54,6 +56,16 @@ def _agreed(run: str, rank: int, world_size: int) -> str:
         return ""
     store: Any = dist.distributed_c10d._get_default_store()
     begun = _begun.setdefault(store, Counter())
-    begun[run] += 1
-    kept: bytes = store.compare_set(f"draftalign/session/{run}/{begun[run]}", "", own)
-    return kept.decode() if wire.SESSION.fullmatch(kept.decode()) else ""
+    # torchrun's store outlives a process group and a start of its ranks, and has the sessions of those before. Agents
+    # of several hosts count starts each by itself.
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
+    found = ""
+    while not found or found in _had:
+        begun[run] += 1
+        kept: bytes = store.compare_set(f"draftalign/session/{run}/{start}/{begun[run]}", "", own)
+        found = kept.decode()
+        if not wire.SESSION.fullmatch(found):
+            return ""
+    _had.add(found)
+    return found

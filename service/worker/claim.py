@@ -124,8 +124,9 @@ class ClaimScorer:
         """
         batch = loaded.batch
         policy = self._target.at(batch.policy_version, batch=loaded.path)
-        late = self._target.has_later_head(batch.policy_version, loaded.path)
-        if late and arrival(loaded.entry.arrived)[1] <= self._journal.abandoned(fates.unfinished()).until:
+        head_ns = self._target.later_head_ns(batch.policy_version, loaded.path)
+        came = arrival(loaded.entry.arrived)[1]
+        if head_ns is not None and self._journal.abandoned(fates.unfinished()).has_not(head_ns, came):
             fates.reject(
                 loaded.entry,
                 f"the trainer went back to an earlier policy version after this batch, and the head of policy version "

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
-from service.monitor.alpha import attempts
+from service.monitor.alpha import arrived, attempts
 from service.monitor.controller import NO_MEMORY, UNJUDGED, Decision
 from service.monitor.drift.cause import cause_of
 from service.monitor.drift.limits import DriftConfig, DriftError
@@ -45,11 +45,20 @@ COMPARED: Final = "served_compared"
 class Abandoned(NamedTuple):
     """When the last batch came of an attempt that the trainer has given up, in Unix ms; -inf: it never did.
 
-    `told`: by a session, and not guessed.
+    `told`: by a session, and not guessed. `last_told`: when the last one came that a session says is of it.
     """
 
     until: float = -math.inf
     told: bool = False
+    last_told: float = -math.inf
+
+    def has_not(self, head_ns: int, came: float) -> bool:
+        """Whether a head that was received then (Unix ns) is the next attempt's, for a batch that came before it.
+
+        `came`: when that batch did, in Unix ms. A head that came before a batch of its attempt's session is of this
+        attempt: it was late.
+        """
+        return came <= self.until and not head_ns < self.last_told * 1e6
 
 
 @dataclass
@@ -239,10 +248,14 @@ class Journal:
             for entry in unfinished
         ]
         known = {one.arrival: one for one in (*batches, *self._store.recent_scores())}
-        last = attempts(known.values(), self._max_lag, returns)[-1]
+        found = attempts(known.values(), self._max_lag, returns)
+        last = found[-1]
         if last.opened is None or not (last.opened.told or len(last.scores) >= _SURE_ATTEMPT):
             return Abandoned()
-        return Abandoned(round(last.opened.last * 1000.0), last.opened.told)
+        told = last.opened.told
+        of_session = [arrived(one) for one in found[-2].scores if told and one.attempt is not None]
+        last_told = max(of_session, default=-math.inf) * 1000.0
+        return Abandoned(round(last.opened.last * 1000.0), told, last_told)
 
     def gathered(self, tokens: int, wanted: int, batches: int) -> None:
         """Say how far the draft vocabulary of a run from scratch is."""

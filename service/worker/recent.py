@@ -222,8 +222,8 @@ class RecentRollouts:
         """
         if not self._outdated(heads, math.inf, told=True):
             return
-        until, told = abandoned()  # a batch's file is older than the end of its entry's millisecond
-        if names := self._outdated(heads, (until + 1.0) * 1e6, told=told):
+        before = abandoned()  # a batch's file is older than the end of its entry's millisecond
+        if names := self._outdated(heads, (before.until + 1.0) * 1e6, told=before.told):
             log.info("the trainer went back: %d recent batches of before are not trained on again", len(names))
             for name in names:
                 self._drop(name)

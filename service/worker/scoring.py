@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drafter.batch import RolloutBatch, prompt_hashes, screen
 from drafter.device import is_device_fault, is_out_of_memory
-from drafter.errors import BatchRejected
+from drafter.errors import BatchRejected, DrafterError
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
 from drafter.replay.acceptance import Floats, Replay
@@ -124,13 +124,13 @@ def _checked(
     try:
         if ranks.world > 1:  # else it was screened when it was loaded
             screen(batch, ranks.fill)
-    except BatchRejected as error:
+        head = policy.needed_head()
+        batch = head.normalise(batch, ranks.fill)
+        gap, checked = head.logprob_gap(batch, limit, fill=ranks.fill, seed=seed)
+        if checked and not gap <= limit:
+            raise BatchRejected(_gap_reason(gap, limit))
+    except DrafterError as error:  # of what all ranks have alike
         raise ranks.agreed(error)  # noqa: B904 - it is this error
-    head = policy.needed_head()
-    batch = head.normalise(batch, ranks.fill)
-    gap, checked = head.logprob_gap(batch, limit, fill=ranks.fill, seed=seed)
-    if checked and not gap <= limit:
-        raise ranks.agreed(BatchRejected(_gap_reason(gap, limit)))
     return batch, gap if checked else None
 
 

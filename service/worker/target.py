@@ -214,10 +214,11 @@ class Target:
                 return version, file
         return self.policy_version, None
 
-    def has_later_head(self, policy_version: int, batch: Path) -> bool:
-        """Whether the head that `at` gives was received after the batch: it was late, or is of another attempt."""
+    def later_head_ns(self, policy_version: int, batch: Path) -> int | None:
+        """When the head that `at` gives was received (Unix ns), if after the batch: late, or of another attempt."""
         _, file = self.head_of(policy_version, batch=batch)
-        return file is not None and batch.exists() and file.changed_ns > batch.stat().st_mtime_ns
+        late = file is not None and batch.exists() and file.changed_ns > batch.stat().st_mtime_ns
+        return file.changed_ns if file is not None and late else None
 
     def with_head(self, version: int, file: Sequence[int] | None) -> Policy:
         """The policy with the head that another process's `head_of` named. OSError: another file is there now."""

@@ -42,7 +42,8 @@ import service.worker.process.worker
 import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
-from drafter.errors import BatchRejected
+from drafter.errors import BatchRejected, TargetHeadError
+from drafter.policy import Policy, TargetHead
 from drafter.replay.gate import Trial
 from drafter.replay.replay import replay
 from drafter.training.optimizer import Optimizer
@@ -58,6 +59,7 @@ from service.storage.runs import change_state
 from service.worker.checkpoint import WorkerCheckpoint, copy_to_ranks, taken_over
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
+from service.worker.scoring import score_shared
 from service.worker.target import Target
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
@@ -209,6 +211,24 @@ def test_ranks_check_batches_as_one_process_does_to_the_bit(tmp_path: Path, redi
     assert [reason.partition(" ")[0] for reason in one[1].values()] == ["aux_hidden", *["log-probabilities"] * 2]
     whole = int(sum(map(int, (tmp_path / "rows 0").read_text().split())))
     assert max(done) < 0.9 * whole
+
+
+def test_a_head_that_fits_no_batch_is_no_lost_rank(tmp_path: Path) -> None:
+    """Every rank finds it, outside of what they share out: the run is in trouble, and the processes go on."""
+    world, file = World(), tmp_path / "a"
+    file.write_bytes(world.rollout_file("a", rollouts=2))
+    batch = load_batch(file)
+    order = {"looked": [0, 1], "seed": 0, "depth": 1, "drafting": "chain", "gap_nats": 0.1, "served": None}
+    narrow = TargetHead(world.heads[0][:, :-1].contiguous())
+
+    def work(_rank: int) -> None:
+        ranks = JoinedRanks()
+        for head in (None, narrow):
+            with pytest.raises(TargetHeadError), ranks.in_step():
+                score_shared(ranks, {}, Policy(0, world.embed, head), batch, order)
+        assert ranks.add([1]) == [2]
+
+    assert run_two_ranks(work) == 0
 
 
 def dies_in_window(number: int) -> Callable[[int], None]:

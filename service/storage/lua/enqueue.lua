@@ -90,7 +90,7 @@ local version, sessions, own, begins = tonumber(policy), prefix .. 'sessions', n
 if back then
   own = tonumber(redis.call('HGET', batch, 'attempt') or '')
 elseif session ~= '' then
-  own = tonumber(redis.call('ZSCORE', sessions, session) or '0')
+  own = math.floor(tonumber(redis.call('ZSCORE', sessions, session) or '0'))
   if own == 0 then -- not a batch of it yet
     begins = math.min(tonumber(began), version)
     own = number or 1
@@ -112,10 +112,11 @@ elseif session ~= '' then
   end
 end
 
--- Note what the batch says of its session, once it is accepted.
-local function note_session()
+-- Note what the batch says of its session, once it is accepted. Of one attempt's sessions the newest stay: the score is
+-- its number, and behind the point when the session came.
+local function note_session(milliseconds)
   if begins then
-    local new = redis.call('ZADD', sessions, own, session) == 1
+    local new = redis.call('ZADD', sessions, string.format('%.0f.%s', own, milliseconds), session) == 1
     redis.call('ZREMRANGEBYRANK', sessions, 0, -KEPT_SESSIONS - 1)
     if new and own ~= (number or own) then -- else its registration was noted
       redis.call('XADD', prefix .. 'returns', 'MAXLEN', KEPT_RETURNS, '*', 'to', policy, 'attempt', 0)
@@ -150,7 +151,7 @@ if state then redis.call('DEL', batch) end
 redis.call('HSET', batch, 'state', 'queued', 'reason', '', 'entry_id', entry_id, 'blob', blob, 'bytes', size,
   'tokens', tokens, 'rollouts', rollouts, 'policy_version', policy, 'policy_version_max', policy_max,
   'rollout_ids', rollout_ids, 'known_rollouts', #known, unpack(more))
-if own and not back then note_session() end
+if own and not back then note_session(string.match(entry_id, '^%d+')) end
 
 held = { held[1] + 1, held[2] + bytes, held[3] + tonumber(rollouts), held[4], held[5], held[6] }
 if back then held[5] = held[5] + 1 else held[4], held[6] = held[4] + 1, entry_id end

@@ -63,6 +63,13 @@ local time = redis.call('TIME')
 redis.call('HDEL', KEYS[1], 'heartbeat')
 redis.call('HSET', KEYS[1], 'heartbeat', string.format('%d.%06d', time[1], time[2]), unpack(ARGV))
 """
+#: The newest attempt, if it is still that of this number, has this policy version only.
+_BEGIN_BELOW: Final = """
+local version = ARGV[2]
+if string.match(redis.call('GET', KEYS[1]) or '', '^%d+') == ARGV[1] then
+  redis.call('SET', KEYS[1], ARGV[1] .. ' ' .. version .. ' ' .. version)
+end
+"""
 _WORKER: Final = "return {redis.call('TIME'), redis.call('HGETALL', KEYS[1])}"
 #: Holder of the lease on a run that is being deleted, and how long at most.
 _DELETING: Final = b"deleting"
@@ -368,8 +375,8 @@ class AsyncStore:
         number = await self._attempt_of(session)
         if went_back:
             await self._add_return(policy_version, number)
-            if number is not None and number == await self._last_attempt():
-                await self._redis.set(self._keys.attempt, f"{number} {policy_version} {policy_version}")
+            if number is not None:
+                await self._redis.eval(_BEGIN_BELOW, 1, self._keys.attempt, number, policy_version)
         elif awaited:
             await self._note_return(policy_version, number)
 
@@ -381,10 +388,12 @@ class AsyncStore:
         """
         if session and await self._last_attempt() is not None:
             with contextlib.suppress(OutOfMemoryError):
+                newest = await self.latest_policy()
+                if newest is None or policy_version > newest:
+                    return  # should its batches begin below, they are a return themselves
                 new = await self._redis.zadd(self._keys.sessions, {session: 0}, nx=True)
                 await self._redis.zremrangebyrank(self._keys.sessions, 0, -_SESSIONS - 1)
-                newest = await self.latest_policy()
-                if new and newest is not None and policy_version <= newest:
+                if new:
                     await self._add_return(policy_version, 0)
         elif await self._note_return(policy_version, await self._attempt_of(session)):
             with contextlib.suppress(OutOfMemoryError):

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def test_every_script_and_every_public_method_runs_on_a_cluster(tmp_path: Path) 
                 worker, dead = RolloutQueue(client, run, 3_000), DeadLetters(of_api, asynchronous)
                 await rollouts_live(*(Noted(each, called) for each in (worker, asynchronous, dead)))
                 await reports_live(Noted(Store(client, run), called), Noted(AsyncStore(of_api, run, 1), called))
+                await sessions_live(asynchronous, AsyncStore(of_api, run))
             assert not list(client.scan_iter(match=f"da:{{{run}}}:*"))
 
         for run in RUNS:
@@ -206,3 +208,23 @@ async def reports_live(worker: Any, api: Any) -> None:
     assert await api.take_from_workers()
     await api.give_back()
     assert await api.forget() > 5
+
+
+async def sessions_live(api: AsyncRolloutQueue, store: AsyncStore) -> None:
+    """A trainer starts twice, its first start sends something late, and the second one goes back."""
+    first, second = "1" * 32, "2" * 32
+
+    async def outcome(number: int, session: str) -> str:
+        batch = replace(make_batch(number), session=session, session_began=1)
+        return (await api.enqueue(batch, max_items=9, max_bytes=1000)).outcome
+
+    assert await outcome(1, first) == "accepted"
+    await store.note_registration(0, second)
+    assert [await outcome(2, second), await outcome(3, first), await outcome(4, second)] == [
+        *("accepted", "outdated", "accepted")
+    ]
+    await store.note_head(2, went_back=True, session=second)
+    assert [(one.to, one.attempt) for one in await store.returns()] == [(0, 0), (2, 2)]
+    assert await outcome(5, "3" * 32) == "accepted"
+    assert (await api.batch(make_batch(5).batch_id) or {})["attempt"] == "3"
+    await store.forget()

@@ -18,19 +18,24 @@ from typing import Any
 
 import httpx
 import pytest
+import redis.asyncio
 import torch
+import torch.distributed as dist
 from hooks_fixtures import AUX, receiver, step
 from hooks_fixtures import tiny_qwen3 as tiny
 from service_fixtures import HEADERS, RunningService
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from transformers import Qwen3ForCausalLM
 from worker_fixtures import Bench
 
+import rl_hooks.trainer.session
 from examples.demo import child, free_port
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import as_wire
 from rl_hooks.trainer.session import Session
 from service.monitor.records import Return
+from service.storage.reports.store import AsyncStore
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(300)
@@ -277,6 +282,34 @@ def test_what_says_that_there_are_more_ranks_is_heeded(monkeypatch: pytest.Monke
     assert Session("default", 0, 1).id == "", "whatever it means"
 
 
+@pytest.mark.parametrize("restarted", [False, True], ids=["in the same process", "by torchrun, in another"])
+def test_a_process_group_that_is_made_again_over_the_same_store_begins_another_session(
+    monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """As under torchrun, whose store stays. The ids of before may be of earlier attempts: their files are skipped."""
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    store = HashStore()
+    found = list[str]()
+    for number in range(2):
+        if restarted:
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+            monkeypatch.setattr(rl_hooks.trainer.session, "_had", set())
+        dist.init_process_group("gloo", store=PrefixStore("same", store), rank=0, world_size=1)
+        try:
+            found += [_of_several("a").id for _ in range(2)]
+        finally:
+            dist.destroy_process_group()
+    assert len(set(found)) == 4
+
+
+def _of_several(run: str) -> Session:
+    """Of rank 0 where the group says that there are two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_world_size", lambda: 2)
+        return Session(run, 0, 2)
+
+
 # --- over HTTP
 def told(session: str, began: int = 0, **more: str) -> dict[str, Any]:
     return {"extra": {"session": session, "session_began": str(began), **more}}
@@ -320,6 +353,58 @@ def test_a_session_begins_at_the_registration_for_what_engines_count(bench: Benc
     service.post(bench.world.rollout_file("c0", policy_version=0, **told(THIRD)))
     assert [(one.to, one.attempt) for one in bench.store.returns()] == [(0, 0), (0, 0)], "it has not registered"
     assert isinstance(mark, Return)
+
+
+def test_a_session_that_registered_above_where_it_begins_is_told_as_a_return_by_its_first_batch(
+    bench: Bench, service: RunningService
+) -> None:
+    bench.begin()
+    service.post(bench.world.rollout_file("a0", policy_version=0, **told(FIRST)))
+    file = bench.world.run_file(metadata={"session": SECOND, "policy_version": "9"})
+    assert service.client.put("/runs/default", content=file, headers=HEADERS).status_code == 200
+    assert bench.store.returns() == []
+    service.post(bench.world.rollout_file("b0", policy_version=0, **told(SECOND)))
+    assert [(one.to, one.attempt) for one in bench.store.returns()] == [(0, 0)]
+
+
+def test_of_more_sessions_of_one_attempt_than_are_remembered_the_newest_are(
+    bench: Bench, service: RunningService
+) -> None:
+    """Each goes on where the one before ended. Ids say nothing: here each is below all that came before it."""
+    bench.begin()
+    bench.world.heads |= dict.fromkeys(range(9), bench.world.heads[0])
+    for version in (4, 5):
+        service.post(bench.world.rollout_file(f"first {version}", policy_version=version, **told("f" * 32, 4)))
+    for number in range(300, 0, -1):
+        file = bench.world.rollout_file(f"{number}", policy_version=5, rollouts=1, **told(f"{number:032x}", 5))
+        assert service.post(file).json()["state"] == "queued"
+    last = f"{0:032x}"
+    for version in (6, 7, 8):
+        service.post(bench.world.rollout_file(f"last {version}", policy_version=version, **told(last, 6)))
+    assert bench.redis.get("da:{default}:attempt") == b"1 4 8"
+    assert bench.redis.zcard("da:{default}:sessions") == 256
+
+
+def test_a_trainer_that_goes_back_as_another_begins_does_not_take_the_attempt_back(
+    bench: Bench, service: RunningService
+) -> None:
+    """The other's first rollouts come while its head is noted."""
+    bench.begin()
+    for version in range(4):
+        service.post(bench.world.rollout_file(f"a{version}", policy_version=version, **told(FIRST)))
+
+    class Slow(redis.asyncio.Redis):
+        async def execute_command(self, *args: Any, **options: Any) -> Any:
+            if args[0] in ("SET", "EVAL") and "da:{default}:attempt" in args:
+                await asyncio.to_thread(service.post, bench.world.rollout_file("b", **told(SECOND)))
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+    async def note() -> None:
+        async with Slow.from_url(bench.redis_url) as client:
+            await AsyncStore(client, "default").note_head(1, went_back=True, session=FIRST)
+
+    asyncio.run(note())
+    assert bench.redis.get("da:{default}:attempt") == b"2 0 0"
 
 
 def test_of_a_run_that_told_no_sessions_before_it_is_guessed_as_ever(bench: Bench, service: RunningService) -> None:
@@ -369,6 +454,40 @@ def test_a_dead_batch_that_is_put_back_stays_of_its_attempt(bench: Bench, servic
     assert service.client.post(f"/runs/default/dead/{dead}/retry").status_code < 300
     (entry,) = [one for one in bench.queue.unfinished() if one.batch_id == dead]
     assert (entry.attempt, entry.belated) == (1, True)
+
+
+def test_a_batch_that_came_before_its_own_head_outlives_its_attempt(bench: Bench, service: RunningService) -> None:
+    """Another rank's, while rank 0's head is on its way. It waits until the next attempt has begun."""
+    bench.begin()
+    bench.world.move_head(1)
+    bench.world.heads[2] = bench.world.heads[1]
+    early = service.post(bench.world.rollout_file("a1", policy_version=1, **told(FIRST, 1))).json()["batch_id"]
+    time.sleep(0.05)
+    bench.put_head(1)
+    time.sleep(0.05)
+    service.post(bench.world.rollout_file("a2", policy_version=2, **told(FIRST, 1)))
+    service.post(bench.world.rollout_file("b1", policy_version=1, **told(SECOND, 1)))
+    bench.drain(bench.worker())
+    assert (bench.state(early), bench.reason(early)) == ("trained", "")
+    assert attempts_of(service.client) == [(1, 2, 2), (1, 1, 1)]
+
+
+def test_what_an_engine_sends_before_the_next_attempts_first_batch_does_not_hide_whose_head_it_is(
+    bench: Bench, service: RunningService
+) -> None:
+    bench.begin()
+    bench.world.move_head(1)
+    bench.put_head(1)
+    waits = service.post(bench.world.rollout_file("a1", policy_version=1, **told(FIRST, 1))).json()["batch_id"]
+    time.sleep(0.05)
+    bench.world.move_head(1, seed=2)
+    bench.put_head(1)
+    time.sleep(0.05)
+    for name, session in (("engine", {}), ("b1", told(SECOND, 1))):
+        service.post(bench.world.rollout_file(name, policy_version=1, **session))
+    bench.drain(bench.worker())
+    assert bench.state(waits) == "dead"
+    assert bench.reason(waits).startswith("the trainer went back")
 
 
 @pytest.mark.parametrize(
