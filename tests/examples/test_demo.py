@@ -124,10 +124,10 @@ def test_the_drafter_stays_in_step_and_a_killed_worker_is_not_noticed(tmp_path: 
 
 @pytest.mark.demo
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["zeros", "shuffled"])
-def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path, kind: str) -> None:
+def test_a_hook_that_sends_garbage_fails_the_demo(tmp_path: Path) -> None:
+    """Each rollout has another one's features; zeros, which are further from the truth, are in `test_recall`."""
     arguments = ["demo", "--task", "recall", "--steps", "16", "--seed", "1", "--out", str(tmp_path / "out")]
-    script = [sys.executable, str(Path(__file__).with_name("broken_hook.py")), kind, "100"]
+    script = [sys.executable, str(Path(__file__).with_name("broken_hook.py")), "shuffled", "100"]
     found = subprocess.run([*script, *arguments, "--port", str(free_port())], capture_output=True, text=True)
     assert found.returncode != 0, found.stdout[-4000:]
     assert "the hook's features are not the engine's" in found.stderr, found.stderr[-4000:]
