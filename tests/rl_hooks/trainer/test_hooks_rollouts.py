@@ -452,7 +452,7 @@ def test_the_head_is_sent_again_before_the_rollouts_of_a_version_in_which_it_mov
         ("POST", "/rollouts?run=r"),
     ]
     file = mapped(service.requests[3], tmp_path)
-    assert file.header.metadata == {"format": wire.HEAD_FORMAT, "policy_version": "2"}
+    assert file.header.metadata == {"format": wire.HEAD_FORMAT, "policy_version": "2", "session": hook.session.id}
     assert torch.allclose(as_float(file, "lm_head") * 2.0, model.lm_head.weight)
     assert logprob_gap(mapped(service.requests[4], tmp_path), as_float(file, "lm_head"), TEMPERATURE) < 0.05
     hook.close()
