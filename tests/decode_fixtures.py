@@ -22,6 +22,11 @@ AUX_LAYERS = (1, 2, 3)
 EOS = 59
 
 
+def seeded(seed: int) -> torch.Generator:
+    """A generator of its own."""
+    return torch.Generator().manual_seed(seed)
+
+
 def make_target(vocab_size: int = 64, sharpness: float = 6.0, seed: int = 0) -> Any:
     """A random Qwen3 of four layers; `sharpness` scales its logits, so that sampling is neither uniform nor certain."""
     torch.manual_seed(seed)

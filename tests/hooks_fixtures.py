@@ -248,3 +248,21 @@ def step(
         logits: torch.Tensor = model(batch.input_ids, attention_mask=batch.attention_mask).logits
     assert hook.flush(20), hook.stats()
     return logits
+
+
+Attach = Callable[..., DrafterHook]
+
+
+@contextmanager
+def attaching(url: str) -> Iterator[Attach]:
+    """Attach hooks to a service, each registered when it comes back; they are closed at the end."""
+    hooks = list[DrafterHook]()
+
+    def attach(model: Qwen3ForCausalLM, **options: Any) -> DrafterHook:
+        hooks.append(DrafterHook(model, url, aux_layers=AUX, **options))
+        assert hooks[-1].flush(20)
+        return hooks[-1]
+
+    yield attach
+    for hook in hooks:
+        hook.close(1.0)

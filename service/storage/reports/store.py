@@ -63,7 +63,7 @@ local time = redis.call('TIME')
 redis.call('HDEL', KEYS[1], 'heartbeat')
 redis.call('HSET', KEYS[1], 'heartbeat', string.format('%d.%06d', time[1], time[2]), unpack(ARGV))
 """
-#: The newest attempt, if it is still that of this number, has this policy version only.
+#: Let the newest attempt begin at this policy version, unless another attempt has begun since (compare-and-set).
 _BEGIN_BELOW: Final = """
 local version = ARGV[2]
 if string.match(redis.call('GET', KEYS[1]) or '', '^%d+') == ARGV[1] then

@@ -11,14 +11,13 @@ import torch
 from decode_fixtures import (
     EOS,
     chi_square_excess,
-    default_target,
     greedy_texts,
     log_rollouts,
     make_drafter,
     make_prompts,
     make_target,
     read_whole,
-    schooled,
+    seeded,
     train_lightly,
 )
 from torch import Tensor
@@ -26,21 +25,6 @@ from torch import Tensor
 from drafter.errors import DrafterError
 from drafter.model.eagle3 import Eagle3Drafter
 from examples.reference.decode import Generation, generate, sampling_logprobs, verify_chain
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-@pytest.fixture
-def target() -> Any:
-    return default_target()
-
-
-@pytest.fixture
-def trained() -> Eagle3Drafter:
-    return schooled()
-
 
 # --- one verification, by itself ------------------------------------------------------------------------------------
 

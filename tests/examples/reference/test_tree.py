@@ -11,14 +11,13 @@ import torch
 from decode_fixtures import (
     EOS,
     chi_square_excess,
-    default_target,
     greedy_texts,
     log_rollouts,
     make_drafter,
     make_prompts,
     make_target,
     read_whole,
-    schooled,
+    seeded,
     train_lightly,
 )
 from target_families import FAMILIES, VOCAB, tiny
@@ -30,20 +29,6 @@ from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from examples.reference.decode import embedding, generate
 from examples.reference.tree import DraftTree, _most_probable, _TreeDrafter, _TreeReader, generate_tree, walk
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-@pytest.fixture
-def target() -> Any:
-    return default_target()
-
-
-@pytest.fixture
-def trained() -> Eagle3Drafter:
-    return schooled()
 
 
 def paths(tree: DraftTree, row: int) -> list[list[int]]:

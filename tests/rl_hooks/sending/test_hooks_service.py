@@ -6,18 +6,16 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
 from failover_fixtures import until
-from hooks_fixtures import AUX, padded_batch, step
+from hooks_fixtures import AUX, Attach, attaching, padded_batch, step
 from hooks_fixtures import tiny_qwen3 as tiny
 from redis import Redis
 from service_fixtures import RunningService
-from transformers import Qwen3ForCausalLM
 from worker_fixtures import Bench
 
 from rl_hooks import wire
@@ -26,22 +24,11 @@ from service.monitor.alpha import attempts
 from service.storage.lease import Leases
 from service.worker.lineage import CANDIDATE
 
-Attach = Callable[..., DrafterHook]
-
 
 @pytest.fixture(name="attach")
 def _attach(serve: Callable[..., RunningService]) -> Iterator[Attach]:
-    """Attach hooks to one service; they are closed at the end."""
-    service, hooks = serve(), list[DrafterHook]()
-
-    def attach(model: Qwen3ForCausalLM, **options: Any) -> DrafterHook:
-        hooks.append(DrafterHook(model, service.url, aux_layers=AUX, **options))
-        assert hooks[-1].flush(20)
-        return hooks[-1]
-
-    yield attach
-    for hook in hooks:
-        hook.close(1.0)
+    with attaching(serve().url) as attach:
+        yield attach
 
 
 def largest_gap(bench: Bench) -> float:

@@ -21,7 +21,7 @@ import pytest
 import redis.asyncio
 import torch
 import torch.distributed as dist
-from hooks_fixtures import AUX, receiver, step
+from hooks_fixtures import AUX, Attach, attaching, receiver, step
 from hooks_fixtures import tiny_qwen3 as tiny
 from service_fixtures import HEADERS, RunningService
 from torch._C._distributed_c10d import HashStore, PrefixStore
@@ -40,7 +40,6 @@ from service.storage.reports.store import AsyncStore
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(300)
 FIRST, SECOND, THIRD = "1" * 32, "2" * 32, "3" * 32
-Attach = Callable[..., DrafterHook]
 
 
 @pytest.fixture(name="service")
@@ -50,16 +49,8 @@ def _service(serve: Callable[..., RunningService]) -> RunningService:
 
 @pytest.fixture(name="attach")
 def _attach(service: RunningService) -> Iterator[Attach]:
-    hooks = list[DrafterHook]()
-
-    def attach(model: Qwen3ForCausalLM, **options: Any) -> DrafterHook:
-        hooks.append(DrafterHook(model, service.url, aux_layers=AUX, **options))
-        assert hooks[-1].flush(20)
-        return hooks[-1]
-
-    yield attach
-    for hook in hooks:
-        hook.close(1.0)
+    with attaching(service.url) as attach:
+        yield attach
 
 
 def attempts_of(client: httpx.Client) -> list[tuple[int, int, int]]:

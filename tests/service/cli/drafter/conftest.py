@@ -1,20 +1,17 @@
-"""Files of a drafter, of rollouts and of an embedding; a policy that can decode, and a drafter trained for it."""
+"""Files of a drafter, of rollouts and of an embedding."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from decode_fixtures import default_target, schooled
 from safetensors.torch import save_file
 from worker_fixtures import World
 
 from drafter.files.checkpoint import (
     write_drafter,
 )
-from drafter.model.eagle3 import Eagle3Drafter
 
 
 @pytest.fixture
@@ -44,13 +41,3 @@ def rollouts(tmp_path: Path, world: World) -> Path:
 def embedding(tmp_path: Path, world: World) -> Path:
     save_file({"model.embed_tokens.weight": world.embed}, tmp_path / "embedding.safetensors")
     return tmp_path / "embedding.safetensors"
-
-
-@pytest.fixture
-def target() -> Any:
-    return default_target()
-
-
-@pytest.fixture
-def trained() -> Eagle3Drafter:
-    return schooled()
