@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from examples.features import batch_of
 from examples.policy import BASE_POLICY
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
+from rl_hooks.engines.counters import Counts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,6 +39,17 @@ def counted(follower: EngineFollower, version: str, policy: int) -> int:
     return sum(bucket.counts.rounds for bucket in found)
 
 
+def settled(follower: EngineFollower, version: str) -> Counts:
+    """What is booked for a drafter once nothing more comes."""
+    before = follower.ledger.version_counts(version)
+    while True:
+        time.sleep(2)
+        now = follower.ledger.version_counts(version)
+        if now.rounds == before.rounds:
+            return now
+        before = now
+
+
 def write_policy(server: SGLangProcess, policy: Path, version: str) -> None:
     """As a trainer does."""
     command = [str(PYTHON), str(PLUGIN / "trainer.py"), server.url, str(policy / "model.safetensors"), version]
@@ -48,35 +61,41 @@ def test_the_agent_keeps_a_real_sglang_on_the_right_drafter(
     server: SGLangProcess, service: RunningService, trained: Eagle3Drafter, drafters: Path
 ) -> None:
     prompts = elicit_prompts(24, seed=4)  # one kind of traffic: a canary compares over time
-    swap(server, drafters, drafters / "trained", "to-measure")
-    server.client.post("/flush_cache").raise_for_status()
-    best = alpha(server, prompts)
     swap(server, drafters, drafters / "random", "before-the-agent")
     load = Load(server, prompts)
     options: dict[str, Any] = {"engine_kind": "sglang", "canary": CanaryRule(rounds=200)}
-    with load.running(), start_agent(service.url, server, cache=drafters / "agent", **options) as agent:
-        good = publish(service, drafters / "trained", trained)
-        follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
-        eventually(lambda: follower.loaded_version == good, 60)
-        eventually(lambda: rounds_of(follower, good) > 400, 120)
+    with start_agent(service.url, server, cache=drafters / "agent", **options) as agent:
+        with load.running():
+            good = publish(service, drafters / "trained", trained)
+            follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
+            eventually(lambda: follower.loaded_version == good, 60)
+            eventually(lambda: rounds_of(follower, good) > 400, 120)
 
-        worse = publish(service, drafters / "random", trained)
-        eventually(lambda: follower.loaded_version == worse, 60)
-        eventually(lambda: follower.loaded_version == good, 120)
-        eventually(lambda: "canary_rolled_back" in service.client.get("/drafters").text)
+            worse = publish(service, drafters / "random", trained)
+            eventually(lambda: follower.loaded_version == worse, 60)
+            eventually(lambda: follower.loaded_version == good, 120)
+            eventually(lambda: "canary_rolled_back" in service.client.get("/drafters").text)
 
-        labels = {"engine": server.url, "outcome": "refused"}
-        publish(service, edited(drafters, other_words), trained)
-        refused = "draftalign_agent_swaps_total"
-        eventually(lambda: (agent.metrics.registry.get_sample_value(refused, labels) or 0) >= 1, 60)
-        load.wait_for(8)
-        assert follower.loaded_version == good
-        alphas = [follower.ledger.version_counts(version).alpha for version in (good, worse)]
-    print(f"alpha alone {best:.3f}, counted {alphas[0]:.3f}, of the worse {alphas[1]:.3f}; {load.served} requests")
-    assert load.failures == []
-    assert load.changed == {}
-    assert alphas[0] == pytest.approx(best, rel=0.1)
-    assert alphas[1] < 1.2
+            labels = {"engine": server.url, "outcome": "refused"}
+            publish(service, edited(drafters, other_words), trained)
+            refused = "draftalign_agent_swaps_total"
+            eventually(lambda: (agent.metrics.registry.get_sample_value(refused, labels) or 0) >= 1, 60)
+            load.wait_for(8)
+            assert follower.loaded_version == good
+        assert load.failures == []
+        assert load.changed == {}
+        under_load = [follower.ledger.version_counts(version) for version in (good, worse)]
+        print(f"alpha {[counts.alpha for counts in under_load]}; {load.served} requests")
+        assert under_load[0].alpha > 1.5 > 1.2 > under_load[1].alpha
+
+        server.client.post("/flush_cache").raise_for_status()
+        counted_then, measured_then = settled(follower, good), server.counters()
+        best = alpha(server, prompts)
+        measured = server.counters().since(measured_then, 0.0)
+        eventually(lambda: rounds_of(follower, good) >= counted_then.rounds + measured.rounds, 30)
+        own = follower.ledger.version_counts(good).since(counted_then, 0.0)
+    assert (own.rounds, own.emitted_tokens) == (measured.rounds, measured.emitted_tokens)
+    assert own.alpha == pytest.approx(best)
 
 
 def test_a_trainer_writes_the_policy_and_the_drafter_stays(
