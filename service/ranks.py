@@ -26,7 +26,7 @@ from drafter.training.ranks import Ranks, joined
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.errors import ConfigurationError
 from service.settings import Settings
-from service.storage.layout import FileId, Layout, file_id, is_there
+from service.storage.layout import FileId, Layout, is_there
 from service.worker.checkpoint import taken_over
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.process.device import use_device
@@ -44,7 +44,7 @@ class FollowedRun:
     def __init__(self, settings: Settings, run: str, ranks: Ranks, device: torch.device) -> None:
         self._layout = Layout(settings.state_dir)
         self._run = run
-        self.target_file: FileId = file_id(self._layout.target(run))  # before it is read
+        self.target_file: FileId = self._layout.target_id(run)  # before it is read
         self._ranks = ranks
         self._device = device
         self._target = Target.open(self._layout, run, device)
@@ -138,7 +138,7 @@ class Follower:
     def _prepare(self, order: Mapping[str, Any]) -> Callable[[], None]:
         """Open the run and load what the order names; returns what is left to do."""
         run = order["run"]
-        if run in self._runs and self._runs[run].target_file != file_id(self._layout.target(run)):
+        if run in self._runs and self._runs[run].target_file != self._layout.target_id(run):
             del self._runs[run]  # it was registered again
         if run not in self._runs:
             self._runs[run] = FollowedRun(self._settings, run, self._ranks, self._device)

@@ -29,13 +29,10 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from service.errors import BlobDamaged, ConfigurationError, ObjectStoreError
-from service.storage.drafters.objects import URL_SECONDS, ObjectStore
+from service.storage.drafters.objects import FETCHED_BYTES, URL_SECONDS, ObjectStore
 from service.storage.layout import BLOB_NAME
 from service.storage.spool import Spool
 
-#: A file is brought in pieces: each is a request of bounded time, and memory holds four.
-_PIECE_BYTES: Final = 8 << 20
-_PIECES_AT_ONCE: Final = 4
 #: Stretches of a file that are nearer are read in one request.
 _NEAR_BYTES: Final = 16 << 10
 #: After a failure nothing is asked for so long, so that a claim of many files does not wait for each.
@@ -133,8 +130,8 @@ class Incoming(ObjectStore):
         if spool.free_bytes() - size < least_free_bytes:
             raise OSError(errno.ENOSPC, f"{size} bytes would leave less than {least_free_bytes} free on the disk", key)
         with spool.upload() as upload:
-            for begin in range(0, size, _PIECE_BYTES * _PIECES_AT_ONCE):
-                for piece in self._of_store(key, self._pieces, begin, size):
+            for begin in range(0, size, FETCHED_BYTES):
+                for piece in self._of_store(key, self.pieces, begin, size):
                     upload.write(piece)
                     digest.update(piece)
             if digest.hexdigest() != sha256_in(blob):
@@ -146,12 +143,6 @@ class Incoming(ObjectStore):
         os.utime(path, ns=(came_ns, came_ns))  # not before: what is old in `spool/tmp` is swept
         with contextlib.suppress(ObjectStoreError):  # else the sweep does
             self.delete([key])
-
-    def _pieces(self, key: str, begin: int, size: int) -> list[memoryview]:
-        starts = range(begin, min(begin + _PIECE_BYTES * _PIECES_AT_ONCE, size), _PIECE_BYTES)
-        ends = [min(start + _PIECE_BYTES, size) for start in starts]
-        found = self._obstore.get_ranges(self._store, key, starts=list(starts), ends=ends, coalesce=0)
-        return [memoryview(one) for one in found]
 
     def _of_store(self, key: str, ask: Any, *args: Any) -> Any:
         try:

@@ -38,7 +38,7 @@ from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.monitor.records import WorkerGauges
 from service.settings import Settings
 from service.storage import ready
-from service.storage.layout import FileId, Layout, file_id, is_there
+from service.storage.layout import FileId, Layout, is_there
 from service.storage.lease import Leases
 from service.storage.queue.deliveries import Entry, RolloutQueue
 from service.storage.queue.incoming import Incoming
@@ -291,7 +291,7 @@ class Worker:
 
     def _look_after(self, run: str, state: Run, now: float, *, due: bool) -> None:
         """Open, close or rest a run, as its files say. `due`: it was put off for having no work, and is opened now."""
-        file = file_id(self._layout.target(run))
+        file = self._layout.target_id(run)
         wanted = read_state(self._layout, run)
         if not wanted.worked_on:
             self._keep_closed(run, state)
@@ -335,7 +335,7 @@ class Worker:
     def _is_wanted(self, run: str, now: float) -> bool:
         """Whether a run is to be worked on, and can be as far as this worker knows."""
         state = self._runs.get(run)
-        tried = state is None or state.retry_at <= now or state.file != file_id(self._layout.target(run))
+        tried = state is None or state.retry_at <= now or state.file != self._layout.target_id(run)
         return tried and read_state(self._layout, run).worked_on
 
     def _let_go(self, run: str) -> None:

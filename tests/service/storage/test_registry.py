@@ -24,8 +24,8 @@ from service.monitor.events import CanaryVerdict, Moved, Refused
 from service.storage.drafters.versions import MANIFEST
 from service.storage.history import lines
 from service.storage.history.digest import SentDrafter, canary_key
-from service.storage.layout import Layout
-from service.storage.registry import Registry, locked
+from service.storage.layout import Layout, locked
+from service.storage.registry import Registry
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def test_a_lock_that_somebody_keeps_is_an_error_that_names_him_and_hides_no_even
 ) -> None:
     """As a process that was stopped while it published keeps it."""
     first = publish(registry)
-    monkeypatch.setattr("service.storage.registry.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("service.storage.layout.LOCK_SECONDS", 0.05)
     with locked(Layout(tmp_path), "default"):
         with pytest.raises(RegistryBusy, match=f"by process {os.getpid()} of .*is it stopped.*Nothing was changed"):
             registry.rollback("default", first.version, "back")
@@ -365,7 +365,7 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from service_fixtures import publish
-from service.storage.layout import Layout
+from service.storage.layout import Layout, locked
 from service.storage.registry import Registry
 
 def work(n):

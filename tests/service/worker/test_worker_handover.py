@@ -285,7 +285,7 @@ def test_what_won_against_a_drafter_that_is_no_longer_served_is_not_published(
 def test_asleep_anywhere_in_a_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim, score, train, judge, checkpoint, publish, acknowledge: with every candidate promoted."""
     print(f"DRAFTALIGN_CHAOS_SEED={SEED} DRAFTALIGN_HANDOVERS={HANDOVERS}")
-    monkeypatch.setattr(service.storage.registry, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(service.storage.layout, "LOCK_SECONDS", 0.05)
     monkeypatch.setattr(Controller, "decide", lambda *_, **__: Decision(Action.TRAIN, "each turn has all steps"))
     registry = begin_eager(bench)
 
