@@ -92,12 +92,16 @@ def create_app(settings: Settings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        context: ServiceContext = app.state.context
+        following = context.layout.followed()
+        await asyncio.to_thread(following.__enter__)
         works = _reap, _return_memory, watch_headlines
-        tasks = [asyncio.create_task(work(app.state.context)) for work in works]
+        tasks = [asyncio.create_task(work(context)) for work in works]
         yield
         for task in tasks:
             task.cancel()
-        app.state.context.close()
+        await asyncio.to_thread(following.__exit__, None, None, None)
+        context.close()
         await client.aclose()
 
     app = FastAPIOffline(  # `/docs` takes its script from here, not from a stranger's host
@@ -109,7 +113,8 @@ def create_app(settings: Settings) -> FastAPI:
         responses=problems.RESPONSES,
     )
     context = app.state.context = ServiceContext(settings, client)
-    app.add_middleware(Guard, tokens=context.tokens, auditor=Auditor(AuditLog(context.layout), context.spare))
+    auditor = Auditor(AuditLog(context.layout), context.spare)
+    app.add_middleware(Guard, tokens=context.tokens, auditor=auditor, find=context.find)
     problems.install(app)
     parts = [part.router for part in (rollouts_api, direct_api, runs_api, dead_api, drafters_api, acceptance_api)]
     for part in (*parts, router):

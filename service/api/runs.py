@@ -163,7 +163,11 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     """
     most = context.settings.max_heads
     newest = await context.soon(context.store(run).latest_policy())
-    left = await asyncio.to_thread(forget_unneeded_heads, context.layout, run, -1 if newest is None else newest, most)
+    last_ns = 0  # else the files in the spool tell it
+    if context.kept is not None:
+        last_ns = int(((await context.soon(context.queue(run).arrivals())).last or 0.0) * 1e9)
+    newest_or_none = -1 if newest is None else newest
+    left = await context.locking(forget_unneeded_heads, context.layout, run, newest_or_none, most, last_ns)
     if left < most or context.layout.head(run, version).exists():
         return
     waiting = (await context.soon(context.queue(run).depth())).items

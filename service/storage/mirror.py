@@ -239,7 +239,7 @@ class Mirror(Layout):
 
     def _get(self, run: str, etag: str | None = None) -> _Known | None:
         """A run's tree as it stands; None where it still has this entity tag."""
-        found = self._store.read(_tree(run), etag)
+        found = self._store.look(_tree(run), etag)
         if found is None:
             return None
         body, tag = found

@@ -99,7 +99,7 @@ class RunWorker:
         self._target_file = layout.target_id(run)  # before it is read
         self.learner = Learner(settings, layout, store, run, stopping, others_wait)
         self.learner.recent.limit = self._suspicion.limit
-        self._checkpoint = WorkerCheckpoint(layout.worker(run))
+        self._checkpoint = WorkerCheckpoint(layout, run)
         self._newest = _Newest(time.monotonic())
         queue.ensure_group()
         if self._checkpoint.newest() is None:
@@ -171,6 +171,11 @@ class RunWorker:
         self._store.end("working")
 
     def _claim(self) -> list[Entry]:
+        if entries := self._claimed():
+            self._layout.pull(self.run)  # a head that came before a batch may have come to another host
+        return entries
+
+    def _claimed(self) -> list[Entry]:
         if self.inbox.backlog:
             if entries := self.inbox.redeliver():
                 return entries

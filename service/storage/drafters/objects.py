@@ -84,7 +84,7 @@ class ObjectStore:
             found = [one for page in self._obstore.list(self._store, prefix) for one in page]
         return {one["path"]: str(one["e_tag"]) for one in found}
 
-    def read(self, key: str, etag: str | None = None) -> tuple[bytes, str | None] | None:
+    def look(self, key: str, etag: str | None = None) -> tuple[bytes, str | None] | None:
         """A small object and its entity tag, which is None where there is no object. None: it has this tag. Blocks."""
         with self.errors(key):
             try:

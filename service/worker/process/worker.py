@@ -38,8 +38,9 @@ from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.monitor.records import WorkerGauges
 from service.settings import Settings
 from service.storage import ready
-from service.storage.layout import FileId, Layout, is_there
+from service.storage.layout import FileId, is_there
 from service.storage.lease import Leases
+from service.storage.mirror import state_of
 from service.storage.queue.deliveries import Entry, RolloutQueue
 from service.storage.queue.incoming import Incoming
 from service.storage.ready import is_of_one_key, why_unusable
@@ -83,7 +84,7 @@ class Worker:
     def __init__(self, settings: Settings, redis: Redis) -> None:
         self._settings = settings
         self._redis: Any = redis
-        self._layout = Layout(settings.state_dir)
+        self._layout = state_of(settings)
         self._leases = Leases(redis)
         self._runs: dict[str, Run] = {}
         self._look_at = 0.0  # when the next look for runs is due (monotonic)
@@ -111,7 +112,7 @@ class Worker:
 
     def serve(self) -> None:
         """Work until `stop`. Redis going away is waited out; nothing in hand is lost by it."""
-        with self._heartbeat.beating():
+        with self._layout.followed(), self._heartbeat.beating():
             returned = time.monotonic()
             while not self._stopping:
                 if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
@@ -373,7 +374,7 @@ class Worker:
             entries = queue.own_pending(CONSUMER) or queue.claim(CONSUMER, self._settings.claim_tokens, 0.0)
             for entry in entries:
                 queue.ack(entry, "skipped", "the run was archived before it was worked on")
-                self._layout.blob(run, entry.blob).unlink(missing_ok=True)
+                self._layout.blob(run, entry.blob).unlink(missing_ok=True)  # an object is swept
         except Exception as error:
             if isinstance(error, RedisError) and not is_of_one_key(error):
                 raise
@@ -398,6 +399,7 @@ class Worker:
             self._room.sparing = True
             self._room.close_idle()
         try:
+            self._layout.pull(run, checkpoints=True)  # the one before may have been another host's
             opened = RunWorker(
                 settings_of(self._settings, self._layout, run),
                 self._layout,
@@ -473,8 +475,7 @@ def run_worker(settings: Settings) -> None:
     """Run a worker in this process until SIGTERM or SIGINT."""
     if settings.redis_url is None:
         raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
-    if settings.rollouts_url is not None:
-        Incoming(settings.rollouts_url)  # refused here, not once for each run
+    Incoming.of(settings)  # refused here, not once for each run
     use_device(settings.device, settings.gpu_memory_share)
     worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -233,7 +233,7 @@ def test_a_change_that_fails_changes_nothing(two: tuple[Mirror, Mirror], store: 
 @pytest.mark.parametrize("part", ["/trees/", "/files/"])
 def test_a_put_whose_answer_was_lost_is_recognised(two: tuple[Mirror, Mirror], store: Store, part: str) -> None:
     one, other = two
-    calls = []
+    calls: list[Any] = []
 
     def work(now: Layout) -> None:
         calls.append(now)
@@ -248,14 +248,14 @@ def test_a_put_whose_answer_was_lost_is_recognised(two: tuple[Mirror, Mirror], s
 
 def test_a_change_is_begun_again_with_what_another_host_did(two: tuple[Mirror, Mirror], store: Store) -> None:
     one, other = two
-    calls = []
+    calls: list[Any] = []
 
     def work(now: Layout) -> bytes:
         if not calls:
             write(other, "drafting.json", b"theirs")
         calls.append(now.run_drafting("default").read_bytes() if now.run_drafting("default").exists() else b"")
         now.latest("default").write_text("mine")
-        return calls[-1]
+        return bytes(calls[-1])
 
     assert one.change("default", work) == b"theirs"
     assert calls == [b"", b"theirs"]
@@ -269,7 +269,7 @@ def test_what_was_announced_is_sent_once_however_often_a_change_is_begun(
     upload = one.root / "upload"
     upload.write_bytes(LARGE)
     one.announce("default", upload)
-    calls = []
+    calls: list[Any] = []
 
     def work(now: Layout) -> None:
         if not calls:
