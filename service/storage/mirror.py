@@ -180,8 +180,7 @@ class Mirror(Layout):
         root = self.root / "changes" / uuid.uuid4().hex
         draft = _Draft(root, tree)
         try:
-            if tree.files:
-                draft.make_run(run)
+            draft.make_run(run)
             for name, kept in tree.files.items():
                 if _is_wanted(name, checkpoints):
                     own, path = self.run(run) / name, draft.run(run) / name
