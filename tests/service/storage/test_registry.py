@@ -35,7 +35,7 @@ from service.storage.mirror import Mirror
 from service.storage.registry import Registry
 
 URL = f"s3://{BUCKET}/state"
-#: Of what a death between two lines leaves, or who keeps a lock. In an object store a change is whole, and asks no lock.
+#: Of what a death between two lines leaves, or who keeps a lock: in an object store a change is whole.
 MOUNTED = pytest.mark.parametrize("registry", ["directory"], indirect=True)
 
 
