@@ -148,6 +148,7 @@ class Follower:
 def run_on_ranks(settings: Settings) -> None:
     """Run the worker until SIGTERM or SIGINT: alone, or as one of the processes that `torchrun` has started."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        check_hosts(settings)
         settings = settings.model_copy(update={"device": own_device(settings.device)})
     device = use_device(settings.device, settings.gpu_memory_share)
     with joined(device) as ranks:
@@ -158,6 +159,16 @@ def run_on_ranks(settings: Settings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):  # which come to all ranks; rank 0 ends what is in hand
             signal.signal(number, signal.SIG_IGN)
         Follower(settings, ranks, device).serve()
+
+
+def check_hosts(settings: Settings) -> None:
+    """Refuse ranks of several hosts where each has a state directory of its own: they map one another's files."""
+    if settings.state_url is not None and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        raise ConfigurationError(
+            "with DRAFTALIGN_STATE_URL all ranks of a worker are on one host (torchrun --nnodes 1): each host has a "
+            "state directory of its own, and ranks map the files of rank 0. Share a directory instead, or start one "
+            "worker for each host"
+        )
 
 
 def own_device(name: str) -> str:

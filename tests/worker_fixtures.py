@@ -532,7 +532,7 @@ def _become_worker(
     os.environ.update(environment)
 
     import drafter.batch
-    import service.storage.lease
+    import service.storage.queue.lease
     import service.worker.inbox
     import service.worker.loop
     import service.worker.process.worker
@@ -541,7 +541,7 @@ def _become_worker(
         level="INFO", stream=sys.stderr, format=f"{os.getpid()} %(levelname)s %(message)s (%(asctime)s)", force=True
     )
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    service.storage.lease.LEASE_SECONDS = lease_seconds
+    service.storage.queue.lease.LEASE_SECONDS = lease_seconds
     service.worker.process.heartbeat._BEAT_SECONDS = beat_seconds
     service.worker.process.worker._LOOK_FOR_RUNS_SECONDS = 0.05
     service.worker.process.worker._RETRY_SECONDS = 0.05

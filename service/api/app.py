@@ -94,7 +94,11 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         context: ServiceContext = app.state.context
         following = context.layout.followed()
-        await asyncio.to_thread(following.__enter__)
+        try:
+            await asyncio.to_thread(following.__enter__)
+        except OSError as error:
+            log.error("the runs are not known: %s; start this again when the object store answers", error)
+            raise
         works = _reap, _return_memory, watch_headlines
         tasks = [asyncio.create_task(work(context)) for work in works]
         yield

@@ -102,6 +102,9 @@ async def get_latest(
     known = request.headers.get("if-none-match")
     pointer = context.pointer(run)
     served = pointer.served()
+    if served is None or not matches(known, served.etag):
+        await context.catch_up(run)  # another replica may have told the agent of a later one
+        served = pointer.served()
     if wait > 0 and (served is None or matches(known, served.etag)):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(wait, context.settings.long_poll_max_seconds)):

@@ -149,7 +149,7 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
                 await asyncio.to_thread(head.write, part)
             crc32 = await asyncio.to_thread(crc32_of, head.path)
             version, as_of_ns = record.policy_version, joined.as_of_ns
-            await context.locking(keep_head, context.layout, record.run, version, head, crc32, as_of_ns)
+            await asyncio.to_thread(keep_head, context.layout, record.run, version, head, crc32, as_of_ns)
         if joined.as_of_ns is None:  # else a later one stays in force
             await context.soon(context.store(record.run).note_head(record.policy_version))
     return joined.warning
@@ -167,7 +167,7 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     if context.kept is not None:
         last_ns = int(((await context.soon(context.queue(run).arrivals())).last or 0.0) * 1e9)
     newest_or_none = -1 if newest is None else newest
-    left = await context.locking(forget_unneeded_heads, context.layout, run, newest_or_none, most, last_ns)
+    left = await asyncio.to_thread(forget_unneeded_heads, context.layout, run, newest_or_none, most, last_ns)
     if left < most or context.layout.head(run, version).exists():
         return
     waiting = (await context.soon(context.queue(run).depth())).items
@@ -399,7 +399,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
         crc32 = await asyncio.to_thread(crc32_of, upload.path)
-        await context.locking(keep_head, context.layout, run, version, upload, crc32)
+        await asyncio.to_thread(keep_head, context.layout, run, version, upload, crc32)
     await context.soon(context.store(run).note_head(version, went_back=went_back, session=session))
     return {"run": run, "policy_version": version, "latest_head": version}
 

@@ -49,7 +49,7 @@ _SMALL_BYTES: Final = 16 << 10
 #: As of `Layout.pieces`: an event sends the newest one, 128 KiB at most.
 _PIECES: Final = 16
 #: How often a process looks what other hosts did.
-_LOOK_SECONDS: Final = 0.5
+_LOOK_SECONDS: Final = 1.0
 #: How often a change is tried where other hosts were faster, and the longest pause between two tries.
 _TRIES: Final = 12
 _PAUSE_SECONDS: Final = 2.0
@@ -62,7 +62,7 @@ _CHECKPOINTS: Final = "worker/checkpoint-*/**/*"
 _LATER: Final = {"manifest.json": 1, "run.json": 2, "state.json": 2, "drafting.json": 2, "latest.json": 3}
 
 
-class Kept(BaseModel):
+class FileEntry(BaseModel):
     """One file: what it holds (UTF-8), or the name of its object."""
 
     model_config = ConfigDict(frozen=True)
@@ -77,7 +77,7 @@ class Tree(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     change: str = ""
-    files: dict[str, Kept] = {}
+    files: dict[str, FileEntry] = {}
 
 
 class _Known(NamedTuple):
@@ -216,12 +216,12 @@ class Mirror(Layout):
             log.warning("run %s was changed, and this host's copy is not what it was changed to yet: %s", run, error)
         return True
 
-    def _keep(self, run: str, path: Path) -> Kept:
+    def _keep(self, run: str, path: Path) -> FileEntry:
         found = path.stat()
         if found.st_size <= _SMALL_BYTES:
             with contextlib.suppress(UnicodeDecodeError):
-                return Kept(bytes=found.st_size, changed_ns=found.st_mtime_ns, text=path.read_text("utf-8"))
-        return Kept(bytes=found.st_size, changed_ns=found.st_mtime_ns, object=self._sent_as(run, path))
+                return FileEntry(bytes=found.st_size, changed_ns=found.st_mtime_ns, text=path.read_text("utf-8"))
+        return FileEntry(bytes=found.st_size, changed_ns=found.st_mtime_ns, object=self._sent_as(run, path))
 
     # --- the store
     def _sent_as(self, run: str, path: Path) -> str:
@@ -319,7 +319,7 @@ class Mirror(Layout):
         self._remove(root, _shared(root, checkpoints).keys() - files.keys(), files)
         replace_file(root / ".tree.json", json.dumps({"etag": known.etag, "tree": known.tree.model_dump()}).encode())
 
-    def _place(self, run: str, path: Path, kept: Kept, at_hand: Path | None = None) -> None:
+    def _place(self, run: str, path: Path, kept: FileEntry, at_hand: Path | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         passing = self.run(run) / f".fetched-{uuid.uuid4().hex}"
         try:
@@ -455,7 +455,7 @@ def _shared(root: Path, checkpoints: bool) -> dict[str, Path]:
     return {n: p for n, p in named.items() if not any(part.startswith(".") for part in n.split("/")) and p.is_file()}
 
 
-def _is_same(path: Path, kept: Kept) -> bool:
+def _is_same(path: Path, kept: FileEntry) -> bool:
     """Whether a file is the one that a tree names. Two small ones may be of one moment."""
     try:
         found = path.stat()

@@ -151,6 +151,12 @@ class Inbox:
         self._screens = screens
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
+    def forget_brought(self) -> None:
+        """Delete what an earlier worker brought to this host and the store still has: another may have ended it."""
+        if self._kept is not None:
+            for path in self._layout.spool(self._queue.run).glob("*.safetensors"):
+                path.unlink(missing_ok=True)
+
     # --- the ledger
     def _set(self, delivery: Delivery) -> None:
         # One assignment: the heartbeat's thread finds the delivery before it or after it, and never misses it.

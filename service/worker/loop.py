@@ -116,6 +116,7 @@ class RunWorker:
             return current().world == 1 or not self.learner.begun
 
         self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory, screens)
+        self.inbox.forget_brought()
         self.learner.report_vocabulary(0)
 
     @property

@@ -129,7 +129,16 @@ class ServiceContext:
         """Look in the state that hosts share for a run that this one has not heard of: it may be a moment old."""
         with contextlib.suppress(RunNotFound):
             if self.settings.state_url is not None and not self.layout.run_json(run).exists():
-                await asyncio.to_thread(self.layout.pull, run)
+                await self.catch_up(run)
+
+    async def catch_up(self, run: str) -> None:
+        """See what other hosts did with a run before now, unless the store is away."""
+        if self.settings.state_url is None:
+            return
+        try:
+            await self.answers.get(("pull", run), lambda: asyncio.to_thread(self.layout.pull, run))
+        except (OSError, RegistryBusy) as error:
+            log.warning("run %s is told as it was known: %s", run, error)
 
     def settings_of(self, run: str) -> Settings:
         """The settings, with how the run's engines draft."""

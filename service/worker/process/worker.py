@@ -39,10 +39,10 @@ from service.monitor.records import WorkerGauges
 from service.settings import Settings
 from service.storage import ready
 from service.storage.layout import FileId, is_there
-from service.storage.lease import Leases
 from service.storage.mirror import state_of
 from service.storage.queue.deliveries import Entry, RolloutQueue
 from service.storage.queue.incoming import Incoming
+from service.storage.queue.lease import Leases
 from service.storage.ready import is_of_one_key, why_unusable
 from service.storage.reports.drafting import Drafting, settings_of
 from service.storage.reports.store import Store

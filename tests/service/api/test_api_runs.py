@@ -33,8 +33,8 @@ from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from service.api.context.context import ServiceContext
 from service.storage.layout import Layout
-from service.storage.lease import Leases
 from service.storage.queue.keys import Keys
+from service.storage.queue.lease import Leases
 from service.storage.reports.store import AsyncStore
 from service.storage.runs import delete_run, sweep_deleted, withdraw_run
 from service.storage.spool import Upload

@@ -14,12 +14,16 @@ pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
 from object_fixtures import BUCKET, Store, failing, running_store
-from service_fixtures import HEADERS, RunningService
+from service_fixtures import HEADERS, RunningService, publish
 from torch import Tensor
 from worker_fixtures import Bench
 
 from service.api.context.context import ServiceContext
-from service.errors import ObjectStoreError
+from service.errors import ConfigurationError, ObjectStoreError
+from service.ranks import check_hosts, run_on_ranks
+from service.settings import Settings
+from service.storage import mirror
+from service.storage.registry import Registry
 from service.worker.checkpoint import CheckpointSuperseded
 
 URL = f"s3://{BUCKET}/state"
@@ -98,6 +102,34 @@ def test_a_head_that_came_to_another_host_before_a_batch_is_there_with_the_batch
     assert there.st_mtime_ns == here.st_mtime_ns
 
 
+def test_an_agent_that_a_later_version_was_told_is_not_told_an_earlier_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_url: str
+) -> None:
+    """It asks one replica and then another, which has not looked yet."""
+    monkeypatch.setattr(mirror, "_LOOK_SECONDS", 3600.0)
+    registry = Registry(bench.layout)
+    first = publish(registry)
+    api = RunningService(state_dir=tmp_path / "late", redis_url=redis_url, state_url=URL)
+    try:
+        second = publish(registry, content=b"second")
+        told = api.client.get("/drafter/latest", headers={"If-None-Match": second.etag})
+        assert told.status_code == 304
+        told = api.client.get("/drafter/latest", headers={"If-None-Match": first.etag})
+        assert told.json()["version"] == second.version
+    finally:
+        api.stop()
+
+
+def test_ranks_of_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    settings = Settings(state_dir=tmp_path, state_url=URL)
+    with pytest.raises(ConfigurationError, match="all ranks of a worker are on one host"):
+        run_on_ranks(settings)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    check_hosts(settings)
+
+
 def test_a_store_that_is_away_refuses_a_file_and_loses_none(bench: Bench, api: RunningService, store: Store) -> None:
     worker = bench.worker()
     body = bench.world.rollout_file("a")
@@ -133,6 +165,8 @@ def test_what_a_host_had_in_hand_when_it_died_another_one_trains_on(
     assert rollouts(store) == []
     with pytest.raises(CheckpointSuperseded):
         first.save()  # it was only stopped, and wakes up
+    bench.worker()
+    assert bench.spooled() == [], "nobody else knows of what lies there"
     assert other.checkpoint().name == max(p.name for p in other.layout.worker("default").glob("checkpoint-*"))
 
 

@@ -17,9 +17,9 @@ from redis import Redis
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench, Nest, nest
 
-from service.storage import lease
-from service.storage.lease import WORKERS, Leases
+from service.storage.queue import lease
 from service.storage.queue.keys import Keys
+from service.storage.queue.lease import WORKERS, Leases
 from service.storage.runs import change_state
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
