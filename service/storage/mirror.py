@@ -379,6 +379,11 @@ class Mirror(Layout):
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """As of `Layout`. Begins with all that stands in the store; raises OSError where it does not answer."""
+        if not self._store.keeps_conditions(f"tried/{uuid.uuid4().hex}"):
+            raise ConfigurationError(
+                "state_url: this object store ignores the condition of a put (If-Match, If-None-Match), so hosts would "
+                "undo what others did; use a store that has conditional writes, or share a directory"
+            )
         self.refresh()
         ended = threading.Event()
 

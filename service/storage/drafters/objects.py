@@ -107,6 +107,13 @@ class ObjectStore:
             except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
                 return None
 
+    def keeps_conditions(self, key: str) -> bool:
+        """Whether this store refuses a put whose condition is not met; some ignore them. `key`: to be tried with."""
+        self.replace(key, b"first", None)
+        refused = [self.replace(key, b"another", etag) is None for etag in (None, '"of-none"')]
+        self.delete([key])
+        return all(refused)
+
     def send(self, key: str, path: Path, mode: str = "overwrite") -> None:
         """Put a file, in parts where it is large. Inside `errors`. Blocks."""
         options = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE, "mode": mode}

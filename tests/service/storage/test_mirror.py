@@ -384,6 +384,16 @@ def test_a_tree_that_somebody_deleted_deletes_nothing_here(two: tuple[Mirror, Mi
     assert one.target("default").read_bytes() == LARGE
 
 
+def test_a_store_that_ignores_conditions_is_refused(two: tuple[Mirror, Mirror], store: Store) -> None:
+    def forgetful(environ: dict[str, Any], _start: object) -> None:
+        environ.pop("HTTP_IF_MATCH", None)
+        environ.pop("HTTP_IF_NONE_MATCH", None)
+
+    store.fault = forgetful
+    with pytest.raises(ConfigurationError, match="this object store ignores the condition of a put"), two[0].followed():
+        pass
+
+
 def test_a_directory_that_has_other_runs_is_refused(store: Store, tmp_path: Path) -> None:
     Layout(tmp_path / "old").make_run("default")
     with pytest.raises(ConfigurationError, match="holds runs that are not in the store; give this host a state"):
