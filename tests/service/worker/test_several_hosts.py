@@ -23,6 +23,7 @@ from service.errors import ConfigurationError, ObjectStoreError
 from service.ranks import check_hosts, run_on_ranks
 from service.settings import Settings
 from service.storage import mirror
+from service.storage.queue.incoming import new_name
 from service.storage.registry import Registry
 from service.worker.checkpoint import CheckpointSuperseded
 
@@ -165,6 +166,7 @@ def test_what_a_host_had_in_hand_when_it_died_another_one_trains_on(
     assert rollouts(store) == []
     with pytest.raises(CheckpointSuperseded):
         first.save()  # it was only stopped, and wakes up
+    bench.layout.blob("default", new_name("0" * 32, "0" * 64, 0)).write_bytes(b"brought, and ended elsewhere")
     bench.worker()
     assert bench.spooled() == [], "nobody else knows of what lies there"
     assert other.checkpoint().name == max(p.name for p in other.layout.worker("default").glob("checkpoint-*"))
