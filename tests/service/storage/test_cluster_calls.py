@@ -223,6 +223,12 @@ async def sessions_live(api: AsyncRolloutQueue, store: AsyncStore) -> None:
     assert [await outcome(2, second), await outcome(3, first), await outcome(4, second)] == [
         *("accepted", "outdated", "accepted")
     ]
+    assert [await store.was_followed(session) for session in (first, second, "3" * 32, "")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     await store.note_head(2, went_back=True, session=second)
     assert [(one.to, one.attempt) for one in await store.returns()] == [(0, 0), (2, 2)]
     assert await outcome(5, "3" * 32) == "accepted"
