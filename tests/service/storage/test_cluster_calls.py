@@ -216,7 +216,8 @@ async def sessions_live(api: Any, store: Any) -> None:
 
     async def outcome(number: int, session: str) -> str:
         batch = replace(make_batch(number), session=session, session_began=1)
-        return (await api.enqueue(batch, max_items=9, max_bytes=1000)).outcome
+        outcome: str = (await api.enqueue(batch, max_items=9, max_bytes=1000)).outcome
+        return outcome
 
     assert await outcome(1, first) == "accepted"
     await store.note_registration(0, second)
