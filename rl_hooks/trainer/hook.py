@@ -18,29 +18,23 @@ Legend: B batch, S padded length, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from torch import Tensor, nn
 
-from rl_hooks import wire
 from rl_hooks.sending.agreement import Agreement
-from rl_hooks.sending.features import FeatureDtype, checked_dtype
-from rl_hooks.sending.registration import RunRegistration, is_sharded, policy_head, refuse_model_parallel, unwrap
-from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
-from rl_hooks.sending.tally import Tally
+from rl_hooks.sending.registration import is_sharded, policy_head, refuse_model_parallel, unwrap
+from rl_hooks.trainer.base import HookOptions, TrainerHook
 from rl_hooks.trainer.capture import FeatureCapture, dropping
-from rl_hooks.trainer.guard import TrainerGuard
 from rl_hooks.trainer.own_scores import Kind, OwnRows, OwnScores, Scores
 from rl_hooks.trainer.packing import check_forward, how_it_reads
-from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, checked_version, plan_batch
+from rl_hooks.trainer.plan import BatchPlan, CaptureArguments, checked_version, plan_batch
 from rl_hooks.trainer.registrar import Registrar
-from rl_hooks.trainer.session import Session
-from rl_hooks.trainer.staging import COUNTERS, RolloutStaging, Targets
+from rl_hooks.trainer.staging import RolloutStaging, Targets
 from rl_hooks.trainer.whole import WholeWeight
 
 #: Said once where the head is gathered by hand, or split over the vocabulary.
@@ -57,114 +51,62 @@ DROPPED: Final = (
 )
 
 
-class DrafterHook:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterOptions(HookOptions):
+    """`HookOptions`, and what `DrafterHook` is told besides."""
+
+    #: Dotted paths to the decoder layers and the final norm of an unknown architecture.
+    layers_path: str | None = None
+    norm_path: str | None = None
+    #: The model may return `log_probs` [B, S - 1], of every generated token at the temperature that `capture` is told,
+    #: as in TRL's GRPO; then normalisers are made of them.
+    own_log_probs: bool = False
+
+
+class DrafterHook(TrainerHook):
     """Feature capture, sampling, registration and sending for one model and one run.
 
-    `token`: of scope write; None: DRAFTALIGN_TOKEN of the environment.
-
-    `sample_fraction` and `max_tokens_per_step` bound the tokens sent per policy version and rank. `dtype`: how the
-    auxiliary states are sent ("float8_e4m3" halves them, with one scale per token and layer). `head_tolerance`: the
-    relative change of `lm_head` after which it is sent again. `drafter_version`: called at each capture; returns the
-    version that drafted these rollouts, so that replay α is measured with that drafter. `logit_map`: what the model
-    does to its logits after lm_head, for models that this package does not know. `own_log_probs`: the model may return
-    `log_probs` [B, S - 1], of every generated token at the temperature that `capture` is told, as in TRL's GRPO; then
-    normalisers are made of them. `rank` 0 registers the run, at once or (where the model is sharded already) in the
-    first captured forward; the other ranks wait until it exists.
+    `options` are the fields of `DrafterOptions`. Rank 0 registers the run, at once or (where the model is sharded
+    already) in the first captured forward.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        url: str,
-        *,
-        run: str = "default",
-        token: str | None = None,
-        aux_layers: Sequence[int] | Literal["eagle3"] = "eagle3",
-        layers_path: str | None = None,
-        norm_path: str | None = None,
-        initial_drafter: Path | str | None = None,
-        draft_vocab_size: int | None = None,
-        policy_version: int = 0,
-        sample_fraction: float = 1.0,
-        max_tokens_per_step: int = 65_536,
-        dtype: FeatureDtype = "bfloat16",
-        head_tolerance: float = 0.005,
-        rank: int = 0,
-        world_size: int = 1,
-        queue_bytes: int = QUEUE_BYTES,
-        timeout_seconds: float = 30.0,
-        patience_seconds: float = 120.0,
-        drafter_version: Callable[[], str] | None = None,
-        logit_map: wire.LogitMap | None = None,
-        own_log_probs: bool = False,
-        strict: bool = False,
-    ) -> None:
-        if not wire.RUN_NAME.fullmatch(run):
-            raise ValueError(f"run: {run!r} is no run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit")
-        policy_version, dtype = checked_version(policy_version), checked_dtype(dtype)
-        self._closed = False
-        #: Counters, and the newest failure.
-        self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
-        #: Runs our own work: times it, and keeps its failures from the trainer.
-        self.guard = TrainerGuard(self.tally, strict=strict)
-        self._choice = RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
-        #: Names rollouts.
-        self.ids = RolloutIds(rank)
-        self._model = model
-        self._looked_for_dropout = False
-        self.run = run
+    def __init__(self, model: nn.Module, url: str, **options: Any) -> None:
+        told = DrafterOptions(**options)
         # Made before the hooks are registered: a refused model is left as it was found.
         refuse_model_parallel(model)
-        sharded = is_sharded(policy_head(model))
-        wait_for_run = frozenset({404}) if rank or sharded else frozenset()
-        self.sender = RolloutSender(
-            url,
-            run=run,
-            token=token,
-            queue_bytes=queue_bytes,
-            timeout_seconds=timeout_seconds,
-            patience_seconds=patience_seconds,
-            retry_statuses=wait_for_run,
-            asks=not rank,
-        )
-        self._features = FeatureCapture(model, aux_layers, layers_path=layers_path, norm_path=norm_path)
+        waits = bool(told.rank) or is_sharded(policy_head(model))
+        super().__init__(url, told, asks=not told.rank, waits_for_run=waits)
+        self._closed = False
+        self._model = model
+        self._looked_for_dropout = False
+        self._features = FeatureCapture(model, told.aux_layers, layers_path=told.layers_path, norm_path=told.norm_path)
         try:
-            registration = RunRegistration(
-                model,
-                aux_layers=self._features.aux_layers,
-                policy_version=policy_version,
-                draft_vocab_size=draft_vocab_size,
-                initial_drafter=None if rank else initial_drafter,  # rank 0 sends it; no other node needs the folder
-                logit_map=logit_map,
-            )
+            registration = self._registration(model, self._features.aux_layers, told.logit_map)
         except BaseException:
             self._features.close()
             raise
-        session = Session(run, rank, world_size)
-        registration.metadata |= session.of_run()
         head: Any = unwrap(model)
         lm_head = head.get_output_embeddings()
         named = f"lm_head ({type(lm_head).__name__}) of {type(head).__name__}"
         self._agreement = Agreement(registration.logit_map, named)
         self._staging = RolloutStaging(
-            sender=self.sender,
-            tally=self.tally,
-            target_fingerprint=registration.fingerprint,
-            aux_layers=self._features.aux_layers,
-            logit_map=registration.logit_map,
-            dtype=dtype,
-            rank=rank,
-            world_size=world_size,
-            session=session,
-            drafter_version=drafter_version,
-            agreement=self._agreement,
+            self.sender,
+            self.tally,
+            self.session,
+            told,
+            registration.fingerprint,
+            self._features.aux_layers,
+            registration.logit_map,
+            self._agreement,
         )
         self._head: WholeWeight[Scores | Tensor | None] = WholeWeight(
             partial(policy_head, model), [self._features.norm, lm_head]
         )
-        self._own = OwnScores([model, head], self._features.norm, lm_head, log_probs=own_log_probs)
+        self._own = OwnScores([model, head], self._features.norm, lm_head, log_probs=told.own_log_probs)
         # Rank 0 registers the run, and sends the head for all.
-        self._registrar = None if rank else Registrar(model, registration, self.sender, self.tally, head_tolerance)
+        self._registrar = (
+            None if told.rank else Registrar(model, registration, self.sender, self.tally, told.head_tolerance)
+        )
 
     @property
     def overhead_seconds(self) -> float:
@@ -172,70 +114,23 @@ class DrafterHook:
         return self.guard.seconds + self._features.hook_seconds + self._head.seconds + self._own.seconds
 
     @contextmanager
-    def capture(
-        self,
-        *,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        loss_mask: Tensor,
-        policy_version: int,
-        cu_seqlens: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        tree_places: Tensor | None = None,
-        logprobs: Tensor | None = None,
-        rewards: Sequence[float] | Tensor | None = None,
-        temperature: float = 1.0,
-        top_p: float | None = 1.0,
-        top_k: int | None = 0,
-        rollout_ids: Sequence[str] | None = None,
-        strata: Sequence[str] | None = None,
-        prompt_hashes: Sequence[str] | None = None,
-    ) -> Iterator[None]:
+    def capture(self, **told: Any) -> Iterator[None]:
         """Capture the features of the one forward over `input_ids` that happens inside.
 
-        All of `input_ids`, `attention_mask`, `loss_mask` and `logprobs` are [B, S], padded on either side or both.
-        `loss_mask` is 1 where the policy generated the token itself. `logprobs[b, s]` is log p of `input_ids[b, s]`
-        under the distribution it was sampled from; those left out or NaN are recomputed from the features. `strata`
-        says of which kind each row's prompt is (its source, say): another mix of kinds is then no drift.
-        `prompt_hashes` tell prompts apart whose tokens are the same (`wire.prompt_hash` of what does): rollouts of a
-        prompt that was trained on judge no drafter.
-
-        A packed row [1, T] holds several rollouts. Say where they begin by `cu_seqlens` [R + 1], or by `position_ids`
-        that begin again at 0, or give nested tensors. `rewards` and the like then have one entry per rollout. The
-        forward may pad the row at its end, and must keep the rollouts apart: what it says of itself is compared.
-
-        `tree_places` int64 [T]: where the forward has each token of this row, if it is over a prefix tree, [1, N]: what
-        several rollouts begin with is there once. `input_ids` and the like then hold each rollout whole.
+        `told` are the fields of `CaptureArguments`: `input_ids`, `loss_mask`, `policy_version`, and so on.
         """
+        arguments = CaptureArguments(**told)
         if self._closed:
             self.tally.warn("closed", "`capture` was called after `close`: nothing is captured any more")
-        version = None if self.sender.refused or self._closed else self.guard(checked_version, policy_version)
+        stopped = self.sender.refused or self._closed
+        version = None if stopped else self.guard(checked_version, arguments.policy_version)
         if version is None:
             yield
             return
-        self._staging.session.saw(version)
-        plan = self.guard(
-            plan_batch,
-            self.ids,
-            self._choice,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            loss_mask=loss_mask,
-            cu_seqlens=cu_seqlens,
-            position_ids=position_ids,
-            tree_places=tree_places,
-            logprobs=logprobs,
-            rewards=rewards,
-            strata=strata,
-            rollout_ids=rollout_ids,
-            policy_version=version,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            prompt_hashes=prompt_hashes,
-        )
+        self.session.saw(version)
+        plan = self.guard(plan_batch, self.ids, self._choice, arguments)
         # Copied before the forward: a copy inside would make the device wait.
-        targets = None if plan is None else self.guard(self._staging.targets, plan, input_ids.device)
+        targets = None if plan is None else self.guard(self._staging.targets, plan, arguments.input_ids.device)
         if plan is None or targets is None:
             with self._unsampled(version):
                 yield
@@ -262,26 +157,13 @@ class DrafterHook:
             self._own.clear()
             self._agreement.clear()
 
-    @property
-    def session(self) -> Session:
-        """What tells this start of the trainer from others."""
-        return self._staging.session
-
     def stats(self) -> dict[str, Any]:
-        """Counters of the hook and of its sender, and how the run stands (`run_stands`; rank 0 asks the service)."""
-        own = {**self.tally.counts(), "last_failure": self.tally.last_error, "overhead_seconds": self.overhead_seconds}
-        return own | self.sender.stats() | {"run_stands": self.sender.standing()}
+        """As of any hook, and the wall time that it took from the trainer."""
+        return super().stats() | {"overhead_seconds": self.overhead_seconds}
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the trainer's own log, `draftalign/...`: `wandb.log(hook.metrics())`. No network, no waiting.
-
-        What the service has not said within a minute is left out, and so is what it does not know.
-        """
-        return self.sender.metrics() | {"draftalign/overhead_seconds": self.overhead_seconds}
-
-    def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything captured was sent or dropped."""
-        return self.sender.flush(timeout_seconds)
+        """As of any hook, and the wall time that it took from the trainer."""
+        return super().metrics() | {"draftalign/overhead_seconds": self.overhead_seconds}
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Remove the hooks, then flush and stop the sender. True if nothing was lost."""

@@ -24,8 +24,8 @@ from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.base import COUNTERS
 from rl_hooks.trainer.plan import RolloutChoice, VersionOrder
-from rl_hooks.trainer.staging import COUNTERS
 
 
 @pytest.fixture(name="service")
@@ -411,7 +411,7 @@ def test_dropout_in_the_captured_forward_is_said_once(
 def test_a_dtype_that_is_none_is_refused_when_attaching_and_the_model_left_as_it_was() -> None:
     model = tiny()
     with pytest.raises(ValueError, match="dtype: expected one of bfloat16, float8_e4m3, float8_e4m3_all, got 'fp8'"):
-        DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2, 3), dtype="fp8")  # type: ignore[arg-type]
+        DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2, 3), dtype="fp8")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
