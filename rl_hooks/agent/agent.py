@@ -116,6 +116,16 @@ def pause_seconds(failures: int, limit_seconds: float) -> float:
     return min(limit_seconds, 0.125 * 2.0 ** min(failures, 30)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
 
+@dataclass(slots=True)
+class _Offers:
+    """What the service has offered so far."""
+
+    newest: Release | None = None
+    etag: str = ""  # of the answer that offered it
+    recent: list[str] = field(default_factory=list)  # versions, oldest first
+    waits: str = ""  # why there is nothing to load, as the service said last
+
+
 class SwapAgent:
     """One agent for one run and any number of engines. `await run()` returns only after `stop()`.
 
@@ -126,15 +136,17 @@ class SwapAgent:
         self.config, self._engine = config, engine
         self.metrics = AgentMetrics()
         self.metrics_port: int | None = None
-        self.offer: Release | None = None
         self.followers: dict[str, EngineFollower] = {}
         self._stopped = threading.Event()  # the download thread looks at it too
         self._interrupt: Callable[[], None] = lambda: None
         self._offered: dict[str, asyncio.Event] = {}
         self._reports = Reports(config.run, config.agent_id, self.followers, self.metrics)
-        self._etag = ""
-        self._waits = ""  # why there is nothing to load, as the service said last
-        self._recent: list[str] = []  # versions offered, oldest first
+        self._offers = _Offers()
+
+    @property
+    def offer(self) -> Release | None:
+        """The newest release that the service offered, downloaded."""
+        return self._offers.newest
 
     def stop(self) -> None:
         """End `run` soon. Safe from any thread and from signal handlers."""
@@ -266,7 +278,7 @@ class SwapAgent:
         """One long poll, and the download of the version that it offers."""
         config, began, nonce = self.config, time.monotonic(), new_nonce()
         signed = {"nonce": nonce} if config.public_keys else {}
-        headers = {"If-None-Match": self._etag} if self._etag else {}
+        headers = {"If-None-Match": self._offers.etag} if self._offers.etag else {}
         response = await ask(
             client,
             "GET",
@@ -289,20 +301,20 @@ class SwapAgent:
         if status == 404 and self.offer is None:
             await self._wait_for_a_drafter(client, response)
         if self.offer is not None:  # the engines had time to take it
-            await self._keep({*self._recent})
+            await self._keep({*self._offers.recent})
         await asyncio.sleep(max(0.0, _MIN_POLL_SECONDS - (time.monotonic() - began)))
 
     async def _wait_for_a_drafter(self, client: httpx.AsyncClient, response: Answer) -> None:
         """Log why there is none, once: a misspelt run answers like one whose trainer is still to come."""
         kind, why = response.refusal()
-        if why == self._waits:
+        if why == self._offers.waits:
             return
         level, text = logging.INFO, f"nothing to load yet, it is asked again: {why}"
         if kind == NO_SUCH_RUN and (others := await self._runs(client)):
             level = logging.WARNING
             text += f". This service has: {', '.join(others)}. Is the run's name (--run, DRAFTALIGN_RUN) misspelt?"
         self._reports.say(self._name(SERVICE), level, text)
-        self._waits = why
+        self._offers.waits = why
 
     async def _runs(self, client: httpx.AsyncClient) -> list[str]:
         """The runs that the token may read; none where the service does not say."""
@@ -337,9 +349,9 @@ class SwapAgent:
                 await self._keep({manifest.version} if offer is None else {manifest.version, offer.version})
             raise
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
-        version = release.version
-        self._recent = [*(v for v in self._recent if v != version), version][-max(self.config.keep_versions, 1) :]
-        self.offer, self._etag = release, cut(response.headers.get("ETag", ""))
+        version, offers = release.version, self._offers
+        offers.recent = [*(v for v in offers.recent if v != version), version][-max(self.config.keep_versions, 1) :]
+        offers.newest, offers.etag = release, cut(response.headers.get("ETag", ""))
         for event in self._offered.values():
             event.set()
         return True
