@@ -19,7 +19,7 @@ Legend: B batch, S padded length, V vocabulary, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -27,6 +27,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from rl_hooks.sending.agreement import Agreement
+from rl_hooks.sending.features import Captured
 from rl_hooks.sending.registration import is_sharded, policy_head, refuse_model_parallel, unwrap
 from rl_hooks.trainer.base import HookOptions, TrainerHook
 from rl_hooks.trainer.capture import FeatureCapture, dropping
@@ -63,6 +64,102 @@ class DrafterOptions(HookOptions):
     own_log_probs: bool = False
 
 
+class ForwardReader:
+    """What hangs on one model. Of an armed forward it takes the features, its own scores, and the head while whole."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: FeatureCapture,
+        agreement: Agreement,
+        staging: RolloutStaging,
+        registrar: Registrar | None,
+        *,
+        own_log_probs: bool,
+    ) -> None:
+        inner: Any = unwrap(model)
+        lm_head = inner.get_output_embeddings()
+        self.features, self.agreement = features, agreement
+        self._staging, self._registrar = staging, registrar
+        self.head: WholeWeight[Scores | Tensor | None] = WholeWeight(
+            partial(policy_head, model), [features.norm, lm_head]
+        )
+        self.own = OwnScores([model, inner], features.norm, lm_head, log_probs=own_log_probs)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all work inside forwards."""
+        return self.features.hook_seconds + self.head.seconds + self.own.seconds
+
+    @contextmanager
+    def armed(self, plan: BatchPlan, targets: Targets) -> Iterator[None]:
+        """Read the forward that happens inside."""
+        staging, layout, is_past_norm = self._staging, plan.layout, self.features.is_past_norm
+        may_pad = layout.packed and layout.tree is None
+        at_head = partial(self._at_head, plan, targets, self.own.expected)
+        score, see = partial(staging.score_logits, plan, targets), partial(staging.see_logits, targets)
+        with (
+            self.features.armed(rows=targets.rows, shape=layout.forward_shape, packed=may_pad),
+            self.head.armed(at_head, is_past_norm),
+            self.own.armed(plan.rows[plan.scored()[0]], score, see, is_past_norm),
+            nullcontext() if self._registrar is None else self._registrar.armed(),
+        ):
+            yield
+
+    @contextmanager
+    def armed_for_head(self, policy_version: int) -> Iterator[None]:
+        """Around a forward of which no rollout is sent: rank 0 registers the run, and sends the head, for all ranks."""
+        registrar = self._registrar
+        if registrar is None or not registrar.wants(policy_version):
+            yield
+            return
+        with self.head.armed(partial(registrar.saw, policy_version=policy_version)), registrar.armed():
+            yield
+
+    def pop_head(self) -> None:
+        """Raise what went wrong in a forward that was armed for its head."""
+        try:
+            self.head.pop()
+        finally:
+            if self._registrar is not None:
+                self._registrar.check()
+
+    def pop(self, plan: BatchPlan, targets: Targets) -> tuple[Captured, Scores | None]:
+        """Features and scores of the forward. Raises what went wrong in it."""
+        captured, of_head, own = self.features.pop(), self.head.pop(), self.own.pop()
+        if isinstance(of_head, Tensor):  # the logits of the tokens, to whose log-probabilities they belong
+            scored = self._staging.score_log_probs(plan, targets, own, of_head) if isinstance(own, OwnRows) else None
+        else:
+            scored = own if isinstance(own, tuple) else of_head
+        self.agreement.compare(plan.temperature)
+        if self._registrar is not None:
+            self._registrar.check()
+        return captured, scored
+
+    def clear(self) -> None:
+        """Hold nothing of a forward any longer."""
+        for part in (self.features, self.head, self.own, self.agreement):
+            part.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for part in (self.features, self.head, self.own, self._registrar):
+            if part is not None:
+                part.close()
+
+    def _at_head(
+        self, plan: BatchPlan, targets: Targets, expected: Kind | None, head_VH: Tensor
+    ) -> Scores | Tensor | None:
+        """The head is whole: tell the service of it, and do what scoring takes of it."""
+        if self._registrar is not None:
+            self._registrar.saw(head_VH, plan.policy_version)
+        self._staging.see_head(targets, self.features.normed(), head_VH)
+        if expected == "logits":
+            return None
+        work = self._staging.score if expected is None else self._staging.chosen_logits
+        return work(plan, targets, self.features.normed(), head_VH)
+
+
 class DrafterHook(TrainerHook):
     """Feature capture, sampling, registration and sending for one model and one run.
 
@@ -79,39 +176,29 @@ class DrafterHook(TrainerHook):
         self._closed = False
         self._model = model
         self._looked_for_dropout = False
-        self._features = FeatureCapture(model, told.aux_layers, layers_path=told.layers_path, norm_path=told.norm_path)
+        features = FeatureCapture(model, told.aux_layers, layers_path=told.layers_path, norm_path=told.norm_path)
+        layers = features.aux_layers
         try:
-            registration = self._registration(model, self._features.aux_layers, told.logit_map)
+            run = self._registration(model, layers, told.logit_map)
         except BaseException:
-            self._features.close()
+            features.close()
             raise
-        head: Any = unwrap(model)
-        lm_head = head.get_output_embeddings()
-        named = f"lm_head ({type(lm_head).__name__}) of {type(head).__name__}"
-        self._agreement = Agreement(registration.logit_map, named)
+        inner: Any = unwrap(model)
+        named = f"lm_head ({type(inner.get_output_embeddings()).__name__}) of {type(inner).__name__}"
+        agreement = Agreement(run.logit_map, named)
         self._staging = RolloutStaging(
-            self.sender,
-            self.tally,
-            self.session,
-            told,
-            registration.fingerprint,
-            self._features.aux_layers,
-            registration.logit_map,
-            self._agreement,
+            self.sender, self.tally, self.session, told, run.fingerprint, layers, run.logit_map, agreement
         )
-        self._head: WholeWeight[Scores | Tensor | None] = WholeWeight(
-            partial(policy_head, model), [self._features.norm, lm_head]
-        )
-        self._own = OwnScores([model, head], self._features.norm, lm_head, log_probs=told.own_log_probs)
         # Rank 0 registers the run, and sends the head for all.
-        self._registrar = (
-            None if told.rank else Registrar(model, registration, self.sender, self.tally, told.head_tolerance)
+        registrar = None if told.rank else Registrar(model, run, self.sender, self.tally, told.head_tolerance)
+        self._reader = ForwardReader(
+            model, features, agreement, self._staging, registrar, own_log_probs=told.own_log_probs
         )
 
     @property
     def overhead_seconds(self) -> float:
         """Wall time that the hook took from the trainer, hooks inside the forward included."""
-        return self.guard.seconds + self._features.hook_seconds + self._head.seconds + self._own.seconds
+        return self.guard.seconds + self._reader.seconds
 
     @contextmanager
     def capture(self, **told: Any) -> Iterator[None]:
@@ -132,30 +219,16 @@ class DrafterHook(TrainerHook):
         # Copied before the forward: a copy inside would make the device wait.
         targets = None if plan is None else self.guard(self._staging.targets, plan, arguments.input_ids.device)
         if plan is None or targets is None:
-            with self._unsampled(version):
+            with self._reader.armed_for_head(version):
                 yield
+            self.guard(self._reader.pop_head)
             return
-        score = partial(self._at_head, plan, targets, self._own.expected)
         try:
-            with ExitStack() as armed:
-                may_pad = plan.layout.packed and plan.layout.tree is None
-                armed.enter_context(
-                    self._features.armed(rows=targets.rows, shape=plan.layout.forward_shape, packed=may_pad)
-                )
-                armed.enter_context(self._head.armed(score, self._features.is_past_norm))
-                score_logits = partial(self._staging.score_logits, plan, targets)
-                see = partial(self._staging.see_logits, targets)
-                rows = plan.rows[plan.scored()[0]]
-                armed.enter_context(self._own.armed(rows, score_logits, see, self._features.is_past_norm))
-                if self._registrar is not None:
-                    armed.enter_context(self._registrar.armed())
+            with self._reader.armed(plan, targets):
                 yield
             self.guard(self._submit, plan, targets)
         finally:  # where the trainer's forward raises too: the device's memory is the trainer's
-            self._features.clear()
-            self._head.clear()
-            self._own.clear()
-            self._agreement.clear()
+            self._reader.clear()
 
     def stats(self) -> dict[str, Any]:
         """As of any hook, and the wall time that it took from the trainer."""
@@ -168,48 +241,11 @@ class DrafterHook(TrainerHook):
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Remove the hooks, then flush and stop the sender. True if nothing was lost."""
         self._closed = True
-        self._features.close()
-        self._head.close()
-        self._own.close()
-        if self._registrar is not None:
-            self._registrar.close()
+        self._reader.close()
         return self.sender.close(timeout_seconds)
 
-    # --- in the forward: score; after it: stage, queue --------------------------------------------------------------
-
-    @contextmanager
-    def _unsampled(self, policy_version: int) -> Iterator[None]:
-        """Around a forward of which no rollout is sent: rank 0 speaks for the ranks that send some."""
-        registrar = self._registrar
-        if registrar is None or not registrar.wants(policy_version):
-            yield
-            return
-        with self._head.armed(partial(registrar.saw, policy_version=policy_version)), registrar.armed():
-            yield
-        self.guard(self._head.pop)
-        self.guard(registrar.check)
-
-    def _at_head(
-        self, plan: BatchPlan, targets: Targets, expected: Kind | None, head_VH: Tensor
-    ) -> Scores | Tensor | None:
-        """The head is whole: tell the service of it, and do what scoring takes of it."""
-        if self._registrar is not None:
-            self._registrar.saw(head_VH, plan.policy_version)
-        self._staging.see_head(targets, self._features.normed(), head_VH)
-        if expected == "logits":
-            return None
-        work = self._staging.score if expected is None else self._staging.chosen_logits
-        return work(plan, targets, self._features.normed(), head_VH)
-
     def _submit(self, plan: BatchPlan, targets: Targets) -> None:
-        captured, of_head, own = self._features.pop(), self._head.pop(), self._own.pop()
-        if isinstance(of_head, Tensor):  # the logits of the tokens, to whose log-probabilities they belong
-            scored = self._staging.score_log_probs(plan, targets, own, of_head) if isinstance(own, OwnRows) else None
-        else:
-            scored = own if isinstance(own, tuple) else of_head
-        self._agreement.compare(plan.temperature)
-        if self._registrar is not None:
-            self._registrar.check()
+        captured, scored = self._reader.pop(plan, targets)
         if self._model.training and not self._looked_for_dropout:
             self._looked_for_dropout = True  # once: a large model has many modules
             if name := dropping(self._model):

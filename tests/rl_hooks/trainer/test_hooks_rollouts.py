@@ -133,7 +133,7 @@ def test_8_bit_features_stay_within_their_relative_error(service: Receiver, tmp_
 
 
 def _pre_norm(model: nn.Module, hook: DrafterHook) -> None:
-    capture = hook._features
+    capture = hook._reader.features
     inner: Any = model
     capture._handles.pop().remove()
     capture._handles.append(
