@@ -81,7 +81,7 @@ class ServiceClient:
             self.refused = True
             self.tally.note("target", f"{wrong}. {_STOPPED}")
             return "dropped_error"
-        headers = {"Content-Type": wire.CONTENT_TYPE, "Content-Length": str(wire.parts_bytes(parts)), **job.headers}
+        headers = {"Content-Type": wire.CONTENT_TYPE, "Content-Length": str(wire.parts_bytes(parts))}
         direct = self._direct(job, parts, headers)
         for attempt in itertools.count():
             seconds = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt, 10))

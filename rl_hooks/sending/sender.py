@@ -141,7 +141,7 @@ class RolloutSender:
             self._note("submit", f"a rollout could not be queued: {error!r}")
             return False
         path = f"/rollouts?run={quote(self.run, safe='')}"
-        return self.submit_job(Job("POST", path, make, size, {}, retry_statuses=self._retry_statuses))
+        return self.submit_job(Job("POST", path, make, size, retry_statuses=self._retry_statuses))
 
     def submit_job(self, job: Job) -> bool:
         """Queue any request, behind all that was queued before it."""
