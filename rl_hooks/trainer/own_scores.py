@@ -3,14 +3,14 @@
 * **Logits.** Most trainers call lm_head on the final norm's output or on a slice of it. Which rows they are of is told
   by memory: the input must be a view of that output. So no value is compared, and the device need not wait.
 * **Log-probabilities.** TRL's fused head never makes whole logits, and returns `log_probs` [B, S - 1] of the next
-  tokens. Normaliser = logit of the token - its log-probability; that logit is one row of lm_head. Whose temperature and
-  labels these are nobody can tell here, so who makes this says that they are the capture's.
+  tokens. Normaliser = logit of the token - its log-probability; that logit is one row of lm_head. Temperature and
+  labels of `log_probs` cannot be checked here: whoever asks for them vouches that they are those of the capture.
 
-Logits, lm_head's and those that a model returns, are also shown to who compares them with the head's (`see`).
+Logits of lm_head, and those that a model returns, are also shown to `see`, which compares them with the head's.
 
-Nobody can tell beforehand what a forward will give, and afterwards the head may be sharded again. So it is expected to
-do as the one before; the first one takes the product. The rollouts of one that does otherwise are left out, and from
-then on it is the product.
+What a forward gives is known only after it, when the head may be sharded again. So each forward is expected to give
+what the one before gave; the first is scored by the product with lm_head. Where one gives something else, its rollouts
+are left out, and later ones are scored by the product.
 
 Legend: B batch, S padded length, n positions that logits are of, V vocabulary, H hidden size, M rows that are scored.
 """
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.errors import RolloutError
-from rl_hooks.trainer.capture import Hooked, ModuleHook
+from rl_hooks.trainer.capture import Hooked, ModuleHook, writes
 
 #: (normaliser, log p of the next token) of each row of a batch, [N] each.
 Scores = tuple[Tensor, Tensor]
@@ -80,7 +80,7 @@ class _SeenForward:
 class OwnScores(Hooked):
     """Finds such rows in an armed forward: lm_head's output, or `log_probs` of what one of `models` returns.
 
-    `log_probs`: whether somebody vouches for these.
+    `log_probs`: the caller vouches that they are of the capture's temperature and labels.
     """
 
     def __init__(self, models: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module, *, log_probs: bool) -> None:
@@ -155,7 +155,7 @@ class OwnScores(Hooked):
             return
         # Where log-probabilities are expected its shape is enough, and its memory stays the trainer's to free.
         state = output.detach()
-        forward.last, forward.writes = state, _writes(output)
+        forward.last, forward.writes = state, writes(output)
         if self._due == "log_probs":
             forward.last = state.new_empty((*state.shape[:-1], 0))
         length = state.shape[-2]
@@ -164,7 +164,7 @@ class OwnScores(Hooked):
     def _at_head(self, _module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         forward = self._forward
         if forward is not None and forward.last is not None and not torch.compiler.is_compiling():
-            changed = _writes(forward.last) != forward.writes  # by the model, in place
+            changed = writes(forward.last) != forward.writes  # by the model, in place
             given = args[0] if args and not changed else None
             self._look(forward, "logits", partial(_logits, forward.last, given, output))
 
@@ -201,11 +201,6 @@ class OwnScores(Hooked):
         finally:
             forward.end()  # the first call of lm_head counts
             self.seconds += time.perf_counter() - started
-
-
-def _writes(state: Tensor) -> int | None:
-    """How often it was written to in place; None where that is not counted."""
-    return None if state.is_inference() else state._version
 
 
 def _logits(last: Tensor, given: Any, output: Any) -> OwnRows | None:
