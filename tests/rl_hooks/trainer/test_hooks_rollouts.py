@@ -340,6 +340,19 @@ def test_a_policy_version_that_is_no_count_is_refused_by_name(service: Receiver,
     hook.close()
 
 
+def test_a_misspelt_option_or_argument_is_an_error_at_once(service: Receiver) -> None:
+    model = tiny()
+    with pytest.raises(TypeError, match="sample_fractoin"):
+        DrafterHook(model, service.url, aux_layers=(1, 2, 3), sample_fractoin=0.5)
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(TypeError, match="los_mask"), hook.capture(input_ids=ids, los_mask=ids, policy_version=0):
+        pytest.fail("the forward must not run")
+    with pytest.raises(TypeError, match="loss_mask"), hook.capture(input_ids=ids, policy_version=0):
+        pytest.fail("the forward must not run")
+    hook.close()
+
+
 def test_a_capture_after_close_is_said_once_and_is_no_failure(
     service: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
