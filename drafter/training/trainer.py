@@ -97,7 +97,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a step needs of a batch before it computes anything; `DrafterTrainer.prepare` makes it."""
+    """A batch that is planned, and on its way to the device; `DrafterTrainer.prepare` makes it."""
 
     batch: RolloutBatch  # on the device, once `copied`
     plan: Plan  # on the host

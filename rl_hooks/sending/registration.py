@@ -270,7 +270,7 @@ def snapshot(weight: Tensor) -> Tensor:
 
 
 class RunRegistration:
-    """Body of `PUT /runs/{run}`. Weights that are whole when this is made are copied then; else `add` them later.
+    """Body of `PUT /runs/{run}`. Weights that are whole are copied at once; `add_...` copies the others later.
 
     `logit_map`: what the model does to its logits after lm_head, where its type is not known here.
     """

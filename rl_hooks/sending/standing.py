@@ -42,7 +42,7 @@ class Standing:
         return max(0.0, self._due - time.monotonic())
 
     def hurry(self) -> bool:
-        """Have it asked now; False where it was a moment ago, or did not answer then."""
+        """Ask the service soon; False where it was asked a moment ago, or did not answer then."""
         hurries = time.monotonic() >= self._soonest
         if hurries:
             self._due = time.monotonic()

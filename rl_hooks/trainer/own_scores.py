@@ -1,4 +1,4 @@
-"""What the trainer's forward computes of its own distribution, so that normalisers take no second product with lm_head.
+"""What the trainer's forward computes of its distribution anyway: with it, normalisers need no product with lm_head.
 
 * **Logits.** Most trainers call lm_head on the final norm's output or on a slice of it. Which rows they are of is told
   by memory: the input must be a view of that output. So no value is compared, and the device need not wait.
@@ -78,7 +78,7 @@ class _SeenForward:
 
 
 class OwnScores(Hooked):
-    """Finds such rows in an armed forward: lm_head's output, or `log_probs` of what one of `models` returns.
+    """Finds `OwnRows` in an armed forward: in lm_head's output, or in `log_probs` of what one of `models` returns.
 
     `log_probs`: the caller vouches that they are of the capture's temperature and labels.
     """

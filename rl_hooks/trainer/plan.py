@@ -141,12 +141,12 @@ class RolloutIds:
 
 
 class VersionOrder:
-    """Tells by the order of policy versions whether the trainer goes on from an earlier checkpoint: 8, 4, 5.
+    """Tells by the order of policy versions whether the trainer went back to an earlier checkpoint: 8, 4, 5.
 
-    Not where late rollouts are captured beside fresh ones: 8, 4, 9, or 8, 5, 3, 9. Nor where versions fall by less than
-    three, which the service takes for late ones, too. 8, 3, 5, 9 looks like a return at the 5. If a step larger than
-    usual then leads to the highest version of before or beyond (the 9), it was none: rollouts are as late as that, and
-    only a larger fall counts from then on.
+    Late rollouts among fresh ones are no return: 8, 4, 9, or 8, 5, 3, 9. Neither is a fall of less than three, which
+    the service takes for late rollouts, too. 8, 3, 5, 9 looks like a return at the 5. If a step larger than usual then
+    reaches or passes the highest version of before (the 9), it was none: rollouts are that late here, and from then on
+    only a larger fall counts.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Tells the service of the policy's weights: once all that it needs, then the head, whenever it has moved.
+"""Registers the run with the policy's weights, once; then sends the head whenever it has moved.
 
-One rank does this for all. Where the trainer shards the weights before the hook is attached, the first captured forward
-shows them.
+One rank does this for all. Where the trainer shards the weights before the hook is attached, they are taken from the
+first captured forward.
 """
 
 from __future__ import annotations

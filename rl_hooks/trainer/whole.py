@@ -51,8 +51,8 @@ class WholeWeight(Hooked, Generic[_Made]):
     def armed(self, work: Callable[[Tensor], _Made], ready: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """Do `work` in the forward that happens inside, or right after it; not before `ready` says so.
 
-        Right after it only where no optimizer's step has changed the weight since: `pop` raises RolloutError. (What
-        writes through `.data` is not seen.)
+        `pop` raises RolloutError where an optimizer's step has changed the weight before `work` was done. (A write
+        through `.data` is not seen.)
         """
         self.clear()
         self._work, self._ready = work, ready
