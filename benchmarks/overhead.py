@@ -54,7 +54,7 @@ from trl_fixtures import make_trainer  # noqa: E402
 
 from rl_hooks import wire  # noqa: E402
 from rl_hooks.sending.features import Captured, FeatureDtype, PackedIndex, StagedRollouts  # noqa: E402
-from rl_hooks.trainer import capture, guard, own_scores, whole  # noqa: E402
+from rl_hooks.trainer import base, capture, own_scores, whole  # noqa: E402
 from rl_hooks.trl import Attachment, attach  # noqa: E402
 
 LAYERS: Final = 8
@@ -183,7 +183,7 @@ def train(setting: Setting, url: str, pairs: int) -> tuple[list[Step], dict[str,
     from transformers import PrinterCallback, TrainerCallback
 
     warm_up = 4
-    for module in (capture, guard, own_scores, whole):  # the hook's own clock counts processor time
+    for module in (base, capture, own_scores, whole):  # the hook's own clock counts processor time
         setattr(module, "time", types.SimpleNamespace(perf_counter=time.thread_time))  # noqa: B010 - mypy
     rng = np.random.default_rng(0)
 

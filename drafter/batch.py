@@ -39,10 +39,10 @@ _LAST = ("last_hidden", "last_scale")
 _AUX = ("aux_hidden", "aux_scale")
 #: Features -> the scales that they have where they are fp8.
 _SCALES = {"aux_hidden": "aux_scale", "last_hidden": "last_scale"}
-#: Rows that are screened at once: fp8 ones are float32 meanwhile, and several ranks share such pieces out.
+#: Rows that are screened at once: fp8 rows become float32 for it, and ranks share such pieces out.
 _SCREENED_ROWS = 1_024
-#: Has parts done that write to places of their own in a table of zeros in host memory; returns the whole table.
-#: `drafter.training.ranks.Ranks.fill` has several processes share them out.
+#: Calls functions, each of which fills its own places of a table of zeros in host memory; returns the whole table.
+#: `drafter.training.ranks.Ranks.fill` shares the calls out among several processes.
 Fill = Callable[[Tensor, Sequence[Callable[[], object]]], Tensor]
 #: No log-probability is larger, however it was rounded: a probability of 1 plus one unit in the last place of bfloat16
 #: (2^-7) has 0.0078. What float32 or a log-softmax in any type leaves is at most 1e-4.

@@ -100,9 +100,9 @@ class TargetHead:
 
     @torch.no_grad()
     def normalise(self, batch: RolloutBatch, fill: Fill = fill_alone) -> RolloutBatch:
-        """The batch with the logsumexp that its sender did not know, where it says something of a response token.
+        """The batch with logsumexp in the rows that predict a response token, where its sender did not know it.
 
-        That multiplies its rows by the whole head: done once, before a batch is scored and kept.
+        This multiplies those rows by the whole head: once, before a batch is scored and kept.
         """
         if batch.normalised:
             return batch

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.hook import DrafterHook
-from rl_hooks.trainer.guard import left_out_for_images
+from rl_hooks.trainer.base import left_out_for_images
 from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
 from rl_hooks.trainer.stacks.attachment import Attachment as Attachment
 

@@ -120,21 +120,20 @@ def test_every_field_of_the_agent_is_documented(kind: Any) -> None:
             assert f"`{field.default}`" in text, field.name
 
 
-def parameters(path: str, function: str) -> Iterator[str]:
-    """Names of a function's keyword-only parameters."""
-    for node in ast.walk(syntax(ROOT / path)):
-        if isinstance(node, ast.ClassDef) and node.name == function.partition(".")[0]:
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef) and method.name == function.partition(".")[2]:
-                    yield from (argument.arg for argument in method.args.kwonlyargs)
+def options_of(path: str, name: str) -> list[str]:
+    """Names of the fields of a dataclass."""
+    found = [node for node in syntax(ROOT / path).body if isinstance(node, ast.ClassDef) and node.name == name]
+    return [ast.unparse(one.target) for node in found for one in node.body if isinstance(one, ast.AnnAssign)]
 
 
 def test_every_option_of_the_hook_is_documented() -> None:
     # Read from the source: importing the hook costs torch.
-    options = list(parameters("rl_hooks/trainer/hook.py", "DrafterHook.__init__"))
-    arguments = list(parameters("rl_hooks/trainer/hook.py", "DrafterHook.capture"))
-    assert len(options) > 10
-    assert len(arguments) > 5
+    options = options_of("rl_hooks/trainer/base.py", "HookOptions") + options_of(
+        "rl_hooks/trainer/hook.py", "DrafterOptions"
+    )
+    arguments = options_of("rl_hooks/trainer/plan.py", "CaptureArguments")
+    assert len(options) > 20
+    assert len(arguments) > 14
     assert [name for name in options if f"`{name}`" not in page("docs/reference/settings.md")] == []
     assert [name for name in arguments if f"`{name}`" not in page("docs/guide/trainers.md")] == []
 

@@ -33,11 +33,9 @@ from rl_hooks.format.drafter import MODEL_FILE as MODEL_FILE
 from rl_hooks.format.drafter import fingerprint, read_object
 from rl_hooks.format.eagle3 import FIXED, MAPS, SIZES, check_header, parse_config, tensor_shapes
 
-INDEX_FILE: Final = "model.safetensors.index.json"
 #: Of the fixed fields, what an export states. The others are newer switches, which are off where they are absent.
 _STATED: Final = ("norm_output", "attention_bias", "bias", "tie_word_embeddings")
 _STORAGE: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_MAX_INDEX_BYTES: Final = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,14 +73,13 @@ def write_stored(directory: Path, stored: StoredDrafter) -> None:
     """`write_drafter` for weights that no model was made of."""
     tensors = stored.tensors()
     check_tensors(tensors, stored.config)
-    save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
-    document = export_config(stored.config, stored.dtype)
+    write_files(directory, tensors, export_config(stored.config, stored.dtype))
+
+
+def write_files(directory: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+    """Write both files, and sync them and their directory to the disk."""
+    save_file(dict(tensors), str(directory / MODEL_FILE), metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
-    sync_files(directory)
-
-
-def sync_files(directory: Path) -> None:
-    """Sync both files and their directory to the disk."""
     for path in (directory / MODEL_FILE, directory / CONFIG_FILE, directory):
         sync(path)
 
@@ -106,12 +103,12 @@ def check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig) -> None:
             )
 
 
-def read_drafter(directory: Path, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
-    """Read what `write_drafter` wrote, or another's export in the same layout, with weights as `dtype` on the CPU.
+def read_drafter(directory: Path) -> Eagle3Drafter:
+    """Read what `write_drafter` wrote, or another's export in the same layout, as float32 on the CPU.
 
     Raises `CheckpointError`: names, shapes, dtypes, vocabulary, values.
     """
-    return build_drafter(read_stored(directory), dtype=dtype)
+    return build_drafter(read_stored(directory))
 
 
 def read_stored(directory: Path) -> StoredDrafter:
@@ -122,14 +119,13 @@ def read_stored(directory: Path) -> StoredDrafter:
     return StoredDrafter(config, vocabulary, {n: t for n, t in tensors.items() if n not in MAPS})
 
 
-def build_drafter(stored: StoredDrafter, *, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
-    """Make the model of stored weights, in `dtype` on the CPU."""
+def build_drafter(stored: StoredDrafter) -> Eagle3Drafter:
+    """Make the model of stored weights, in float32 on the CPU."""
     # The constructor draws initial weights; a reader must not advance the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
         drafter = Eagle3Drafter(stored.config, stored.vocabulary)
-    drafter.to(dtype)
     maps = {"d2t": stored.vocabulary.d2t, "t2d": stored.vocabulary.t2d}
-    drafter.load_state_dict({**{name: t.to(dtype) for name, t in stored.weights.items()}, **maps})
+    drafter.float().load_state_dict({**{name: t.float() for name, t in stored.weights.items()}, **maps})
     return drafter
 
 
@@ -178,26 +174,6 @@ def read_config(path: Path) -> Mapping[str, Any]:
         return read_object(path)
     except OSError as error:
         raise CheckpointError(f"a drafter needs {CONFIG_FILE} beside {MODEL_FILE}: {error}") from error
-
-
-def read_index(directory: Path) -> dict[str, str] | None:
-    """Read which file of `directory` holds each tensor of a sharded model; None where there is no index.
-
-    Raises `CheckpointError` for one that cannot be read or names a file elsewhere. The files may be absent.
-    """
-    path = directory / INDEX_FILE
-    if not path.exists():
-        return None
-    try:
-        files = read_object(path, _MAX_INDEX_BYTES).get("weight_map")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(files, dict):
-        raise CheckpointError(f"{path}: weight_map must be an object of tensors and their files, got {files!r:.80}")
-    for file in files.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{path} names a file outside its directory: {file!r}")
-    return files
 
 
 def _read_tensors(path: Path, config: DrafterConfig) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,25 +24,23 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from drafter.errors import CheckpointError
 from drafter.files.checkpoint import (
     CONFIG_FILE,
-    INDEX_FILE,
     MODEL_FILE,
     StoredDrafter,
     check_tensors,
     export_config,
     read_config,
     read_vocabulary,
-    sync_files,
+    write_files,
     write_stored,
 )
 from drafter.files.pickles import STATE_DICT, TRAINING_STATE, tensors_of
 from drafter.model.eagle3 import DrafterConfig
-from rl_hooks.format.drafter import Sizes
+from rl_hooks.format.drafter import INDEX_FILE, Sizes
 from rl_hooks.format.eagle3 import parse_config, tensor_shapes, with_defaults
 from rl_hooks.format.engines import EngineName, limits
 from rl_hooks.format.layouts import (
@@ -172,9 +169,7 @@ def export_drafter(
     else:
         renamed = {name.replace("midlayer.", "layers.0."): t for name, t in stored.tensors().items()}
         tensors, document = renamed, _speculators_config(stored, verifier or Verifier(), speculative_tokens)
-    save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
-    (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
-    sync_files(directory)
+    write_files(directory, tensors, document)
 
 
 def is_mtp(document: Mapping[str, Any]) -> bool:

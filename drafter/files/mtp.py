@@ -7,7 +7,6 @@ checkpoint is read, the copies are compared with the policy's and left out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +14,13 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from drafter.errors import CheckpointError
-from drafter.files.checkpoint import CONFIG_FILE, MODEL_FILE, read_config, read_index, sync_files
+from drafter.files.checkpoint import CONFIG_FILE, MODEL_FILE, read_config, write_files
 from drafter.mtp.module import MtpConfig, MtpDrafter
 from drafter.policy import Policy
+from rl_hooks.format.drafter import read_index
 from rl_hooks.format.eagle3 import STORED
 from rl_hooks.format.mtp import COPIES, GroupedSizes, LatentSizes, check_mtp_header, parse_mtp_config, prefix
 
@@ -46,9 +45,7 @@ def write_mtp(directory: Path, drafter: MtpDrafter, *, dtype: torch.dtype = torc
         if not bool(torch.isfinite(stored).all()):
             raise CheckpointError(f"{name} is not finite as {dtype}; go back to the last good weights, do not publish")
         tensors[prefix(drafter.config) + name] = stored
-    save_file(tensors, str(directory / MODEL_FILE), metadata={"format": "pt"})
-    (directory / CONFIG_FILE).write_text(json.dumps(export_mtp_config(drafter.config, dtype), indent=2) + "\n")
-    sync_files(directory)
+    write_files(directory, tensors, export_mtp_config(drafter.config, dtype))
 
 
 def export_mtp_config(config: MtpConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -160,10 +157,8 @@ def extract_mtp(checkpoint: Path, directory: Path) -> None:
     Bit for bit, without the copies of the policy's embedding and head. Raises `CheckpointError` as `read_mtp` does.
     """
     config, tensors = read_stored_mtp(checkpoint)
-    save_file({prefix(config) + n: t for n, t in tensors.items()}, str(directory / MODEL_FILE), {"format": "pt"})
     document = export_mtp_config(config, tensors["eh_proj.weight"].dtype)
-    (directory / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n")
-    sync_files(directory)
+    write_files(directory, {prefix(config) + name: tensor for name, tensor in tensors.items()}, document)
 
 
 def _layer_tensors(directory: Path, where: str) -> dict[str, Tensor]:

@@ -59,22 +59,15 @@ class _MLP(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
+    """The first layer also reads embeddings; its norm of the states comes before the other parameters."""
+
+    def __init__(self, config: DrafterConfig, *, first: bool) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.hidden_norm = nn.RMSNorm(size, eps)
+        if first:
+            self.hidden_norm = nn.RMSNorm(size, eps)
         self.input_layernorm = nn.RMSNorm(size, eps)
-        self.self_attn = _Attention(config, 2 * size)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = _MLP(config)
-
-
-class _LaterLayer(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.self_attn = _Attention(config, size)
+        self.self_attn = _Attention(config, 2 * size if first else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = _MLP(config)
 
@@ -99,9 +92,10 @@ class Eagle3Drafter(DraftModel):
         width = len(config.aux_layers) * config.target_hidden_size
         self.input_norm = nn.RMSNorm(width, config.rms_norm_eps) if config.norm_before_fc else None
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
-        self.midlayer = _Layer(config)
+        self.midlayer = _Layer(config, first=True)
         #: The others, under the numbers by which checkpoints name them.
-        self.layers = nn.ModuleDict({str(i): _LaterLayer(config) for i in range(1, config.num_hidden_layers)})
+        later = range(1, config.num_hidden_layers)
+        self.layers = nn.ModuleDict({str(number): _Layer(config, first=False) for number in later})
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", vocabulary.d2t)

@@ -4,8 +4,9 @@ Muon (Keller Jordan, 2024; torch's own) replaces a matrix's momentum by the near
 directions move alike. Its steps are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982), so one learning rate
 serves both. An lm_head is a table of tokens and no map between states: AdamW moves it, and all that is not a matrix.
 
-Of several ranks each moves a part of Muon's matrices, and they exchange them; momentum, which costs little, each keeps
-of all. So moments and weights are the same on every rank, to the bit what one rank would make of the same gradients.
+Where several ranks train, each moves a part of Muon's matrices, and they exchange the moved ones. Each rank keeps the
+momentum of all matrices, which costs little. So moments and weights are the same on every rank, to the bit those that
+one rank would compute from the same gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _shared_out(shapes: Mapping[str, torch.Size], world: int) -> dict[str, int]:
 
 
 class Optimizer:
-    """Moves named parameters by their gradients. Its state is tensors by name, to be saved and taken up exactly."""
+    """Moves named parameters by their gradients. Its state is tensors by name, saved and loaded exactly."""
 
     def __init__(
         self,
@@ -86,9 +87,9 @@ class Optimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def step(self, learning_rate: float) -> None:
-        """Move every parameter that has a gradient; by Muon, none whose gradient is zero. Waits for no device.
+        """Move every parameter that has a gradient; Muon moves none whose gradient is zero. Waits for no device.
 
-        Of several ranks: but those that other ranks move, which `exchange` brings. They lose their gradient here.
+        A matrix that another rank moves only loses its gradient here; `exchange` brings it.
         """
         for name in self._by_muon:
             parameter, state = self._named[name], self._state(name)[0]

@@ -51,7 +51,7 @@ class Ranks:
         return work()
 
     def shared(self, work: Callable[[], _T], *, idle: bool = False) -> _T:  # noqa: ARG002 - of several
-        """What `work` gave on rank 0, as JSON keeps it; nowhere else is it called. `idle`: it may take an hour."""
+        """Call `work` on rank 0 alone; returns its result, as JSON, on every rank. `idle`: it may take an hour."""
         return work()
 
     def add(self, counts: Sequence[int]) -> list[int]:
@@ -63,9 +63,9 @@ class Ranks:
         return table
 
     def fill(self, table: Tensor, parts: Sequence[Callable[[], object]]) -> Tensor:
-        """Have parts done that write to places of their own in a table of zeros in host memory; the whole table.
+        """Call `parts`, each of which fills its own places of a table of zeros in host memory; returns the table.
 
-        Each part is done by one rank, and every rank gets all. What is raised on one rank is raised on all.
+        One rank calls each part, and every rank gets the whole table. What is raised on one rank is raised on all.
         """
         for part in parts:
             part()
@@ -82,12 +82,12 @@ class Ranks:
         """Put what that rank has into everybody's tensors."""
 
     def agreed(self, error: _E) -> _E:
-        """An error to raise that all ranks raise here, for what they found together."""
+        """Mark an error that every rank raises here, because all of them found it; returns it."""
         return error
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Where all ranks do the same. What is raised and was not agreed on leaves them out of step: `RanksLost`."""
+        """A block that all ranks run alike. An error that was not `agreed` puts them out of step: `RanksLost`."""
         yield
 
 
@@ -116,7 +116,7 @@ class JoinedRanks(Ranks):
         return done[0]
 
     def shared(self, work: Callable[[], _T], *, idle: bool = False) -> _T:
-        """What `work` gave on rank 0, as JSON keeps it; nowhere else is it called. `idle`: it may take an hour."""
+        """Call `work` on rank 0 alone; returns its result, as JSON, on every rank. `idle`: it may take an hour."""
         error, data = None, b""
         if self.rank == 0:
             try:
@@ -157,9 +157,9 @@ class JoinedRanks(Ranks):
         return table
 
     def fill(self, table: Tensor, parts: Sequence[Callable[[], object]]) -> Tensor:
-        """Have parts done that write to places of their own in a table of zeros in host memory; the whole table.
+        """Call `parts`, each of which fills its own places of a table of zeros in host memory; returns the table.
 
-        Each part is done by one rank, and every rank gets all. What is raised on one rank is raised on all.
+        One rank calls each part, and every rank gets the whole table. What is raised on one rank is raised on all.
         """
         self.together(lambda: [part() for part in parts[self.rank :: self.world]])
         return self.add_table(table)  # only one rank's number is not 0: nothing is rounded
@@ -185,7 +185,7 @@ class JoinedRanks(Ranks):
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Where all ranks do the same. What is raised and was not agreed on leaves them out of step: `RanksLost`."""
+        """A block that all ranks run alike. An error that was not `agreed` puts them out of step: `RanksLost`."""
         try:
             yield
         except Exception as error:
@@ -203,7 +203,7 @@ class JoinedRanks(Ranks):
                 tensor.copy_(part.view_as(tensor))
 
     def agreed(self, error: _E) -> _E:
-        """An error to raise that all ranks raise here, for what they found together."""
+        """Mark an error that every rank raises here, because all of them found it; returns it."""
         self._agreed = error
         return error
 
@@ -247,7 +247,7 @@ def _described(error: Exception) -> dict[str, str]:
 
 
 def _retold(told: dict[int, dict[str, str]]) -> Exception:
-    """The failure of the lowest rank that failed, in the words that the rank at fault needs."""
+    """The failure of the lowest rank that failed, as an error to raise on the others."""
     rank, found = min(told.items())
     kinds: dict[str, type[Exception]] = {"memory": MemoryError, "rejected": BatchRejected, "disk": OSError}
     kind = kinds.get(found["kind"], DrafterError if found["kind"] == "drafter" else RuntimeError)

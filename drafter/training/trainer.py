@@ -97,7 +97,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a step needs of a batch before it computes anything; `DrafterTrainer.prepare` makes it."""
+    """A batch that is planned, and on its way to the device; `DrafterTrainer.prepare` makes it."""
 
     batch: RolloutBatch  # on the device, once `copied`
     plan: Plan  # on the host
@@ -163,7 +163,7 @@ class DrafterTrainer(Generic[_D]):
         return next(self.drafter.parameters()).device
 
     def prepare(self, batch: RolloutBatch) -> Prepared:
-        """Plan a step and start its batch's copy to the device: for another thread, beside the step before (`ahead`).
+        """Plan a step and start its batch's copy to the device; another thread may do so during the step before.
 
         Raises `BatchRejected` where the batch does not fit the drafter.
         """
@@ -177,7 +177,7 @@ class DrafterTrainer(Generic[_D]):
     def step(self, window: Sequence[tuple[RolloutBatch | Prepared, Policy]]) -> StepReport:
         """One optimizer step on all the batches together, prepared ahead or not, each with the policy that wrote it.
 
-        Of several ranks, each brings its share of the window, which may be nothing; the report is of the whole window.
+        Each rank brings its share of the window, which may be empty; the report is of the whole window.
         """
         started = time.perf_counter()
         pairs = self.ranks.together(

@@ -23,6 +23,7 @@ from drafter.device import fused_on_cuda
 from drafter.unroll import packed as packed_attention
 from drafter.unroll import padded as padded_attention
 from drafter.unroll.layout import Layout, Packed
+from drafter.unroll.packed import by_kv_head
 from drafter.unroll.plan import Plan
 
 
@@ -99,21 +100,16 @@ def _pairs(flat: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(flat[0::2], flat[1::2], strict=True))
 
 
-def _group(x: Tensor, kv_heads: int) -> Tensor:
-    """[n, N, ...] -> [n, G, N/G, ...]: query heads beside the key-value head that they share."""
-    return x.view(x.shape[0], kv_heads, -1, *x.shape[2:])
-
-
 @fused_on_cuda
 def _merge_diagonal(
     q: Tensor, out: Tensor, lse: Tensor, diagonal: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     kv_heads, scale = diagonal[0][0].shape[1], 1 / math.sqrt(q.shape[-1])
-    grouped, wide = _group(q, kv_heads), lse.dtype
+    grouped, wide = by_kv_head(q, kv_heads), lse.dtype
     scores = [(grouped * k[:, :, None]).sum(-1, dtype=wide) * scale for k, _ in diagonal]  # each [n, G, N/G]
-    grouped_lse = _group(lse, kv_heads)
+    grouped_lse = by_kv_head(lse, kv_heads)
     merged = torch.logsumexp(torch.stack([grouped_lse, *scores]), dim=0)
-    total = _group(out, kv_heads) * (grouped_lse - merged).exp()[..., None].to(out.dtype)
+    total = by_kv_head(out, kv_heads) * (grouped_lse - merged).exp()[..., None].to(out.dtype)
     for score, (_, v) in zip(scores, diagonal, strict=True):
         total = total + (score - merged).exp()[..., None].to(out.dtype) * v[:, :, None]
     return total.view_as(out), merged.view_as(lse)
@@ -124,9 +120,9 @@ def _backward_diagonal(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, diagonal: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, list[Tensor]]:
     kv_heads, scale = diagonal[0][0].shape[1], 1 / math.sqrt(q.shape[-1])
-    grouped, grouped_grad, wide = _group(q, kv_heads), _group(grad, kv_heads), lse.dtype
-    grouped_lse = _group(lse, kv_heads)
-    delta = (grouped_grad * _group(out, kv_heads)).sum(-1, dtype=wide)
+    grouped, grouped_grad, wide = by_kv_head(q, kv_heads), by_kv_head(grad, kv_heads), lse.dtype
+    grouped_lse = by_kv_head(lse, kv_heads)
+    delta = (grouped_grad * by_kv_head(out, kv_heads)).sum(-1, dtype=wide)
     grad_q, grad_diagonal = torch.zeros_like(grouped), []
     for k, v in diagonal:
         score = (grouped * k[:, :, None]).sum(-1, dtype=wide) * scale

@@ -95,20 +95,20 @@ def _blocks(layout: Packed, heads: int) -> Iterator[tuple[slice, slice, int]]:
 
 def _scores(q: Tensor, k: Tensor, seen: int) -> Tensor:
     """Scores [G, N/G, n, m] of a block, in at least float32; -inf where a query does not look."""
-    grouped = _group(q, k.shape[1])  # [n, G, N/G, hd]
+    grouped = by_kv_head(q, k.shape[1])  # [n, G, N/G, hd]
     scores: Tensor = torch.einsum("ngrd,mgd->grnm", grouped, k).to(torch.promote_types(q.dtype, torch.float32))
     hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(seen)
     return scores.div_(math.sqrt(q.shape[-1])).masked_fill_(hidden, -math.inf)
 
 
-def _group(x: Tensor, kv_heads: int) -> Tensor:
-    """[n, N, ...] -> [n, G, N/G, ...]."""
+def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """[n, N, ...] -> [n, G, N/G, ...]: query heads beside the key-value head that they share."""
     return x.view(x.shape[0], kv_heads, -1, *x.shape[2:])
 
 
 def _by_head(x: Tensor, kv_heads: int) -> Tensor:
     """[n, N] -> [G, N/G, n, 1]."""
-    return _group(x, kv_heads).permute(1, 2, 0)[..., None]
+    return by_kv_head(x, kv_heads).permute(1, 2, 0)[..., None]
 
 
 def _plain_forward(layout: Packed, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,10 +131,10 @@ def _plain_backward(
     delta = (grad * out).sum(-1, dtype=wide)  # [S, N]
     for rows, keys, seen in _blocks(layout, q.shape[1]):
         p = _scores(q[rows], k[keys], seen).sub_(_by_head(lse[rows], k.shape[1])).exp_()
-        of_out = _group(grad[rows], k.shape[1])
+        of_out = by_kv_head(grad[rows], k.shape[1])
         slope = torch.einsum("ngrd,mgd->grnm", of_out, v[keys]).to(wide).sub_(_by_head(delta[rows], k.shape[1])).mul_(p)
         slope = slope.div_(math.sqrt(q.shape[-1])).to(q.dtype)
         grad_q[rows] = torch.einsum("grnm,mgd->ngrd", slope, k[keys]).flatten(1, 2)
-        grad_k[keys] += torch.einsum("grnm,ngrd->mgd", slope, _group(q[rows], k.shape[1]))
+        grad_k[keys] += torch.einsum("grnm,ngrd->mgd", slope, by_kv_head(q[rows], k.shape[1]))
         grad_v[keys] += torch.einsum("grnm,ngrd->mgd", p.to(v.dtype), of_out)
     return grad_q, [grad_k.to(k.dtype), grad_v.to(v.dtype)]

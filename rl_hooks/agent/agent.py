@@ -19,7 +19,6 @@ import random
 import re
 import signal
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -116,6 +115,15 @@ def pause_seconds(failures: int, limit_seconds: float) -> float:
     return min(limit_seconds, 0.125 * 2.0 ** min(failures, 30)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
 
+@dataclass(slots=True)
+class _Answers:
+    """What is remembered of the service's answers."""
+
+    etag: str = ""  # of the one that made the newest offer
+    recent: list[str] = field(default_factory=list)  # versions, oldest first
+    waits: str = ""  # why there is nothing to load, as the service said last
+
+
 class SwapAgent:
     """One agent for one run and any number of engines. `await run()` returns only after `stop()`.
 
@@ -132,9 +140,7 @@ class SwapAgent:
         self._interrupt: Callable[[], None] = lambda: None
         self._offered: dict[str, asyncio.Event] = {}
         self._reports = Reports(config.run, config.agent_id, self.followers, self.metrics)
-        self._etag = ""
-        self._waits = ""  # why there is nothing to load, as the service said last
-        self._recent: list[str] = []  # versions offered, oldest first
+        self._answers = _Answers()
 
     def stop(self) -> None:
         """End `run` soon. Safe from any thread and from signal handlers."""
@@ -160,18 +166,10 @@ class SwapAgent:
                 place = f"{config.metrics_host}:{config.metrics_port}"
                 raise AgentError(f"the agent's own metrics cannot be served at {place}: {error}") from error
             self.metrics_port = server.port
-        timeout = httpx.Timeout(config.request_timeout_seconds)
-        # trust_env: the environment's proxy leads to the internet, not to the machines of this cluster.
         # Two clients: an engine never sees the service's token.
         async with (
-            httpx.AsyncClient(
-                base_url=config.service_url,
-                headers=_authorization(config),
-                timeout=timeout,
-                trust_env=False,
-                verify=_tls(),
-            ) as service,
-            httpx.AsyncClient(timeout=timeout, limits=_LIMITS, trust_env=False, verify=_tls()) as engines,
+            httpx.AsyncClient(**_any_peer(config), **_service(config)) as service,
+            httpx.AsyncClient(**_any_peer(config), limits=_LIMITS) as engines,
         ):
             tasks = [asyncio.create_task(steps) for steps in self._loops(service, engines)]
             try:
@@ -223,8 +221,8 @@ class SwapAgent:
     async def _repeat(self, peer: str, step: Callable[[], Awaitable[None]], limit_seconds: float) -> None:
         """Repeat `step`, after a pause where it failed.
 
-        A failure is told when it comes first, and where it is the 8th, 16th, 32nd, ... in a row: of an engine, after
-        20 s, 90 s, ... In an engine the log is a trainer's: there a service that is away for hours costs one line.
+        Each kind of failure is logged once in a row of failures, and again as the 8th, 16th, 32nd, ... of the row. An
+        agent inside an engine logs the first of a row only: its log is a trainer's.
         """
         failures, told = 0, set[str]()
         while True:
@@ -266,7 +264,7 @@ class SwapAgent:
         """One long poll, and the download of the version that it offers."""
         config, began, nonce = self.config, time.monotonic(), new_nonce()
         signed = {"nonce": nonce} if config.public_keys else {}
-        headers = {"If-None-Match": self._etag} if self._etag else {}
+        headers = {"If-None-Match": self._answers.etag} if self._answers.etag else {}
         response = await ask(
             client,
             "GET",
@@ -289,20 +287,20 @@ class SwapAgent:
         if status == 404 and self.offer is None:
             await self._wait_for_a_drafter(client, response)
         if self.offer is not None:  # the engines had time to take it
-            await self._keep({*self._recent})
+            await self._keep({*self._answers.recent})
         await asyncio.sleep(max(0.0, _MIN_POLL_SECONDS - (time.monotonic() - began)))
 
     async def _wait_for_a_drafter(self, client: httpx.AsyncClient, response: Answer) -> None:
         """Log why there is none, once: a misspelt run answers like one whose trainer is still to come."""
         kind, why = response.refusal()
-        if why == self._waits:
+        if why == self._answers.waits:
             return
         level, text = logging.INFO, f"nothing to load yet, it is asked again: {why}"
         if kind == NO_SUCH_RUN and (others := await self._runs(client)):
             level = logging.WARNING
             text += f". This service has: {', '.join(others)}. Is the run's name (--run, DRAFTALIGN_RUN) misspelt?"
         self._reports.say(self._name(SERVICE), level, text)
-        self._waits = why
+        self._answers.waits = why
 
     async def _runs(self, client: httpx.AsyncClient) -> list[str]:
         """The runs that the token may read; none where the service does not say."""
@@ -337,22 +335,16 @@ class SwapAgent:
                 await self._keep({manifest.version} if offer is None else {manifest.version, offer.version})
             raise
         log.info("offered %s, sequence %d: %s", release.version, release.sequence, manifest.reason)
-        version = release.version
-        self._recent = [*(v for v in self._recent if v != version), version][-max(self.config.keep_versions, 1) :]
-        self.offer, self._etag = release, cut(response.headers.get("ETag", ""))
+        version, answers = release.version, self._answers
+        answers.recent = [*(v for v in answers.recent if v != version), version][-max(self.config.keep_versions, 1) :]
+        self.offer, answers.etag = release, cut(response.headers.get("ETag", ""))
         for event in self._offered.values():
             event.set()
         return True
 
     def _download(self, manifest: VerifiedManifest, again: bool = False) -> Release:
         config = self.config
-        with httpx.Client(
-            base_url=config.service_url,
-            headers=_authorization(config),
-            timeout=config.request_timeout_seconds,
-            trust_env=False,
-            verify=_tls(),
-        ) as client:
+        with httpx.Client(**_any_peer(config), **_service(config)) as client:
             return fetch_release(client, manifest, config.cache_dir, again=again, stopped=self._stopped.is_set)
 
     async def _keep(self, versions: set[str]) -> None:
@@ -398,12 +390,17 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
         _, waiting = await asyncio.wait(waiting, timeout=_CANCEL_AGAIN_SECONDS)
 
 
-def _tls() -> ssl.SSLContext:
-    return trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
+def _any_peer(config: AgentConfig) -> dict[str, Any]:
+    """How an HTTP client reaches the service or an engine."""
+    # trust_env: the environment's proxy leads to the internet, not to the machines of this cluster.
+    tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
+    return {"timeout": config.request_timeout_seconds, "trust_env": False, "verify": tls}
 
 
-def _authorization(config: AgentConfig) -> dict[str, str]:
-    return {"Authorization": f"Bearer {config.token}"} if config.token else {}
+def _service(config: AgentConfig) -> dict[str, Any]:
+    """What a client of the service needs besides."""
+    headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
+    return {"base_url": config.service_url, "headers": headers}
 
 
 def run_agent(config: AgentConfig) -> None:

@@ -22,7 +22,7 @@ from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import MetricsError
 from rl_hooks.release import PublicKeys, Release
 from rl_hooks.sending.delivery import NO_SUCH_RUN
-from rl_hooks.sending.exchange import Origin, exchange
+from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.jobs import run_path
 
 log = logging.getLogger("vllm.draftalign")
@@ -99,9 +99,12 @@ class InProcessAgent:
         What is in between may answer too (a proxy, a login page): only the service's own answer says that a run is new.
         A head that has hardly moved is not sent again, so the newest head may be much older than the newest rollouts.
         """
-        headers = {"Authorization": f"Bearer {self._settings.token}"} if self._settings.token else {}
-        path = run_path(self._settings.run)
-        reply = exchange(Origin.parse(self._settings.url), "GET", path, headers, (), timeout_seconds=_ASK_SECONDS)
+        settings = self._settings
+        service, path = (
+            RunService(Origin.parse(settings.url), settings.run, settings.token or None),
+            run_path(settings.run),
+        )
+        reply = service.ask("GET", path, {}, (), timeout_seconds=_ASK_SECONDS)
         if reply.status == 404 and reply.fields.get("type") == NO_SUCH_RUN:
             return None
         known = [reply.fields.get(name) for name in ("policy_version", "latest_head", "latest_policy")]

@@ -118,7 +118,7 @@ class Seen:
 class RivalClient:
     """Another client that undoes the agent's swaps: an agent of another run, say. Neither would ever end.
 
-    The one that is undone for the last time goes, and the other's drafter stays: so the limits of both differ.
+    Who gives up first leaves the engine to the other. So that both do not give up at once, their limits differ.
     """
 
     turns: int = 0

@@ -218,8 +218,8 @@ def _tokens(batch: Sequence[Collected]) -> int:
 class Batcher:
     """Gathers rollouts of one policy version and kind of sampling until they fill a file.
 
-    `add` is for one thread, `flush` for any. `file_bytes`, `rollout_bytes`: `RolloutSender`'s. `tally`
-    counts what is cut (`cut_long`) and left out (`skipped_long`).
+    `add` is for one thread, `flush` for any. `file_bytes`, `rollout_bytes`: `RolloutSender`'s. `tally` counts what is
+    cut (`cut_long`) and left out (`skipped_long`).
     """
 
     def __init__(

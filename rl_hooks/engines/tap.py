@@ -151,11 +151,6 @@ class _Chunk:
         return self._own
 
 
-def _to_host(chunks: Iterable[_Chunk]) -> None:
-    for chunk in chunks:
-        chunk.host()
-
-
 @dataclass(slots=True)
 class _Tracked:
     request: Request
@@ -175,7 +170,7 @@ class _Sender:
         self, deliver: Callable[[Collected], None], moved: Callable[[], None], budget: TokenBudget, tally: Tally
     ) -> None:
         self.deliver, self._moved, self._budget, self._tally = deliver, moved, budget, tally
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="draftalign-tap", daemon=True)
         self._thread.start()
 
@@ -183,7 +178,7 @@ class _Sender:
         """Deliver these requests, in the thread, if the weights are `unchanged`."""
         self._tasks.put(functools.partial(self._send_all, ended, unchanged))
 
-    def call(self, task: Callable[[], None]) -> None:
+    def call(self, task: Callable[[], object]) -> None:
         """Call it in the thread, after what came before."""
         self._tasks.put(task)
 
@@ -360,7 +355,8 @@ class FeatureTap:
         chunks = [_Chunk(wait, slice(end - n, end)) for n, end in zip(counts.tolist(), ends, strict=True)]
         for i, chunk, count in zip(chosen, chunks, counts.tolist(), strict=True):
             self._append(step.request_ids[i], chunk, count)
-        self._sender.call(lambda: _to_host(chunks))
+        for chunk in chunks:
+            self._sender.call(chunk.host)
         long = [name for i in chosen if self._is_long(name := step.request_ids[i])]
         self.tally.add("cut_long", len(long))
         self.end(long)

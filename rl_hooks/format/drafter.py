@@ -32,7 +32,10 @@ Sizes = DrafterConfig | MtpConfig
 
 MODEL_FILE: Final = "model.safetensors"
 CONFIG_FILE: Final = "config.json"
+#: Of a model in several files: which of them holds each tensor.
+INDEX_FILE: Final = "model.safetensors.index.json"
 MAX_CONFIG_BYTES: Final = 1 << 20
+_MAX_INDEX_BYTES: Final = 1 << 28
 #: As `rl_hooks.format.container` reads it.
 _MAX_HEADER_BYTES: Final = 1 << 20
 #: A label and a limit: an engine goes on with drafters that differ in them.
@@ -65,6 +68,26 @@ def parse_object(body: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(document).__name__}")
     return document
+
+
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Read which file of `directory` holds each tensor of a sharded model; None where there is no index.
+
+    Raises `CheckpointError` for one that cannot be read or names a file elsewhere. The files may be absent.
+    """
+    path = directory / INDEX_FILE
+    if not path.exists():
+        return None
+    try:
+        files = read_object(path, _MAX_INDEX_BYTES).get("weight_map")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path}: weight_map must be an object of tensors and their files, got {files!r:.80}")
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{path} names a file outside its directory: {file!r}")
+    return files
 
 
 def parse_drafter(config: Mapping[str, Any], aux_layers: Sequence[int] = ()) -> Sizes:

@@ -457,12 +457,17 @@ def check_header(found: Found, config: DrafterConfig) -> None:
             f"{embeddings[0]} must not be in a drafter's file: engines that share it with the target would overwrite "
             "the policy's embedding. Export without it"
         )
+    compare(found, expected, "Rename to the published names (midlayer.*, fc, norm, lm_head, d2t, t2d)")
+
+
+def compare(found: Found, expected: Mapping[str, tuple[int, ...]], advice: str) -> None:
+    """Raise `CheckpointError` unless these tensors have the expected names and shapes, in a dtype that is read.
+
+    `advice`: what to do where names differ.
+    """
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:
-        raise CheckpointError(
-            f"tensors missing: {named(missing)}; not part of the layout: {named(extra)}. "
-            "Rename to the published names (midlayer.*, fc, norm, lm_head, d2t, t2d)"
-        )
+        raise CheckpointError(f"tensors missing: {named(missing)}; not part of the layout: {named(extra)}. {advice}")
     for name, (shape, dtype) in found.items():
         if shape != expected[name]:
             raise CheckpointError(f"{name} must be {expected[name]} by its config, got {shape}")

@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from rl_hooks.format.eagle3 import (
-    STORED,
     CheckpointError,
     DrafterError,
     Found,
     check_parameters,
+    compare,
     count,
-    named,
     number,
     rope_fields,
 )
@@ -405,18 +404,7 @@ def _mlp_shapes(config: MtpConfig) -> dict[str, tuple[int, ...]]:
 
 def check_mtp_header(found: Found, config: MtpConfig) -> None:
     """Raise `CheckpointError` unless a module's tensors, prefix and copies removed, are those of the config."""
-    expected = mtp_shapes(config)
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing or extra:
-        raise CheckpointError(
-            f"tensors missing: {named(missing)}; not part of the layout: {named(extra)}. Scales of 8-bit weights mean "
-            "that they have to be dequantised first"
-        )
-    for name, (shape, dtype) in found.items():
-        if shape != expected[name]:
-            raise CheckpointError(f"{name} must be {expected[name]} by its config, got {shape}")
-        if dtype not in STORED:
-            raise CheckpointError(f"{name} must be float32, bfloat16 or float16, got {dtype}; dequantise it")
+    compare(found, mtp_shapes(config), "Scales of 8-bit weights mean that they have to be dequantised first")
 
 
 def of_module(tensors: Iterable[str], config: MtpConfig) -> dict[str, str]:

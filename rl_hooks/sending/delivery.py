@@ -25,7 +25,7 @@ from typing import Final
 from rl_hooks import wire
 from rl_hooks.errors import WrongTargetError
 from rl_hooks.sending.direct import DirectUpload, StoreUnreachable
-from rl_hooks.sending.exchange import Origin, Reply, exchange
+from rl_hooks.sending.exchange import Reply, RunService
 from rl_hooks.sending.jobs import Job, Parts, run_path
 from rl_hooks.sending.tally import Tally, kind_of
 
@@ -51,9 +51,7 @@ _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the t
 class ServiceClient:
     """How requests of one run reach the service. `deliver` is called by one thread."""
 
-    origin: Origin
-    run: str
-    token: str | None
+    service: RunService
     timeout_seconds: float
     patience_seconds: float
     tally: Tally
@@ -83,9 +81,7 @@ class ServiceClient:
             self.refused = True
             self.tally.note("target", f"{wrong}. {_STOPPED}")
             return "dropped_error"
-        headers = {"Content-Type": wire.CONTENT_TYPE, "Content-Length": str(wire.parts_bytes(parts)), **job.headers}
-        if self.token is not None:
-            headers["Authorization"] = f"Bearer {self.token}"
+        headers = {"Content-Type": wire.CONTENT_TYPE, "Content-Length": str(wire.parts_bytes(parts))}
         direct = self._direct(job, parts, headers)
         for attempt in itertools.count():
             seconds = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt, 10))
@@ -118,7 +114,7 @@ class ServiceClient:
         return "dropped_error"
 
     def _send(self, method: str, path: str, headers: Mapping[str, str], parts: Parts) -> Reply:
-        return exchange(self.origin, method, path, headers, parts, timeout_seconds=self.timeout_seconds)
+        return self.service.ask(method, path, headers, parts, timeout_seconds=self.timeout_seconds)
 
     def _direct(self, job: Job, parts: Parts, headers: Mapping[str, str]) -> DirectUpload | None:
         """The file's way by the object store; None: it goes through the API."""
@@ -131,14 +127,14 @@ class ServiceClient:
             return self._send("POST", path, {**headers, "Content-Length": str(wire.parts_bytes(prefix))}, prefix)
 
         try:
-            return DirectUpload(self.run, parts, ask, self.timeout_seconds)
+            return DirectUpload(self.service.run, parts, ask, self.timeout_seconds)
         except ValueError:  # no rollout file: the API says what is wrong with it
             return None
 
     def _judge(self, job: Job, reply: Reply) -> str | None:
         """The counter of a final answer; None: try again."""
         self.tally.add("bytes_sent", reply.body_bytes_sent)
-        registers, kind = job.path == run_path(self.run), reply.fields.get("type")
+        registers, kind = job.path == run_path(self.service.run), reply.fields.get("type")
         if 200 <= reply.status < 300:
             fields = reply.fields
             if registers:
@@ -191,10 +187,10 @@ class ServiceClient:
         self.tally.add("dead", total - before)
         self.tally.note(
             f"dead {kind_of(reason)}",
-            f"batches of run {self.run!r} die in the drafter service ({self.tally['dead']} so far) and train nothing: "
-            f"{reason}",
+            f"batches of run {self.service.run!r} die in the drafter service ({self.tally['dead']} so far) and train "
+            f"nothing: {reason}",
         )
 
     def _name(self, job: Job) -> str:
-        origin = self.origin
+        origin = self.service.origin
         return f"{job.method} {origin.scheme}://{origin.host}:{origin.port}{origin.base_path}{job.path}"

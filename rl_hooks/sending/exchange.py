@@ -17,7 +17,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final
 from urllib.parse import urlsplit
 
@@ -148,6 +148,29 @@ def exchange(
         raise ReplyError(f"not an HTTP answer: {error!r}") from error
     finally:
         connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RunService:
+    """The service of one run, and the token for it."""
+
+    origin: Origin
+    run: str
+    token: str | None = field(default=None, repr=False)
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: Iterable[bytes | memoryview],
+        *,
+        timeout_seconds: float,
+    ) -> Reply:
+        """`exchange`, with the token."""
+        if self.token is not None:
+            headers = {**headers, "Authorization": f"Bearer {self.token}"}
+        return exchange(self.origin, method, path, headers, body, timeout_seconds=timeout_seconds)
 
 
 class _Incoming(io.RawIOBase):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 from urllib.parse import quote
 
@@ -30,7 +30,6 @@ class Job:
     path: str
     body: Callable[[], Parts]
     size_bytes: int
-    headers: Mapping[str, str] = field(default_factory=dict)
     keep: bool = False
     #: Statuses that are retried although they blame the request (404 before another rank has registered the run).
     retry_statuses: frozenset[int] = frozenset()

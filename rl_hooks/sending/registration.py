@@ -152,11 +152,7 @@ def head_weight(model: nn.Module) -> Tensor:
         head = _active(head, trained)
     if head is None:
         raise UnsupportedModelError(f"{type(inner).__name__} has no output embedding (lm_head)")
-    if adapter := _adapter(head):
-        raise UnsupportedModelError(
-            f"lm_head carries an adapter's factors ({adapter}); leave it out of the adapter's target modules, or train "
-            "it whole (modules_to_save)"
-        )
+    _refuse_adapter("lm_head", head)
     if _parameter(head, "bias") is not None:
         raise UnsupportedModelError("lm_head has a bias, which the rollout file cannot describe")
     weight = _parameter(head, "weight")
@@ -185,11 +181,7 @@ def embedding_weight(model: nn.Module) -> Tensor:
     """
     inner: Any = unwrap(model)
     embedding = inner.get_input_embeddings()
-    if adapter := _adapter(embedding):
-        raise UnsupportedModelError(
-            f"the input embedding carries an adapter's factors ({adapter}); leave it out of the adapter's target "
-            "modules, or train it whole (modules_to_save)"
-        )
+    _refuse_adapter("the input embedding", embedding)
     weight: Tensor = _parameter(embedding, "weight")
     return weight if is_sharded(weight) else weight.detach()
 
@@ -205,12 +197,15 @@ def _active(wrapper: Any, trained: nn.ModuleDict) -> Any:
     return trained[active[0]]
 
 
-def _adapter(module: Any) -> str:
-    """The class of PEFT's layer that changes what a module computes; "" where there is none, or it is merged."""
+def _refuse_adapter(name: str, module: Any) -> None:
+    """Raise where a layer of PEFT's that is not merged changes what the module computes."""
     if "base_layer" not in getattr(module, "_modules", {}) or getattr(module, "merged", False):
-        return ""
-    trained = any(len(getattr(module, name, ())) for name in getattr(module, "adapter_layer_names", ()))
-    return f"{type(module).__module__}.{type(module).__name__}" if trained else ""
+        return
+    if any(len(getattr(module, factors, ())) for factors in getattr(module, "adapter_layer_names", ())):
+        raise UnsupportedModelError(
+            f"{name} carries an adapter's factors ({type(module).__module__}.{type(module).__name__}); leave it out of "
+            "the adapter's target modules, or train it whole (modules_to_save)"
+        )
 
 
 def tied(model: nn.Module) -> bool:
@@ -275,7 +270,7 @@ def snapshot(weight: Tensor) -> Tensor:
 
 
 class RunRegistration:
-    """Body of `PUT /runs/{run}`. Weights that are whole when this is made are copied then; else `add` them later.
+    """Body of `PUT /runs/{run}`. Weights that are whole are copied at once; `add_...` copies the others later.
 
     `logit_map`: what the model does to its logits after lm_head, where its type is not known here.
     """

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from rl_hooks import wire
 from rl_hooks.sending.delivery import ServiceClient
-from rl_hooks.sending.exchange import Origin
+from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.jobs import Job, JobQueue, Parts
 from rl_hooks.sending.standing import Standing
 from rl_hooks.sending.tally import Tally
@@ -74,7 +74,9 @@ class RolloutSender:
         self._asks = asks
         self._retry_statuses = retry_statuses
         self._queue = JobQueue(queue_bytes)
-        self._delivery = ServiceClient(Origin.parse(url), run, token, timeout_seconds, patience_seconds, Tally(logger))
+        self._delivery = ServiceClient(
+            RunService(Origin.parse(url), run, token), timeout_seconds, patience_seconds, Tally(logger)
+        )
         self._start_empty()
 
     def _start_empty(self) -> None:
@@ -83,7 +85,7 @@ class RolloutSender:
         self._changed = threading.Condition()
         self._queue = JobQueue(self._queue.limit_bytes)
         self._delivery = replace(self._delivery, tally=Tally(logger, *_COUNTERS))
-        self._standing = Standing(self._delivery.origin, self.run, self._delivery.token)
+        self._standing = Standing(self._delivery.service)
         self._thread: threading.Thread | None = None
         self._asked = 0  # questions to the service that have ended
         self._closed = False
@@ -139,7 +141,7 @@ class RolloutSender:
             self._note("submit", f"a rollout could not be queued: {error!r}")
             return False
         path = f"/rollouts?run={quote(self.run, safe='')}"
-        return self.submit_job(Job("POST", path, make, size, {}, retry_statuses=self._retry_statuses))
+        return self.submit_job(Job("POST", path, make, size, retry_statuses=self._retry_statuses))
 
     def submit_job(self, job: Job) -> bool:
         """Queue any request, behind all that was queued before it."""

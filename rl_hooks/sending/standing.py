@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from rl_hooks.sending.exchange import Origin, exchange
+from rl_hooks.sending.exchange import RunService
 from rl_hooks.sending.jobs import run_path
 from rl_hooks.wire import is_finite_number
 
@@ -30,10 +30,8 @@ _COUNTS: Final = {"trained": "trained_total", "dead": "dead_total", "skipped": "
 class Standing:
     """The newest answer. `ask` is called by one thread; all else by any."""
 
-    def __init__(self, origin: Origin, run: str, token: str | None) -> None:
-        self._origin = origin
-        self._path = run_path(run)
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    def __init__(self, service: RunService) -> None:
+        self._service = service
         self._due = time.monotonic() + _ASK_SECONDS
         self._soonest = -math.inf  # not asked before this, whoever hurries
         self._heard: tuple[float, dict[str, float | str]] = (-math.inf, {})
@@ -44,7 +42,7 @@ class Standing:
         return max(0.0, self._due - time.monotonic())
 
     def hurry(self) -> bool:
-        """Have it asked now; False where it was a moment ago, or did not answer then."""
+        """Ask the service soon; False where it was asked a moment ago, or did not answer then."""
         hurries = time.monotonic() >= self._soonest
         if hurries:
             self._due = time.monotonic()
@@ -54,7 +52,7 @@ class Standing:
         """Ask; returns what `POST /rollouts` says of deaths, as far as it was heard. Never raises."""
         self._due = self._soonest = time.monotonic() + _AWAY_SECONDS
         try:
-            reply = exchange(self._origin, "GET", self._path, self._headers, (), timeout_seconds=_TIMEOUT_SECONDS)
+            reply = self._service.ask("GET", run_path(self._service.run), {}, (), timeout_seconds=_TIMEOUT_SECONDS)
             if reply.status != 200:
                 return {}
             rollouts: Any = reply.fields["rollouts"]

@@ -249,6 +249,11 @@ class FeatureCapture(Hooked):
             self.hook_seconds += time.perf_counter() - started
 
 
+def writes(tensor: Tensor) -> int | None:
+    """How often it was written to in place; None where that is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def _flatten(name: str, state: Any) -> Tensor:
     """The state as detached rows [B * S, H]; raises if it is no hidden state."""
     if not isinstance(state, Tensor) or state.ndim < 2:

@@ -1,16 +1,16 @@
-"""What the trainer's forward computes of its own distribution, so that normalisers take no second product with lm_head.
+"""What the trainer's forward computes of its distribution anyway: with it, normalisers need no product with lm_head.
 
 * **Logits.** Most trainers call lm_head on the final norm's output or on a slice of it. Which rows they are of is told
   by memory: the input must be a view of that output. So no value is compared, and the device need not wait.
 * **Log-probabilities.** TRL's fused head never makes whole logits, and returns `log_probs` [B, S - 1] of the next
-  tokens. Normaliser = logit of the token - its log-probability; that logit is one row of lm_head. Whose temperature and
-  labels these are nobody can tell here, so who makes this says that they are the capture's.
+  tokens. Normaliser = logit of the token - its log-probability; that logit is one row of lm_head. Temperature and
+  labels of `log_probs` cannot be checked here: whoever asks for them vouches that they are those of the capture.
 
-Logits, lm_head's and those that a model returns, are also shown to who compares them with the head's (`see`).
+Logits of lm_head, and those that a model returns, are also shown to `see`, which compares them with the head's.
 
-Nobody can tell beforehand what a forward will give, and afterwards the head may be sharded again. So it is expected to
-do as the one before; the first one takes the product. The rollouts of one that does otherwise are left out, and from
-then on it is the product.
+What a forward gives is known only after it, when the head may be sharded again. So each forward is expected to give
+what the one before gave; the first is scored by the product with lm_head. Where one gives something else, its rollouts
+are left out, and later ones are scored by the product.
 
 Legend: B batch, S padded length, n positions that logits are of, V vocabulary, H hidden size, M rows that are scored.
 """
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.errors import RolloutError
-from rl_hooks.trainer.capture import Hooked, ModuleHook
+from rl_hooks.trainer.capture import Hooked, ModuleHook, writes
 
 #: (normaliser, log p of the next token) of each row of a batch, [N] each.
 Scores = tuple[Tensor, Tensor]
@@ -58,15 +58,32 @@ class OwnRows:
         return rows_M // self.length * self.kept + rows_M % self.length - self.begin
 
 
-class OwnScores(Hooked):
-    """Finds such rows in an armed forward: lm_head's output, or `log_probs` of what one of `models` returns.
+@dataclass(slots=True)
+class _SeenForward:
+    """What an armed forward is asked for, and what was seen of it so far."""
 
-    `log_probs`: whether somebody vouches for these.
+    rows: npt.NDArray[np.int64]
+    score: Callable[[OwnRows], Scores]
+    see: Callable[[OwnRows, bool], None]
+    is_past_norm: Callable[[], bool]
+    looking: bool  # until its scores were found, or cannot be
+    norms: int = 0  # last states
+    last: Tensor | None = None  # the last states, until rows of them are found
+    writes: int | None = None  # how often these had been written to when the norm returned them
+    place: OwnRows | None = None  # of which rows returned logits would be; without values
+
+    def end(self) -> None:
+        """Look for no scores any more, and hold no state."""
+        self.looking, self.last = False, None
+
+
+class OwnScores(Hooked):
+    """Finds `OwnRows` in an armed forward: in lm_head's output, or in `log_probs` of what one of `models` returns.
+
+    `log_probs`: the caller vouches that they are of the capture's temperature and labels.
     """
 
-    def __init__(
-        self, models: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module, *, log_probs: bool = False
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module, *, log_probs: bool) -> None:
         super().__init__()
         #: Wall time of all work.
         self.seconds = 0.0
@@ -74,16 +91,8 @@ class OwnScores(Hooked):
         self.expected: Kind | None = None
         self._due: Kind | None = None  # what this one is expected to give
         self._trusted = True  # no forward did otherwise than the one before
-        self._last: Tensor | None = None  # the last states of an armed forward, until rows of them are found
-        self._writes: int | None = None  # how often these had been written to when the norm returned them
-        self._armed = False
         self._log_probs = log_probs
-        self._norms = 0  # last states in an armed forward
-        self._is_past_norm: Callable[[], bool] = lambda: True
-        self._place: OwnRows | None = None  # of which rows returned logits would be; without values
-        self._see: Callable[[OwnRows, bool], None] | None = None
-        self._rows: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._score: Callable[[OwnRows], Scores] | None = None
+        self._forward: _SeenForward | None = None  # while one is armed
         self._made: Scores | OwnRows | None = None
         self._errors: list[Exception] = []
         ends = [(model, self._at_end) for model in dict.fromkeys(models)]
@@ -95,8 +104,8 @@ class OwnScores(Hooked):
         self,
         rows_M: npt.NDArray[np.int64],
         score: Callable[[OwnRows], Scores],
-        see: Callable[[OwnRows, bool], None] | None = None,
-        is_past_norm: Callable[[], bool] = lambda: True,
+        see: Callable[[OwnRows, bool], None],
+        is_past_norm: Callable[[], bool],
     ) -> Iterator[None]:
         """Look for them in the forward that happens inside. `rows_M`: of the flattened [B * S], all must be there.
 
@@ -105,13 +114,12 @@ class OwnScores(Hooked):
         `is_past_norm`: whether the norm's output is the last state by now (NanoChat's runs on the embedding first).
         """
         self.clear()
-        self._armed, self._rows, self._score, self._see = self._trusted, rows_M, score, see
-        self._is_past_norm, self._norms = is_past_norm, 0
+        self._forward = _SeenForward(rows_M, score, see, is_past_norm, self._trusted)
         self._due, self.expected = self.expected, None
         try:
             yield
         finally:
-            self._armed, self._score, self._last, self._see, self._place = False, None, None, None, None
+            self._forward = None
 
     def pop(self) -> Scores | OwnRows | None:
         """Scores of logits, or log-probabilities, where they were expected.
@@ -132,67 +140,67 @@ class OwnScores(Hooked):
 
     def clear(self) -> None:
         """Hold nothing of a forward any longer."""
-        self._made = self._last = self._due = None
+        self._made = self._due = None
         self._errors = []
 
     def _at_norm(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_past_norm():
+        forward = self._forward
+        if forward is None or torch.compiler.is_compiling() or not forward.is_past_norm():
             return
-        self._norms += 1
-        if self._norms > 1:  # of another forward: whose the logits or log-probabilities are can't be told
-            self._armed, self._last, self._place = False, None, None
-        if not self._armed or not isinstance(output, Tensor) or output.ndim < 2:
+        forward.norms += 1
+        if forward.norms > 1:  # of another forward: whose the logits or log-probabilities are can't be told
+            forward.end()
+            forward.place = None
+        if not forward.looking or not isinstance(output, Tensor) or output.ndim < 2:
             return
         # Where log-probabilities are expected its shape is enough, and its memory stays the trainer's to free.
         state = output.detach()
-        self._last, self._writes = state, _writes(output)
+        forward.last, forward.writes = state, writes(output)
         if self._due == "log_probs":
-            self._last = state.new_empty((*state.shape[:-1], 0))
+            forward.last = state.new_empty((*state.shape[:-1], 0))
         length = state.shape[-2]
-        self._place = OwnRows(state.new_empty((state.shape[:-1].numel(), 0)), 0, length, length)
+        forward.place = OwnRows(state.new_empty((state.shape[:-1].numel(), 0)), 0, length, length)
 
     def _at_head(self, _module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._armed and self._last is not None and not torch.compiler.is_compiling():
-            changed = _writes(self._last) != self._writes  # by the model, in place
-            self._look("logits", partial(_logits, self._last, args[0] if args and not changed else None, output))
+        forward = self._forward
+        if forward is not None and forward.last is not None and not torch.compiler.is_compiling():
+            changed = writes(forward.last) != forward.writes  # by the model, in place
+            given = args[0] if args and not changed else None
+            self._look(forward, "logits", partial(_logits, forward.last, given, output))
 
     def _at_end(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
+        forward = self._forward
+        if forward is None or torch.compiler.is_compiling():
             return
-        place, self._place = self._place, None
-        if place is not None and self._see is not None:
+        place, forward.place = forward.place, None
+        if place is not None:
             try:
                 returned = _returned(place, getattr(output, "logits", None))
-                if returned is not None and returned.hold(self._rows):
-                    self._see(returned, True)
+                if returned is not None and returned.hold(forward.rows):
+                    forward.see(returned, True)
             except Exception as error:  # noqa: BLE001 - as in `_look`
                 self._errors.append(error.with_traceback(None))
-        if self._log_probs and self._armed and self._last is not None:
-            self._look("log_probs", partial(_log_probs, self._last, getattr(output, "log_probs", None)))
+        if self._log_probs and forward.last is not None:
+            self._look(forward, "log_probs", partial(_log_probs, forward.last, getattr(output, "log_probs", None)))
 
-    def _look(self, kind: Kind, find: Callable[[], OwnRows | None]) -> None:
+    def _look(self, forward: _SeenForward, kind: Kind, find: Callable[[], OwnRows | None]) -> None:
         started = time.perf_counter()
         try:
             found = find()
-            if found is None or not found.hold(self._rows):
+            if found is None or not found.hold(forward.rows):
                 return
             self.expected = kind
-            if kind == "logits" and self._see is not None:
-                self._place = replace(found, values=found.values.new_empty((len(found.values), 0)))
-                self._see(found, False)
-            if self._due == kind and self._score is not None:
+            if kind == "logits":
+                forward.place = replace(found, values=found.values.new_empty((len(found.values), 0)))
+                forward.see(found, False)
+            if self._due == kind:
                 # A copy: they are read after the loss, which may change them in place.
-                self._made = self._score(found) if kind == "logits" else replace(found, values=found.values.clone())
+                self._made = forward.score(found) if kind == "logits" else replace(found, values=found.values.clone())
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
             self._errors.append(error.with_traceback(None))  # whose frames hold the trainer's tensors
         finally:
-            self._armed, self._score, self._last = False, None, None  # the first call of lm_head counts
+            forward.end()  # the first call of lm_head counts
             self.seconds += time.perf_counter() - started
-
-
-def _writes(state: Tensor) -> int | None:
-    """How often it was written to in place; None where that is not counted."""
-    return None if state.is_inference() else state._version
 
 
 def _logits(last: Tensor, given: Any, output: Any) -> OwnRows | None:

@@ -31,6 +31,41 @@ _VERSIONS: Final = 64
 _FALL: Final = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureArguments:
+    """What `capture` is told of the one forward that happens inside, by keyword.
+
+    A packed row [1, T] holds several rollouts. Say where they begin by `cu_seqlens` [R + 1], or by `position_ids` that
+    begin again at 0, or give nested tensors. `rewards` and the like then have one entry per rollout. The forward may
+    pad the row at its end, and must keep the rollouts apart: what it says of itself is compared.
+    """
+
+    #: These, `attention_mask` and `logprobs` are [B, S], padded on either side or both.
+    input_ids: Tensor
+    #: 1 where the policy generated the token itself.
+    loss_mask: Tensor
+    policy_version: int
+    attention_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    position_ids: Tensor | None = None
+    #: int64 [T]: where the forward has each token of this row, if it is over a prefix tree, [1, N]: what several
+    #: rollouts begin with is there once. `input_ids` and the like then hold each rollout whole.
+    tree_places: Tensor | None = None
+    #: log p of each of `input_ids` under the distribution it was sampled from. Those left out or NaN are recomputed
+    #: from the features.
+    logprobs: Tensor | None = None
+    rewards: Sequence[float] | Tensor | None = None
+    temperature: float = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    rollout_ids: Sequence[str] | None = None
+    #: Of which kind each row's prompt is (its source, say): another mix of kinds is then no drift.
+    strata: Sequence[str] | None = None
+    #: `wire.prompt_hash` of what tells prompts apart whose tokens are the same. Rollouts of a prompt that was trained
+    #: on judge no drafter.
+    prompt_hashes: Sequence[str] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """Which rows of a batch to copy, and what is known about them."""
@@ -106,12 +141,12 @@ class RolloutIds:
 
 
 class VersionOrder:
-    """Tells by the order of policy versions whether the trainer goes on from an earlier checkpoint: 8, 4, 5.
+    """Tells by the order of policy versions whether the trainer went back to an earlier checkpoint: 8, 4, 5.
 
-    Not where late rollouts are captured beside fresh ones: 8, 4, 9, or 8, 5, 3, 9. Nor where versions fall by less than
-    three, which the service takes for late ones, too. 8, 3, 5, 9 looks like a return at the 5. If a step larger than
-    usual then leads to the highest version of before or beyond (the 9), it was none: rollouts are as late as that, and
-    only a larger fall counts from then on.
+    Late rollouts among fresh ones are no return: 8, 4, 9, or 8, 5, 3, 9. Neither is a fall of less than three, which
+    the service takes for late rollouts, too. 8, 3, 5, 9 looks like a return at the 5. If a step larger than usual then
+    reaches or passes the highest version of before (the 9), it was none: rollouts are that late here, and from then on
+    only a larger fall counts.
     """
 
     def __init__(self) -> None:
@@ -222,48 +257,32 @@ def _numbers(name: str, values: Sequence[Any] | Tensor) -> list[float]:
     return found
 
 
-def plan_batch(
-    ids: RolloutIds,
-    choice: RolloutChoice,
-    *,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor | None,
-    position_ids: Tensor | None,
-    logprobs: Tensor | None,
-    rewards: Sequence[float] | Tensor | None,
-    strata: Sequence[str] | None,
-    rollout_ids: Sequence[str] | None,
-    tree_places: Tensor | None,
-    policy_version: int,
-    temperature: float,
-    top_p: float | None,
-    top_k: int | None,
-    prompt_hashes: Sequence[str] | None = None,
-) -> BatchPlan | None:
-    """Check the arguments of `DrafterHook.capture` and choose among the rollouts; None if none is chosen.
+def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -> BatchPlan | None:
+    """Check what `capture` was told and choose among the rollouts; None if none is chosen.
 
     Raises RolloutError for tensors that do not fit together, and for packed rows that cannot be told apart.
     """
-    layout = lay_out(input_ids, attention_mask, cu_seqlens, position_ids, tree_places)
-    tokens_T = layout.flat("input_ids", input_ids, np.int32)
-    generated_T = layout.generated(loss_mask)
-    logprobs_T = None if logprobs is None else layout.flat("logprobs", logprobs.float(), np.float32)
+    policy_version, prompt_hashes = checked_version(told.policy_version), told.prompt_hashes
+    layout = lay_out(told.input_ids, told.attention_mask, told.cu_seqlens, told.position_ids, told.tree_places)
+    tokens_T = layout.flat("input_ids", told.input_ids, np.int32)
+    generated_T = layout.generated(told.loss_mask)
+    logprobs_T = None if told.logprobs is None else layout.flat("logprobs", told.logprobs.float(), np.float32)
     places = list(layout.rollouts)
-    (scale,) = _numbers("temperature", [temperature])
-    values = None if rewards is None else _numbers("rewards", rewards)
-    lists = [len(one) for one in (rollout_ids, values, strata, prompt_hashes) if one is not None]
+    (scale,) = _numbers("temperature", [told.temperature])
+    values = None if told.rewards is None else _numbers("rewards", told.rewards)
+    lists = [len(one) for one in (told.rollout_ids, values, told.strata, prompt_hashes) if one is not None]
     # The padding at the end of a packed row has positions too, and so looks like rollouts that nobody generated.
     while layout.packed and lists and len(places) > lists[0] and not generated_T[places[-1]].any():
         places.pop()
     if any(count != len(places) for count in lists):
         of = "rollout" if layout.packed else "row"
-        named = "rollout_ids, rewards, strata and prompt_hashes"
-        raise RolloutError(f"{named} must hold one entry per {of} ({len(places)})")
+        raise RolloutError(
+            f"rollout_ids, rewards, strata and prompt_hashes must hold one entry per {of} ({len(places)})"
+        )
     if prompt_hashes is not None and not all(map(wire.is_prompt_hash, prompt_hashes)):
         raise RolloutError("prompt_hashes must be of `rl_hooks.wire.prompt_hash`: 16 hexadecimal digits each")
-    names = [ids.next(policy_version) for _ in places] if rollout_ids is None else [str(name) for name in rollout_ids]
+    named = told.rollout_ids
+    names = [ids.next(policy_version) for _ in places] if named is None else [str(name) for name in named]
     # No features precede the first token of a rollout, so it cannot be predicted.
     generated_T[[one[0] for one in places if len(one)]] = False
     counts = [int(generated_T[one].sum()) for one in places]
@@ -284,12 +303,12 @@ def plan_batch(
         ),
         rollout_ids=tuple(names[b] for b in chosen),
         rewards=None if values is None else tuple(values[b] for b in chosen),
-        strata=None if strata is None else tuple(_stratum(strata[b]) for b in chosen),
+        strata=None if told.strata is None else tuple(_stratum(told.strata[b]) for b in chosen),
         layout=layout,
         policy_version=policy_version,
         temperature=scale,
-        top_p=1.0 if top_p is None else float(top_p),
+        top_p=1.0 if told.top_p is None else float(told.top_p),
         # vLLM and transformers say "no top-k" as -1, 0 or None.
-        top_k=max(0, int(top_k or 0)),
+        top_k=max(0, int(told.top_k or 0)),
         prompt_hashes=None if prompt_hashes is None else tuple(prompt_hashes[b] for b in chosen),
     )

@@ -1,7 +1,7 @@
-"""Tells the service of the policy's weights: once all that it needs, then the head, whenever it has moved.
+"""Registers the run with the policy's weights, once; then sends the head whenever it has moved.
 
-One rank does this for all. Where the trainer shards the weights before the hook is attached, the first captured forward
-shows them.
+One rank does this for all. Where the trainer shards the weights before the hook is attached, they are taken from the
+first captured forward.
 """
 
 from __future__ import annotations
@@ -13,11 +13,46 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rl_hooks.sending.jobs import Job
 from rl_hooks.sending.registration import HeadWatch, RunRegistration, embedding_weight, head_job, head_weight, unwrap
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.plan import VersionOrder
 from rl_hooks.trainer.whole import WholeWeight
+
+
+class HeadUpdates:
+    """When the service needs the head again: it has moved, or the trainer went back to an earlier checkpoint."""
+
+    def __init__(self, head_VH: Tensor, tolerance: float, policy_version: int) -> None:
+        """`head_VH`, `policy_version`: as the run is registered with them."""
+        self._watch = HeadWatch(head_VH, tolerance, policy_version)
+        self._versions = VersionOrder()
+        self._versions.went_back(policy_version)
+        self._compared_version: int | None = None
+        self._went_back = False  # in this very process; until the head was sent
+        self._due = False
+
+    def wants(self, policy_version: int) -> bool:
+        """Whether it has not compared this version's head."""
+        return policy_version != self._compared_version
+
+    def is_due(self, head_VH: Tensor, policy_version: int, *, joined: bool) -> bool:
+        """Whether the head is to be sent: of this version, or of one before that was not. `joined`: of `HeadWatch`."""
+        if self.wants(policy_version):  # to ask again would make the host wait for the device
+            self._compared_version = policy_version
+            self._went_back |= self._versions.went_back(policy_version)
+            self._due |= self._watch.is_due(head_VH, policy_version, joined=joined) or self._went_back
+        return self._due
+
+    def job(self, run: str, whole_VH: Tensor, policy_version: int, session: str) -> Job:
+        """The request that sends it."""
+        return head_job(run, whole_VH, policy_version, went_back=self._went_back, session=session)
+
+    def sent(self, head_VH: Tensor) -> None:
+        """The service has been sent this head, of which this may be a rank's part."""
+        self._watch.mark(head_VH)
+        self._due = self._went_back = False
 
 
 class Registrar:
@@ -32,10 +67,7 @@ class Registrar:
         self._tally = tally
         self._tolerance = tolerance
         self._session = registration.metadata.get("session", "")
-        self._watch: HeadWatch | None = None
-        self._compared_version: int | None = None
-        self._versions = VersionOrder()
-        self._went_back = False  # to an earlier checkpoint, in this very process; until its head was sent
+        self._updates: HeadUpdates | None = None
         self._embedding: WholeWeight[None] | None = None
         if registration.complete:
             self._register(registration, head_weight(model), int(registration.metadata["policy_version"]))
@@ -45,7 +77,7 @@ class Registrar:
 
     def wants(self, policy_version: int) -> bool:
         """Whether it has not seen this version's head: the run is not registered, or it may have moved."""
-        return self._watch is None or policy_version != self._compared_version
+        return self._updates is None or self._updates.wants(policy_version)
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -64,8 +96,6 @@ class Registrar:
 
     def saw(self, head_VH: Tensor, policy_version: int) -> None:
         """The whole head of the forward that is captured: register the run with it, or send it if it has moved."""
-        if not self.wants(policy_version):
-            return  # to ask again would make the host wait for the device
         if (waiting := self._registration) is not None:
             waiting.add_head(head_VH)
             if waiting.complete:
@@ -73,17 +103,13 @@ class Registrar:
                 self._register(waiting, head_VH, policy_version)
                 self.close()
             return
-        self._compared_version = policy_version
-        self._went_back |= self._versions.went_back(policy_version)
-        if self._watch is None:
+        updates = self._updates
+        if updates is None or not updates.wants(policy_version):
             return
-        due = self._watch.is_due(head_VH, policy_version, joined=self._sender.joined)
-        if not (due or self._went_back):
+        if not updates.is_due(head_VH, policy_version, joined=self._sender.joined):
             return
-        job = head_job(self._sender.run, head_VH, policy_version, went_back=self._went_back, session=self._session)
-        if self._sender.submit_job(job):
-            self._watch.mark(head_VH)
-            self._went_back = False
+        if self._sender.submit_job(updates.job(self._sender.run, head_VH, policy_version, self._session)):
+            updates.sent(head_VH)
             self._tally.add("head_updates")
 
     def close(self) -> None:
@@ -92,7 +118,6 @@ class Registrar:
             self._embedding.close()
 
     def _register(self, complete: RunRegistration, head_VH: Tensor, policy_version: int) -> None:
-        self._watch = HeadWatch(head_VH, self._tolerance, policy_version)
-        self._versions.went_back(policy_version)
+        self._updates = HeadUpdates(head_VH, self._tolerance, policy_version)
         self._sender.submit_job(complete.job(self._sender.run))
         self._registration = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,6 @@ from rl_hooks.errors import RolloutError
 from rl_hooks.sending.agreement import Agreement
 from rl_hooks.sending.features import (
     Captured,
-    FeatureDtype,
     StagedRollouts,
     chosen_logits,
     row_bytes,
@@ -24,15 +23,11 @@ from rl_hooks.sending.features import (
 )
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
+from rl_hooks.trainer.base import HookOptions
 from rl_hooks.trainer.own_scores import OwnRows, Scores
 from rl_hooks.trainer.plan import BatchPlan
 from rl_hooks.trainer.session import Session
 
-#: Counted by a hook.
-COUNTERS: Final = (
-    *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget", "cut_long"),
-    *("head_updates", "failures"),
-)
 #: Rows of a forward whose logits are compared.
 _COMPARED: Final = 32
 #: Of a file beside its rows: offsets of one rollout. Its header is far below what `rollout_bytes` leaves.
@@ -60,19 +55,17 @@ class RolloutStaging:
 
     sender: RolloutSender
     tally: Tally
+    session: Session
+    options: HookOptions
     target_fingerprint: str
     aux_layers: tuple[int, ...]
     logit_map: wire.LogitMap
-    dtype: FeatureDtype
-    rank: int
-    world_size: int
-    session: Session
-    drafter_version: Callable[[], str] | None
     agreement: Agreement | None = None
 
     def _metadata(self, plan: BatchPlan) -> Mapping[str, str]:
+        options = self.options
         return wire.rollout_metadata(
-            run=self.sender.run,
+            run=options.run,
             policy_version=plan.policy_version,
             rollout_ids=plan.rollout_ids,
             target_fingerprint=self.target_fingerprint,
@@ -83,10 +76,10 @@ class RolloutStaging:
             rewards=plan.rewards,
             strata=plan.strata,
             prompt_hashes=plan.prompt_hashes,
-            drafter_version="" if self.drafter_version is None else self.drafter_version(),
+            drafter_version="" if options.drafter_version is None else options.drafter_version(),
             extra={  # `rank` and `world_size` are for whoever looks into a file that was refused
-                "rank": str(self.rank),
-                "world_size": str(self.world_size),
+                "rank": str(options.rank),
+                "world_size": str(options.world_size),
                 **self.session.of_rollouts(),
             },
         )
@@ -168,7 +161,7 @@ class RolloutStaging:
                 "no rank held the whole lm_head in this forward, so log-probabilities cannot be recomputed: pass the "
                 "trainer's own as logprobs= of `capture`"
             )
-        width = row_bytes(len(captured.aux), captured.last.shape[1], self.dtype)
+        width = row_bytes(len(captured.aux), captured.last.shape[1], self.options.dtype)
         tokens, longest = self.sender.file_bytes // width, (self.sender.rollout_bytes - _HEAD_BYTES) // width
         if len(plan.rows) <= tokens:
             self._send(plan, captured, scored, at)
@@ -196,7 +189,7 @@ class RolloutStaging:
     def _send(self, plan: BatchPlan, captured: Captured, scored: Scores | None, at: Tensor) -> None:
         """One file. `at`: as for `submit`."""
         sender, predicting = self.sender, at if self.sender.last_rows == "predicting" else None
-        staged = StagedRollouts(plan.index, captured, scored, dtype=self.dtype, predicting=predicting)
+        staged = StagedRollouts(plan.index, captured, scored, dtype=self.options.dtype, predicting=predicting)
         metadata = self._metadata(plan)
         self.tally.add("captured_rollouts", len(plan.rollout_ids))
         self.tally.add("captured_tokens", len(plan.rows))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rl_hooks.errors import RolloutError
 from rl_hooks.sending.registration import is_sharded
-from rl_hooks.trainer.capture import Hooked, ModuleHook
+from rl_hooks.trainer.capture import Hooked, ModuleHook, writes
 
 _Made = TypeVar("_Made")
 
@@ -51,8 +51,8 @@ class WholeWeight(Hooked, Generic[_Made]):
     def armed(self, work: Callable[[Tensor], _Made], ready: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """Do `work` in the forward that happens inside, or right after it; not before `ready` says so.
 
-        Right after it only where no optimizer's step has changed the weight since: `pop` raises RolloutError. (What
-        writes through `.data` is not seen.)
+        `pop` raises RolloutError where an optimizer's step has changed the weight before `work` was done. (A write
+        through `.data` is not seen.)
         """
         self.clear()
         self._work, self._ready = work, ready
@@ -111,5 +111,5 @@ class WholeWeight(Hooked, Generic[_Made]):
 
 
 def _writes(weight: Tensor) -> int | None:
-    """How often a whole matrix was written to in place; None where that is not counted."""
-    return None if is_sharded(weight) or weight.is_inference() else weight._version
+    """`writes` of a whole matrix; None of another."""
+    return None if is_sharded(weight) else writes(weight)

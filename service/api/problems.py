@@ -45,6 +45,12 @@ from service.storage.ready import is_of_one_key, why_unusable
 log = logging.getLogger("draftalign.api")
 #: Of a 429 or 503 that names no time: a trainer that waits for room, or for Redis, asks again this soon.
 RETRY_AFTER_SECONDS: Final = 2
+#: What comes from a session that a later attempt of the trainer has followed.
+FOLLOWED: Final = (
+    "of this trainer are not used any more: another one, or a later start of it, has begun at an earlier policy "
+    "version of the run since. If both are to go on, give each a run name of its own (the hook's run=); if they are "
+    "ranks of one trainer, tell each hook its rank"
+)
 
 MEDIA_TYPE: Final = "application/problem+json"
 #: What every route may answer besides its own, for the OpenAPI document.

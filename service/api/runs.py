@@ -19,7 +19,7 @@ from service.access.tokens import Token
 from service.api.auth import Caller
 from service.api.context.audited import audit
 from service.api.context.context import Context, ServiceContext
-from service.api.problems import RETRY_AFTER_SECONDS, Problem, in_units
+from service.api.problems import FOLLOWED, RETRY_AFTER_SECONDS, Problem, in_units
 from service.api.snapshot import read_headline, read_standing
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
 from service.errors import RunNotFound
@@ -153,6 +153,12 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
         if joined.as_of_ns is None:  # else a later one stays in force
             await context.soon(context.store(record.run).note_head(record.policy_version))
     return joined.warning
+
+
+async def _check_session(context: ServiceContext, run: str, session: str) -> None:
+    """Refuse the head of a trainer that a later attempt has followed: it would hide the next one's of its version."""
+    if await context.soon(context.store(run).was_followed(session)):
+        raise Problem(409, "followed", f"heads {FOLLOWED}")
 
 
 async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
@@ -375,7 +381,10 @@ async def post_drift(
     status_code=201,
     openapi_extra=FILE_BODY,
     responses={
-        409: {"description": "The head is near none of the run's heads, or the run is archived."},
+        409: {
+            "description": "The head is near none of the run's heads; the run is archived; or `followed`: a later "
+            "attempt of the trainer has begun."
+        },
         429: {"description": "`too-many-heads`: what was received may need those that are kept; `spool-low`."},
     },
 )
@@ -388,6 +397,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
 
     async def on_header(header: Header) -> tuple[int, bool, str]:
         version, session = read_head_header(record, header), session_field(header.metadata)
+        await _check_session(context, run, session)
         await _check_heads(context, run, version)
         return version, header.metadata.get("went_back") == "1", session
 
@@ -399,6 +409,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
         crc32 = await asyncio.to_thread(crc32_of, upload.path)
+        await _check_session(context, run, session)  # the next attempt may have begun while the file came
         await asyncio.to_thread(keep_head, context.layout, run, version, upload, crc32)
     await context.soon(context.store(run).note_head(version, went_back=went_back, session=session))
     return {"run": run, "policy_version": version, "latest_head": version}

@@ -26,6 +26,7 @@ from rl_hooks.engines.vllm.modules import (
     unread_weights,
 )
 from rl_hooks.format.drafter import MODEL_FILE, Sizes, most_bytes
+from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.mtp import MtpConfig
 
 log = logging.getLogger("vllm.draftalign")
@@ -118,7 +119,7 @@ class RunningDraft:
             directory = started_with(self._worker)
             body, _ = read_file(directory / MODEL_FILE, most_bytes(sizes), None)
             return read_candidate(body, sizes, d2t, self.dtype(), published=True)
-        except (OSError, ValueError, SafetensorError, DrafterRefusedError) as error:
+        except (OSError, ValueError, SafetensorError, DrafterError, DrafterRefusedError) as error:
             log.info("draftalign: %s cannot be kept for a failed swap: %s", directory, error)
             return None
 

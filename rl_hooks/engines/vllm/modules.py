@@ -5,7 +5,6 @@ What a drafter's files hold is `rl_hooks.format`'s, for EAGLE-3 drafters and for
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,14 +15,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rl_hooks.engines.candidate import DrafterRefusedError
-from rl_hooks.format.drafter import MODEL_FILE, Sizes, weight_shapes
+from rl_hooks.format.drafter import MODEL_FILE, Sizes, read_index, weight_shapes
 from rl_hooks.format.eagle3 import DrafterConfig, DrafterError
 from rl_hooks.format.engines import unknown_to_vllm
 from rl_hooks.format.mtp import GroupedSizes, MtpConfig, parse_mtp_config, prefix
 
 #: As vLLM renames a policy's model type for its module.
 _RENAMED: Final[Mapping[str, str]] = {"deepseek_mtp": "deepseek_v3", "glm4_moe_mtp": "glm4_moe"}
-_INDEX_FILE: Final = "model.safetensors.index.json"
 
 
 def running_module(config: Mapping[str, Any]) -> MtpConfig:
@@ -98,15 +96,13 @@ def _module(name: str, sizes: Sizes) -> str:
 def read_own_module(policy: Path, sizes: MtpConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """The module that a policy's checkpoint ships, sharded or not: what vLLM loaded when it started.
 
-    Raises OSError or `DrafterRefusedError` where it is not there as `sizes` say.
+    Raises OSError, `DrafterError`, or `DrafterRefusedError` where it is not there as `sizes` say.
     """
     wanted, float32 = weight_shapes(sizes), float32_weights(sizes)
-    files = {policy / MODEL_FILE}
-    if (policy / _INDEX_FILE).exists():
-        places = json.loads((policy / _INDEX_FILE).read_text())["weight_map"]
-        files = {policy / Path(places[name]).name for name in wanted if name in places}
+    places = read_index(policy)
+    files = {MODEL_FILE} if places is None else {places[name] for name in wanted if name in places}
     tensors: dict[str, Tensor] = {}
-    for path in sorted(files):
+    for path in sorted(policy / file for file in files):
         with safe_open(str(path), framework="pt", device="cpu") as file:
             for name in wanted.keys() & set(file.keys()):
                 tensors[name] = file.get_tensor(name).to(torch.float32 if name in float32 else dtype)

@@ -17,11 +17,9 @@ Legend: S tokens of a row, B rows, N rows (tokens) that are sent, H hidden size,
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,16 +27,14 @@ from torch import Tensor, nn
 
 from rl_hooks import wire
 from rl_hooks.errors import RolloutError, UnsupportedModelError
-from rl_hooks.sending.features import Captured, FeatureDtype, checked_dtype
-from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, target_config
-from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
-from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.guard import TrainerGuard
+from rl_hooks.sending.features import Captured
+from rl_hooks.sending.registration import RunRegistration, target_config
+from rl_hooks.trainer.base import HookOptions, TrainerHook
 from rl_hooks.trainer.megatron.part import ModelPart, Reading, as_target, check_packing
 from rl_hooks.trainer.megatron.ranks import TensorRanks
-from rl_hooks.trainer.plan import BatchPlan, RolloutChoice, RolloutIds, VersionOrder, checked_version, plan_batch
-from rl_hooks.trainer.session import Session
-from rl_hooks.trainer.staging import COUNTERS, RolloutStaging, placed
+from rl_hooks.trainer.plan import BatchPlan, CaptureArguments, checked_version, plan_batch
+from rl_hooks.trainer.registrar import HeadUpdates
+from rl_hooks.trainer.staging import RolloutStaging, placed
 
 _Made = TypeVar("_Made")
 
@@ -56,105 +52,57 @@ def attach(model: nn.Module, url: str, *, config: Any, **options: Any) -> Megatr
         url,
         config=config,
         group=parallel_state.get_tensor_model_parallel_group(),
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
+        rank=parallel_state.get_data_parallel_rank(),
+        world_size=parallel_state.get_data_parallel_world_size(),
         **options,
     )
 
 
-class MegatronHook:
+class MegatronHook(TrainerHook):
     """Feature capture, registration and sending for one tensor-parallel group.
 
-    Options that `DrafterHook` has too mean the same. `group`: the tensor-parallel ranks. `data_rank`, `data_size`:
-    which of the groups that see other rollouts this is; group 0 registers the run. `wait_seconds`: how long a rank
-    waits for the others, once, before it captures nothing more.
+    `group`: the tensor-parallel ranks. `wait_seconds`: how long a rank waits for the others, once, before it captures
+    nothing more. `options` are the fields of `HookOptions`; `rank` and `world_size` count the groups, which see other
+    rollouts each.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        url: str,
-        *,
-        config: Any,
-        group: Any,
-        data_rank: int = 0,
-        data_size: int = 1,
-        run: str = "default",
-        token: str | None = None,
-        aux_layers: Sequence[int] | Literal["eagle3"] = "eagle3",
-        initial_drafter: Path | str | None = None,
-        draft_vocab_size: int | None = None,
-        policy_version: int = 0,
-        sample_fraction: float = 1.0,
-        max_tokens_per_step: int = 65_536,
-        dtype: FeatureDtype = "bfloat16",
-        queue_bytes: int = QUEUE_BYTES,
-        head_tolerance: float = 0.005,
-        logit_map: wire.LogitMap | None = None,
-        wait_seconds: float = 60.0,
-        strict: bool = False,
+        self, model: nn.Module, url: str, *, config: Any, group: Any, wait_seconds: float = 60.0, **options: Any
     ) -> None:
-        policy_version, dtype = checked_version(policy_version), checked_dtype(dtype)
-        self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
-        self.guard = TrainerGuard(self.tally, strict=strict)
+        told = HookOptions(**options)
         self.ranks = TensorRanks(group, wait_seconds)
         #: Whether this rank's hook asks the service how the run stands.
-        self.leads = self.ranks.rank == 0 and data_rank == 0
-        retried = frozenset[int]() if data_rank == 0 else frozenset({404})
-        self.sender = RolloutSender(
-            url, run=run, token=token, queue_bytes=queue_bytes, retry_statuses=retried, asks=self.leads
-        )
-        self._ids, self._choice = RolloutIds(data_rank), RolloutChoice(sample_fraction, max_tokens_per_step, self.tally)
+        self.leads = self.ranks.rank == 0 and told.rank == 0
+        super().__init__(url, told, asks=self.leads, waits_for_run=told.rank != 0)
         self._part: ModelPart | None = None
-        self._watch: HeadWatch | None = None
-        #: The head is to be sent, and has not been: a batch in between has failed on some rank.
-        self._due = False
-        self._compared_version: int | None = None
-        self._versions = VersionOrder()
-        self._went_back = False  # to an earlier checkpoint, in this very process; until its head was sent
-        registration: RunRegistration | None = None
         try:
             part = self._part = self._agreed(
-                lambda: ModelPart(model, target_config(as_target(config)), aux_layers, logit_map, self.ranks)
+                lambda: ModelPart(model, target_config(as_target(config)), told.aux_layers, told.logit_map, self.ranks)
             )
             # Whole on rank 0 only, on the host.
-            weights = [self.ranks.whole(weight) for weight in part.weights()] if data_rank == 0 else []
+            weights = [self.ranks.whole(weight) for weight in part.weights()] if told.rank == 0 else []
 
             def register() -> RunRegistration | None:
                 whole = [weight[: part.vocab_size] for weight in weights if weight is not None]
                 if not whole:
                     return None
-                return RunRegistration(
-                    as_target(config, *whole, tied=part.tied),
-                    aux_layers=part.features.aux_layers,
-                    policy_version=policy_version,
-                    draft_vocab_size=draft_vocab_size,
-                    initial_drafter=initial_drafter,
-                    logit_map=part.logit_map,
-                )
+                target = as_target(config, *whole, tied=part.tied)
+                return self._registration(target, part.features.aux_layers, part.logit_map)
 
             registration = self._agreed(register)
         except BaseException:
             self.close()
             raise
-        session = Session(run, data_rank, data_size)
+        fingerprint = wire.target_fingerprint(part.config, part.features.aux_layers)
         self._staging = RolloutStaging(
-            sender=self.sender,
-            tally=self.tally,
-            target_fingerprint=wire.target_fingerprint(part.config, part.features.aux_layers),
-            aux_layers=part.features.aux_layers,
-            logit_map=part.logit_map,
-            dtype=dtype,
-            rank=data_rank,
-            world_size=data_size,
-            session=session,
-            drafter_version=None,
+            self.sender, self.tally, self.session, told, fingerprint, part.features.aux_layers, part.logit_map
         )
-        if data_rank == 0:
-            self._watch = HeadWatch(part.weights()[1], head_tolerance, policy_version)
+        #: Group 0 sends the head for all.
+        self._updates: HeadUpdates | None = None
+        if told.rank == 0:
+            self._updates = HeadUpdates(part.weights()[1], told.head_tolerance, told.policy_version)
         if registration is not None:
-            registration.metadata |= session.of_run()
-            self.sender.submit_job(registration.job(run))
+            self.sender.submit_job(registration.job(told.run))
 
     def _agreed(self, work: Callable[[], _Made]) -> _Made:
         """What `work` returns. Raises `UnsupportedModelError` on every rank where it fails on any."""
@@ -170,30 +118,16 @@ class MegatronHook:
         return cast("_Made", made)
 
     @contextmanager
-    def capture(
-        self,
-        *,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        loss_mask: Tensor,
-        policy_version: int,
-        cu_seqlens: Tensor | None = None,
-        logprobs: Tensor | None = None,
-        rewards: Sequence[float] | Tensor | None = None,
-        temperature: float = 1.0,
-        top_p: float | None = 1.0,
-        top_k: int | None = 0,
-        rollout_ids: Sequence[str] | None = None,
-        strata: Sequence[str] | None = None,
-    ) -> Iterator[None]:
+    def capture(self, **told: Any) -> Iterator[None]:
         """Capture the one forward over `input_ids` [B, S] that happens inside; on every rank of the group.
 
-        The arguments are those of `DrafterHook.capture`; those of rank 0 are used. `attention_mask` is 1 at tokens and
-        0 at padding, whatever the forward itself is given.
+        `told` are the fields of `CaptureArguments`, but for `position_ids` and `tree_places`; those of rank 0 are used.
+        `attention_mask` is 1 at tokens and 0 at padding, whatever the forward itself is given.
 
         A packed row [1, T] is said by `cu_seqlens` [R + 1], and the forward must be given `packed_seq_params` of the
         same rollouts. `input_ids` are then as long as in the forward, padding at the end included.
         """
+        arguments = CaptureArguments(position_ids=None, tree_places=None, **told)  # TypeError where they are told
         part = self._part
         if part is None or self.ranks.off:
             yield
@@ -202,20 +136,7 @@ class MegatronHook:
         error = ""
         if self.ranks.rank == 0 and not self.sender.refused:
             try:
-                plan, reading = self._read(
-                    input_ids=input_ids,
-                    attention_mask=attention_mask,
-                    loss_mask=loss_mask,
-                    cu_seqlens=cu_seqlens,
-                    logprobs=logprobs,
-                    rewards=rewards,
-                    strata=strata,
-                    rollout_ids=rollout_ids,
-                    policy_version=policy_version,
-                    temperature=temperature,
-                    top_p=top_p,
-                    top_k=top_k,
-                )
+                plan, reading = self._read(arguments)
             except Exception as wrong:  # noqa: BLE001 - told to the other ranks, then counted
                 error = f"{type(wrong).__name__}: {wrong}"
         reading = self.guard(self.ranks.tell, reading)
@@ -230,13 +151,11 @@ class MegatronHook:
         finally:  # where the trainer's forward raises too: the device's memory is the trainer's
             part.clear()
 
-    def _read(self, *, policy_version: int, **told: Any) -> tuple[BatchPlan | None, Reading]:
+    def _read(self, arguments: CaptureArguments) -> tuple[BatchPlan | None, Reading]:
         """The plan of a batch, None where no rollout is chosen; and where the forward is to be read. On rank 0."""
-        policy_version = checked_version(policy_version)
-        self._staging.session.saw(policy_version)
-        plan = plan_batch(
-            self._ids, self._choice, policy_version=policy_version, position_ids=None, tree_places=None, **told
-        )
+        policy_version = checked_version(arguments.policy_version)
+        self.session.saw(policy_version)
+        plan = plan_batch(self.ids, self._choice, arguments)
         if plan is None:
             none = np.empty(0, np.int64)
             return None, Reading(policy_version, 1.0, (0, 0), none, none, none)
@@ -245,33 +164,27 @@ class MegatronHook:
     def _together(self, part: ModelPart, reading: Reading, plan: BatchPlan | None) -> None:
         """What this rank can do alone; then the exchanges, which no rank leaves out; then rank 0 sends."""
         rows = scores = None
-        error = ""
+        error, due, updates = "", False, self._updates
         try:
             rows, scores = part.pop(reading)
             if plan is not None:
                 check_packing(part.packing, plan.layout)
             head = part.weights()[1]
-            if self._watch is not None and reading.policy_version != self._compared_version:  # it waits for the device
-                due = self._watch.is_due(head, reading.policy_version, joined=self.sender.joined)
-                self._went_back |= self._versions.went_back(reading.policy_version)
-                self._due = due or self._went_back or self._due
-                self._compared_version = reading.policy_version
+            if updates is not None:
+                due = updates.is_due(head, reading.policy_version, joined=self.sender.joined)
         except Exception as wrong:  # noqa: BLE001 - told to the other ranks; `agree` raises it on all
             error = f"{type(wrong).__name__}: {wrong}"
-        due = self.ranks.agree(error, self._due)
-        went_back = self._went_back
+        due = self.ranks.agree(error, due)
         whole_head = self.ranks.whole(head) if due else None
         if part.sliced and rows is not None:
             rows = self.ranks.join_rows(rows)
         scored = None if scores is None else self.ranks.join_scores(scores)
-        if due and self._watch is not None:
-            self._watch.mark(head)
-            self._due = self._went_back = False
-        if whole_head is not None:
-            whole_head, version = whole_head[: part.vocab_size], reading.policy_version
-            job = head_job(self.sender.run, whole_head, version, went_back=went_back, session=self._staging.session.id)
-            if self.sender.submit_job(job):
-                self.tally.add("head_updates")
+        if due and updates is not None:
+            if whole_head is not None:
+                whole_head, version = whole_head[: part.vocab_size], reading.policy_version
+                if self.sender.submit_job(updates.job(self.sender.run, whole_head, version, self.session.id)):
+                    self.tally.add("head_updates")
+            updates.sent(head)
         if plan is not None and rows is not None and scored is not None:
             self._send(plan, reading, rows, scored)
 
@@ -279,19 +192,6 @@ class MegatronHook:
         *aux, last = rows_NX.chunk(len(self._staging.aux_layers) + 1, dim=1)
         at = torch.from_numpy(reading.scored).to(rows_NX.device)
         self._staging.submit(plan, Captured(tuple(aux), last), placed(len(plan.rows), at, *scored), at)
-
-    def stats(self) -> dict[str, Any]:
-        """Counters of the hook and of its sender (rank 0's sends)."""
-        own = {**self.tally.counts(), "last_failure": self.tally.last_error}
-        return own | self.sender.stats() | {"run_stands": self.sender.standing()}
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers for the trainer's own log, `draftalign/...` (rank 0 asks the service). No network, no waiting."""
-        return self.sender.metrics()
-
-    def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything captured was sent or dropped."""
-        return self.sender.flush(timeout_seconds)
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Remove the hooks, then flush and stop the sender. True if nothing was lost."""

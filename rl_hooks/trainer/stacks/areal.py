@@ -24,7 +24,7 @@ from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils.environ import is_single_controller
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
-from rl_hooks.trainer.guard import captured, left_out_for_images
+from rl_hooks.trainer.base import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import VARIABLES, attached
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from rl_hooks.trainer.guard import captured
+from rl_hooks.trainer.base import captured
 from rl_hooks.trainer.hook import DrafterHook
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
-from rl_hooks.trainer.guard import captured, left_out_for_images
+from rl_hooks.trainer.base import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
-from rl_hooks.trainer.guard import captured, left_out_for_images
+from rl_hooks.trainer.base import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
 

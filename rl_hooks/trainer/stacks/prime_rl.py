@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_hooks.errors import ENGINE_INSTEAD, UnsupportedTrainerError
-from rl_hooks.trainer.guard import captured, left_out_for_images, one_temperature
+from rl_hooks.trainer.base import captured, left_out_for_images, one_temperature
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
 

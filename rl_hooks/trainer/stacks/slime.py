@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from rl_hooks.errors import UnsupportedTrainerError
-from rl_hooks.trainer.guard import captured
+from rl_hooks.trainer.base import captured
 from rl_hooks.trainer.megatron.hook import MegatronHook, attach
 from rl_hooks.trainer.stacks.environment import attached
 

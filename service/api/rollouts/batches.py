@@ -35,7 +35,7 @@ from rl_hooks.wire import (
 from service.access.tokens import Token
 from service.api.auth import CALLER, Caller, check_covers
 from service.api.context.context import Context, RunQuery, ServiceContext
-from service.api.problems import Problem, in_units
+from service.api.problems import FOLLOWED, Problem, in_units
 from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunClosed, RunNotFound
@@ -208,11 +208,7 @@ router.add_api_route(
 
 def _warning(outcome: Enqueued, rollouts: int) -> str | None:
     if outcome.outcome == "outdated":
-        return (
-            "rollouts of this trainer are not used any more: another one, or a later start of it, has begun at an "
-            "earlier policy version of the run since. If both are to go on, give each a run name of its own (the "
-            "hook's run=); if they are ranks of one trainer, tell each hook its rank"
-        )
+        return f"rollouts {FOLLOWED}"
     own = "a rollout's id must be its own within a run, whatever its policy version"
     if outcome.outcome == "duplicate" and outcome.other:
         return f"other rollouts came with the same ids, and these are not used: {own}, after a restart too"

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rl_hooks.format.drafter import INDEX_FILE, read_index
 from service.errors import ConfigurationError
 from service.settings import Settings, at_home
 from service.storage.layout import Layout
@@ -56,8 +57,6 @@ class _FixedPolicy:
 
     def _tied(self) -> bool:
         """Whether the embedding is the head, by config.json; without one, true of a single file."""
-        from drafter.files.checkpoint import read_index
-
         if self._config is not None:
             return self._config.get("tie_word_embeddings") is True
         # Of several shards, another may hold the head.
@@ -123,8 +122,6 @@ def open_policy(target: str | None, state_dir: Path | None, *, with_head: bool) 
 
 def _shards(directory: Path) -> list[Path]:
     """Files of a model: all those that its index names; without an index, all in the directory."""
-    from drafter.files.checkpoint import INDEX_FILE, read_index
-
     index = read_index(directory)
     if index is not None:
         files = [directory / name for name in sorted(set(index.values()))]

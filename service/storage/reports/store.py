@@ -408,6 +408,11 @@ class AsyncStore:
         """Which attempt a session's batches are of: of the first session that comes, attempt 1."""
         return int(await self._redis.zscore(self._keys.sessions, session) or 1) if session else None
 
+    async def was_followed(self, session: str) -> bool:
+        """Whether a later attempt has begun than that of this session. Not of one that has sent no batch yet."""
+        own = int(await self._redis.zscore(self._keys.sessions, session) or 0) if session else 0
+        return 0 < own < (await self._last_attempt() or 0)
+
     async def _note_return(self, policy_version: int, attempt: int | None) -> bool:
         newest = await self.latest_policy()
         if newest is None or policy_version >= newest - 2:

@@ -234,7 +234,7 @@ def test_a_policy_whose_map_is_said_is_sent(service: Receiver) -> None:
     run_once(hook, model, BATCH)
     assert hook.flush(20)
     assert len(service.rollouts()) == 1
-    assert not hook._agreement.wanted
+    assert not hook._reader.agreement.wanted
     hook.close()
 
 
@@ -301,7 +301,7 @@ def test_a_sound_policy_is_sent_however_its_forward_is_called(
             forward(model)
     assert hook.flush(20)
     assert len(service.rollouts()) == 2, hook.stats()
-    assert hook._agreement.wanted != compared
+    assert hook._reader.agreement.wanted != compared
     hook.close()
 
 
@@ -312,7 +312,7 @@ def test_a_value_heads_numbers_are_not_taken_for_logits(service: Receiver) -> No
         model()
     assert hook.flush(20)
     assert len(service.rollouts()) == 1
-    assert hook._agreement.wanted
+    assert hook._reader.agreement.wanted
     hook.close()
 
 
@@ -334,5 +334,5 @@ def test_a_policy_that_is_compiled_whole_is_sent_and_not_compared(service: Recei
         run_once(hook, policy, BATCH, version)
     assert hook.flush(20)
     assert len(service.rollouts()) == 2, hook.stats()
-    assert hook._agreement.wanted
+    assert hook._reader.agreement.wanted
     hook.close()

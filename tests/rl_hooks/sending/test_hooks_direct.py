@@ -20,7 +20,7 @@ from service_fixtures import RunningService, rollout_metadata, rollout_tensors
 from rl_hooks import wire
 from rl_hooks.sending import delivery
 from rl_hooks.sending.direct import DirectUpload
-from rl_hooks.sending.exchange import Reply, exchange
+from rl_hooks.sending.exchange import Reply, RunService
 from rl_hooks.sending.sender import RolloutSender
 from service.storage.queue.deliveries import Entry, RolloutQueue
 
@@ -113,16 +113,16 @@ def test_the_store_never_sees_the_token(store: Store, sender: RolloutSender) -> 
 def test_an_answer_of_the_api_that_is_lost_is_asked_for_again(
     store: Store, sender: RolloutSender, redis_url: str, monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    answers: list[int] = []
+    answers, asked = list[int](), RunService.ask
 
     def losing(*args: Any, **options: Any) -> Reply:
-        reply = exchange(*args, **options)
+        reply = asked(*args, **options)
         answers.append(reply.status)
         if len(answers) == lost:
             raise ConnectionResetError("lost")
         return reply
 
-    monkeypatch.setattr(delivery, "exchange", losing)
+    monkeypatch.setattr(RunService, "ask", losing)
     send(sender, 2)
     assert answers == ([201, 201, 202] if lost == 1 else [201, 202, 200])
     stats = sender.stats()

@@ -20,7 +20,7 @@ from worker_fixtures import Bench
 
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending import standing
-from rl_hooks.sending.exchange import Origin
+from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.standing import Standing
 
@@ -142,7 +142,7 @@ def liar() -> Iterator[Liar]:
 )
 def test_nonsense_is_not_believed(liar: Liar, body: bytes) -> None:
     liar.body = body
-    asked = Standing(Origin.parse(liar.url), "r", None)
+    asked = Standing(RunService(Origin.parse(liar.url), "r"))
     heard = asked.ask()
     assert not {name for name, value in heard.items() if name == "dead_total" and type(value) is int}
     assert {name for name, value in asked.facts().items() if not isinstance(value, str)} == set()
@@ -156,7 +156,7 @@ def test_only_numbers_that_are_known_are_taken_over(liar: Liar) -> None:
         "headroom": 0.07,
     }
     liar.body = json.dumps(said | {"drafter": "v000012-0a1b2c3d"}).encode()
-    asked = Standing(Origin.parse(liar.url), "r", None)
+    asked = Standing(RunService(Origin.parse(liar.url), "r"))
     asked.ask()
     assert asked.facts() == {
         "trained": 3,
@@ -212,7 +212,7 @@ def test_a_trainer_that_flushes_often_does_not_ask_as_often(
 
 def test_a_flush_asks_no_service_that_did_not_answer_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standing, "_AWAY_SECONDS", 600.0)
-    found = Standing(Origin.parse("http://127.0.0.1:1"), "default", None)
+    found = Standing(RunService(Origin.parse("http://127.0.0.1:1"), "default"))
     assert found.hurry()
     assert found.ask() == {}
     assert not found.hurry()

@@ -241,7 +241,7 @@ def test_work_of_ours_that_always_fails_leaves_training_bit_identical(
     trainer = make_async_trainer(tmp_path, save_policy(tmp_path), draws)
     attachment = attach(trainer, service.url, aux_layers=AUX)
     if broken == "_features":
-        attachment.hook._features.close()  # as if compiled before: no hook ever fires
+        attachment.hook._reader.features.close()  # as if compiled before: no hook ever fires
     else:
         monkeypatch.setattr(attachment, broken, lambda *_: 1 / 0)
     curve, weights = trained(trainer)

@@ -298,11 +298,11 @@ def test_a_deep_copy_of_the_policy_captures_nothing_and_compiles_whole(wrapped: 
     hook = DrafterHook(wrapped(model), "http://127.0.0.1:9", aux_layers=(1, 2, 3))
     frozen = copy.deepcopy(model)
     whole: Any = torch.compile(frozen, backend="eager", fullgraph=True)
-    with torch.no_grad(), hook._features.armed():
+    with torch.no_grad(), hook._reader.features.armed():
         found = whole(batch.input_ids, use_cache=False).logits
-        assert not hook._features._forward.states
+        assert not hook._reader.features._forward.states
         torch.testing.assert_close(found, model(batch.input_ids).logits)
-        assert len(hook._features._forward.states) == 4
+        assert len(hook._reader.features._forward.states) == 4
     hook.close(0.0)
 
 

@@ -313,13 +313,13 @@ def test_a_forward_that_raises_leaves_nothing_captured_on_the_device(service: Re
     def step() -> None:
         with torch.no_grad(), hook.capture(**inputs(batch), policy_version=0):
             model(batch.input_ids, attention_mask=batch.attention_mask)
-            held.append(weakref.ref(hook._features.normed()))
+            held.append(weakref.ref(hook._reader.features.normed()))
             raise MemoryError
 
     with pytest.raises(MemoryError):
         step()
     assert held[0]() is None
-    assert hook._head.pop() is None
+    assert hook._reader.head.pop() is None
     hook.close()
 
 

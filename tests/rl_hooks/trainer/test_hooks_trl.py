@@ -210,7 +210,7 @@ def test_a_capture_that_fails_at_every_step_leaves_training_bit_identical(servic
     expected_curve, expected_weights = trained(make_trainer(tmp_path))
     trainer = make_trainer(tmp_path)
     attachment = attach(trainer, service.url, aux_layers=AUX)
-    attachment.hook._features.close()  # as if compiled before: no hook ever fires
+    attachment.hook._reader.features.close()  # as if compiled before: no hook ever fires
     curve, weights = trained(trainer)
     assert curve == expected_curve
     assert torch.equal(weights, expected_weights)

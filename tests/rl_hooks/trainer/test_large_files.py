@@ -171,28 +171,12 @@ def test_prompts_are_named_by_hashes_which_go_with_their_rollouts() -> None:
 def plan_of(lengths: list[int], **more: Any) -> BatchPlan:
     """Rollouts of zeros, of which the policy generated all but the first token."""
     from rl_hooks.sending.tally import Tally
-    from rl_hooks.trainer.plan import RolloutChoice, RolloutIds, plan_batch
+    from rl_hooks.trainer.plan import CaptureArguments, RolloutChoice, RolloutIds, plan_batch
 
     cu = torch.tensor(np.cumsum([0, *lengths]))
     ids = torch.zeros(1, int(cu[-1]), dtype=torch.long)
-    plan = plan_batch(
-        RolloutIds(0),
-        RolloutChoice(1.0, 1 << 30, Tally(logging.getLogger("test"), "skipped_empty")),
-        input_ids=ids,
-        attention_mask=None,
-        loss_mask=torch.ones_like(ids),
-        cu_seqlens=cu,
-        position_ids=None,
-        logprobs=None,
-        rewards=None,
-        strata=None,
-        rollout_ids=None,
-        tree_places=None,
-        policy_version=0,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        **more,
-    )
+    choice = RolloutChoice(1.0, 1 << 30, Tally(logging.getLogger("test"), "skipped_empty"))
+    told = CaptureArguments(input_ids=ids, loss_mask=torch.ones_like(ids), policy_version=0, cu_seqlens=cu, **more)
+    plan = plan_batch(RolloutIds(0), choice, told)
     assert plan is not None
     return plan

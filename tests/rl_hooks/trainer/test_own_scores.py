@@ -286,12 +286,12 @@ def test_nothing_of_the_forward_is_kept_and_nothing_hooked_is_left(service: Rece
     model = Through(tiny(tied=False), whole)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), own_log_probs=True, strict=True)
     sent(service, hook, model, [whole] * 2)
-    assert (hook._own._made, hook._own._last, hook._own._errors) == (None, None, [])
-    assert hook._own.expected == "logits"
-    hook._own.expected = None
+    assert (hook._reader.own._made, hook._reader.own._forward, hook._reader.own._errors) == (None, None, [])
+    assert hook._reader.own.expected == "logits"
+    hook._reader.own.expected = None
     sent(service, hook, model, [without_head])
     without_head(model.module, BATCH)
-    assert hook._own._last is None, "no capture is on"
+    assert hook._reader.own._forward is None, "no capture is on"
     hook.close()
     left = [one for m in model.modules() for one in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
     assert not left
@@ -303,7 +303,7 @@ def test_a_fused_forward_that_is_expected_holds_no_state_longer_for_us(service: 
     bytes_of_last = []
 
     def note(*_: Any) -> None:
-        last = hook._own._last
+        last = hook._reader.own._forward.last if hook._reader.own._forward else None
         bytes_of_last.append(None if last is None else last.untyped_storage().nbytes())
 
     model.module.model.register_forward_hook(note)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.guard import TrainerGuard
+from rl_hooks.trainer.base import TrainerGuard
 from rl_hooks.trainer.stacks import slime as adapter
 
 SIZES = ((3, 4), (2, 5))  # prompt, response

@@ -189,7 +189,7 @@ def test_the_hook_sends_normalisers_and_the_map_that_belong_to_the_models_own_lo
         metadata = wire.parse_header(run.body[: wire.header_size(run.body)]).metadata
         assert LogitMap.from_metadata(metadata) == seen.registration.logit_map
         file = mapped(service.rollouts()[-1], tmp_path)
-        assert not hook._agreement.wanted, "its logits were compared with the registered head's"
+        assert not hook._reader.agreement.wanted, "its logits were compared with the registered head's"
         hook.close()
     own = seen.logits / 0.7
     sent = torch.from_numpy(file.array("logsumexp").copy()).view(ROLLOUTS, LENGTH)[:, PROMPT - 1 : -1]

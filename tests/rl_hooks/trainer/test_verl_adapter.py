@@ -16,7 +16,7 @@ import torch
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.guard import TrainerGuard
+from rl_hooks.trainer.base import TrainerGuard
 from rl_hooks.trainer.stacks.verl import micro_batch_rollouts, register, told_of
 
 ROOT = Path(__file__).parents[3]

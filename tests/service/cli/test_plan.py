@@ -27,7 +27,7 @@ from rl_hooks import wire
 from rl_hooks.format.eagle3 import DrafterConfig, tensor_shapes
 from rl_hooks.sending.features import Captured, PackedIndex, StagedRollouts
 from rl_hooks.sending.sender import RolloutSender
-from rl_hooks.trainer.hook import DrafterHook
+from rl_hooks.trainer.base import HookOptions
 from service.api.context.disk import Disk
 from service.capacity.estimate import REDIS_BYTES, estimate, money, worst_first
 from service.capacity.sizes import (
@@ -82,10 +82,10 @@ def test_a_files_bytes_are_those_that_the_hook_writes(
 
 
 def test_the_hooks_defaults_are_those_of_the_hook() -> None:
-    hook, sender = inspect.signature(DrafterHook).parameters, inspect.signature(RolloutSender).parameters
-    assert hook["queue_bytes"].default == sender["queue_bytes"].default == HOOK_BYTES
-    assert hook["max_tokens_per_step"].default == HOOK_TOKENS
-    assert sender["patience_seconds"].default == PATIENCE
+    hook, sender = HookOptions(), inspect.signature(RolloutSender).parameters
+    assert hook.queue_bytes == sender["queue_bytes"].default == HOOK_BYTES
+    assert hook.max_tokens_per_step == HOOK_TOKENS
+    assert hook.patience_seconds == sender["patience_seconds"].default == PATIENCE
 
 
 def test_a_drafters_bytes_are_those_of_its_weights() -> None:

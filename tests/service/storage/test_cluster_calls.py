@@ -97,7 +97,7 @@ def test_every_script_and_every_public_method_runs_on_a_cluster(tmp_path: Path) 
                 worker, dead = RolloutQueue(client, run, 3_000), DeadLetters(of_api, asynchronous)
                 await rollouts_live(*(Noted(each, called) for each in (worker, asynchronous, dead)))
                 await reports_live(Noted(Store(client, run), called), Noted(AsyncStore(of_api, run, 1), called))
-                await sessions_live(asynchronous, AsyncStore(of_api, run))
+                await sessions_live(asynchronous, Noted(AsyncStore(of_api, run), called))
             assert not list(client.scan_iter(match=f"da:{{{run}}}:*"))
 
         for run in RUNS:
@@ -210,18 +210,25 @@ async def reports_live(worker: Any, api: Any) -> None:
     assert await api.forget() > 5
 
 
-async def sessions_live(api: AsyncRolloutQueue, store: AsyncStore) -> None:
+async def sessions_live(api: Any, store: Any) -> None:
     """A trainer starts twice, its first start sends something late, and the second one goes back."""
     first, second = "1" * 32, "2" * 32
 
     async def outcome(number: int, session: str) -> str:
         batch = replace(make_batch(number), session=session, session_began=1)
-        return (await api.enqueue(batch, max_items=9, max_bytes=1000)).outcome
+        outcome: str = (await api.enqueue(batch, max_items=9, max_bytes=1000)).outcome
+        return outcome
 
     assert await outcome(1, first) == "accepted"
     await store.note_registration(0, second)
     assert [await outcome(2, second), await outcome(3, first), await outcome(4, second)] == [
         *("accepted", "outdated", "accepted")
+    ]
+    assert [await store.was_followed(session) for session in (first, second, "3" * 32, "")] == [
+        True,
+        False,
+        False,
+        False,
     ]
     await store.note_head(2, went_back=True, session=second)
     assert [(one.to, one.attempt) for one in await store.returns()] == [(0, 0), (2, 2)]

@@ -26,7 +26,7 @@ from hooks_fixtures import tiny_qwen3 as tiny
 from service_fixtures import HEADERS, RunningService
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from transformers import Qwen3ForCausalLM
-from worker_fixtures import Bench
+from worker_fixtures import Bench, joined
 
 import rl_hooks.trainer.session
 from examples.demo import child, free_port
@@ -190,6 +190,48 @@ def test_what_a_trainer_that_was_followed_by_another_sends_late_is_skipped_and_i
     warnings = [r.getMessage() for r in caplog.records if "are not used any more" in r.getMessage()]
     assert len(warnings) == 1
     assert "give each a run name of its own" in warnings[0]
+
+
+def test_a_head_that_a_trainer_sends_after_another_has_followed_it_hides_none_of_the_next_attempt(
+    bench: Bench, service: RunningService
+) -> None:
+    """Without that, the batches of the version that both reach would be compared with the old trainer's head."""
+    head = bench.world.heads[0]
+    bench.world.heads |= {version: head + 0.01 * version * torch.ones_like(head) for version in (1, 2)}
+    bench.begin()
+
+    def put_head(version: int, session: str) -> httpx.Response:
+        body = joined(
+            wire.encode(
+                {"lm_head": as_wire(bench.world.heads[version])},
+                {"format": wire.HEAD_FORMAT, "policy_version": str(version), "session": session},
+            )
+        )
+        return service.client.put("/runs/default/head", content=body, headers=HEADERS)
+
+    def post(name: str, version: int, session: str, began: int) -> str:
+        body = bench.world.rollout_file(name, policy_version=version, **told(session, began))
+        return str(service.post(body).json()["batch_id"])
+
+    worker = bench.worker()
+    post("first", 0, FIRST, 0)
+    assert put_head(1, FIRST).status_code == 201
+    post("first again", 1, FIRST, 0)
+    registered = service.client.put(
+        "/runs/default", content=bench.world.run_file(metadata={"session": SECOND}), headers=HEADERS
+    )
+    assert registered.status_code == 200
+    assert put_head(1, SECOND).status_code == 201, "it has sent no batch yet"
+    post("second", 0, SECOND, 0)
+    mine = bench.layout.head("default", 1).read_bytes()
+    bench.world.heads[1] = bench.world.heads[2]
+    late = put_head(1, FIRST)
+    assert (late.status_code, late.json()["type"]) == (409, "urn:draftalign:followed")
+    assert "give each a run name of its own" in late.json()["detail"]
+    assert bench.layout.head("default", 1).read_bytes() == mine
+    assert put_head(2, SECOND).status_code == 201
+    assert put_head(2, "").status_code == 201, "an engine's tap tells no session"
+    bench.drain(worker)
 
 
 def test_a_trainer_that_loads_an_earlier_checkpoint_in_the_same_process_still_opens_an_attempt(

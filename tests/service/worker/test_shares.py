@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +96,70 @@ def test_a_worker_that_comes_later_gets_its_share_and_a_dead_ones_runs_go_back(b
     bench.wait(lambda: all(trained(bench, *batch) for batch in batches))
     workers.kill(first, signal.SIGTERM)
     assert bench.redis.hlen(WORKERS) <= 1, "who ends leaves; who was killed is forgotten by the next"
+
+
+RANK = """
+import service.storage.lease
+from service.cli.main import app
+
+service.storage.lease.LEASE_SECONDS = 2.0
+app(["worker"])
+"""
+
+
+@contextmanager
+def two_ranks(bench: Bench, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker of two processes, under torchrun, which starts none again."""
+    (directory / "rank.py").write_text(RANK)
+    given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
+    variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()}
+    variables |= {"DRAFTALIGN_REDIS_URL": bench.redis_url, "OMP_NUM_THREADS": "1"}
+    variables |= {"PYTHONPATH": str(Path(__file__).parents[3])}
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "0"]
+    argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    with subprocess.Popen([*argv, str(directory / "rank.py")], env=os.environ | variables) as agent:
+        try:
+            yield agent
+            agent.terminate()
+            agent.wait(60)
+        finally:
+            agent.kill()
+
+
+def ranks_of(agent: subprocess.Popen[bytes]) -> list[int]:
+    """Process ids of the ranks that torchrun started, in their order."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_of_two_ranks_hands_runs_over_and_when_a_rank_dies_the_other_worker_has_them_all(
+    tmp_path: Path, redis_url: str, workers: Nest
+) -> None:
+    with Bench(tmp_path / "state", redis_url) as bench, two_ranks(bench, tmp_path) as ranks:
+
+        def at_work() -> list[int]:
+            for run in RUNS:
+                if not bench.redis.xlen(Keys(run).queue):
+                    batches.append((run, bench.post(f"more {run} {time.monotonic_ns()}", run=run)))
+            return sorted(holders(bench).values())
+
+        batches: list[tuple[str, str]] = []
+        begin(bench)
+        bench.wait(lambda: at_work() == [4], 120)
+        single = workers.start(bench, lease_seconds=2.0)
+        bench.wait(lambda: at_work() == [2, 2], 120)
+        batches += [(run, bench.post(f"shared {run}", run=run)) for run in RUNS]
+        bench.wait(lambda: all(trained(bench, *batch) for batch in batches), 120)
+        os.kill(ranks_of(ranks)[1], signal.SIGKILL)
+        bench.wait(lambda: at_work() == [4], 120)
+        assert ranks.wait(60) != 0, "torchrun was to start none again"
+        bench.wait(lambda: all(trained(bench, *batch) for batch in batches), 120)
+        for run in RUNS:
+            counters = RolloutQueue(bench.redis, run).counters()
+            assert (counters["acked_total"], counters["dead_total"]) == (counters["accepted_total"], 0), run
+        workers.kill(single, signal.SIGTERM)
 
 
 def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobody_serves(

@@ -21,7 +21,7 @@ from drafter.replay.lossless import drafters_favour
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, _Outcome
 from rl_hooks import wire
-from rl_hooks.sending.exchange import Origin
+from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.standing import Standing
 from service.monitor.controller import Controller, Decision, Economy
 from service.monitor.records import DrafterSums, ScoreRecord, read, written
@@ -261,7 +261,7 @@ def test_no_headroom_is_told_while_the_learning_rate_rises(
     assert (headroom is not None) == known
     service = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
     try:
-        trainer = Standing(Origin.parse(service.url), "default", None)
+        trainer = Standing(RunService(Origin.parse(service.url), "default"))
         trainer.ask()
         told = trainer.facts()
         assert told["trained"] == 4

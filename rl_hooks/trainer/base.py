@@ -1,0 +1,165 @@
+"""What the hooks have in common: their options, what each of them owns, and how failures stay out of the step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from rl_hooks import wire
+from rl_hooks.errors import UnsupportedTrainerError
+from rl_hooks.sending.features import FeatureDtype, checked_dtype
+from rl_hooks.sending.registration import RunRegistration
+from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
+from rl_hooks.sending.tally import Tally, kind_of
+from rl_hooks.trainer.plan import RolloutChoice, RolloutIds, checked_version
+from rl_hooks.trainer.session import Session
+
+#: Counted by a hook.
+COUNTERS: Final = (
+    *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget", "cut_long"),
+    *("head_updates", "failures"),
+)
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookOptions:
+    """What both hooks are told when they are made, by keyword. docs/reference/settings.md says more of each."""
+
+    run: str = "default"
+    token: str | None = field(default=None, repr=False)  # of scope write; None: DRAFTALIGN_TOKEN of the environment
+    aux_layers: Sequence[int] | Literal["eagle3"] = "eagle3"
+    initial_drafter: Path | str | None = None
+    draft_vocab_size: int | None = None
+    policy_version: int = 0
+    #: These two bound the tokens that are sent of each policy version, by each rank.
+    sample_fraction: float = 1.0
+    max_tokens_per_step: int = 65_536
+    #: How the auxiliary states are sent: "float8_e4m3" halves them, with one scale per token and layer.
+    dtype: FeatureDtype = "bfloat16"
+    #: The relative change of `lm_head` after which it is sent again.
+    head_tolerance: float = 0.005
+    #: Of the processes that see different rollouts. Rank 0 registers the run; the others wait until it exists.
+    rank: int = 0
+    world_size: int = 1
+    queue_bytes: int = QUEUE_BYTES
+    timeout_seconds: float = 30.0
+    patience_seconds: float = 120.0
+    #: Called at each capture; returns the drafter version that drafted these rollouts: replay α is measured with it.
+    drafter_version: Callable[[], str] | None = None
+    #: What the model does to its logits after lm_head, for models that this package does not know.
+    logit_map: wire.LogitMap | None = None
+    #: Raise what fails, instead of counting it: for tests.
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not wire.RUN_NAME.fullmatch(self.run):
+            raise ValueError(
+                f"run: {self.run!r} is no run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit"
+            )
+        object.__setattr__(self, "policy_version", checked_version(self.policy_version))  # any kind of integer
+        checked_dtype(self.dtype)
+
+
+class TrainerHook:
+    """A hook's counters, sender and session, and how it stands."""
+
+    def __init__(self, url: str, options: HookOptions, *, asks: bool, waits_for_run: bool) -> None:
+        """`asks`: this rank asks the service how the run stands. `waits_for_run`: another one may register it first."""
+        #: Counters, and the newest failure.
+        self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
+        #: Runs our own work: times it, and keeps its failures from the trainer.
+        self.guard = TrainerGuard(self.tally, strict=options.strict)
+        #: Names rollouts.
+        self.ids = RolloutIds(options.rank)
+        self.sender = RolloutSender(
+            url,
+            run=options.run,
+            token=options.token,
+            queue_bytes=options.queue_bytes,
+            timeout_seconds=options.timeout_seconds,
+            patience_seconds=options.patience_seconds,
+            retry_statuses=frozenset({404}) if waits_for_run else frozenset(),
+            asks=asks,
+        )
+        #: What tells this start of the trainer from others.
+        self.session = Session(options.run, options.rank, options.world_size)
+        self._options = options
+        self._choice = RolloutChoice(options.sample_fraction, options.max_tokens_per_step, self.tally)
+
+    def _registration(self, model: Any, aux_layers: Sequence[int], logit_map: wire.LogitMap | None) -> RunRegistration:
+        options = self._options
+        registration = RunRegistration(
+            model,
+            aux_layers=aux_layers,
+            policy_version=options.policy_version,
+            draft_vocab_size=options.draft_vocab_size,
+            initial_drafter=None if options.rank else options.initial_drafter,  # no other node needs the folder
+            logit_map=logit_map,
+        )
+        registration.metadata |= self.session.of_run()
+        return registration
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the hook and of its sender, and how the run stands (`run_stands`; rank 0 asks the service)."""
+        own = {**self.tally.counts(), "last_failure": self.tally.last_error}
+        return own | self.sender.stats() | {"run_stands": self.sender.standing()}
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the trainer's own log, `draftalign/...`: `wandb.log(hook.metrics())`. No network, no waiting.
+
+        What the service has not said within a minute is left out, and so is what it does not know.
+        """
+        return self.sender.metrics()
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything captured was sent or dropped."""
+        return self.sender.flush(timeout_seconds)
+
+
+class TrainerGuard:
+    """Runs our own work inside a training step. `seconds`: the wall time that all of it has taken."""
+
+    def __init__(self, tally: Tally, *, strict: bool) -> None:
+        self.seconds = 0.0
+        self._tally = tally
+        self._strict = strict
+
+    def __call__(self, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result | None:
+        """What `work` returns; None where it failed, which is counted and logged, and raised only if `strict`."""
+        started = time.perf_counter()
+        try:
+            return work(*args, **kwargs)
+        except Exception as error:
+            self._tally.add("failures")
+            if self._strict:
+                raise
+            text = f"rollouts were not captured: {type(error).__name__}: {error}"
+            self._tally.note(kind_of(text), text)
+            return None
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+def captured(hook: Any, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> AbstractContextManager[object]:
+    """`hook.capture` of what `ask` tells it; nothing where there is no hook, `ask` fails, or it tells None."""
+    told = None if hook is None else hook.guard(ask, *args, **kwargs)
+    return nullcontext() if told is None else hook.capture(**told)
+
+
+def left_out_for_images(tally: Tally) -> None:
+    """Say once that such rollouts are not sent."""
+    tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
+
+
+def one_temperature(said: Iterable[float]) -> float:
+    """That of all rollouts of a micro-batch; 1 where there is none. Raises `UnsupportedTrainerError` for several."""
+    found = sorted(set(said))
+    if len(found) > 1:
+        raise UnsupportedTrainerError(f"rollouts of several temperatures in one micro-batch: {found}")
+    return found[0] if found else 1.0
