@@ -92,20 +92,12 @@ def create_app(settings: Settings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        context: ServiceContext = app.state.context
-        following = context.layout.followed()
-        try:
-            await asyncio.to_thread(following.__enter__)
-        except OSError as error:
-            log.error("the runs are not known: %s; start this again when the object store answers", error)
-            raise
         works = _reap, _return_memory, watch_headlines
-        tasks = [asyncio.create_task(work(context)) for work in works]
+        tasks = [asyncio.create_task(work(app.state.context)) for work in works]
         yield
         for task in tasks:
             task.cancel()
-        await asyncio.to_thread(following.__exit__, None, None, None)
-        context.close()
+        app.state.context.close()
         await client.aclose()
 
     app = FastAPIOffline(  # `/docs` takes its script from here, not from a stranger's host
@@ -238,6 +230,11 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, context: ServiceContext) -> None:
         super().__init__(config)
         self._context = context
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until it is asked to stop. Raises OSError where the state that hosts share cannot be read."""
+        with self._context.layout.followed():
+            super().run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where: of port 0 nobody else knows which one it became."""

@@ -416,8 +416,9 @@ class Mirror(Layout):
                 found[key.split("/")[1]].append(key)
         for run, keys in found.items():
             known = self._get(run)
-            named = {_object(run, str(kept.object)) for kept in (known.tree.files.values() if known else ())}
-            self._store.delete([key for key in keys if key not in named])
+            if known is not None and known.etag is not None:  # else somebody deleted it, and may put it back
+                named = {_object(run, str(kept.object)) for kept in known.tree.files.values()}
+                self._store.delete([key for key in keys if key not in named])
         for path in (self.root / "changes").glob("*"):
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < old:

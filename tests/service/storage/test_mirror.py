@@ -375,13 +375,18 @@ def _until(condition: Callable[[], bool]) -> None:
     pytest.fail("it did not come in 30 s")
 
 
-def test_a_tree_that_somebody_deleted_deletes_nothing_here(two: tuple[Mirror, Mirror], store: Store) -> None:
+def test_a_tree_that_somebody_deleted_deletes_nothing(
+    two: tuple[Mirror, Mirror], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, _ = two
     write(one, "target.safetensors", LARGE)
     store.client().delete_object(Bucket=BUCKET, Key="state/trees/default")
     with pytest.raises(ObjectStoreError, match="trees/default is gone from the object store; put a copy back"):
         write(one, "latest.json", b"{}")
     assert one.target("default").read_bytes() == LARGE
+    monkeypatch.setattr(mirror, "_LEFTOVER_SECONDS", -3600.0)
+    one.sweep()
+    assert len(store.stored()) == 1, "its files are there when it is put back"
 
 
 def test_a_store_that_ignores_conditions_is_refused(two: tuple[Mirror, Mirror], store: Store) -> None:
