@@ -125,10 +125,16 @@ class ServiceContext:
         """The store that keeps rollout files until their batches have ended; None: the spool does."""
         return self.incoming if self.incoming is not None and self.incoming.kept else None
 
-    async def find(self, run: str) -> None:
-        """Look in the state that hosts share for a run that this one has not heard of: it may be a moment old."""
+    async def find(self, run: str, version: str | None = None) -> None:
+        """Look in the state that hosts share for a run that this one has not heard of: it may be a moment old.
+
+        Or for a drafter of it.
+        """
+        if self.settings.state_url is None:
+            return
         with contextlib.suppress(RunNotFound):
-            if self.settings.state_url is not None and not self.layout.run_json(run).exists():
+            known = self.layout.run_json(run).exists() and (version is None or version in self.registry.versions(run))
+            if not known:
                 await self.catch_up(run)
 
     async def catch_up(self, run: str) -> None:

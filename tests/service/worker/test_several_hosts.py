@@ -117,6 +117,12 @@ def test_an_agent_that_a_later_version_was_told_is_not_told_an_earlier_one(
         assert told.status_code == 304
         told = api.client.get("/drafter/latest", headers={"If-None-Match": first.etag})
         assert told.json()["version"] == second.version
+        third = publish(registry, content=b"third")
+        report = {"reporter": "r", "drafter_version": third.version, "policy_version": 0}
+        report |= {"rounds": 4, "accepted_tokens": 4, "drafted_tokens": 16}
+        found = api.client.post("/acceptance", json=report)
+        assert found.status_code == 200, found.text
+        assert api.registry.versions("default")[-1] == third.version, "it has looked, and the counts are the run's"
     finally:
         api.stop()
 
