@@ -160,6 +160,7 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     await context.check_redis()
     await _check_version(context, report)
     if report.canary is not None:
+        await context.catch_up(report.run)
         _check_canary(context, report.run, report.canary)
     odd = report.check_emitted()
     counts = report.model_dump(exclude={"step_times", "by_prompt"})

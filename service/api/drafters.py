@@ -162,6 +162,7 @@ async def get_file(
     With `drafters_url` the answer is 307 to a URL of the object store, if that has the file and can sign.
     """
     context.run(run)
+    await context.find(run, version)
     path = context.registry.path(run, version, file)
     manifest = context.registry.get(run, version)
     sha256 = next((f.sha256 for f in manifest.files if f.name == file), None)
@@ -267,6 +268,7 @@ class ChoiceRequest(BaseModel):
 async def _choice(request: Request, context: ServiceContext, run: str, action: str, version: str) -> ChoiceRequest:
     audit(request, action, version=version)
     context.run(run)
+    await context.find(run, version)
     check_open(context.layout, run)
     body = await parse_body(request, ChoiceRequest)
     audit(request, action, version=version, reason=body.reason)

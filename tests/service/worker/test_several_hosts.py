@@ -123,6 +123,14 @@ def test_an_agent_that_a_later_version_was_told_is_not_told_an_earlier_one(
         found = api.client.post("/acceptance", json=report)
         assert found.status_code == 200, found.text
         assert api.registry.versions("default")[-1] == third.version, "it has looked, and the counts are the run's"
+        fourth = publish(registry, content=b"fourth")
+        assert api.client.get(f"/drafter/{fourth.version}/model.safetensors").content == b"fourth"
+        fifth = publish(registry, content=b"fifth")
+        assert api.client.post(f"/drafter/{fifth.version}/rollback", json={"reason": "again"}).status_code == 200
+        bench.layout.pull("default")
+        back = registry.latest("default")
+        assert back is not None
+        assert (back.version, back.sequence) == (fifth.version, fifth.sequence + 1)
     finally:
         api.stop()
 
