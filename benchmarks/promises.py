@@ -44,7 +44,7 @@ class Course:
     slower: float = 1.0  # factor of `part` from publish to publish, down to 0.3 %
 
     def gain(self, publishes: int, parts: int, claims: int) -> float:
-        """After so many publishes, parts of trainings since the last one, and claims since that candidate was served."""
+        """After so many publishes, parts of trainings since the last one, and claims since it was served."""
         part = self.part if self.slower == 1.0 else max(self.part * self.slower**publishes, 0.003)
         return self.first + part * (parts + self.later * claims) + self.square * parts**2
 
