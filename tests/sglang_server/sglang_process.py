@@ -95,14 +95,15 @@ class SGLangProcess:
         self.process.wait()
 
     # --- calls
-    def ask(self, prompt: Sequence[int], *, max_tokens: int = 40) -> dict[str, Any]:
+    def ask(self, prompt: Sequence[int], *, max_tokens: int = 40, stop: bool = True) -> dict[str, Any]:
         """The answer to one greedy request: SGLang on a CPU verifies greedily, whatever temperature is asked for."""
-        answer = self.client.post("/generate", json=_greedy(prompt, max_tokens))
+        answer = self.client.post("/generate", json=_greedy(prompt, max_tokens, stop))
         return answer.raise_for_status().json()  # type: ignore[no-any-return]
 
-    def stream(self, prompt: Sequence[int], *, max_tokens: int = 40) -> Iterator[dict[str, Any]]:
-        """What is said of such an answer after each of its steps; of its rounds at its end only."""
-        with self.client.stream("POST", "/generate", json=_greedy(prompt, max_tokens) | {"stream": True}) as answer:
+    def stream(self, prompt: Sequence[int], *, max_tokens: int) -> Iterator[dict[str, Any]]:
+        """What is said of one that goes on to `max_tokens`, after each of its steps; of its rounds at its end only."""
+        body = _greedy(prompt, max_tokens, stop=False) | {"stream": True}
+        with self.client.stream("POST", "/generate", json=body) as answer:
             for line in answer.raise_for_status().iter_lines():
                 if line.startswith("data: {"):
                     yield json.loads(line.removeprefix("data: "))["meta_info"]
@@ -130,6 +131,6 @@ class SGLangProcess:
         return Counts(rounds, rounds * DEPTH, emitted - rounds, (), emitted)
 
 
-def _greedy(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": max_tokens, "stop_token_ids": [EOS_ID]}
-    return {"input_ids": list(prompt), "sampling_params": sampling}
+def _greedy(prompt: Sequence[int], max_tokens: int, stop: bool) -> dict[str, Any]:
+    ends: dict[str, Any] = {"stop_token_ids": [EOS_ID]} if stop else {"ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens} | ends}

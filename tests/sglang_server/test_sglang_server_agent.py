@@ -103,7 +103,7 @@ def test_long_answers_that_run_over_a_swap_are_counted_by_the_drafter_of_each_ro
     server: SGLangProcess, service: RunningService, trained: Eagle3Drafter, drafters: Path
 ) -> None:
     """All are greedy, so an answer of as many tokens as there were at the swap tells how many rounds they took."""
-    prompts = sorted(elicit_prompts(24, seed=4), key=lambda prompt: len(server.generate(prompt)))[-12:]
+    prompts = elicit_prompts(4, seed=4)
     cache = drafters / "agent-beside-long-answers"
     with start_agent(service.url, server, cache=cache, engine_kind="sglang", canary=CanaryRule(rounds=40)) as agent:
         dead = publish(service, drafters / "random", trained)
@@ -112,12 +112,12 @@ def test_long_answers_that_run_over_a_swap_are_counted_by_the_drafter_of_each_ro
         said: list[dict[str, Any]] = [{} for _ in prompts]
 
         def ask(client: int) -> None:
-            for facts in server.stream(prompts[client]):
+            for facts in server.stream(prompts[client], max_tokens=200):
                 said[client] = facts
 
         with ThreadPoolExecutor(len(prompts)) as pool:
             asked = [pool.submit(ask, client) for client in range(len(prompts))]
-            eventually(lambda: all(facts.get("completion_tokens", 0) > 3 for facts in said))
+            eventually(lambda: all(facts.get("completion_tokens", 0) > 20 for facts in said))
             server.post("/pause_generation", mode="in_place")  # until the agent has swapped, and lets it go on
             time.sleep(1)  # what was computed arrives
             tokens_then = [facts["completion_tokens"] for facts in said]
@@ -130,7 +130,7 @@ def test_long_answers_that_run_over_a_swap_are_counted_by_the_drafter_of_each_ro
         aside = follower.ledger.unattributed_rounds
     swap(server, drafters, drafters / "random", "dead-again")
     rounds_then = [
-        server.ask(prompt, max_tokens=tokens)["meta_info"]["spec_verify_ct"]
+        server.ask(prompt, max_tokens=tokens, stop=False)["meta_info"]["spec_verify_ct"]
         for prompt, tokens in zip(prompts, tokens_then, strict=True)
     ]
     rounds = sum(facts["spec_verify_ct"] for facts in said) - sum(rounds_then)
@@ -141,7 +141,6 @@ def test_long_answers_that_run_over_a_swap_are_counted_by_the_drafter_of_each_ro
     many = len(prompts)
     assert rounds - many - aside <= found[good].rounds <= rounds - many
     assert many <= tokens - (found[good].emitted_tokens or 0) <= (DEPTH + 1) * (many + aside)
-    assert found[dead].alpha < 1.2 < found[good].alpha
 
 
 def test_a_trainer_writes_the_policy_and_the_drafter_stays(

@@ -146,7 +146,8 @@ class SGLangEngine(EngineHttp):
             raise MetricsError(
                 f"the engine's /metrics has {ROUNDS}, but no {rounds.ROUNDS}: without it nobody can tell which drafter "
                 "did the rounds of a request that ran over a swap. Install rl_hooks into SGLang's environment with "
-                "pip; SGLANG_PLUGINS, where it is set, must name draftalign; then restart the server"
+                "pip; SGLANG_PLUGINS, where it is set, must name draftalign; then restart the server. "
+                "If it is installed, the server's log says why it does not count"
             )
         return self._snapshot(counted, generated - requests, ())
 

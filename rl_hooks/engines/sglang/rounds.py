@@ -48,7 +48,7 @@ class StepCounter:
     def prefilled(self, _: Any, processor: Any, batch: Any, *rest: Any, **named: Any) -> None:
         """SGLang has taken in the results of a prefill."""
         del processor, rest, named
-        self._guarded(self._see, batch)
+        self._guarded(self._see, batch, batch.reqs)
 
     def decoded(self, original: Callable[..., Any], processor: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         """Have SGLang take in the results of a decoding step by `original`, and count its rounds.
@@ -78,19 +78,20 @@ class StepCounter:
             return None
         return [(request.spec_verify_ct, len(request.output_ids_through_stop)) for request in batch.reqs]
 
-    def _see(self, batch: Any) -> None:
-        """Remember whose steps were launched since the drafter was loaded, once one was."""
+    def _see(self, batch: Any, requests: Sequence[Any]) -> None:
+        """Remember requests of a step that was launched since the drafter was loaded, once one was."""
         if self._changed_at is not None and batch.launch_ts > self._changed_at:
-            self._since.update(batch.reqs)
+            self._since.update(requests)
 
     def _count(self, batch: Any, before: Sequence[tuple[int, int]]) -> None:
         if self._rounds is None:
             self._open()
-        rounds, table = 0, [0] * _MAX_DEPTH
+        rounds, table, over_a_swap = 0, [0] * _MAX_DEPTH, []
         for request, (rounds_before, tokens_before) in zip(batch.reqs, before, strict=True):
             if request.spec_verify_ct == rounds_before:  # it had ended before this step
                 continue
             if self._changed_at is not None and request not in self._since:
+                over_a_swap.append(request)
                 continue
             rounds += 1
             for position in range(min(len(request.output_ids_through_stop) - tokens_before - 1, _MAX_DEPTH)):
@@ -99,7 +100,7 @@ class StepCounter:
         for position, accepted in enumerate(table):
             if accepted:
                 self._accepted.labels(position=str(position)).inc(accepted)
-        self._see(batch)
+        self._see(batch, over_a_swap)
 
     def _open(self) -> None:
         """Make the counters; not before SGLang has said where the processes of a server put theirs together."""
