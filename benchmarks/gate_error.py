@@ -127,13 +127,13 @@ def run(
     share: float = 1.0,
 ) -> Run:
     """Look until the challenger is published, at most `looks` times, each time after that share of a training."""
-    trial = trial or Trial(promise=GainPosterior(variance=0.0))
+    trial = trial or Trial(promise=GainPosterior().known())
     for _ in range(world.quiet):
         trial.trained()
         trial.take(compare(*batch(world, 0.0, rng)))
     if world.quiet:
         trial = trial.next()
-        trial.promise.variance = 0.0
+        trial.promise.known()
     for look in range(looks):
         true = gain + look * share * world.per_training + world.claim_sd * float(rng.standard_normal())
         trial.trained(share)
@@ -146,17 +146,17 @@ def run(
 
 def publishes(share: float, per_training: float, rng: np.random.Generator) -> list[Run]:
     """Four publishes of a challenger to which whole trainings bring so much, then four in parts: those are returned."""
-    world, rise, step, found = replace(FEW, per_training=per_training), 0.0, GainPosterior().step, []
+    world, promise, found = replace(FEW, per_training=per_training), GainPosterior(), []
     for part in [1.0] * 4 + [share] * 4:
-        trial = Trial(promise=GainPosterior(rise=rise, step=step, variance=0.0))
+        trial = Trial(promise=promise.known())
         found.append(run(world, part * per_training, rng, trial=trial, share=part))
-        rise, step = trial.promise.rise, trial.promise.step
+        promise = trial.promise.next()
     return [one for one in found[4:] if one.looks is not None]
 
 
 def late(before: int, gain: float, rng: np.random.Generator) -> int | None:
     """Looks that a gain needs to be published after so many looks at an equal challenger; None: not in 100."""
-    trial = Trial(promise=GainPosterior(variance=0.0))
+    trial = Trial(promise=GainPosterior().known())
     for _ in range(before):
         trial.trained()
         trial.take(compare(*batch(FEW, 0.0, rng)))

@@ -36,7 +36,7 @@ from benchmarks.tracking import initial_drafter
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
-from drafter.replay.gate import GainPosterior, Look, Trial, compare
+from drafter.replay.gate import Look, Trial, compare
 from drafter.replay.replay import prompt_groups, replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
@@ -85,7 +85,7 @@ def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[
                 row |= {"gain": look.gain, "error": None if look.fault else look.error, "promoted": promote}
                 if promote:
                     served = copy.deepcopy(trainer.drafter)
-                    trial = Trial(promise=GainPosterior(rise=trial.promise.rise, step=trial.promise.step, variance=0.0))
+                    trial = Trial(promise=trial.promise.next().known())
             newest = recent.add(Path(f"{number}.safetensors"), day.batch)
 
             def train(one: DrafterTrainer[Eagle3Drafter], seed: int, newest: Any = newest, day: Day = day) -> None:

@@ -32,6 +32,7 @@ from benchmarks.tracking import initial_drafter
 from benchmarks.worker_run import WorkerRun
 from drafter.training.trainer import DrafterTrainer
 from examples.demo import PROMPTS_PER_STEP, SERVICE_SETTINGS
+from examples.demo_report import kept_promises
 from examples.policy import AUX_LAYERS, load
 from service.settings import Settings
 from service.worker.recent import KeptBatch
@@ -64,6 +65,7 @@ class Played:
     alphas: list[float] = field(default_factory=list)  # of the served drafter, one for each batch
     train_seconds: float = 0.0
     refused: int = 0
+    kept: float | None = None  # realised to promised gain, logarithms added up over the publishes that were measured
 
     @property
     def to_engine(self) -> list[int]:
@@ -177,6 +179,7 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
                 played.alphas.append(record.served.alpha)
         played.train_seconds = learner.journal.totals.train_seconds
         played.refused = learner.journal.totals.refused
+        played.kept = kept_promises(run.events())["realised_to_promised"]
     return played
 
 
@@ -187,7 +190,8 @@ def row(name: str, played: Played) -> str:
     return (
         f"| {name} | {len(played.trained_to)} / {played.refused} | {played.first_step} | "
         f"{median(found) if found else '–'} ({max(found, default='–')}) | {fmean(played.lags):.3f} | "
-        f"{fmean(played.alphas):.3f} ({', '.join(f'{t:.2f}' for t in thirds)}) | {played.train_seconds:.0f} |"
+        f"{fmean(played.alphas):.3f} ({', '.join(f'{t:.2f}' for t in thirds)}) | {played.train_seconds:.0f} | "
+        f"{'–' if played.kept is None else f'{played.kept:.2f}'} |"
     )
 
 
@@ -208,7 +212,7 @@ def main() -> None:
         "first new version drafts step",
         "data to engine, steps (most)",
     )
-    headings += ("mean publication lag", "mean α (by thirds)", "training s")
+    headings += ("mean publication lag", "mean α (by thirds)", "training s", "realised / promised")
     print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
     for pace in chosen.pace:
         with tempfile.TemporaryDirectory() as scratch:

@@ -31,11 +31,21 @@ if TYPE_CHECKING:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Every httpx client reads whom it may trust: 25 ms for 140 authorities. Tests bring their own, or need none.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("authority.pem"))
+
 _NOT_QUICK = frozenset(Path(__file__).with_name("not_quick.txt").read_text().split())  # written by seconds.py
 _LONG = "chaos", "demo", "slow"
 _ENGINES = "vllm_server", "sglang_server"
 #: Files with the `server` of tests/vllm_server/conftest.py: each process that has one of them starts it, for a minute.
 _ONE_SERVER = frozenset(f"tests/vllm_server/test_vllm_server_{name}.py" for name in ("agent", "conformance", "swap"))
+#: A file of which each test goes to whichever process is free: three of its tests take a minute each.
+_APART = "tests/examples/test_demo.py"
+#: What takes longest is begun first: begun last, one of them would leave all processes but its own idle.
+_LONGEST = (
+    *("tests/vllm_server/test_vllm_server_demo.py", "tests/vllm_server/test_vllm_server_trl.py", _APART),
+    *("tests/test_slurm.py", "tests/examples/test_recall.py", "tests/service/cli/test_warmup.py"),
+)
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a tmpfs on Linux
 # Docker mounts it without the right to run programs, which some tests make.
 _RUNS = _MEMORY.is_dir() and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC
@@ -50,6 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if _ROOMY and config.option.basetemp is None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+    if not hasattr(config, "workerinput"):  # the processes of xdist find the variable
+        made = tempfile.TemporaryDirectory(prefix="made-once", dir=_MEMORY if _ROOMY else None)
+        os.environ["MADE_ONCE_IN"] = made.name
+        config.add_cleanup(made.cleanup)
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -68,12 +82,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)  # after pytest-randomly: the order stays random within both parts
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files of long tests first, then by how many are not quick: processes that share the tests end together."""
+    """The longest files first, others of long tests, then by how many are not quick: processes end together."""
     marked = {item.path for item in items if any(map(item.get_closest_marker, _LONG))}
     slow = Counter(item.path for item in items if item.get_closest_marker("quick") is None)
 
-    def place(item: pytest.Item) -> tuple[bool, int]:
-        return item.path not in marked and item.path.parent.name not in _ENGINES, -slow[item.path]
+    longest = {name: place for place, name in enumerate(_LONGEST)}
+
+    def place(item: pytest.Item) -> tuple[int, bool, int]:
+        long = item.path in marked or item.path.parent.name in _ENGINES
+        return longest.get(item.nodeid.split("::")[0], len(longest)), not long, -slow[item.path]
 
     items.sort(key=place)
 
@@ -102,7 +119,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, but files that share a server go to one process."""
+    """As `--dist loadfile`, but files that share a server go to one process, and tests of one file apart."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -110,7 +127,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByServer(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "vllm_server" if file in _ONE_SERVER else file
+            return "vllm_server" if file in _ONE_SERVER else nodeid if file == _APART else file
 
     return ByServer(config, log)
 

@@ -350,6 +350,63 @@ CONTRACTS: dict[str, Contract] = {
             Site(f"{_SGLANG}/managers/scheduler.py", "Scheduler.record_weight_version_change", ("new_version",)),
         ),
     ),
+    "SGLang's decoding step": Contract(
+        "sglang",
+        "sglang",
+        "rl_hooks.engines.sglang.rounds, a plugin of SGLang's framework, counts the rounds of each step by what the "
+        "requests say of themselves before and after it",
+        (
+            Site(f"{_SGLANG}/plugins/__init__.py", does=("GENERAL_PLUGINS_GROUP = 'sglang.srt.plugins'",)),
+            Site(f"{_SGLANG}/plugins/hook_registry.py", "HookRegistry.register", ("target", "hook", "hook_type")),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/batch_result_processor.py",
+                "SchedulerBatchResultProcessor.process_batch_result_decode",
+                ("batch", "result"),
+                ("self._normalize_decode_outputs", "req.output_ids.extend", "req.update_finish_state"),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/batch_result_processor.py",
+                "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+                does=("req.finished", "req.update_spec_correct_drafts_histogram"),  # beside `req.spec_verify_ct += 1`
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/batch_result_processor.py",
+                "SchedulerBatchResultProcessor.process_batch_result_prefill",
+                ("batch", "result"),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler.py",
+                "Scheduler.run_batch",
+                ("batch",),
+                ("batch.launch_ts = time.monotonic()",),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler.py",
+                "Scheduler.process_batch_result",
+                ("batch", "result"),
+                (
+                    "self.batch_result_processor.process_batch_result_decode(batch, result)",
+                    "self.batch_result_processor.process_batch_result_prefill(batch, result)",
+                ),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/metrics_reporter.py",
+                "SchedulerMetricsReporter.__post_init__",
+                does=(
+                    "self.is_stats_logging_rank = self.metrics_collector_context.is_stats_logging_rank",
+                    "self.current_scheduler_metrics_enabled = "
+                    "self.metrics_collector_context.current_scheduler_metrics_enabled",
+                ),
+            ),
+            Site(f"{_SGLANG}/managers/schedule_batch.py", "Req.__init__", does=("self.spec_verify_ct = 0",)),
+            Site(f"{_SGLANG}/managers/schedule_batch.py", "Req.output_ids_through_stop"),
+            Site(
+                f"{_SGLANG}/speculative/eagle_worker_v2.py",
+                "EAGLEWorkerV2.forward_batch_generation",
+                does=("self.draft_worker.draft(batch)", "self.verify", "self.draft_worker._draft_extend_for_decode"),
+            ),
+        ),
+    ),
     "OpenRLHF Actor": Contract(
         "openrlhf",
         "openrlhf",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from made_once import made_once
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -152,13 +153,20 @@ def schooling() -> RolloutBatch:
 @cache
 def greedy_texts() -> Generation:
     """What the default target says to 120 prompts without a drafter."""
-    return generate(default_target(), None, make_prompts(120, 64), max_tokens=24, eos_id=EOS, temperature=0.0)
+    prompts = make_prompts(120, 64)
+    return made_once(
+        "greedy_texts",
+        lambda: generate(default_target(), None, prompts, max_tokens=24, eos_id=EOS, temperature=0.0),
+    )
 
 
 @cache
 def schooled() -> Eagle3Drafter:
-    """A drafter of 56 of the default target's tokens that is often right; trained once in a process, only read."""
-    return train_lightly(default_target(), make_drafter(default_target(), 56), schooling(), steps=25)
+    """A drafter of 56 of the default target's tokens that is often right; trained once, only read."""
+    return made_once(
+        "schooled",
+        lambda: train_lightly(default_target(), make_drafter(default_target(), 56), schooling(), steps=25),
+    )
 
 
 def chi_square_excess(counts: np.ndarray, expected: np.ndarray) -> float:

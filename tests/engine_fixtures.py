@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from decode_fixtures import policy_of
+from made_once import made_once
 
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
@@ -85,6 +86,10 @@ def write(drafter: Eagle3Drafter, directory: Path) -> Path:
 @functools.cache
 def trained_drafter() -> Eagle3Drafter:
     """A drafter trained for some seconds on the shipped policy's own rollouts; 96 of the policy's 105 words."""
+    return made_once("trained_drafter", _train_drafter)
+
+
+def _train_drafter() -> Eagle3Drafter:
     model, _ = base_policy()
     prompts = elicit_prompts(384, seed=99)
     with engine(model) as plain:

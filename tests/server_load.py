@@ -6,9 +6,11 @@ import json
 import random
 import shutil
 import threading
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from drafter.vocabulary import DraftVocabulary
 from examples.features import Rollout
 from rl_hooks.engines.counters import Counts
 
+REPOSITORY = Path(__file__).parents[1]
 PROMPTS = elicit_prompts(10, seed=3) + odd_prompts(10, seed=3)
 _EDITS = 0
 
@@ -93,6 +96,19 @@ class Load:
         while self.served < goal:
             assert not self.failures, f"{self.failures[0]!r}; the server's log ends:\n{self.server.log_end()}"
             threading.Event().wait(0.02)
+
+
+def write_entry_points(directory: Path, name: str = "draftalign", text: str | None = None) -> Path:
+    """Metadata of a distribution that is not installed, for PYTHONPATH; without `text` ours, from pyproject.toml."""
+    if text is None:
+        ours = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
+        groups = ([f"[{group}]", *(f"{n} = {v}" for n, v in names.items())] for group, names in ours.items())
+        text = "\n".join(chain(*groups))
+    metadata = directory / f"{name}-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(text)
+    return directory
 
 
 def write_drafters(directory: Path) -> Path:

@@ -159,6 +159,7 @@ class SGLangServer(Peer):
         self.violations: list[str] = []
         self.fail: dict[str, int] = {}  # path -> how many of the next calls fail with 500
         self.starts = 0
+        self.plugin = True  # whether ours is installed beside it
         self._start()
         super().__init__()
 
@@ -170,7 +171,8 @@ class SGLangServer(Peer):
         self.paused = False
         self.session: str | None = None
         self.running_requests = 3
-        self.counters = {"rounds": 0, "tokens": 0, "requests": 0}
+        self.counters = {"rounds": 0, "tokens": 0, "requests": 0}  # of requests that have ended
+        self.steps = [0, 0, 0, 0]  # rounds, and tokens accepted at each position, as our plugin counts them
 
     def restart(self) -> None:
         """A new process: weights, counters and identity are those of a start."""
@@ -178,8 +180,13 @@ class SGLangServer(Peer):
         self._start()
         self.up()
 
-    def play(self, rounds: int, emitted: int, requests: int) -> None:
-        """Finish requests; each one's first token came from its prefill."""
+    def play(self, rounds: int, accepted: tuple[int, int, int]) -> None:
+        """Do rounds of requests that go on."""
+        with self.lock:
+            self.steps = [a + b for a, b in zip(self.steps, (rounds, *accepted), strict=True)]
+
+    def end(self, rounds: int, emitted: int, requests: int) -> None:
+        """End requests after so many rounds; each one's first token came from its prefill."""
         with self.lock:
             self.counters["rounds"] += rounds
             self.counters["tokens"] += emitted + requests
@@ -293,9 +300,12 @@ class SGLangServer(Peer):
 
     def _metrics(self) -> str:
         with self.lock:
-            counts = dict(self.counters)
+            counts, (rounds, *accepted) = dict(self.counters), self.steps
         label = 'model_name="m",engine_type="unified"'
-        return (
+        ours = [f"draftalign:spec_decode_rounds_total {float(rounds)}"]
+        name = "draftalign:spec_decode_round_accepted_tokens_total"
+        ours += [f'{name}{{position="{i}"}} {float(tokens)}' for i, tokens in enumerate(accepted) if tokens]
+        return "".join(f"{line}\n" for line in ours if self.plugin) + (
             f"sglang:spec_verify_calls_total{{{label}}} {float(counts['rounds'])}\n"
             f'sglang:generation_tokens_total{{{label},is_streaming="false"}} {float(counts["tokens"])}\n'
             f'sglang:generation_tokens_total{{{label},is_streaming="true"}} 0.0\n'

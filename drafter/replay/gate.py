@@ -12,7 +12,7 @@ it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.090
 what mostly gains. After a publish a new trial begins, with a budget of its own.
 
 The promised gain is a posterior mean: the less sure the looks are, the nearer it is to 0. The prior is a random walk
-from 0 at the publish, with a step for each training, or part of one. The size of a step is learnt from the looks. What
+from 0 at the publish, with a rise and a step for each training, or part of one. Both are learnt from the looks. What
 the gain varies by from claim to claim is learnt from them, too.
 
 No clock, no randomness; the state is plain JSON.
@@ -21,7 +21,7 @@ No clock, no randomness; the state is plain JSON.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
 from typing import Any, Final
 
@@ -35,12 +35,13 @@ _NORMAL: Final = NormalDist()
 _EFFECT_SD: Final = 0.5
 #: Standard deviation of the log of a ratio of α where nothing is known of the challenger, as of an archived version.
 _UNKNOWN_SD: Final = 0.5
-#: Standard deviation of what one training adds to it, before looks have shown that.
-_STEP_SD: Final = 0.08
-#: Bounds of that standard deviation, and the rate at which it follows what the looks show.
-_LEAST_STEP_SD: Final = 0.003
-_LARGEST_STEP_SD: Final = 0.2
-_STEP_RATE: Final = 0.25
+#: What one training adds to it beside the usual rise has one of these standard deviations: each with its chance before
+#: looks tell which. A run begins with large ones.
+_STEPS: Final = {0.001: 0.05, 0.003: 0.05, 0.01: 0.1, 0.03: 0.3, 0.1: 0.5}
+#: So much of what looks have told of that is forgotten at each look: trainings may begin to move it more, or less.
+_FORGOTTEN: Final = 0.005
+#: One training is expected to add no more than this.
+_LARGEST_RISE: Final = 0.2
 #: Standard deviation of one pair's gain from claim to claim, which more prompts do not reduce. Promises use this value.
 #: The error of a look uses one that is learnt (`ClaimSpread`), and no less than this.
 CLAIM_SD: Final = 0.01
@@ -133,38 +134,100 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class GainPosterior:
-    """What is expected of a challenger: the posterior of log(1 + gain), and how far a training moves it."""
+class Walk:
+    """How trainings move the gain, by one assumption: a Kalman filter of log(1 + gain) and of its rise in a training.
 
+    A training adds the rise, and an amount with standard deviation `step`. The rise changes by as much.
+    """
+
+    step: float
+    chance: float  # that this assumption is the right one
     mean: float = 0.0
-    variance: float = _UNKNOWN_SD**2  # 0 where the challenger is the served drafter itself, before its first training
+    variance: float = _UNKNOWN_SD**2
+    rise: float = 0.0
+    rise_variance: float = 0.0
+    covariance: float = 0.0  # of gain and rise
+
+    def trained(self, share: float) -> None:
+        """The challenger had that share of a whole training."""
+        self.mean += share * self.rise
+        self.variance += share * (2.0 * self.covariance + share * self.rise_variance + self.step**2)
+        self.covariance += share * self.rise_variance
+        self.rise_variance += share * self.step**2
+
+    def forget(self, log_gain: float, noise: float) -> None:
+        """Let go of what no longer holds, as this look shows. The chance of an error does not rest on it."""
+        self.variance = max(self.variance, noise / _MEMORY_LOOKS)
+        if log_gain - self.mean > _BREAK * math.sqrt(self.variance + noise):
+            self.mean, self.variance, self.covariance = 0.0, _UNKNOWN_SD**2, 0.0
+
+    def learn(self, log_gain: float, noise: float) -> float:
+        """Learn from a look; returns the logarithm of its density by this assumption, but for a constant."""
+        surprise, expected = log_gain - self.mean, self.variance + noise
+        kept, raised = self.variance / expected, self.covariance / expected
+        self.mean += kept * surprise
+        self.rise = min(max(self.rise + raised * surprise, -_LARGEST_RISE), _LARGEST_RISE)
+        self.rise_variance -= raised * self.covariance
+        self.covariance *= 1.0 - kept
+        self.variance *= 1.0 - kept
+        return -0.5 * (math.log(expected) + surprise**2 / expected)
+
+    def next(self) -> Walk:
+        """Against another served drafter: the gain is not known, and the rise is about what it was."""
+        return Walk(self.step, self.chance, rise=self.rise, rise_variance=self.step**2)
+
+
+@dataclass(slots=True)
+class GainPosterior:
+    """What is expected of a challenger: the posterior of log(1 + gain), over all assumptions of `_STEPS`.
+
+    A single step that is learnt falls to its least value where looks are noisy, and then hardly learns: whatever looks
+    show, what is expected goes on by the usual rise.
+    """
+
+    walks: list[Walk] = field(
+        default_factory=lambda: [Walk(step, chance, rise_variance=step**2) for step, chance in _STEPS.items()]
+    )
     moved: float = 0.0  # trainings since the last look; one that was cut short counts for the share that was done
-    rise: float = 0.0  # by which one whole training moves it on average
-    step: float = _STEP_SD**2  # and the variance of that
+
+    @property
+    def mean(self) -> float:
+        """Expected log(1 + gain)."""
+        return math.fsum(walk.chance * walk.mean for walk in self.walks)
+
+    @property
+    def variance(self) -> float:
+        """Its variance: within the assumptions and between them."""
+        mean = self.mean
+        return math.fsum(walk.chance * (walk.variance + (walk.mean - mean) ** 2) for walk in self.walks)
+
+    def known(self, variance: float = 0.0) -> GainPosterior:
+        """The gain is 0, with that variance: by default the challenger is the served drafter itself. Returns this."""
+        for walk in self.walks:
+            walk.mean, walk.variance, walk.covariance = 0.0, variance, 0.0
+        return self
 
     def trained(self, share: float) -> None:
         """The challenger had that share of a whole training: what it showed before says less about it now."""
-        self.mean += share * self.rise
-        self.variance += share * self.step
+        for walk in self.walks:
+            walk.trained(share)
         self.moved += share
 
     def learn(self, log_gain: float, noise: float) -> None:
-        """Learn from a look, and where it was trained since the last one, how far that moves it. `noise`: variance."""
-        if not self.moved:  # let go of what no longer holds; the chance of an error does not rest on it
-            self.variance = max(self.variance, noise / _MEMORY_LOOKS)
-            if log_gain - self.mean > _BREAK * math.sqrt(self.variance + noise):
-                self.mean, self.variance = 0.0, _UNKNOWN_SD**2
-        surprise = log_gain - self.mean
-        kept = self.variance / (self.variance + noise)
-        if self.moved:  # surprise² is of the training, of what was not known before it, and of the noise
-            step = self.moved * self.step
-            found = (surprise**2 - (self.variance - step) - noise) / self.moved
-            rate = _STEP_RATE * step / self.variance
-            self.step = min(max(self.step + rate * (found - self.step), _LEAST_STEP_SD**2), _LARGEST_STEP_SD**2)
-            self.rise += rate * min(max(kept * surprise / self.moved, -_LARGEST_STEP_SD), _LARGEST_STEP_SD)
+        """Learn from a look, of that `noise` (a variance): the gain, its rise, and which assumption holds."""
+        if not self.moved:
+            for walk in self.walks:
+                walk.forget(log_gain, noise)
+        logs = [math.log(walk.chance) + walk.learn(log_gain, noise) for walk in self.walks]
+        top = max(logs)
+        whole = math.fsum(math.exp(one - top) for one in logs)
+        for walk, one in zip(self.walks, logs, strict=True):
+            walk.chance = (1.0 - _FORGOTTEN) * math.exp(one - top) / whole + _FORGOTTEN * _STEPS[walk.step]
         self.moved = 0.0
-        self.mean += kept * surprise
-        self.variance *= 1.0 - kept
+
+    def next(self) -> GainPosterior:
+        """Of the same challenger against another served drafter: how far trainings move it stays known."""
+        return GainPosterior([walk.next() for walk in self.walks])
 
 
 @dataclass(slots=True)
@@ -290,8 +353,7 @@ class Trial:
 
     def next(self) -> Trial:
         """The trial of the same challenger against another served drafter: how much it moves and varies stays known."""
-        promise = GainPosterior(rise=self.promise.rise, step=self.promise.step)
-        return Trial(self.share, promise, claims=self.claims.kept())
+        return Trial(self.share, self.promise.next(), claims=self.claims.kept())
 
     @property
     def error(self) -> float:
@@ -344,12 +406,22 @@ class Trial:
         last, starts = ([tuple(one) for one in values[name]] for name in ("last", "starts"))
         return cls(
             values["share"],
-            GainPosterior(**{one.name: values[one.name] for one in fields(GainPosterior)}),
+            _posterior(values),
             LookError(values["spread"], values["spread_looks"]),
             ClaimSpread(values["claims"], values["claims_seen"], last),
             SpentError(values["looks"], values["single"], starts),
             values.get("same", 0),  # absent: of before it was kept
         )
+
+
+def _posterior(values: dict[str, Any]) -> GainPosterior:
+    """Of a trial's `values`; of before there were several assumptions, with what was known by the one."""
+    if "walks" in values:
+        return GainPosterior([Walk(**walk) for walk in values["walks"]], values["moved"])
+    posterior = GainPosterior(moved=values["moved"])
+    for walk in posterior.walks:
+        walk.mean, walk.variance, walk.rise = values["mean"], values["variance"], values["rise"]
+    return posterior
 
 
 def _log_e(s: float, n: float) -> float:

@@ -169,7 +169,7 @@ class Snapshot:
         """Read a /metrics page. Raises MetricsError naming a missing counter: absent is not zero."""
         samples = read_samples(text, _NAMES)
         rounds, drafted, accepted = (_total(samples, name) for name in (ROUNDS, DRAFTED, ACCEPTED))
-        counts = Counts(rounds, drafted, accepted, _per_position(samples), _emitted(samples))
+        counts = Counts(rounds, drafted, accepted, per_position(samples, ACCEPTED_PER_POSITION), _emitted(samples))
         return cls(counts, _gauge(samples, POLICY_VERSION), _times(samples), life=_life(samples))
 
     @classmethod
@@ -372,8 +372,8 @@ def _times(samples: Mapping[str, list[Sample]]) -> tuple[float, float, float, fl
     return outputs, steps, seconds, running / len(found[-1])
 
 
-def _per_position(samples: Mapping[str, list[Sample]]) -> tuple[int, ...]:
-    name = ACCEPTED_PER_POSITION
+def per_position(samples: Mapping[str, list[Sample]], name: str) -> tuple[int, ...]:
+    """A counter by its label `position`, the first draft's first. Raises MetricsError where it is missing."""
     _total(samples, name)
     table: dict[int, int] = {}
     for sample in samples[name]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypedDict, TypeVar
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError
@@ -64,6 +64,29 @@ class HookOptions:
             )
         object.__setattr__(self, "policy_version", checked_version(self.policy_version))  # any kind of integer
         checked_dtype(self.dtype)
+
+
+class HookKeywords(TypedDict, total=False):
+    """The names and types of `HookOptions`, for editors and type checkers: of a call with `**` they ask for these."""
+
+    run: str
+    token: str | None
+    aux_layers: Sequence[int] | Literal["eagle3"]
+    initial_drafter: Path | str | None
+    draft_vocab_size: int | None
+    policy_version: int
+    sample_fraction: float
+    max_tokens_per_step: int
+    dtype: FeatureDtype
+    head_tolerance: float
+    rank: int
+    world_size: int
+    queue_bytes: int
+    timeout_seconds: float
+    patience_seconds: float
+    drafter_version: Callable[[], str] | None
+    logit_map: wire.LogitMap | None
+    strict: bool
 
 
 class TrainerHook:

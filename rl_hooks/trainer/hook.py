@@ -22,18 +22,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from torch import Tensor, nn
 
 from rl_hooks.sending.agreement import Agreement
 from rl_hooks.sending.features import Captured
 from rl_hooks.sending.registration import is_sharded, policy_head, refuse_model_parallel, unwrap
-from rl_hooks.trainer.base import HookOptions, TrainerHook
+from rl_hooks.trainer.base import HookKeywords, HookOptions, TrainerHook
 from rl_hooks.trainer.capture import FeatureCapture, dropping
 from rl_hooks.trainer.own_scores import Kind, OwnRows, OwnScores, Scores
 from rl_hooks.trainer.packing import check_forward, how_it_reads
-from rl_hooks.trainer.plan import BatchPlan, CaptureArguments, checked_version, plan_batch
+from rl_hooks.trainer.plan import BatchPlan, CaptureArguments, CaptureKeywords, checked_version, plan_batch
 from rl_hooks.trainer.registrar import Registrar
 from rl_hooks.trainer.staging import RolloutStaging, Targets
 from rl_hooks.trainer.whole import WholeWeight
@@ -62,6 +62,14 @@ class DrafterOptions(HookOptions):
     #: The model may return `log_probs` [B, S - 1], of every generated token at the temperature that `capture` is told,
     #: as in TRL's GRPO; then normalisers are made of them.
     own_log_probs: bool = False
+
+
+class DrafterKeywords(HookKeywords, total=False):
+    """The names and types of `DrafterOptions`."""
+
+    layers_path: str | None
+    norm_path: str | None
+    own_log_probs: bool
 
 
 class ForwardReader:
@@ -167,7 +175,7 @@ class DrafterHook(TrainerHook):
     already) in the first captured forward.
     """
 
-    def __init__(self, model: nn.Module, url: str, **options: Any) -> None:
+    def __init__(self, model: nn.Module, url: str, **options: Unpack[DrafterKeywords]) -> None:
         told = DrafterOptions(**options)
         # Made before the hooks are registered: a refused model is left as it was found.
         refuse_model_parallel(model)
@@ -201,7 +209,7 @@ class DrafterHook(TrainerHook):
         return self.guard.seconds + self._reader.seconds
 
     @contextmanager
-    def capture(self, **told: Any) -> Iterator[None]:
+    def capture(self, **told: Unpack[CaptureKeywords]) -> Iterator[None]:
         """Capture the features of the one forward over `input_ids` that happens inside.
 
         `told` are the fields of `CaptureArguments`: `input_ids`, `loss_mask`, `policy_version`, and so on.

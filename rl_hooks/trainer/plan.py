@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Required, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,31 @@ class CaptureArguments:
     #: `wire.prompt_hash` of what tells prompts apart whose tokens are the same. Rollouts of a prompt that was trained
     #: on judge no drafter.
     prompt_hashes: Sequence[str] | None = None
+
+
+class MegatronCaptureKeywords(TypedDict, total=False):
+    """The names and types of `CaptureArguments` that Megatron's hook takes."""
+
+    input_ids: Required[Tensor]
+    loss_mask: Required[Tensor]
+    policy_version: Required[int]
+    attention_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    logprobs: Tensor | None
+    rewards: Sequence[float] | Tensor | None
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    rollout_ids: Sequence[str] | None
+    strata: Sequence[str] | None
+    prompt_hashes: Sequence[str] | None
+
+
+class CaptureKeywords(MegatronCaptureKeywords, total=False):
+    """The names and types of `CaptureArguments`, for editors and type checkers."""
+
+    position_ids: Tensor | None
+    tree_places: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 from engine_fixtures import EOS_ID
 from hooks_fixtures import free_port
+from server_load import REPOSITORY, write_entry_points
 
 from examples.policy import BASE_POLICY
 from rl_hooks.engines.counters import Counts
 from rl_hooks.engines.sglang.adapter import GENERATED, LOADER, REQUESTS, ROUNDS
 
-REPOSITORY = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DRAFTALIGN_SGLANG_PYTHON", REPOSITORY / ".venv-sglang/bin/python"))
 DEPTH = 3
 PLUGIN = Path(__file__).parent / "plugin"
@@ -35,7 +36,8 @@ class SGLangProcess:
         self.client = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=2.0))
         self.log = scratch / "sglang.log"
         ours: dict[str, str] = {
-            "PYTHONPATH": os.pathsep.join([str(PLUGIN), str(REPOSITORY)]),
+            "PYTHONPATH": os.pathsep.join(map(str, [write_entry_points(scratch / "installed"), PLUGIN, REPOSITORY])),
+            "SGLANG_PLUGINS": "draftalign",
             "DRAFTALIGN_DRAFTER_DIR": str(home),
             "SGLANG_USE_CPU_ENGINE": "1",
             "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that is asked here
@@ -93,11 +95,18 @@ class SGLangProcess:
         self.process.wait()
 
     # --- calls
-    def ask(self, prompt: Sequence[int], *, max_tokens: int = 40) -> dict[str, Any]:
+    def ask(self, prompt: Sequence[int], *, max_tokens: int = 40, stop: bool = True) -> dict[str, Any]:
         """The answer to one greedy request: SGLang on a CPU verifies greedily, whatever temperature is asked for."""
-        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "stop_token_ids": [EOS_ID]}
-        answer = self.client.post("/generate", json={"input_ids": list(prompt), "sampling_params": sampling})
+        answer = self.client.post("/generate", json=_greedy(prompt, max_tokens, stop))
         return answer.raise_for_status().json()  # type: ignore[no-any-return]
+
+    def stream(self, prompt: Sequence[int], *, max_tokens: int) -> Iterator[dict[str, Any]]:
+        """What is said of one that goes on to `max_tokens`, after each of its steps; of its rounds at its end only."""
+        body = _greedy(prompt, max_tokens, stop=False) | {"stream": True}
+        with self.client.stream("POST", "/generate", json=body) as answer:
+            for line in answer.raise_for_status().iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))["meta_info"]
 
     def generate(self, prompt: Sequence[int], *, max_tokens: int = 40) -> list[int]:
         """Token ids of one greedy completion, raising on any answer but 200."""
@@ -120,3 +129,8 @@ class SGLangProcess:
                 total[name] += float(line.rsplit(" ", 1)[1])
         rounds, emitted = int(total[ROUNDS]), int(total[GENERATED] - total[REQUESTS])
         return Counts(rounds, rounds * DEPTH, emitted - rounds, (), emitted)
+
+
+def _greedy(prompt: Sequence[int], max_tokens: int, stop: bool) -> dict[str, Any]:
+    ends: dict[str, Any] = {"stop_token_ids": [EOS_ID]} if stop else {"ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens} | ends}

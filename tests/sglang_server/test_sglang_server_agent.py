@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,50 @@ def test_the_agent_keeps_a_real_sglang_on_the_right_drafter(
         own = follower.ledger.version_counts(good).since(counted_then, 0.0)
     assert (own.rounds, own.emitted_tokens) == (measured.rounds, measured.emitted_tokens)
     assert own.alpha == pytest.approx(best)
+
+
+def test_long_answers_that_run_over_a_swap_are_counted_by_the_drafter_of_each_round(
+    server: SGLangProcess, service: RunningService, trained: Eagle3Drafter, drafters: Path
+) -> None:
+    """All are greedy, so an answer of as many tokens as there were at the swap tells how many rounds they took."""
+    prompts = elicit_prompts(4, seed=4)
+    cache = drafters / "agent-beside-long-answers"
+    with start_agent(service.url, server, cache=cache, engine_kind="sglang", canary=CanaryRule(rounds=40)) as agent:
+        dead = publish(service, drafters / "random", trained)
+        follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
+        eventually(lambda: follower.loaded_version == dead, 60)
+        said: list[dict[str, Any]] = [{} for _ in prompts]
+
+        def ask(client: int) -> None:
+            for facts in server.stream(prompts[client], max_tokens=200):
+                said[client] = facts
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = [pool.submit(ask, client) for client in range(len(prompts))]
+            eventually(lambda: all(facts.get("completion_tokens", 0) > 20 for facts in said))
+            server.post("/pause_generation", mode="in_place")  # until the agent has swapped, and lets it go on
+            time.sleep(1)  # what was computed arrives
+            tokens_then = [facts["completion_tokens"] for facts in said]
+            assert not any(future.done() for future in asked), "all run over the swap"
+            good = publish(service, drafters / "trained", trained)
+            eventually(lambda: follower.loaded_version == good, 60)
+            for future in asked:
+                future.result()
+        found = {version: settled(follower, version) for version in (dead, good)}
+        aside = follower.ledger.unattributed_rounds
+    swap(server, drafters, drafters / "random", "dead-again")
+    rounds_then = [
+        server.ask(prompt, max_tokens=tokens, stop=False)["meta_info"]["spec_verify_ct"]
+        for prompt, tokens in zip(prompts, tokens_then, strict=True)
+    ]
+    rounds = sum(facts["spec_verify_ct"] for facts in said) - sum(rounds_then)
+    tokens = sum(facts["completion_tokens"] for facts in said) - sum(tokens_then)
+    print(f"swapped after {tokens_then}; then {tokens} tokens in {rounds} rounds; booked {found}, aside {aside}")
+    assert sum(rounds_then) - aside <= found[dead].rounds <= sum(rounds_then)
+    # The first round of each after the swap is left out.
+    many = len(prompts)
+    assert rounds - many - aside <= found[good].rounds <= rounds - many
+    assert many <= tokens - (found[good].emitted_tokens or 0) <= (DEPTH + 1) * (many + aside)
 
 
 def test_a_trainer_writes_the_policy_and_the_drafter_stays(

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 from engine_fixtures import EOS_ID
 from hooks_fixtures import free_port
+from server_load import write_entry_points
 
 from examples.policy import BASE_POLICY
 from rl_hooks.engines.counters import Counts, Snapshot
@@ -43,15 +43,8 @@ draftalign_tests = vllm_test_plugin:TestEndpoints
 
 def plugins(directory: Path) -> Path:
     """A directory for PYTHONPATH: vLLM finds the tests' plugin there, and ours as pyproject.toml names them."""
-    ours = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
-    lines = [
-        line for group, names in ours.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
-    ]
-    for name, text in (("draftalign_tests", _ENTRY_POINTS), ("draftalign", "\n".join(lines))):
-        metadata = directory / f"{name}-0.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-        (metadata / "entry_points.txt").write_text(text)
+    write_entry_points(directory, "draftalign_tests", _ENTRY_POINTS)
+    write_entry_points(directory)
     return directory
 
 

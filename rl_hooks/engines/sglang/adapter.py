@@ -32,11 +32,13 @@ from typing import Any, Final
 
 import httpx
 import numpy as np
+from prometheus_client.samples import Sample
 
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Counts, Snapshot, read_samples
+from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples
 from rl_hooks.engines.protocol import TREES, EngineHttp, EngineState, counting_only
+from rl_hooks.engines.sglang import rounds
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
 from rl_hooks.format.eagle3 import DrafterError
@@ -124,14 +126,34 @@ class SGLangEngine(EngineHttp):
         )
 
     async def snapshot(self) -> Snapshot:
-        """Counters. SGLang counts a request when it has finished, so a round of α 1 counts as one emitted token.
+        """Counters of rounds, by step where our plugin (`rl_hooks.engines.sglang.rounds`) is loaded.
 
-        Accepted tokens are counted after trimming, unlike vLLM's, and not by position.
+        SGLang itself counts a request when it has finished, and not by position. That serves for an engine that is only
+        counted. After a swap it would credit the newer drafter with rounds of the older: then MetricsError is raised.
+        Accepted tokens are counted after trimming, unlike vLLM's.
         """
-        totals = _totals(await self._page())
-        rounds, emitted = totals[ROUNDS], totals[GENERATED] - totals[REQUESTS]
-        accepted = max(emitted - rounds, 0)
-        return Snapshot(Counts(rounds, max(rounds * self._depth, accepted), accepted, (), emitted))
+        samples = read_samples(await self._page(), (rounds.ROUNDS, rounds.ACCEPTED, ROUNDS, GENERATED, REQUESTS))
+        if rounds.ROUNDS in samples:
+            counted = _total(samples, rounds.ROUNDS)
+            positions = per_position(samples, rounds.ACCEPTED) if rounds.ACCEPTED in samples else ()
+            accepted = sum(positions)
+            return self._snapshot(counted, counted + accepted, positions)
+        if GENERATED not in samples:
+            raise MetricsError(f"the engine's /metrics has no {GENERATED}; start SGLang with --enable-metrics")
+        # The other two appear with the first request.
+        counted, generated, requests = (_total(samples, name) for name in (ROUNDS, GENERATED, REQUESTS))
+        if counted and self._loaded is not None:
+            raise MetricsError(
+                f"the engine's /metrics has {ROUNDS}, but no {rounds.ROUNDS}: without it nobody can tell which drafter "
+                "did the rounds of a request that ran over a swap. Install rl_hooks into SGLang's environment with "
+                "pip; SGLANG_PLUGINS, where it is set, must name draftalign; then restart the server. "
+                "If it is installed, the server's log says why it does not count"
+            )
+        return self._snapshot(counted, generated - requests, ())
+
+    def _snapshot(self, counted: int, emitted: int, positions: tuple[int, ...]) -> Snapshot:
+        accepted = max(emitted - counted, 0)
+        return Snapshot(Counts(counted, max(counted * self._depth, accepted), accepted, positions, emitted))
 
     async def swap(self, release: Release) -> str | None:
         """Swap, or raise SwapRefusedError (never) or EngineError (not now) with the old drafter still in place.
@@ -337,14 +359,9 @@ def request_payload(request: Mapping[str, Any]) -> str:
     return base64.b64encode(b"".join(opcodes)).decode()
 
 
-def _totals(text: str) -> dict[str, int]:
-    """The three counters, each summed over its labels. Raises MetricsError naming a missing one."""
-    wanted = (ROUNDS, GENERATED, REQUESTS)
-    samples = read_samples(text, wanted)
-    if GENERATED not in samples:
-        raise MetricsError(f"the engine's /metrics has no {GENERATED}; start SGLang with --enable-metrics")
-    # The other two appear with the first request.
-    return {name: int(sum(sample.value for sample in samples.get(name, ()))) for name in wanted}
+def _total(samples: Mapping[str, list[Sample]], name: str) -> int:
+    """A counter, summed over its labels; 0 before its first request."""
+    return int(sum(sample.value for sample in samples.get(name, ())))
 
 
 def _ranks(info: Mapping[str, Any]) -> int:

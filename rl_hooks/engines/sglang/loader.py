@@ -33,6 +33,7 @@ from rl_hooks.engines.candidate import (
     read_file,
     running_sizes,
 )
+from rl_hooks.engines.sglang.rounds import COUNTER
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, most_bytes
 from rl_hooks.format.eagle3 import DrafterConfig
 
@@ -54,6 +55,7 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
         directory = _inside(home, request["outcome"])
         outcome["version"] = request["version"]
         outcome |= _load(model, _inside(home, request["path"]), request["sha256"]) | {"ok": True}
+        COUNTER.drafter_changed()
     except DrafterRefusedError as error:
         outcome["refused"] = str(error)
     except DigestMismatchError as error:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 import torch
@@ -29,10 +29,10 @@ from rl_hooks import wire
 from rl_hooks.errors import RolloutError, UnsupportedModelError
 from rl_hooks.sending.features import Captured
 from rl_hooks.sending.registration import RunRegistration, target_config
-from rl_hooks.trainer.base import HookOptions, TrainerHook
+from rl_hooks.trainer.base import HookKeywords, HookOptions, TrainerHook
 from rl_hooks.trainer.megatron.part import ModelPart, Reading, as_target, check_packing
 from rl_hooks.trainer.megatron.ranks import TensorRanks
-from rl_hooks.trainer.plan import BatchPlan, CaptureArguments, checked_version, plan_batch
+from rl_hooks.trainer.plan import BatchPlan, CaptureArguments, MegatronCaptureKeywords, checked_version, plan_batch
 from rl_hooks.trainer.registrar import HeadUpdates
 from rl_hooks.trainer.staging import RolloutStaging, placed
 
@@ -67,7 +67,14 @@ class MegatronHook(TrainerHook):
     """
 
     def __init__(
-        self, model: nn.Module, url: str, *, config: Any, group: Any, wait_seconds: float = 60.0, **options: Any
+        self,
+        model: nn.Module,
+        url: str,
+        *,
+        config: Any,
+        group: Any,
+        wait_seconds: float = 60.0,
+        **options: Unpack[HookKeywords],
     ) -> None:
         told = HookOptions(**options)
         self.ranks = TensorRanks(group, wait_seconds)
@@ -118,7 +125,7 @@ class MegatronHook(TrainerHook):
         return cast("_Made", made)
 
     @contextmanager
-    def capture(self, **told: Any) -> Iterator[None]:
+    def capture(self, **told: Unpack[MegatronCaptureKeywords]) -> Iterator[None]:
         """Capture the one forward over `input_ids` [B, S] that happens inside; on every rank of the group.
 
         `told` are the fields of `CaptureArguments`, but for `position_ids` and `tree_places`; those of rank 0 are used.

@@ -248,7 +248,7 @@ class Gate:
         if before is not None:
             self.outcomes.begin(version, before, chosen)
         if chosen.train_on:
-            self._trials[CANDIDATE].promise.variance = 0.0
+            self._trials[CANDIDATE].promise.known()
         return event
 
 

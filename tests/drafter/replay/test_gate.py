@@ -93,9 +93,7 @@ def test_how_far_a_training_moves_the_gain_is_learnt() -> None:
         trial.trained()
         trial.take(Look(0.07, 0.025, 30, 240, 2.14, 2.0))
         promised.append(trial.verdict().gain)
-        trial = Trial(
-            promise=GainPosterior(rise=trial.promise.rise, step=trial.promise.step, variance=0.0)
-        )  # published
+        trial = Trial(promise=trial.promise.next().known())  # published
     assert min(promised) > 0.055
     assert promised[-1] == pytest.approx(0.07, abs=0.008)
     for _ in range(40):  # and then nothing any more
@@ -106,20 +104,47 @@ def test_how_far_a_training_moves_the_gain_is_learnt() -> None:
     assert trial.verdict().gain < 0.02
 
 
-@pytest.mark.parametrize("share", [1.0, 0.125])
-def test_the_promise_is_kept_where_trainings_are_cut_into_parts(share: float) -> None:
-    """A part counted as a whole training promised a third too much."""
+@pytest.mark.parametrize(("share", "gain"), [(1.0, 0.05), (0.125, 0.05), (0.125, 0.1)])
+def test_the_promise_is_kept_where_trainings_are_cut_into_parts(share: float, gain: float) -> None:
+    """A part counted as a whole training promised a third too much; one step that is learnt, up to 14 % too little."""
     rng = np.random.default_rng(5)
-    found = [one for _ in range(25) for one in publishes(share, 0.05, rng)]
+    found = [one for _ in range(25) for one in publishes(share, gain, rng)]
     assert len(found) == 100
     promised, true = (sum(getattr(one, of) or 0.0 for one in found) for of in ("promised", "gain"))
-    assert promised / true == pytest.approx(1.0, abs=0.12)
+    assert promised / true == pytest.approx(1.0, abs=0.09)
 
 
 def test_a_checkpoint_from_before_parts_were_counted_is_read() -> None:
     trial = Trial()
     trial.trained()
     assert Trial.from_json(trial.to_json() | {"moved": True}) == trial
+
+
+def test_a_checkpoint_from_before_there_were_several_assumptions_is_read() -> None:
+    values = Trial().to_json()
+    del values["walks"]
+    promise = Trial.from_json(values | {"mean": 0.03, "variance": 0.01, "rise": 0.05, "step": 0.0064}).promise
+    assert (promise.mean, promise.variance, promise.moved) == pytest.approx((0.03, 0.01, 0.0))
+    assert {walk.rise for walk in promise.walks} == {0.05}
+
+
+def test_a_gain_that_comes_faster_than_before_is_promised() -> None:
+    """Six looks of a demo's run, after publishes to which each part of a training brought 0.5 %.
+
+    One step that is learnt from looks had fallen to its least value: 4.2 % with an error of 1.2 was promised. 13 came.
+    """
+    promise = GainPosterior().known()
+    for _ in range(4):
+        for number in range(1, 9):
+            promise.trained(0.125)
+            promise.learn(0.005 * number, 0.02**2 + 0.01**2)
+        promise = promise.next().known()
+    found = ((0.019, 0.011), (0.042, 0.018), (0.029, 0.032), (0.035, 0.029), (0.082, 0.031), (0.123, 0.041))
+    for log_gain, error in found:
+        promise.trained(0.125)
+        promise.learn(log_gain, error**2 + 0.01**2)
+    assert promise.mean > 0.055
+    assert math.sqrt(promise.variance) > 0.02
 
 
 def test_looks_pool() -> None:
@@ -249,38 +274,65 @@ def test_the_processes_that_are_kept_are_those_of_the_last_looks_and_the_best_be
 
 
 def test_parts_of_a_training_move_the_promise_as_far_as_the_whole() -> None:
-    whole, parts = (GainPosterior(rise=0.03, mean=0.01, variance=0.02**2) for _ in range(2))
+    """Where a training brings the same each time; the rise may change between parts, which adds a little variance."""
+    whole, parts = (GainPosterior().known(0.02**2) for _ in range(2))
+    for one in (whole, parts):
+        for walk in one.walks:
+            walk.rise, walk.rise_variance = 0.03, 0.05**2
     whole.trained(1.0)
     for share in (0.5, 0.25, 0.25):
         parts.trained(share)
-    assert (parts.mean, parts.variance, parts.moved) == pytest.approx((whole.mean, whole.variance, whole.moved))
-    assert (whole.mean, whole.variance, whole.moved) == pytest.approx((0.04, 0.02**2 + 0.08**2, 1.0))
+    assert (parts.mean, parts.moved) == pytest.approx((whole.mean, whole.moved)) == (0.03, 1.0)
+    for of_whole, of_parts in zip(whole.walks, parts.walks, strict=True):
+        assert of_whole.variance == pytest.approx(0.02**2 + 0.05**2 + of_whole.step**2)
+        assert of_whole.variance <= of_parts.variance <= of_whole.variance + 0.5 * of_whole.step**2
 
 
-def test_a_look_after_a_training_shows_how_far_it_moved_the_gain() -> None:
-    """A surprise has the variance of what was not known before, of the training (half a one), and of the noise."""
-    before, noise, step, moved = 0.02**2, 0.03**2 + 0.01**2, 0.05**2, 0.5
-    trial = Trial(promise=GainPosterior(variance=before))
-    trial.trained(moved)
-    surprise = math.sqrt(before + moved * step + noise)
-    trial.take(Look(math.expm1(surprise), 0.03, 32, 32, 2.0, 2.0))
-    known = before + moved * 0.08**2
-    rate = 0.25 * moved * 0.08**2 / known
-    kept = known / (known + noise)
-    assert trial.promise.step == pytest.approx(0.08**2 + rate * (step - 0.08**2))
-    assert trial.promise.rise == pytest.approx(rate * kept * surprise / moved)
-    assert (trial.promise.mean, trial.promise.variance) == pytest.approx((kept * surprise, known * (1 - kept)))
-    assert trial.promise.moved == 0.0
+def test_the_promise_is_the_posterior_of_a_mixture_of_gaussian_laws() -> None:
+    """Beside one computation for all looks together: the joint normal law of gain and looks, of each assumption."""
+    rng, shares, noise = np.random.default_rng(4), [1.0, 0.125, 0.25, 0.0, 0.125, 1.0], 0.02**2
+    gains = np.cumsum(0.02 * np.array(shares)) + rng.normal(0.0, 0.02, len(shares))
+    promise = GainPosterior().known(0.01**2)
+    for share, log_gain in zip(shares, gains.tolist(), strict=True):
+        promise.trained(share)
+        promise.learn(log_gain, noise)
+    logs, means, variances = [], [], []
+    before = {0.001: 0.05, 0.003: 0.05, 0.01: 0.1, 0.03: 0.3, 0.1: 0.5}
+    for step, chance in before.items():
+        # What is drawn: the gain at first, the rise at first, then of each training its amount and its change of rise.
+        law = np.diag([0.01**2, step**2] + [share * step**2 for share in shares for _ in range(2)])
+        gain, rise, rows = np.zeros(len(law)), np.zeros(len(law)), []
+        gain[0] = rise[1] = 1.0
+        for number, share in enumerate(shares):
+            gain = gain + share * rise
+            gain[2 + 2 * number] += 1.0
+            rise = rise.copy()
+            rise[3 + 2 * number] += 1.0
+            rows.append(gain)
+        of_looks = np.array(rows) @ law @ np.array(rows).T + noise * np.eye(len(shares))
+        weights = np.linalg.solve(of_looks, np.array(rows) @ law @ rows[-1])
+        means.append(weights @ gains)
+        variances.append(rows[-1] @ law @ rows[-1] - weights @ (np.array(rows) @ law @ rows[-1]))
+        logs.append(math.log(chance) + stats.multivariate_normal.logpdf(gains, np.zeros(len(shares)), of_looks))
+    assert [walk.mean for walk in promise.walks] == pytest.approx(means)
+    assert [walk.variance for walk in promise.walks] == pytest.approx(variances)
+    chances = np.exp(logs - np.max(logs))
+    chances /= chances.sum()
+    assert [walk.chance for walk in promise.walks] == pytest.approx(chances, abs=0.02)  # a little is forgotten
+    told = np.array([walk.chance for walk in promise.walks])
+    assert promise.mean == pytest.approx(told @ means)
+    assert promise.variance == pytest.approx(told @ (np.array(variances) + np.square(means)) - (told @ means) ** 2)
 
 
-@pytest.mark.parametrize(("gain", "sd"), [(0.0, 0.003), (20.0, 0.2)])
-def test_how_far_a_training_moves_the_gain_is_taken_for_no_less_and_no_more(gain: float, sd: float) -> None:
+@pytest.mark.parametrize("gain", [0.0, 20.0])
+def test_impossible_looks_leave_the_promise_finite(gain: float) -> None:
     trial = Trial()
     for number in range(300):
         trial.trained()
         trial.take(Look((1 + gain) ** (-1) ** number - 1, 0.001, 32, 32, 2.0, 2.0))
-    assert trial.promise.step == sd**2
-    assert abs(trial.promise.rise) <= 0.2
+    assert all(abs(walk.rise) <= 0.2 for walk in trial.promise.walks)
+    assert math.fsum(walk.chance for walk in trial.promise.walks) == pytest.approx(1.0)
+    assert 0.0 < trial.promise.variance < 1.0
 
 
 def test_an_archived_version_that_comes_back_is_known_by_that_look_alone() -> None:
@@ -289,13 +341,14 @@ def test_an_archived_version_that_comes_back_is_known_by_that_look_alone() -> No
         trial.take(Look(-0.4, 0.04, 32, 32, 1.2, 2.0))
     for one in (trial, alone):
         one.take(look)
-    assert trial.promise == alone.promise
+    found, known = ([(walk.mean, walk.variance) for walk in one.promise.walks] for one in (trial, alone))
+    assert found == known
     noise = 0.04**2 + 0.01**2
     assert alone.promise.mean == pytest.approx(math.log(1.5) * 0.25 / (0.25 + noise))
 
 
 def test_a_verdict_states_the_promise_its_bounds_and_the_error_that_it_is_allowed() -> None:
-    trial = Trial(promise=GainPosterior(variance=0.05**2))
+    trial = Trial(promise=GainPosterior().known(0.05**2))
     trial.take(Look(0.04, 0.02, 32, 32, 2.08, 2.0))
     verdict = trial.verdict(confidence=0.9)
     reach = float(stats.norm.ppf(0.9)) * math.sqrt(trial.promise.variance)
@@ -536,7 +589,7 @@ def test_looks_of_few_prompts_do_not_unlearn_what_looks_of_many_show() -> None:
 def test_what_trainings_bring_is_not_taken_for_what_the_gain_varies_by(sd: float, rise: float) -> None:
     rng, found = np.random.default_rng(8), []
     for _ in range(20):
-        trial = Trial(promise=GainPosterior(variance=0.0))
+        trial = Trial(promise=GainPosterior().known())
         for number in range(60):
             trial.trained()
             trial.take(Look(math.expm1(rise * number + rng.normal(0.0, math.hypot(sd, 0.01))), 0.01, 32, 32, 2.0, 2.0))

@@ -29,7 +29,7 @@ from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.protocol import TREES
-from rl_hooks.engines.sglang.adapter import SGLangEngine, _totals, check_server, process_identity, request_payload
+from rl_hooks.engines.sglang.adapter import SGLangEngine, check_server, process_identity, request_payload
 from rl_hooks.engines.sglang.loader import (
     entered_layers,
     load_drafter,
@@ -293,10 +293,11 @@ def test_a_server_that_speculates_by_another_method_is_counted_and_left_alone(
     service: Service, server: SGLangServer, home: Path, tmp_path: Path
 ) -> None:
     server.info |= {"speculative_algorithm": "NGRAM"}
+    server.plugin = False  # not needed without swaps
     with agent(service, server, home) as running:
         service.publish(1, files=drafter_files(tmp_path / "1", 1))
         eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == "ngram")
-        server.play(rounds=100, emitted=120, requests=1)
+        server.end(rounds=100, emitted=120, requests=1)
         eventually(lambda: service.last_report("ngram").get("rounds") == 100)
     assert server.calls == []
     with pytest.raises(SwapRefusedError, match="NGRAM"):
@@ -495,17 +496,67 @@ def test_counters_are_booked_under_the_version_and_the_trainers_policy(
     with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
         version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
         eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
-        server.play(rounds=100, emitted=250, requests=4)
+        server.play(rounds=100, accepted=(80, 50, 20))
         eventually(lambda: service.last_report(version, 7).get("rounds") == 100)
     report = service.last_report(version, 7)
     assert (report["emitted_tokens"], report["accepted_tokens"], report["drafted_tokens"]) == (250, 150, 300)
-    assert report["accepted_per_position"] == []
+    assert report["accepted_per_position"] == [80, 50, 20]
 
 
-def test_metrics_that_are_off_are_an_error_that_says_so(server: SGLangServer) -> None:
-    assert _totals(server._metrics())
+def test_a_request_that_runs_over_a_swap_is_booked_in_parts(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path
+) -> None:
+    """SGLang counts it when it ends: all its rounds would be the newer drafter's."""
+    with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
+        old = service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == old)
+        follower = running.followers[server.url]
+        server.play(rounds=100, accepted=(10, 0, 0))
+        eventually(lambda: follower.ledger.version_counts(old).rounds == 100)
+        new = service.publish(2, files=drafter_files(tmp_path / "2", 2))
+        eventually(lambda: follower.loaded_version == new)
+        server.end(rounds=150, emitted=285, requests=1)
+        server.play(rounds=50, accepted=(50, 40, 35))
+        eventually(lambda: follower.ledger.version_counts(new).rounds == 50)
+    counts = [follower.ledger.version_counts(version) for version in (old, new)]
+    assert [(one.rounds, one.emitted_tokens) for one in counts] == [(100, 110), (50, 175)]
+
+
+def test_a_canary_decides_while_the_requests_of_before_still_run(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path
+) -> None:
+    with agent(service, server, home, canary=CanaryRule(rounds=50)) as running:
+        old = service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == old)
+        follower = running.followers[server.url]
+        for counted in (50, 100):
+            server.play(rounds=50, accepted=(40, 30, 20))
+            eventually(lambda: follower.ledger.version_counts(old).rounds == counted)  # noqa: B023 - called at once
+        dead = service.publish(2, files=drafter_files(tmp_path / "2", 2))
+        eventually(lambda: follower.loaded_version == dead)
+        server.play(rounds=60, accepted=(0, 0, 0))
+        eventually(lambda: follower.loaded_version == old)
+    assert server.counters["requests"] == 0
+
+
+def test_without_the_plugin_a_swapped_server_is_not_counted_and_says_what_to_install(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.plugin = False
+    with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
+        version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        server.end(rounds=100, emitted=250, requests=4)
+        eventually(lambda: "Install rl_hooks into SGLang's environment" in caplog.text)
+        newer = service.publish(2, files=drafter_files(tmp_path / "2", 2))
+        eventually(lambda: running.followers[server.url].loaded_version == newer)
+        assert not running.followers[server.url].ledger.buckets()
+
+
+def test_metrics_that_are_off_are_an_error_that_says_so(tmp_path: Path) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(b"other 1\n")))
     with pytest.raises(MetricsError, match="--enable-metrics"):
-        _totals("other 1\n")
+        asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport), tmp_path).snapshot())
 
 
 def test_the_request_passes_the_unpickler_as_a_byte_tensor() -> None:

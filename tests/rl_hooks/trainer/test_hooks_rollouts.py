@@ -7,8 +7,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -24,8 +25,9 @@ from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.tally import Tally
-from rl_hooks.trainer.base import COUNTERS
-from rl_hooks.trainer.plan import RolloutChoice, VersionOrder
+from rl_hooks.trainer.base import COUNTERS, HookKeywords, HookOptions
+from rl_hooks.trainer.hook import DrafterKeywords, DrafterOptions
+from rl_hooks.trainer.plan import CaptureArguments, CaptureKeywords, RolloutChoice, VersionOrder
 
 
 @pytest.fixture(name="service")
@@ -343,14 +345,23 @@ def test_a_policy_version_that_is_no_count_is_refused_by_name(service: Receiver,
 def test_a_misspelt_option_or_argument_is_an_error_at_once(service: Receiver) -> None:
     model = tiny()
     with pytest.raises(TypeError, match="sample_fractoin"):
-        DrafterHook(model, service.url, aux_layers=(1, 2, 3), sample_fractoin=0.5)
+        DrafterHook(model, service.url, aux_layers=(1, 2, 3), sample_fractoin=0.5)  # type: ignore[call-arg]
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3))
     ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(TypeError, match="los_mask"), hook.capture(input_ids=ids, los_mask=ids, policy_version=0):
+    capture: Callable[..., AbstractContextManager[None]] = hook.capture  # else a type checker says it before
+    with pytest.raises(TypeError, match="los_mask"), capture(input_ids=ids, los_mask=ids, policy_version=0):
         pytest.fail("the forward must not run")
-    with pytest.raises(TypeError, match="loss_mask"), hook.capture(input_ids=ids, policy_version=0):
+    with pytest.raises(TypeError, match="loss_mask"), capture(input_ids=ids, policy_version=0):
         pytest.fail("the forward must not run")
     hook.close()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "fields"),
+    [(HookKeywords, HookOptions), (DrafterKeywords, DrafterOptions), (CaptureKeywords, CaptureArguments)],
+)
+def test_editors_are_told_of_every_option_and_argument(keywords: type, fields: type) -> None:
+    assert get_type_hints(keywords) == get_type_hints(fields)
 
 
 def test_a_capture_after_close_is_said_once_and_is_no_failure(
@@ -424,7 +435,7 @@ def test_dropout_in_the_captured_forward_is_said_once(
 def test_a_dtype_that_is_none_is_refused_when_attaching_and_the_model_left_as_it_was() -> None:
     model = tiny()
     with pytest.raises(ValueError, match="dtype: expected one of bfloat16, float8_e4m3, float8_e4m3_all, got 'fp8'"):
-        DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2, 3), dtype="fp8")
+        DrafterHook(model, "http://127.0.0.1:9", aux_layers=(1, 2, 3), dtype="fp8")  # type: ignore[arg-type]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from drift_fixtures import SEED
+from made_once import made_once
 
 from benchmarks.alarms import Bank, make_bank
 
 
 @pytest.fixture(scope="session")
 def bank() -> Bank:
-    return make_bank(800, SEED)
+    return made_once("bank", lambda: make_bank(800, SEED))

@@ -249,7 +249,7 @@ def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published(a
     """
     rng, published = np.random.default_rng(0), 0
     for _ in range(60):
-        trial, few = Trial(promise=GainPosterior(variance=0.0)), rng.integers(1 << 60, size=7).astype(str)
+        trial, few = Trial(promise=GainPosterior().known()), rng.integers(1 << 60, size=7).astype(str)
         for version in range(100):
             prompts = few if again else rng.integers(1 << 60, size=7).astype(str)
             looked = [

@@ -1,0 +1,124 @@
+"""Counts SGLang's verification rounds step by step, on its own metrics page.
+
+SGLang counts the rounds of a request when that request ends. A request that runs over a swap would then be counted
+whole for the newer drafter. So a plugin of SGLang's own framework (`sglang.srt.plugins`) reads each request's count
+before and after the step that it is in, and adds the difference to two counters of the scheduler's process.
+
+A round counts where the request's step before it was launched after the last swap, too: SGLang drafts the first token
+of a round at the end of the step before (with pipeline ranks, all of it). So one round of each request that runs over a
+swap is left out, and one more where schedules overlap.
+
+Written against 0.5.23; tests/contract_fixtures.py has what it reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+from weakref import WeakSet
+
+log = logging.getLogger("draftalign.sglang")
+
+ROUNDS: Final = "draftalign:spec_decode_rounds_total"
+#: Accepted tokens after trimming, by position in the draft.
+ACCEPTED: Final = "draftalign:spec_decode_round_accepted_tokens_total"
+#: What takes in the results of a step in SGLang's scheduler.
+PROCESSOR: Final = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+#: A draft is no longer.
+_MAX_DEPTH: Final = 64
+
+
+class StepCounter:
+    """The counters of one scheduler's process. All calls come from its thread."""
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._changed_at: float | None = None  # when the drafter was last loaded
+        self._since: WeakSet[Any] = WeakSet()  # requests that have had a step which was launched after that
+        self._rounds: Any = None
+        self._accepted: Any = None
+
+    def drafter_changed(self) -> None:
+        """The drafter has been loaded: what is launched from now on drafts with it."""
+        self._changed_at = time.monotonic()
+        self._since = WeakSet()
+
+    def prefilled(self, _: Any, processor: Any, batch: Any, *rest: Any, **named: Any) -> None:
+        """SGLang has taken in the results of a prefill."""
+        del processor, rest, named
+        self._guarded(self._see, batch, batch.reqs)
+
+    def decoded(self, original: Callable[..., Any], processor: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+        """Have SGLang take in the results of a decoding step by `original`, and count its rounds.
+
+        A fault of ours costs the counts and one line: an exception here would end the scheduler.
+        """
+        before = self._guarded(self._read, processor, batch)
+        answer = original(processor, batch, *rest, **named)
+        if before is not None:
+            self._guarded(self._count, batch, before)
+        return answer
+
+    def _guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self.failed:
+            return None
+        try:
+            return call(*arguments)
+        except Exception:
+            self.failed = True
+            log.exception("draftalign: rounds are no longer counted in this server")
+            return None
+
+    def _read(self, processor: Any, batch: Any) -> list[tuple[int, int]] | None:
+        """Rounds and tokens of each request so far; None in a rank that SGLang does not count in either."""
+        reporter = processor.metrics_reporter
+        if not (reporter.current_scheduler_metrics_enabled and reporter.is_stats_logging_rank):
+            return None
+        return [(request.spec_verify_ct, len(request.output_ids_through_stop)) for request in batch.reqs]
+
+    def _see(self, batch: Any, requests: Sequence[Any]) -> None:
+        """Remember requests of a step that was launched since the drafter was loaded, once one was."""
+        if self._changed_at is not None and batch.launch_ts > self._changed_at:
+            self._since.update(requests)
+
+    def _count(self, batch: Any, before: Sequence[tuple[int, int]]) -> None:
+        if self._rounds is None:
+            self._open()
+        rounds, table, over_a_swap = 0, [0] * _MAX_DEPTH, []
+        for request, (rounds_before, tokens_before) in zip(batch.reqs, before, strict=True):
+            if request.spec_verify_ct == rounds_before:  # it had ended before this step
+                continue
+            if self._changed_at is not None and request not in self._since:
+                over_a_swap.append(request)
+                continue
+            rounds += 1
+            for position in range(min(len(request.output_ids_through_stop) - tokens_before - 1, _MAX_DEPTH)):
+                table[position] += 1
+        self._rounds.inc(rounds)
+        for position, accepted in enumerate(table):
+            if accepted:
+                self._accepted.labels(position=str(position)).inc(accepted)
+        self._see(batch, over_a_swap)
+
+    def _open(self) -> None:
+        """Make the counters; not before SGLang has said where the processes of a server put theirs together."""
+        from prometheus_client import Counter  # it reads that when it is imported
+
+        # SGLang's page reads the values of all processes from files, so no registry needs to know them.
+        by = ["position"]
+        self._accepted = Counter(ACCEPTED, "Draft tokens that were emitted, by position.", by, registry=None)
+        self._rounds = Counter(ROUNDS, "Verification rounds, counted in the step that did them.", registry=None)
+
+
+#: Of this process: SGLang's scheduler calls these, our loader says when the drafter has changed.
+COUNTER: Final = StepCounter()
+
+
+def register() -> None:
+    """Entry point in group `sglang.srt.plugins`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{PROCESSOR}.process_batch_result_prefill", COUNTER.prefilled, HookType.AFTER)
+    HookRegistry.register(f"{PROCESSOR}.process_batch_result_decode", COUNTER.decoded, HookType.AROUND)
