@@ -26,7 +26,7 @@ from drafter.training.ranks import Ranks, joined
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from service.errors import ConfigurationError
 from service.settings import Settings
-from service.storage.layout import FileId, Layout, file_id, is_there
+from service.storage.layout import FileId, Layout, is_there
 from service.worker.checkpoint import taken_over
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.process.device import use_device
@@ -44,7 +44,7 @@ class FollowedRun:
     def __init__(self, settings: Settings, run: str, ranks: Ranks, device: torch.device) -> None:
         self._layout = Layout(settings.state_dir)
         self._run = run
-        self.target_file: FileId = file_id(self._layout.target(run))  # before it is read
+        self.target_file: FileId = self._layout.target_id(run)  # before it is read
         self._ranks = ranks
         self._device = device
         self._target = Target.open(self._layout, run, device)
@@ -138,7 +138,7 @@ class Follower:
     def _prepare(self, order: Mapping[str, Any]) -> Callable[[], None]:
         """Open the run and load what the order names; returns what is left to do."""
         run = order["run"]
-        if run in self._runs and self._runs[run].target_file != file_id(self._layout.target(run)):
+        if run in self._runs and self._runs[run].target_file != self._layout.target_id(run):
             del self._runs[run]  # it was registered again
         if run not in self._runs:
             self._runs[run] = FollowedRun(self._settings, run, self._ranks, self._device)
@@ -148,6 +148,7 @@ class Follower:
 def run_on_ranks(settings: Settings) -> None:
     """Run the worker until SIGTERM or SIGINT: alone, or as one of the processes that `torchrun` has started."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        check_hosts(settings)
         settings = settings.model_copy(update={"device": own_device(settings.device)})
     device = use_device(settings.device, settings.gpu_memory_share)
     with joined(device) as ranks:
@@ -158,6 +159,16 @@ def run_on_ranks(settings: Settings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):  # which come to all ranks; rank 0 ends what is in hand
             signal.signal(number, signal.SIG_IGN)
         Follower(settings, ranks, device).serve()
+
+
+def check_hosts(settings: Settings) -> None:
+    """Refuse ranks of several hosts where each has a state directory of its own: they map one another's files."""
+    if settings.state_url is not None and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        raise ConfigurationError(
+            "with DRAFTALIGN_STATE_URL all ranks of a worker are on one host (torchrun --nnodes 1): each host has a "
+            "state directory of its own, and ranks map the files of rank 0. Share a directory instead, or start one "
+            "worker for each host"
+        )
 
 
 def own_device(name: str) -> str:

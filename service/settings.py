@@ -101,6 +101,12 @@ class Settings(BaseSettings):
         None, description="Private Ed25519 key (PEM) that signs manifests; `draftalign keygen` makes one."
     )
 
+    state_url: str | None = Field(
+        None,
+        description="Object store that API replicas and workers share, `s3://bucket/prefix`; each host's `state_dir` is"
+        " its own then. Unset: they share the directory.",
+    )
+
     drafters_url: str | None = Field(
         None, description="Object store that engines fetch drafters from, `s3://bucket/prefix`. Unset: from the API."
     )
@@ -242,6 +248,8 @@ class Settings(BaseSettings):
             raise ValueError("tls_cert and tls_key go together: give both, or neither for plain HTTP")
         if self.drafters_url is not None and not self.drafters_url.startswith(OBJECT_SCHEMES):
             raise ValueError(f"drafters_url must begin with one of {', '.join(OBJECT_SCHEMES)}")
+        if self.state_url is not None and not self.state_url.startswith("s3://"):
+            raise ValueError("state_url must begin with s3://: a change is a put on condition of an entity tag")
         if self.rollouts_url is not None and not self.rollouts_url.startswith("s3://"):
             raise ValueError(
                 "rollouts_url must begin with s3://: an upload URL of another kind of store binds neither the length "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import io
@@ -34,7 +35,8 @@ class Store:
         self.requests: list[tuple[str, str]] = []
         self.headers: list[dict[str, str]] = []
         self.fault: Fault | None = None
-        self._app = DomainDispatcherApplication(create_backend_app)
+        self._one_put = threading.Lock()  # moto looks at a put's condition, and puts, in two steps
+        self.app = DomainDispatcherApplication(create_backend_app)
         self.port = 0
         self.up()
 
@@ -56,7 +58,8 @@ class Store:
         self.headers.append({name: value for name, value in environ.items() if name.startswith("HTTP_")})
         if self.fault is not None and (answer := self.fault(environ, start)) is not None:
             return answer
-        answered: Iterable[bytes] = self._app(environ, start)
+        with self._one_put if environ["REQUEST_METHOD"] == "PUT" else contextlib.nullcontext():
+            answered: Iterable[bytes] = self.app(environ, start)
         return answered
 
     def count(self, method: str, end: str = "") -> int:
@@ -93,6 +96,21 @@ def answering(body: Callable[[], Iterator[bytes]], length: int) -> Fault:
             return None
         start("200 OK", [("Content-Length", str(length))])
         return body()
+
+    return fault
+
+
+def losing_answers(store: Store, method: str, part: str, times: int = 1) -> Fault:
+    """The store does what some requests ask, and their answers are lost."""
+    left = [times]
+
+    def fault(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes] | None:
+        if environ["REQUEST_METHOD"] != method or part not in environ["PATH_INFO"] or not left[0]:
+            return None
+        left[0] -= 1
+        b"".join(store.app(environ, lambda *_: None))
+        start("500 Internal Server Error", [("Content-Length", "4")])
+        return [b"lost"]
 
     return fault
 

@@ -14,7 +14,6 @@ from redis import asyncio as aio
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
-from service.storage.layout import file_id
 from service.storage.reports.store import AsyncStore
 from service.storage.reports.store import Store as WorkersStore
 from service.worker.learner import Learner
@@ -77,7 +76,7 @@ def ask_of_drift(bench: Bench, run: str) -> None:
 
 def note_death(bench: Bench, run: str) -> None:
     """As a process leaves it that is killed while it works on the run."""
-    file = file_id(bench.layout.target(run))
+    file = bench.layout.target_id(run)
     assert file is not None
     WorkersStore(bench.redis, run).set_worker(gauges({"working": [*file, 1, time.time()]}))
 

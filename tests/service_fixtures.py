@@ -20,7 +20,7 @@ from rl_hooks import wire
 from service.api.app import make_server
 from service.settings import Settings
 from service.storage.drafters.versions import Manifest
-from service.storage.layout import Layout
+from service.storage.mirror import state_of
 from service.storage.registry import Registry
 
 VOCAB, HIDDEN, LAYERS = 50, 8, (2, 4, 5)
@@ -55,7 +55,7 @@ class RunningService:
 
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings(**settings)
-        self.layout = Layout(self.settings.state_dir)
+        self.layout = state_of(self.settings)
         self.registry = Registry(self.layout)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]

@@ -44,7 +44,7 @@ from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.settings import Settings
-from service.storage.layout import Layout
+from service.storage.mirror import state_of
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch
 from service.storage.runs import commit_run, read_run_header
 from service.storage.spool import Spool
@@ -256,7 +256,7 @@ class Bench:
         self.world = world or World()
         self.redis_url = redis_url
         self.settings = settings(state_dir, redis_url, **changes)
-        self.layout = Layout(state_dir)
+        self.layout = state_of(self.settings)
         self.redis: Any = Redis.from_url(redis_url)
         self.spool = Spool(self.layout)
         self.posted: list[str] = []
@@ -532,7 +532,7 @@ def _become_worker(
     os.environ.update(environment)
 
     import drafter.batch
-    import service.storage.lease
+    import service.storage.queue.lease
     import service.worker.inbox
     import service.worker.loop
     import service.worker.process.worker
@@ -541,7 +541,7 @@ def _become_worker(
         level="INFO", stream=sys.stderr, format=f"{os.getpid()} %(levelname)s %(message)s (%(asctime)s)", force=True
     )
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    service.storage.lease.LEASE_SECONDS = lease_seconds
+    service.storage.queue.lease.LEASE_SECONDS = lease_seconds
     service.worker.process.heartbeat._BEAT_SECONDS = beat_seconds
     service.worker.process.worker._LOOK_FOR_RUNS_SECONDS = 0.05
     service.worker.process.worker._RETRY_SECONDS = 0.05

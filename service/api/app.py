@@ -109,7 +109,8 @@ def create_app(settings: Settings) -> FastAPI:
         responses=problems.RESPONSES,
     )
     context = app.state.context = ServiceContext(settings, client)
-    app.add_middleware(Guard, tokens=context.tokens, auditor=Auditor(AuditLog(context.layout), context.spare))
+    auditor = Auditor(AuditLog(context.layout), context.spare)
+    app.add_middleware(Guard, tokens=context.tokens, auditor=auditor, find=context.find)
     problems.install(app)
     parts = [part.router for part in (rollouts_api, direct_api, runs_api, dead_api, drafters_api, acceptance_api)]
     for part in (*parts, router):
@@ -229,6 +230,11 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, context: ServiceContext) -> None:
         super().__init__(config)
         self._context = context
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until it is asked to stop. Raises OSError where the state that hosts share cannot be read."""
+        with self._context.layout.followed():
+            super().run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where: of port 0 nobody else knows which one it became."""

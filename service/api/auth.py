@@ -14,7 +14,7 @@ import ipaddress
 import logging
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Final
 from urllib.parse import parse_qsl
 
@@ -154,8 +154,10 @@ class Throttle:
 class Guard:
     """ASGI middleware that lets through only what the caller's token permits, and writes down what changes anything."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, auditor: Auditor) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens, auditor: Auditor, find: Callable[[str], Awaitable[None]]) -> None:
+        """`find`: looks for a run that is named, before the call is answered."""
         self._app = app
+        self._find = find
         self._tokens = tokens
         self._auditor = auditor
         self._throttle = Throttle()
@@ -169,6 +171,8 @@ class Guard:
             await self._throttle.wait()
         try:
             caller = scope[CALLER] = self._admit(scope)
+            for run in named_runs(scope["method"], scope["path"], scope["query_string"]) or ():
+                await self._find(run)
             if scope["method"] in _READS:
                 await self._app(scope, receive, self._while_valid(caller, scope, receive, send))
             elif caller is _NOBODY:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from service.monitor.records import State
 from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
-from service.storage.layout import FileId, file_id, is_there
+from service.storage.layout import FileId, is_there
 from service.storage.ready import is_of_one_key
 from service.storage.reports.drafting import Drafting
 from service.storage.runs import (
@@ -149,24 +148,11 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
             for part in joined.new_head:
                 await asyncio.to_thread(head.write, part)
             crc32 = await asyncio.to_thread(crc32_of, head.path)
-            _keep_head(context, record.run, record.policy_version, head, crc32, joined.as_of_ns)
+            version, as_of_ns = record.policy_version, joined.as_of_ns
+            await asyncio.to_thread(keep_head, context.layout, record.run, version, head, crc32, as_of_ns)
         if joined.as_of_ns is None:  # else a later one stays in force
             await context.soon(context.store(record.run).note_head(record.policy_version))
     return joined.warning
-
-
-def _keep_head(
-    context: ServiceContext, run: str, version: int, head: Upload, crc32: int, as_of_ns: int | None = None
-) -> None:
-    """Store an uploaded head, with the time of its arrival or with an earlier time.
-
-    Heads are ordered by their files' times (`Target.at`). So a later head gets a later time whatever the clock says.
-    """
-    later = head.path.stat().st_mtime_ns
-    for path in context.layout.heads(run).glob("*.safetensors"):
-        with contextlib.suppress(FileNotFoundError):  # the worker deletes old heads
-            later = max(later, path.stat().st_mtime_ns + 1)
-    keep_head(head, context.layout.head(run, version), later if as_of_ns is None else as_of_ns, crc32)
 
 
 async def _check_session(context: ServiceContext, run: str, session: str) -> None:
@@ -183,7 +169,11 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     """
     most = context.settings.max_heads
     newest = await context.soon(context.store(run).latest_policy())
-    left = await asyncio.to_thread(forget_unneeded_heads, context.layout, run, -1 if newest is None else newest, most)
+    last_ns = 0  # else the files in the spool tell it
+    if context.kept is not None:
+        last_ns = int(((await context.soon(context.queue(run).arrivals())).last or 0.0) * 1e9)
+    newest_or_none = -1 if newest is None else newest
+    left = await asyncio.to_thread(forget_unneeded_heads, context.layout, run, newest_or_none, most, last_ns)
     if left < most or context.layout.head(run, version).exists():
         return
     waiting = (await context.soon(context.queue(run).depth())).items
@@ -217,7 +207,7 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
     """
     if not is_there(context.layout.run_json(run)) or not untouched(context.layout, run):
         return None
-    file = file_id(context.layout.target(run))
+    file = context.layout.target_id(run)
     refused = (await context.soon(context.store(run).worker())).refused
     return file if file is not None and refused == tuple(file) else None
 
@@ -418,8 +408,9 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         await asyncio.to_thread(check_finite, upload.path)
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
+        crc32 = await asyncio.to_thread(crc32_of, upload.path)
         await _check_session(context, run, session)  # the next attempt may have begun while the file came
-        _keep_head(context, run, version, upload, await asyncio.to_thread(crc32_of, upload.path))
+        await asyncio.to_thread(keep_head, context.layout, run, version, upload, crc32)
     await context.soon(context.store(run).note_head(version, went_back=went_back, session=session))
     return {"run": run, "policy_version": version, "latest_head": version}
 

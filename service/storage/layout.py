@@ -1,18 +1,30 @@
-"""Paths of the state directory: the only place that builds a path from a name given by a client.
+"""The state directory: its paths, and how what API and worker processes share in it is changed.
 
-Every method that takes a name checks it against a strict pattern first, so no name leads out of the
-directory. docs/reference/architecture.md draws the tree.
+It is the only place that builds a path from a name given by a client. Every method that takes a name checks it against
+a strict pattern first, so no name leads out of the directory. docs/reference/architecture.md draws the tree.
+
+Processes share what is theirs together (`runs/` but for `worker/recent`) in one of two ways. `Layout` is a directory
+that all of them have mounted; a run's lock is an `flock`. `Mirror` (`service.storage.mirror`) is a directory of one
+host, whose shared part is a copy of what stands in an object store. Whoever reads a file reads it by its path in both;
+whoever changes one does so in a `change`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
+from rl_hooks.lock import LockHeld, exclusive
 from rl_hooks.wire import RUN_NAME
-from service.errors import RunNotFound, VersionNotFound
+from service.errors import RegistryBusy, RunNotFound, VersionNotFound
+
+T = TypeVar("T")
+#: How long to wait for a run's lock. It is held for renames, and for deleting old versions.
+LOCK_SECONDS = 30.0
 
 #: Drafter versions: `v`, a number of at least six digits, and the first eight digits of the content digest.
 VERSION_NAME: Final = re.compile(r"v[0-9]{6,12}-[0-9a-f]{8}")
@@ -22,12 +34,12 @@ BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}\.([0-9a-f]{16}|[0-9a-
 #: Files inside a drafter version.
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
-#: Inode and time of change of a file; None: there is no such file.
+#: Inode (or size) and time of change of a file; None: there is no such file.
 FileId = tuple[int, int] | None
 
 
 class Layout:
-    """Paths of one state directory. Builds paths only; creates nothing but through `make_run`."""
+    """One state directory, which several hosts may have mounted. Creates nothing but in `make_run` and `change`."""
 
     def __init__(self, state_dir: Path) -> None:
         self.root = state_dir.absolute()
@@ -35,6 +47,43 @@ class Layout:
         self.runs: Final = self.root / "runs"
         #: Uploads in progress.
         self.spool_tmp: Final = self.root / "spool" / "tmp"
+
+    #: Into how many pieces a file of lines is cut that would be one in a mounted directory.
+    pieces = 1
+
+    # --- what several processes share
+    def change(self, run: str, work: Callable[[Layout], T], *, alone: bool = True, checkpoints: bool = False) -> T:  # noqa: ARG002
+        """Change files of a run: what `work` does with the layout that it is given. Blocks.
+
+        `work` may be called again, where another host was faster; it changes nothing else that it could not do twice.
+        `alone`: under the run's lock. `checkpoints`: it changes the worker's too. Raises `RegistryBusy`, and what
+        `work` raises: nothing is changed then, but for what it had done in a mounted directory.
+        """
+        if not alone:
+            return work(self)
+        with locked(self, run):
+            return work(self)
+
+    def own(self, path: Path) -> Path:
+        """Within `change`: the file or directory at `path`, as one that may be renamed into the layout."""
+        return path
+
+    def announce(self, run: str, path: Path) -> None:
+        """Before `change`: say that a file, or those of a directory, will become the run's. It may take long."""
+
+    def pull(self, run: str, *, checkpoints: bool = False) -> None:
+        """See what other hosts did before now. Blocks; raises OSError where nobody knows."""
+
+    def followed(self) -> contextlib.AbstractContextManager[object]:
+        """See what other hosts do within a second, while the context lasts."""
+        return contextlib.nullcontext()
+
+    def trained(self, run: str) -> bool:
+        """Whether a worker has written a checkpoint of a run."""
+        return any(self.worker(run).glob("checkpoint-*"))
+
+    def sweep(self) -> None:
+        """Delete what died before it became a run's. Blocks."""
 
     # --- shared by all runs
     @property
@@ -76,6 +125,15 @@ class Layout:
     def target(self, run: str) -> Path:
         """The PUT body: embed_tokens, lm_head, optionally drafter.*."""
         return self.run(run) / "target.safetensors"
+
+    def target_id(self, run: str) -> FileId:
+        """Identity of that file, the same on every host; None: it cannot be read."""
+        revalidate(self.run(run))
+        try:
+            found = self.target(run).stat()
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
 
     def heads(self, run: str) -> Path:
         """`heads/`, one safetensors file per policy version."""
@@ -149,6 +207,19 @@ class Layout:
         """Create the run's directories; idempotent."""
         for path in (self.heads(run), self.drafters(run), self.worker(run), self.spool(run), self.spool_tmp):
             path.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def locked(layout: Layout, run: str) -> Iterator[None]:
+    """Hold a run's lock, also against other processes. Raises `RegistryBusy` after `LOCK_SECONDS`."""
+    try:
+        with exclusive(layout.registry_lock(run), LOCK_SECONDS):
+            yield
+    except LockHeld as held:
+        raise RegistryBusy(
+            f"the registry of run {run!r} has been locked for {LOCK_SECONDS:.0f} s by {held.holder}: is it stopped? "
+            "Nothing was changed; let it go on or kill it"
+        ) from None
 
 
 def revalidate(directory: Path) -> None:

@@ -12,6 +12,7 @@ Invariants, also after loss of power at any line:
   `LatestHeld`.
 * One `flock` per run serialises the API (rollback, push-again) and the worker (publish). After `LOCK_SECONDS` the error
   names the holder: a paused process (a debugger, a paused container) keeps the lock until it goes on or is killed.
+  With `state_url` a change is one conditional put instead (`Layout.change`), and appears whole.
 
 Handles files and objects only: no torch, no tensors.
 """
@@ -21,19 +22,17 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic_core import to_json
 
 from rl_hooks.durable import replace_file
-from rl_hooks.lock import LockHeld, exclusive
 from service.errors import (
     LatestHeld,
     LatestMoved,
-    RegistryBusy,
     RunConflict,
     RunDamaged,
     VersionNotFound,
@@ -47,8 +46,7 @@ from service.storage.layout import VERSION_NAME, Layout, revalidate
 
 #: For `instead_of`: replace the served version, whichever it is.
 ANY = "*"
-#: How long to wait for a run's lock. It is held for renames, and for deleting old versions.
-LOCK_SECONDS = 30.0
+T = TypeVar("T")
 _Move = Literal["published", "rolled_back", "pushed_again"]
 #: Events with which a version begins to be served.
 OFFERS = ("published", "rolled_back")
@@ -165,14 +163,16 @@ class Registry(Versions):
         """
         files, digest = digests_of(staged)
         self._store(run, digest, files, staged)
-        with locked(self._layout, run):
-            pointer = self._require_served(run, instead_of)
-            self._require_free(run)
+        self._layout.announce(run, staged)
+
+        def work(now: Registry) -> Manifest:
+            pointer = now._require_served(run, instead_of)
+            now._require_free(run)
             sequence = 1 + (0 if pointer is None else pointer.sequence)
-            self._forget_unpointed(run, digest, sequence)
+            now._forget_unpointed(run, digest, sequence)
             manifest = Manifest(
                 run=run,
-                version=self._next_version(run, digest),
+                version=now._next_version(run, digest),
                 sequence=sequence,
                 reason=reason,
                 digest=digest,
@@ -187,10 +187,12 @@ class Registry(Versions):
                 alpha=None if alpha is None else dict(alpha),
                 gate=None if gate is None else dict(gate),
             )
-            self._commit(staged, manifest)
+            now._commit(staged, manifest)
             facts = {"parent": parent, "alpha": manifest.alpha, "gate": manifest.gate}
-            self._point(run, _moved("published", manifest, facts))
-        return manifest
+            now._point(run, _moved("published", manifest, facts))
+            return manifest
+
+        return self._change(run, work)
 
     def archive(
         self, run: str, staged: Path, *, like: Manifest, reason: str, by: str | None, most_waiting: int
@@ -201,18 +203,20 @@ class Registry(Versions):
         Raises RunConflict where `most_waiting` wait already, or the version is served.
         """
         files, digest = digests_of(staged)
-        with locked(self._layout, run):
-            known = {manifest.digest: manifest for manifest in self.manifests(run)[0]}
-            manifest, waiting = known.get(digest), self.history.sent(run).keys()
+        self._layout.announce(run, staged)
+
+        def work(now: Registry) -> tuple[Manifest, bool]:
+            known = {manifest.digest: manifest for manifest in now.manifests(run)[0]}
+            manifest, waiting = known.get(digest), now.history.sent(run).keys()
             if manifest is not None and manifest.version in waiting:
                 return manifest, False
-            if manifest is not None and manifest.version == self._served_version(run):
+            if manifest is not None and manifest.version == now._served_version(run):
                 raise RunConflict(f"run {run!r} serves this very drafter already: it is {manifest.version}")
-            if len(waiting & set(self.versions(run))) >= most_waiting:
+            if len(waiting & set(now.versions(run))) >= most_waiting:
                 raise RunConflict(f"{most_waiting} drafters of run {run!r} wait for the gate already; send it later")
             new = manifest is None
             if manifest is None:
-                version = self._next_version(run, digest)
+                version = now._next_version(run, digest)
                 facts: dict[str, Any] = {
                     "sequence": 0,
                     "parent": None,
@@ -223,11 +227,13 @@ class Registry(Versions):
                 sender = SentDrafter(reason, by, 0).sender
                 facts |= {"version": version, "reason": sender, "digest": digest, "files": files}
                 manifest = like.model_copy(update=facts)
-                self._commit(staged, manifest)
+                now._commit(staged, manifest)
             policy_version = manifest.policy_version
             sent = DrafterSent(version=manifest.version, policy_version=policy_version, reason=reason, by=by)
-            self.history.record(run, sent)
-        return manifest, new
+            now.history.record(run, sent)
+            return manifest, new
+
+        return self._change(run, work)
 
     def promote(
         self, run: str, version: str, reason: str, gate: Mapping[str, Any], *, instead_of: str | None
@@ -239,10 +245,13 @@ class Registry(Versions):
         self.verify(run, version)
         manifest = self.get(run, version)
         self._store(run, manifest.digest, manifest.files, self._layout.drafter(run, version))
-        with locked(self._layout, run):
-            self._require_served(run, instead_of)
-            self._require_free(run)
-            return self._repoint(run, self.get(run, version), reason, "published", more={"gate": gate})
+
+        def work(now: Registry) -> Manifest:
+            now._require_served(run, instead_of)
+            now._require_free(run)
+            return now._repoint(run, now.get(run, version), reason, "published", more={"gate": gate})
+
+        return self._change(run, work)
 
     def rollback(
         self,
@@ -260,11 +269,14 @@ class Registry(Versions):
         Raises `LatestHeld` when a person holds what is served.
         """
         self.verify(run, version)
-        with locked(self._layout, run):
-            self._require_served(run, instead_of)
-            self._require_free(run)
+
+        def work(now: Registry) -> Manifest:
+            now._require_served(run, instead_of)
+            now._require_free(run)
             more = ({} if gate is None else {"gate": gate}) | ({} if by is None else {"by": by})
-            return self._repoint(run, self.get(run, version), reason, "rolled_back", more=more)
+            return now._repoint(run, now.get(run, version), reason, "rolled_back", more=more)
+
+        return self._change(run, work)
 
     def hold(self, run: str, version: str, reason: str, by: str | None = None) -> Manifest:
         """Serve a version until `release`, after verifying its digests. One that is held already is held instead.
@@ -272,54 +284,66 @@ class Registry(Versions):
         Takes a new sequence number where another version was served, so that engines load it; else they are left alone.
         """
         self.verify(run, version)
-        with locked(self._layout, run):
+
+        def work(now: Registry) -> Manifest:
             hold = HeldVersion(version, reason, time.time(), by)
-            pointer = self._pointer(run)
-            manifest = self.get(run, version)
+            pointer = now._pointer(run)
+            manifest = now.get(run, version)
             if pointer is None or pointer.version != version:
-                manifest = self._repoint(run, manifest, reason, "rolled_back", held=hold)
+                manifest = now._repoint(run, manifest, reason, "rolled_back", held=hold)
             else:
-                self._recover_history(run)
-                replace_file(self._layout.latest(run), json.dumps(replace(pointer, held=hold).written).encode())
+                now._recover_history(run)
+                replace_file(now._layout.latest(run), json.dumps(replace(pointer, held=hold).written).encode())
                 manifest = manifest.model_copy(update={"sequence": pointer.sequence, "reason": pointer.reason})
             of = manifest.policy_version
             told = HoldChanged(event="held", version=version, policy_version=of, reason=reason, by=by)
-            self.history.record(run, told)
-        return manifest
+            now.history.record(run, told)
+            return manifest
+
+        return self._change(run, work)
 
     def release(self, run: str, version: str, by: str | None = None) -> Manifest:
         """End the hold of a version; the gate decides again. Raises `LatestHeld` unless that very version is held."""
-        with locked(self._layout, run):
-            held, pointer = self.held(run), self._pointer(run)
+
+        def work(now: Registry) -> Manifest:
+            held, pointer = now.held(run), now._pointer(run)
             if pointer is None or held is None or held.version != version:
                 found = "none" if held is None else held.version
                 raise LatestHeld(f"run {run!r} holds {found}, not {version[:80]}: nothing was released")
-            replace_file(self._layout.latest(run), json.dumps(pointer.moved.written).encode())
-            manifest = self.get(run, version)
+            replace_file(now._layout.latest(run), json.dumps(pointer.moved.written).encode())
+            manifest = now.get(run, version)
             of = manifest.policy_version
-            self.history.record(run, HoldChanged(event="released", version=version, policy_version=of, by=by))
-        return manifest.model_copy(update={"sequence": pointer.sequence, "reason": pointer.reason})
+            now.history.record(run, HoldChanged(event="released", version=version, policy_version=of, by=by))
+            return manifest.model_copy(update={"sequence": pointer.sequence, "reason": pointer.reason})
+
+        return self._change(run, work)
 
     def push_again(self, run: str, reason: str, sequence: int | None = None) -> Manifest:
         """Give the served version a new sequence number, so that every engine loads it again.
 
         Raises `LatestMoved` where `latest` has another one than `sequence` by now.
         """
-        with locked(self._layout, run):
-            manifest, held = self.latest(run), self.held(run)
+
+        def work(now: Registry) -> Manifest:
+            manifest, held = now.latest(run), now.held(run)
             if manifest is None:
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
             if sequence not in (None, manifest.sequence):
                 raise LatestMoved(f"run {run!r} is at sequence {manifest.sequence} by now, not {sequence}")
             # Not "pushed again": a person's rollback with those words overrides an agent's canary, and this must not.
             more = {"gate": manifest.gate}
-            return self._repoint(run, manifest, f"revived: {reason}", "pushed_again", held=held, more=more)
+            return now._repoint(run, manifest, f"revived: {reason}", "pushed_again", held=held, more=more)
+
+        return self._change(run, work)
 
     def discard(self, run: str, version: str) -> None:
         """Delete a version that is not served: nothing can be done with it."""
-        with locked(self._layout, run):
-            if self._served_version(run) != version and version in self.versions(run):
-                self._delete(run, version)
+
+        def work(now: Registry) -> None:
+            if now._served_version(run) != version and version in now.versions(run):
+                now._delete(run, version)
+
+        self._change(run, work)
 
     def prune(self, run: str, keep: int, protect: set[str] | frozenset[str] = frozenset()) -> list[str]:
         """Delete all but the newest `keep` versions, the served one and those in `protect`; returns those deleted.
@@ -328,19 +352,32 @@ class Registry(Versions):
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        with locked(self._layout, run):
-            safe = {*protect, *self.versions(run)[-keep:], self._served_version(run)}
-            gone = [version for version in self.versions(run) if version not in safe]
-            used = self._objects_used(run)
+
+        def work(now: Registry) -> tuple[list[str], tuple[dict[str, str], dict[str, str]]]:
+            safe = {*protect, *now.versions(run)[-keep:], now._served_version(run)}
+            gone = [version for version in now.versions(run) if version not in safe]
+            used = now._objects_used(run)
             for version in gone:
-                self._delete(run, version)
-            self._delete_leftovers(run)
-            for path in self._layout.run(run).glob(".latest-*"):
+                now._delete(run, version)
+            for path in now._layout.run(run).glob(".latest-*"):
                 path.unlink()
+            return gone, used
+
+        gone, used = self._change(run, work)
+        self._delete_leftovers(run)
         self._delete_objects(run, used, gone)  # not under the lock, since a store may be slow
         return gone
 
     # --- inside
+    def _change(self, run: str, work: Callable[[Registry], T]) -> T:
+        return self._layout.change(run, lambda files: work(self if files is self._layout else self._within(files)))
+
+    def _within(self, files: Layout) -> Registry:
+        """The same, of what a `Layout.change` may change."""
+        found = Registry(files)
+        found.objects = self.objects
+        return found
+
     def _next_version(self, run: str, digest: str) -> str:
         served, existing = self._served_version(run), self.versions(run)
         taken = [*existing[-1:], *([] if served is None else [served])]  # a pruned one's is not used again
@@ -431,16 +468,3 @@ class Registry(Versions):
 def _moved(kind: _Move, manifest: Manifest, facts: Mapping[str, Any]) -> Moved:
     of = {name: getattr(manifest, name) for name in ("sequence", "version", "policy_version", "reason")}
     return Moved(time=time.time(), event=kind, **of, **facts)
-
-
-@contextlib.contextmanager
-def locked(layout: Layout, run: str) -> Iterator[None]:
-    """Hold a run's lock, also against other processes. Raises `RegistryBusy` after `LOCK_SECONDS`."""
-    try:
-        with exclusive(layout.registry_lock(run), LOCK_SECONDS):
-            yield
-    except LockHeld as held:
-        raise RegistryBusy(
-            f"the registry of run {run!r} has been locked for {LOCK_SECONDS:.0f} s by {held.holder}: is it stopped? "
-            "Nothing was changed; let it go on or kill it"
-        ) from None

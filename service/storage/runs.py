@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -40,8 +40,8 @@ from service.errors import RunClosed, RunConflict, RunDamaged, RunNotFound, RunW
 from service.monitor.events import RunStateSet
 from service.monitor.records import RunState, State
 from service.storage.admission.nearness import differences
-from service.storage.layout import FileId, Layout, file_id, is_there, revalidate
-from service.storage.registry import Registry, locked
+from service.storage.layout import FileId, Layout, is_there, revalidate
+from service.storage.registry import Registry
 from service.storage.spool import Upload
 
 _FLOATS: Final = ("F32", "BF16", "F16")
@@ -240,9 +240,8 @@ def _identity(header: Header) -> dict[str, Any]:
 
 def untouched(layout: Layout, run: str) -> bool:
     """Whether nothing was trained or published for a run yet, so that its target may be replaced."""
-    trained = any(layout.worker(run).glob("checkpoint-*"))
     published = any(not path.name.startswith(".") for path in layout.drafters(run).glob("*"))
-    return not trained and not published and not layout.latest(run).exists()
+    return not layout.trained(run) and not published and not layout.latest(run).exists()
 
 
 def commit_run(
@@ -259,32 +258,53 @@ def commit_run(
     does not exist, so it never deletes keys of this run. `refused`: id of the target file that the worker refused. If
     that is still the run's target, this one replaces it; queued batches stay, heads of the old target are deleted.
     """
-    layout.make_run(record.run)
+    run = record.run
+    layout.make_run(run)
     upload.sync()
     record = record.model_copy(update={"crc32": crc32_of(upload.path)})
-    with locked(layout, record.run):
-        check_not_withdrawn(layout, record.run)
-        if not is_there(layout.run_json(record.run)):
+    layout.announce(run, upload.path)
+
+    def work(now: Layout) -> bool:
+        now.make_run(run)
+        check_not_withdrawn(now, run)
+        if not is_there(now.run_json(run)):
             forget()
-        elif refused is not None and refused == file_id(layout.target(record.run)) and untouched(layout, record.run):
+        elif refused is not None and refused == now.target_id(run) and untouched(now, run):
             # Until the new run.json exists the run is not registered, and no rollouts are accepted for it.
-            layout.run_json(record.run).unlink()
-            for head in layout.heads(record.run).glob("*.safetensors"):
+            now.run_json(run).unlink()
+            for head in now.heads(run).glob("*.safetensors"):
                 delete_head(head)  # of the replaced target
         else:
-            check_same(layout, load_run(layout, record.run), record, MappedFile(upload.path).header)
+            check_same(now, load_run(now, run), record, MappedFile(upload.path).header)
             return False
-        upload.keep(layout.target(record.run))
-        replace_file(layout.run_json(record.run), record.model_dump_json(indent=1).encode())
-    return True
+        now.own(upload.path).rename(now.target(run))
+        replace_file(now.run_json(run), record.model_dump_json(indent=1).encode())
+        return True
+
+    return layout.change(run, work)
 
 
-def keep_head(upload: Upload, path: Path, came_ns: int, crc32: int) -> None:
-    """Store a received head as of this time (Unix ns), with the sum of its bytes beside it."""
-    os.utime(upload.path, ns=(came_ns, came_ns))
-    _sum_of(path).unlink(missing_ok=True)  # a death before the end leaves a head without one, never another head's
-    upload.keep(path)
-    replace_file(_sum_of(path), f"{came_ns} {crc32}".encode())
+def keep_head(layout: Layout, run: str, version: int, upload: Upload, crc32: int, as_of_ns: int | None = None) -> None:
+    """Store an uploaded head, with the time of its arrival or with an earlier one, and the sum of its bytes. Blocks.
+
+    Heads are ordered by their files' times (`Target.at`). So a later head gets a later time whatever the clock says.
+    """
+    arrived_ns = upload.path.stat().st_mtime_ns
+    layout.announce(run, upload.path)
+
+    def work(now: Layout) -> None:
+        later, path = arrived_ns, now.head(run, version)
+        for head in now.heads(run).glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # the worker deletes old heads
+                later = max(later, head.stat().st_mtime_ns + 1)
+        came_ns, own = later if as_of_ns is None else as_of_ns, now.own(upload.path)
+        os.utime(own, ns=(came_ns, came_ns))
+        _sum_of(path).unlink(missing_ok=True)  # a death before the end leaves a head without one, never another head's
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.rename(path)
+        replace_file(_sum_of(path), f"{came_ns} {crc32}".encode())
+
+    layout.change(run, work, alone=False)
 
 
 def check_head_bytes(path: Path) -> None:
@@ -300,8 +320,20 @@ def check_head_bytes(path: Path) -> None:
         raise WireError("file", "its bytes are not those that were received (CRC-32 differs)")
 
 
+def delete_heads(layout: Layout, run: str, paths: Collection[Path]) -> None:
+    """Delete heads of a run; missing is fine. Blocks."""
+    versions = [int(path.stem) for path in paths]
+
+    def work(now: Layout) -> None:
+        for version in versions:
+            delete_head(now.head(run, version))
+
+    if versions:
+        layout.change(run, work, alone=False)
+
+
 def delete_head(path: Path) -> None:
-    """Delete a head, and the sum beside it; idempotent."""
+    """Delete a head, and the sum beside it; idempotent. Within `Layout.change`."""
     path.unlink(missing_ok=True)
     _sum_of(path).unlink(missing_ok=True)
 
@@ -340,12 +372,13 @@ def heads_since(layout: Layout, run: str, seconds: float) -> int:
     return came
 
 
-def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int) -> int:
+def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int, last_batch_ns: int = 0) -> int:
     """Where a run has `most` received heads, delete those that no batch needs; returns how many are left. Blocks.
 
     They are those that came after all batches and are above `newest_policy`, the version of the batch accepted last: a
     batch uses no head of a higher version than its own, and none that came after that of its own version. The newest
-    half of `most` stays all the same: batches that use it may be on their way.
+    half of `most` stays all the same: batches that use it may be on their way. `last_batch_ns`: when the last batch
+    came (Unix ns), where it does not lie in this spool.
     """
     found: dict[Path, tuple[int, int]] = {}  # when it came (ns), version
     for path in layout.heads(run).glob("*.safetensors"):
@@ -353,16 +386,14 @@ def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: in
             found[path] = path.stat().st_mtime_ns, int(path.stem)
     if len(found) < most:
         return len(found)
-    last_batch_ns = 0
     for batch in layout.spool(run).glob("*.safetensors"):
         with contextlib.suppress(FileNotFoundError):
             last_batch_ns = max(last_batch_ns, batch.stat().st_mtime_ns)
     spare = [path for path, (came, version) in found.items() if came > last_batch_ns and version > newest_policy]
     spare.sort(key=found.__getitem__)
-    for path in spare[: max(0, len(spare) - most // 2)]:
-        delete_head(path)
-        del found[path]
-    return len(found)
+    spare = spare[: max(0, len(spare) - most // 2)]
+    delete_heads(layout, run, spare)
+    return len(found) - len(spare)
 
 
 def read_state(layout: Layout, run: str) -> RunState:
@@ -386,19 +417,22 @@ def change_state(
     One who asks for the state that is there already gives it another reason. `instead_of`: the state that it must be
     in; RunConflict where it is in another one.
     """
-    with locked(layout, run):
-        load_run(layout, run)
-        before = read_state(layout, run)
+
+    def work(now: Layout) -> RunState:
+        load_run(now, run)
+        before = read_state(now, run)
         if instead_of not in (None, before.state):
             raise RunConflict(f"run {run!r} is {before.state}, not {instead_of}: nothing was changed")
         if before.since is not None and (before.state, before.reason, before.by) == (state, reason, by):
             return before
         since = before.since if before.state == state else None
         after = RunState(state, reason, by, since or time.time())
-        replace_file(layout.run_state(run), _STATE.dump_json(after))
+        replace_file(now.run_state(run), _STATE.dump_json(after))
         event = {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state}
-        Registry(layout).history.record(run, RunStateSet.model_validate(event))
-    return after
+        Registry(now).history.record(run, RunStateSet.model_validate(event))
+        return after
+
+    return layout.change(run, work)
 
 
 def check_open(layout: Layout, run: str, *, for_rollouts: bool = False) -> None:
@@ -426,8 +460,12 @@ def withdraw_run(layout: Layout, run: str) -> None:
     """Unregister a run: nobody finds it any more, and no other may take its name. Raises RunNotFound. Blocks."""
     if not is_there(layout.run_json(run)) and not layout.withdrawn(run).exists():
         raise RunNotFound(f"run {run!r} is not registered")
-    with locked(layout, run), contextlib.suppress(FileNotFoundError):  # an earlier attempt came as far
-        layout.run_json(run).rename(layout.withdrawn(run))
+
+    def work(now: Layout) -> None:
+        with contextlib.suppress(FileNotFoundError):  # an earlier attempt came as far
+            now.run_json(run).rename(now.withdrawn(run))
+
+    layout.change(run, work)
 
 
 def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: None) -> bool:
@@ -437,18 +475,22 @@ def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: 
     renames come first among the files: half a run is never found, and another one of its name is never touched. What is
     left by a death between them and the end is swept by `sweep_deleted`.
     """
-    name = f"{_DELETED}{uuid.uuid4().hex}"
-    spool, files = layout.spool(run).with_name(name), layout.run(run).with_name(name)
-    with locked(layout, run):
-        if not is_there(layout.withdrawn(run)):
-            return False  # the name may be another run's by now
+
+    def work(now: Layout) -> Sequence[Path] | None:
+        name = f"{_DELETED}{uuid.uuid4().hex}"
+        spool, files = now.spool(run).with_name(name), now.run(run).with_name(name)
+        if not is_there(now.withdrawn(run)):
+            return None  # the name may be another run's by now
         forget()
         with contextlib.suppress(FileNotFoundError):
-            layout.spool(run).rename(spool)
-        layout.run(run).rename(files)
-    for path in (spool, files):
+            now.spool(run).rename(spool)
+        now.run(run).rename(files)
+        return spool, files
+
+    left = layout.change(run, work)
+    for path in left or ():
         shutil.rmtree(path, ignore_errors=True)
-    return True
+    return left is not None
 
 
 def sweep_deleted(layout: Layout) -> None:

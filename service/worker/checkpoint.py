@@ -24,6 +24,7 @@ from drafter.training.ranks import Ranks
 from drafter.training.trainer import DrafterTrainer
 from rl_hooks.durable import AtomicDirectory
 from service.errors import WorkerError
+from service.storage.layout import Layout
 from service.storage.runs import crc32_of
 
 _PREFIX = "checkpoint-"
@@ -38,21 +39,20 @@ class CheckpointSuperseded(WorkerError):  # noqa: N818 - reads as what happened
 
 
 class WorkerCheckpoint:
-    """The newest checkpoint in a directory."""
+    """The newest checkpoint of a run."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, layout: Layout, run: str) -> None:
+        self._layout, self._run = layout, run
         newest = self.newest()
         self._mine = newest.name if newest else None  # what this object read or wrote last
 
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
-        return max(self._complete(), default=None, key=lambda p: p.name)
+    def newest(self, directory: Path | None = None) -> Path | None:
+        """The newest complete checkpoint, or None. `directory`: as a change in hand has it."""
+        return max(_complete(directory or self._directory), default=None)
 
-    def _complete(self) -> list[Path]:
-        """All complete ones; one that a person renamed (`checkpoint-000000001.old`, `checkpoint-1`) is none."""
-        names = {p: p.name.removeprefix(_PREFIX) for p in self._directory.glob(f"{_PREFIX}*")}
-        return [p for p, number in names.items() if number.isdecimal() and len(number) == _DIGITS]
+    @property
+    def _directory(self) -> Path:
+        return self._layout.worker(self._run)
 
     def save(self, trainer: DrafterTrainer, state: Mapping[str, Any]) -> None:
         """Write the next checkpoint durably, then remove those before.
@@ -61,22 +61,31 @@ class WorkerCheckpoint:
         has written one meanwhile: its state is newer.
         """
         number = 1 + (int(self._mine.removeprefix(_PREFIX)) if self._mine else 0)
-        mine = self._directory / f"{_PREFIX}{number:0{_DIGITS}d}"
+        mine = f"{_PREFIX}{number:0{_DIGITS}d}"
         self._clear_leftovers()
         with AtomicDirectory.make(self._directory, ".writing-") as staged:
             _write(trainer, staged.path)
             (staged.path / "state.json").write_text(json.dumps(state))
             (staged.path / _SUMS).write_text(json.dumps(_sums(staged.path)))
-            try:
-                staged.commit(mine, check=self._check_not_superseded)
-            finally:
-                self._mine = mine.name if staged.renamed else self._mine
-        for before in self._complete():  # also one that an earlier life could not remove
-            if before.name < mine.name:  # after SIGSTOP here there may be a successor's newer ones
-                shutil.rmtree(before, ignore_errors=True)
+            self._layout.announce(self._run, staged.path)
 
-    def _check_not_superseded(self) -> None:
-        newest = self.newest()
+            def work(now: Layout) -> None:
+                directory = now.worker(self._run)
+                directory.mkdir(parents=True, exist_ok=True)
+                own = staged if now is self._layout else AtomicDirectory(now.own(staged.path))
+                try:
+                    own.commit(directory / mine, check=lambda: self._check_not_superseded(directory))
+                finally:
+                    self._mine = mine if staged.renamed else self._mine
+                for before in _complete(directory):  # also one that an earlier life could not remove
+                    if before.name < mine:  # after SIGSTOP here there may be a successor's newer ones
+                        shutil.rmtree(before, ignore_errors=True)
+
+            self._layout.change(self._run, work, alone=False, checkpoints=True)
+            self._mine = mine
+
+    def _check_not_superseded(self, directory: Path) -> None:
+        newest = self.newest(directory)
         if (newest.name if newest else None) != self._mine:
             raise CheckpointSuperseded(f"another worker wrote {newest} after {self._mine}; its state is newer")
 
@@ -120,6 +129,12 @@ class WorkerCheckpoint:
         if newest is None:
             raise FileNotFoundError(f"{self._directory} holds no checkpoint")
         return newest
+
+
+def _complete(directory: Path) -> list[Path]:
+    """All complete ones; one that a person renamed (`checkpoint-000000001.old`, `checkpoint-1`) is none."""
+    names = {p: p.name.removeprefix(_PREFIX) for p in directory.glob(f"{_PREFIX}*")}
+    return [p for p, number in names.items() if number.isdecimal() and len(number) == _DIGITS]
 
 
 def _write(trainer: DrafterTrainer, directory: Path) -> None:

@@ -32,7 +32,7 @@ from drafter.errors import BatchRejected, DrafterError
 from rl_hooks.wire import WireError
 from service.errors import BlobDamaged, ObjectStoreError, ServiceError
 from service.settings import Settings
-from service.storage.layout import Layout, is_there
+from service.storage.layout import BLOB_NAME, Layout, is_there
 from service.storage.queue.deliveries import EndState, Entry, RolloutQueue
 from service.storage.queue.incoming import Incoming, sha256_in
 from service.storage.spool import Spool, check_blob
@@ -144,12 +144,18 @@ class Inbox:
         self._layout = layout
         self._queue = queue
         self._vocab_size = vocab_size
-        self._incoming = None if settings.rollouts_url is None else Incoming(settings.rollouts_url)
+        self._incoming = Incoming.of(settings)
         self._deliveries: dict[str, Delivery] = {}  # by entry id, the one that was claimed first comes first
         self._applied = set(applied)
         self._ends_for_memory = ends_for_memory
         self._screens = screens
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
+
+    def forget_brought(self) -> None:
+        """Delete what an earlier worker brought to this host and the store still has: another may have ended it."""
+        if self._kept is not None:
+            for path in self._layout.spool(self._queue.run).glob("*.safetensors"):
+                path.unlink(missing_ok=True)
 
     # --- the ledger
     def _set(self, delivery: Delivery) -> None:
@@ -302,7 +308,19 @@ class Inbox:
         self._forget(entry)
         seconds, most = self._settings.dead_letter_seconds, self._settings.dead_letter_bytes
         for blob in self._queue.sweep_dead(older_than_seconds=seconds, max_bytes=most):
-            self._layout.blob(self._queue.run, blob).unlink(missing_ok=True)
+            self._delete(blob)
+        if self._kept is not None and BLOB_NAME.fullmatch(entry.blob):  # the store has it
+            self._layout.blob(self._queue.run, entry.blob).unlink(missing_ok=True)
+
+    def _delete(self, blob: str) -> None:
+        self._layout.blob(self._queue.run, blob).unlink(missing_ok=True)
+        if self._kept is not None:
+            self._kept.discard(self._queue.run, [blob])
+
+    @property
+    def _kept(self) -> Incoming | None:
+        """The store that keeps files until they are acknowledged."""
+        return self._incoming if self._incoming is not None and self._incoming.kept else None
 
     def fail(self, entry: Entry, error: Exception, what: str) -> None:
         """End a batch for an unforeseen exception, or put it off, or raise what cannot be the batch's fault."""
@@ -332,6 +350,8 @@ class Inbox:
     def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:
         ended = self._queue.ack(entry, end, reason)
         self._forget(entry)
+        if ended and self._kept is not None:
+            self._kept.discard(self._queue.run, [entry.blob])
         return ended
 
     def wait(self, batches: Sequence[Loaded]) -> None:

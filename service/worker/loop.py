@@ -28,7 +28,7 @@ from drafter.device import is_device_fault
 from drafter.training.ranks import current
 from service.errors import WorkerError
 from service.settings import Settings
-from service.storage.layout import Layout, file_id
+from service.storage.layout import Layout
 from service.storage.queue.deliveries import MAX_DELIVERIES, Entry, RolloutQueue
 from service.storage.reports.drafting import Drafting
 from service.storage.reports.store import Store
@@ -96,10 +96,10 @@ class RunWorker:
         self._suspicion = suspicion or Suspicion()
         self._settings = settings
         self._layout = layout
-        self._target_file = file_id(layout.target(run))  # before it is read
+        self._target_file = layout.target_id(run)  # before it is read
         self.learner = Learner(settings, layout, store, run, stopping, others_wait)
         self.learner.recent.limit = self._suspicion.limit
-        self._checkpoint = WorkerCheckpoint(layout.worker(run))
+        self._checkpoint = WorkerCheckpoint(layout, run)
         self._newest = _Newest(time.monotonic())
         queue.ensure_group()
         if self._checkpoint.newest() is None:
@@ -116,6 +116,7 @@ class RunWorker:
             return current().world == 1 or not self.learner.begun
 
         self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory, screens)
+        self.inbox.forget_brought()
         self.learner.report_vocabulary(0)
 
     @property
@@ -171,6 +172,11 @@ class RunWorker:
         self._store.end("working")
 
     def _claim(self) -> list[Entry]:
+        if entries := self._claimed():
+            self._layout.pull(self.run)  # a head that came before a batch may have come to another host
+        return entries
+
+    def _claimed(self) -> list[Entry]:
         if self.inbox.backlog:
             if entries := self.inbox.redeliver():
                 return entries
@@ -259,7 +265,7 @@ class RunWorker:
         """Raise unless this worker may write: it holds the lease, and the run's target is the one that it opened."""
         if not self._holds_lease():
             raise LeaseLost("its lease is gone")
-        if file_id(self._layout.target(self.run)) != self._target_file:
+        if self._layout.target_id(self.run) != self._target_file:
             raise RegisteredAgain(f"run {self.run} was registered again")
 
     def close(self) -> None:

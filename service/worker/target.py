@@ -32,7 +32,7 @@ from drafter.policy import Policy, TargetHead
 from rl_hooks.wire import LogitMap, MappedFile, WireError
 from service.errors import WorkerError
 from service.storage.layout import Layout
-from service.storage.runs import check_head_bytes, check_registered, delete_head, load_target
+from service.storage.runs import check_head_bytes, check_registered, delete_heads, load_target
 
 log = logging.getLogger("draftalign.worker")
 
@@ -104,9 +104,8 @@ class ReceivedHeads:
         if in_force is None or not older:
             return
         needed = {max(older), max(older.items(), key=_received)[0]}
-        for version in older.keys() - needed:
-            if older[version].changed_ns <= known[in_force].changed_ns:
-                delete_head(self.path(version))
+        gone = [v for v in older.keys() - needed if older[v].changed_ns <= known[in_force].changed_ns]
+        delete_heads(self._layout, self._run, list(map(self.path, gone)))
 
     def times(self) -> list[tuple[int, int]]:
         """Policy version of each head, and when it was received (Unix ns)."""

@@ -34,7 +34,7 @@ import drafter.policy
 import drafter.replay.lossless
 import drafter.training.ranks
 import service.ranks
-import service.storage.lease
+import service.storage.queue.lease
 import service.storage.registry
 import service.worker.checkpoint
 import service.worker.learner
@@ -667,7 +667,7 @@ def test_a_run_that_kills_another_rank_is_set_aside_and_the_others_train(tmp_pat
     first = "before-default"  # runs are served in this order
 
     def arm(rank: int) -> None:
-        vars(service.storage.lease)["LEASE_SECONDS"] = 0.5
+        vars(service.storage.queue.lease)["LEASE_SECONDS"] = 0.5
         vars(service.worker.process.heartbeat)["_BEAT_SECONDS"] = 0.1
         real = FollowedRun.__init__
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -19,7 +20,7 @@ from service.access.tokens import Tokens
 from service.api.context.disk import Disk
 from service.api.context.evidence import Evidence
 from service.api.context.spare import SpareFile
-from service.errors import RegistryBusy
+from service.errors import RegistryBusy, RunNotFound
 from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
 from service.reading.pointer import Pointer
@@ -27,7 +28,8 @@ from service.reading.quiet import Quiet
 from service.reading.series import Series
 from service.reading.shared import Shared
 from service.settings import Settings
-from service.storage.layout import FileId, Layout, file_id, is_there
+from service.storage.layout import FileId, file_id, is_there
+from service.storage.mirror import state_of
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.incoming import Incoming
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
@@ -89,11 +91,11 @@ class ServiceContext:
         self.began = time.time()
         self.redis: Any = client
         self.writes = WriteTest(client)
-        self.layout = Layout(settings.state_dir)
+        self.layout = state_of(settings)
         self.registry = Registry(self.layout, settings.drafters_url)
         self.spool = Spool(self.layout)
         #: Where trainers put rollout files, past this process.
-        self.incoming = None if settings.rollouts_url is None else Incoming(settings.rollouts_url)
+        self.incoming = Incoming.of(settings)
         self.spare = SpareFile(self.layout.spare)
         self.signer = signing_key(settings.signing_key_file)
         if self.signer is not None:
@@ -117,6 +119,32 @@ class ServiceContext:
             kept = self._of(run)
             kept.record = file, record
         return kept.record[1]
+
+    @property
+    def kept(self) -> Incoming | None:
+        """The store that keeps rollout files until their batches have ended; None: the spool does."""
+        return self.incoming if self.incoming is not None and self.incoming.kept else None
+
+    async def find(self, run: str, version: str | None = None) -> None:
+        """Look in the state that hosts share for a run that this one has not heard of: it may be a moment old.
+
+        Or for a drafter of it.
+        """
+        if self.settings.state_url is None:
+            return
+        with contextlib.suppress(RunNotFound):
+            known = self.layout.run_json(run).exists() and (version is None or version in self.registry.versions(run))
+            if not known:
+                await self.catch_up(run)
+
+    async def catch_up(self, run: str) -> None:
+        """See what other hosts did with a run before now, unless the store is away."""
+        if self.settings.state_url is None:
+            return
+        try:
+            await self.answers.get(("pull", run), lambda: asyncio.to_thread(self.layout.pull, run))
+        except (OSError, RegistryBusy) as error:
+            log.warning("run %s is told as it was known: %s", run, error)
 
     def settings_of(self, run: str) -> Settings:
         """The settings, with how the run's engines draft."""
@@ -231,6 +259,10 @@ class ServiceContext:
         except OSError as error:
             log.warning("no room is kept for what makes more: %s", error)
         await asyncio.to_thread(sweep_deleted, self.layout)
+        try:
+            await asyncio.to_thread(self.layout.sweep)
+        except OSError as error:
+            log.warning("the object store was not swept: %s", error)
         for run in await asyncio.to_thread(self.layout.withdrawn_names):
             try:
                 await self.finish_deletion(run)

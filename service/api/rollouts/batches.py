@@ -40,10 +40,11 @@ from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunClosed, RunNotFound
 from service.storage.layout import BATCH_ID
+from service.storage.queue.incoming import new_name
 from service.storage.queue.rollout_queue import Batch, Depth, Enqueued
 from service.storage.ready import PROBE_SECONDS
 from service.storage.runs import RunRecord, check_open
-from service.storage.spool import Upload
+from service.storage.spool import Upload, sha256_of
 
 log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["rollouts"])
@@ -124,7 +125,7 @@ async def post_rollouts(
         header, record = await receive_file(request, upload, length, context.settings, on_header)
         read = {name: upload.read(begin, end - begin) for name, (begin, end) in index_stretches(header).items()}
         await check_index_bytes(header, read, record.vocab_size, context.settings.max_rollout_tokens)
-        batch = batch_of(header, context.spool.new_blob(header.batch_id, upload.digest))
+        batch = batch_of(header, await _name(context, header, upload))
         outcome = await _enqueue(context, upload, header, batch, room)
     return receipt(context, header, record, outcome)
 
@@ -315,10 +316,16 @@ async def check_index_bytes(header: RolloutHeader, read: Mapping[str, bytes], vo
         await asyncio.to_thread(check)
 
 
+async def _name(context: ServiceContext, header: RolloutHeader, upload: Upload) -> str:
+    if context.kept is None:
+        return context.spool.new_blob(header.batch_id, upload.digest)
+    return new_name(header.batch_id, await asyncio.to_thread(sha256_of, upload.path), context.spool.now_ns())
+
+
 async def _enqueue(
     context: ServiceContext, upload: Upload, header: RolloutHeader, batch: Batch, room: QueueRoom
 ) -> Enqueued:
-    """Move the file into the spool, then add its queue entry: an entry never names a missing file.
+    """Move the file to where it is kept, then add its queue entry: an entry never names a missing file.
 
     If Redis fails in between, the entry may or may not exist, so the file stays. Without an entry the reaper deletes
     the file; with one, the client's next try is answered as a duplicate.
@@ -326,7 +333,10 @@ async def _enqueue(
     run = header.run
     if context.settings.spool_fsync:
         await asyncio.to_thread(upload.sync)
-    upload.keep(context.spool.path(run, batch.blob))
+    if context.kept is None:
+        upload.keep(context.spool.path(run, batch.blob))
+    else:  # what is not queued there is swept
+        await asyncio.to_thread(context.kept.put, run, batch.blob, upload.path)
     try:
         return await add_entry(context, header, batch, room)
     except (RunNotFound, RunClosed, WireError):  # it was deleted or closed while this came, or registered again

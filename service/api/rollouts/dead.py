@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -43,7 +44,7 @@ async def get_dead(
         "file_bytes": (await context.queue(run).counters())["dead_file_bytes"],
         "dead": [
             {name: value for name, value in asdict(one).items() if name != "blob"}
-            | {"has_file": one.has_file and context.spool.path(run, one.blob).exists()}
+            | {"has_file": one.has_file and (context.kept is not None or context.spool.path(run, one.blob).exists())}
             for one in found
         ],
         "older": found[-1].letter_id if len(found) == count else None,
@@ -60,7 +61,11 @@ async def get_dead_file(run: str, batch_id: str, context: Context) -> FileRespon
     batch = await _batch(context, run, batch_id)
     if batch["state"] != "dead":
         raise _not_dead(run, batch_id, batch["state"])
-    path = _kept(context, run, batch_id, batch)
+    path = context.spool.path(run, batch["blob"])
+    if context.kept is not None and not path.exists():
+        await asyncio.to_thread(_bring, context, run, batch)
+    if not path.exists():
+        raise _gone(run, batch_id)
     return FileResponse(path, media_type=CONTENT_TYPE, filename=f"{batch_id}.safetensors")
 
 
@@ -89,7 +94,11 @@ async def retry_dead(
     settings, batch = context.settings, await _batch(context, run, batch_id)
     check_open(context.layout, run, for_rollouts=True)
     if batch["state"] == "dead":
-        _kept(context, run, batch_id, batch)
+        there = context.spool.path(run, batch["blob"]).exists()
+        if context.kept is not None:
+            there = await asyncio.to_thread(context.kept.holds, run, batch["blob"])
+        if not there:
+            raise _gone(run, batch_id)
     seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
     queue, size = context.queue(run), int(batch["bytes"])
     held, dead = (await queue.depth()).bytes + size, await queue.dead_file_bytes() - size  # its file is there already
@@ -140,11 +149,12 @@ async def _batch(context: ServiceContext, run: str, batch_id: str) -> dict[str, 
     return found
 
 
-def _kept(context: ServiceContext, run: str, batch_id: str, batch: Mapping[str, str]) -> Path:
-    path = context.spool.path(run, batch["blob"])
-    if not path.exists():
-        raise _gone(run, batch_id)
-    return path
+def _bring(context: ServiceContext, run: str, batch: Mapping[str, str]) -> None:
+    """Bring a kept file to this host."""
+    least, size = context.settings.spool_min_free_bytes, int(batch["bytes"])
+    if context.kept is not None:
+        with contextlib.suppress(FileNotFoundError):
+            context.kept.bring(run, batch["blob"], size, context.spool, least_free_bytes=least, sync=False)
 
 
 def _gone(run: str, batch_id: str) -> Problem:

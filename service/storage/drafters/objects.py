@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,10 @@ _PARTS_AT_ONCE: Final = 2
 #: One request, a part's upload among them; and all attempts at it together.
 _REQUEST_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 10.0
+#: A file is fetched in pieces: each is a request of bounded time, and memory holds four.
+_PIECE_BYTES: Final = 8 << 20
+_PIECES_AT_ONCE: Final = 4
+FETCHED_BYTES: Final = _PIECE_BYTES * _PIECES_AT_ONCE
 #: How long a presigned URL is good for. What has begun may take longer.
 URL_SECONDS: Final = 900.0
 #: Age at which objects of no version were left by a publisher that died.
@@ -73,6 +78,67 @@ class ObjectStore:
             with self.errors(keys[0]):
                 self._obstore.delete(self._store, list(keys))
 
+    def tags(self, prefix: str) -> dict[str, str]:
+        """Entity tags of all objects under a prefix, by key. Blocks."""
+        with self.errors(prefix):
+            found = [one for page in self._obstore.list(self._store, prefix) for one in page]
+        return {one["path"]: str(one["e_tag"]) for one in found}
+
+    def look(self, key: str, etag: str | None = None) -> tuple[bytes, str | None] | None:
+        """A small object and its entity tag, which is None where there is no object. None: it has this tag. Blocks."""
+        with self.errors(key):
+            try:
+                found = self._obstore.get(self._store, key, options={} if etag is None else {"if_none_match": etag})
+                return bytes(found.bytes()), str(found.meta["e_tag"])
+            except FileNotFoundError:
+                return b"", None
+            except self._obstore.exceptions.NotModifiedError:
+                return None
+
+    def replace(self, key: str, body: bytes, etag: str | None) -> str | None:
+        """Put a small object where another has this entity tag, or where there is none. Blocks.
+
+        Returns its own tag. None: it is another, or this put has been done, and its answer was lost.
+        """
+        with self.errors(key):
+            try:
+                mode = "create" if etag is None else {"e_tag": etag}
+                return str(self._obstore.put(self._store, key, body, mode=mode, use_multipart=False)["e_tag"])
+            except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
+                return None
+
+    def keeps_conditions(self, key: str) -> bool:
+        """Whether this store refuses a put whose condition is not met; some ignore them. `key`: to be tried with."""
+        self.replace(key, b"first", None)
+        refused = [self.replace(key, b"another", etag) is None for etag in (None, '"of-none"')]
+        self.delete([key])
+        return all(refused)
+
+    def send(self, key: str, path: Path, mode: str = "overwrite") -> None:
+        """Put a file, in parts where it is large. Inside `errors`. Blocks."""
+        options = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE, "mode": mode}
+        self._obstore.put(self._store, key, path, **options)
+
+    def fetch(self, key: str, size: int, path: Path) -> None:
+        """Get an object of this size into a file. Raises FileNotFoundError where there is none. Blocks."""
+        with self.errors(key):
+            found = self.size(key)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", key)
+        if found != size:
+            raise ObjectStoreError(f"the object store has {found} bytes of {key}, expected {size}")
+        with path.open("wb") as file:
+            for begin in range(0, size, FETCHED_BYTES):
+                with self.errors(key):
+                    file.writelines(self.pieces(key, begin, size))
+
+    def pieces(self, key: str, begin: int, size: int) -> list[memoryview]:
+        """The next pieces of an object, from a byte on. Inside `errors`. Blocks."""
+        starts = range(begin, min(begin + FETCHED_BYTES, size), _PIECE_BYTES)
+        ends = [min(start + _PIECE_BYTES, size) for start in starts]
+        found = self._obstore.get_ranges(self._store, key, starts=list(starts), ends=ends, coalesce=0)
+        return [memoryview(one) for one in found]
+
     @contextlib.contextmanager
     def errors(self, what: str) -> Iterator[None]:
         """Make every error of the store an `ObjectStoreError`."""
@@ -97,8 +163,7 @@ class Objects(ObjectStore):
                 try:
                     # obstore sends a conditional put in one piece: larger files go in parts, to a key that is theirs.
                     mode = "create" if size <= _PART_BYTES else "overwrite"
-                    options = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE, "mode": mode}
-                    self._obstore.put(self._store, key, path, **options)
+                    self.send(key, path, mode)
                 except self._obstore.exceptions.AlreadyExistsError:
                     pass  # ours: the attempt whose answer was lost
                 found = self.size(key)

@@ -162,8 +162,9 @@ class Versions:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _commit(self, staged: Path, manifest: Manifest) -> None:
-        write_synced(staged / MANIFEST, manifest.model_dump_json(indent=1).encode())
-        AtomicDirectory(staged).commit(self._layout.drafter(manifest.run, manifest.version))
+        own = self._layout.own(staged)
+        write_synced(own / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        AtomicDirectory(own).commit(self._layout.drafter(manifest.run, manifest.version))
 
     def _delete(self, run: str, version: str) -> None:
         path = self._layout.drafter(run, version)

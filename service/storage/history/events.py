@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +94,24 @@ class History:
 
         Waits for a paused process's lock for a second at most (`LineFile`).
         """
-        self._moves(run).append(_line(event), head=lambda: self._carried(run))
+
+        def work(now: History) -> None:
+            now._moves(run).append(_line(event), head=lambda: now._carried(run))
+
+        self._change(run, work)
 
     def record_verdict(self, run: str, event: CanaryVerdict) -> None:
         """Append a canary's verdict, durably, unless it is a repeat."""
-        file = self._verdicts(run)
-        if canary_key(event) not in self._digest(file).canaries:
-            file.append(_line(event))
+
+        def work(now: History) -> None:
+            file = now._verdicts(run)
+            if canary_key(event) not in now._digest(file).canaries:
+                file.append(_line(event))
+
+        self._change(run, work)
+
+    def _change(self, run: str, work: Callable[[History], None]) -> None:
+        self._layout.change(run, lambda files: work(self if files is self._layout else History(files)), alone=False)
 
     def _carried(self, run: str) -> dict[str, Any] | None:
         digest = self.digest(run)
@@ -108,10 +119,14 @@ class History:
             return _line(digest.carried()) if len(self._moves(run).pieces()) > 1 else None  # a piece may be gone
 
     def _moves(self, run: str) -> LineFile:
-        return LineFile(self._layout.history(run), max_bytes=_HISTORY_BYTES, kept=1)
+        return self._file(self._layout.history(run), _HISTORY_BYTES)
 
     def _verdicts(self, run: str) -> LineFile:
-        return LineFile(self._layout.verdicts(run), max_bytes=_VERDICT_BYTES, kept=1)
+        return self._file(self._layout.verdicts(run), _VERDICT_BYTES)
+
+    def _file(self, path: Path, piece_bytes: int) -> LineFile:
+        pieces = self._layout.pieces
+        return LineFile(path, max_bytes=piece_bytes // pieces, kept=2 * pieces - 1)
 
 
 def _line(event: Event) -> dict[str, Any]:

@@ -4,11 +4,13 @@
 
 Invariants:
 * The store carries files and keeps none: a file lies there from the trainer's PUT until a worker has it in the spool.
-  From there on it is as one that came through the API.
+  From there on it is as one that came through the API. With `state_url` the spool is one host's, and may go with it:
+  the object is kept until the batch is acknowledged, or as long as a dead one's file (`kept`).
 * Its name holds when it came, which is its time in the spool: heads and files are told apart by that order.
 * Its name holds the SHA-256 of the bytes. The URL that it is put to is signed for that digest and length; whoever
   brings it compares both, for a store may ignore the one, and its owner may change the object.
-* An object is deleted when its file is in the spool, or when no entry will ever name it (`disown`).
+* An object is deleted when its file is in the spool (or its batch has ended), or when no entry will ever name it
+  (`disown`).
 * A prefix is one state directory's.
 
 Every error of the store is an `ObjectStoreError`, which is an OSError, and comes within a bounded time.
@@ -25,17 +27,16 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
 from urllib.parse import parse_qs, urlsplit
 
 from service.errors import BlobDamaged, ConfigurationError, ObjectStoreError
-from service.storage.drafters.objects import URL_SECONDS, ObjectStore
+from service.settings import Settings
+from service.storage.drafters.objects import FETCHED_BYTES, URL_SECONDS, ObjectStore
 from service.storage.layout import BLOB_NAME
 from service.storage.spool import Spool
 
-#: A file is brought in pieces: each is a request of bounded time, and memory holds four.
-_PIECE_BYTES: Final = 8 << 20
-_PIECES_AT_ONCE: Final = 4
 #: Stretches of a file that are nearer are read in one request.
 _NEAR_BYTES: Final = 16 << 10
 #: After a failure nothing is asked for so long, so that a claim of many files does not wait for each.
@@ -63,9 +64,10 @@ def sha256_in(blob: str) -> str:
 class Incoming(ObjectStore):
     """The rollout files under one URL."""
 
-    def __init__(self, url: str) -> None:
-        """Raises ConfigurationError where the URL or the environment cannot be used, or signs nothing."""
+    def __init__(self, url: str, *, kept: bool = False) -> None:
+        """`kept`: the store is the spool. Raises ConfigurationError where nothing can be signed, or nobody be asked."""
         super().__init__("rollouts_url", url)
+        self.kept = kept
         self._away_until = 0.0
         try:
             import botocore.auth
@@ -83,6 +85,22 @@ class Incoming(ObjectStore):
                 f"rollouts_url {url}: no upload can be signed: {error}. Set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
                 "and AWS_REGION, or give this machine a role"
             ) from error
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self | None:
+        """What these settings name; None: files go through the API, into the directory."""
+        url = settings.rollouts_url or settings.state_url
+        return None if url is None else cls(url, kept=settings.state_url is not None)
+
+    def put(self, run: str, blob: str, path: Path) -> None:
+        """Store a file that came through the API. Blocks."""
+        with self.errors(key := _key(run, blob)):
+            self.send(key, path)
+
+    def holds(self, run: str, blob: str) -> bool:
+        """Whether a file lies there. Blocks."""
+        with self.errors(key := _key(run, blob)):
+            return self.size(key) is not None
 
     def place(self, run: str, blob: str, size: int) -> SignedPut:
         """A URL that takes one file of this length, with the digest in its name, for a quarter of an hour. Blocks."""
@@ -118,7 +136,8 @@ class Incoming(ObjectStore):
         return [bytes(one) for one in found]
 
     def bring(self, run: str, blob: str, size: int, spool: Spool, *, least_free_bytes: int, sync: bool) -> None:
-        """Bring one file into the spool, whole and with the digest in its name, then delete the object. Blocks.
+        """Bring one file into the spool, whole and with the digest in its name. Then, unless it is kept, delete the
+        object. Blocks.
 
         Raises FileNotFoundError where it is not there, BlobDamaged where it is another, OSError where it cannot be had
         now: the store fails, or the disk has no room. Whoever is killed in here leaves the file in one place at least.
@@ -133,8 +152,8 @@ class Incoming(ObjectStore):
         if spool.free_bytes() - size < least_free_bytes:
             raise OSError(errno.ENOSPC, f"{size} bytes would leave less than {least_free_bytes} free on the disk", key)
         with spool.upload() as upload:
-            for begin in range(0, size, _PIECE_BYTES * _PIECES_AT_ONCE):
-                for piece in self._of_store(key, self._pieces, begin, size):
+            for begin in range(0, size, FETCHED_BYTES):
+                for piece in self._of_store(key, self.pieces, begin, size):
                     upload.write(piece)
                     digest.update(piece)
             if digest.hexdigest() != sha256_in(blob):
@@ -144,14 +163,13 @@ class Incoming(ObjectStore):
             upload.keep(path := spool.path(run, blob))
         came_ns = int(blob.split(".")[1][:16], 16)  # not now: heads of the trainer's next attempt may have come
         os.utime(path, ns=(came_ns, came_ns))  # not before: what is old in `spool/tmp` is swept
-        with contextlib.suppress(ObjectStoreError):  # else the sweep does
-            self.delete([key])
+        if not self.kept:
+            self.discard(run, [blob])
 
-    def _pieces(self, key: str, begin: int, size: int) -> list[memoryview]:
-        starts = range(begin, min(begin + _PIECE_BYTES * _PIECES_AT_ONCE, size), _PIECE_BYTES)
-        ends = [min(start + _PIECE_BYTES, size) for start in starts]
-        found = self._obstore.get_ranges(self._store, key, starts=list(starts), ends=ends, coalesce=0)
-        return [memoryview(one) for one in found]
+    def discard(self, run: str, blobs: Sequence[str]) -> None:
+        """Delete files that nobody needs; where the store is away, the sweep does it. Blocks."""
+        with contextlib.suppress(ObjectStoreError):
+            self.remove(run, blobs)
 
     def _of_store(self, key: str, ask: Any, *args: Any) -> Any:
         try:

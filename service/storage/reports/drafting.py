@@ -17,7 +17,6 @@ from rl_hooks.durable import replace_file
 from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
 from service.storage.layout import Layout, revalidate
-from service.storage.registry import locked
 from service.storage.runs import load_run
 
 #: What is supposed of a run stays so long. Two engines that report under one name would have it opened again and again.
@@ -74,6 +73,9 @@ def is_settled(layout: Layout, run: str) -> bool:
 
 def learn_drafting(layout: Layout, run: str, found: Drafting) -> None:
     """Write down what all engines of a run say; the worker follows within seconds. Raises RunNotFound. Blocks."""
-    with locked(layout, run):
-        load_run(layout, run)
-        replace_file(layout.run_drafting(run), found.model_dump_json().encode())
+
+    def work(now: Layout) -> None:
+        load_run(now, run)
+        replace_file(now.run_drafting(run), found.model_dump_json().encode())
+
+    layout.change(run, work)

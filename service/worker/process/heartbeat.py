@@ -15,8 +15,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from service.storage.layout import Layout, is_there
-from service.storage.lease import Leases
 from service.storage.queue.deliveries import RolloutQueue
+from service.storage.queue.lease import Leases
 from service.storage.reports.store import Store
 from service.worker.inbox import CONSUMER
 from service.worker.loop import RunWorker

@@ -86,7 +86,7 @@ class Room:
 
         Heeded is what its checkpoint says. What people asked since then opens it.
         """
-        newest = WorkerCheckpoint(self._layout.worker(run)).newest()
+        newest = WorkerCheckpoint(self._layout, run).newest()
         state: dict[str, Any] = {}
         with contextlib.suppress(ValueError):  # damaged: said when it is opened
             state = {} if newest is None else json.loads((newest / "state.json").read_bytes())

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from redis import Redis
 
-from service.storage.lease import Leases
+from service.storage.queue.lease import Leases
 from service.storage.reports.store import Store
 
 #: A worker at a turn that takes long looks for runs at its end only. Until then it says that it has so many more, and

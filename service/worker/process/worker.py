@@ -38,10 +38,11 @@ from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.monitor.records import WorkerGauges
 from service.settings import Settings
 from service.storage import ready
-from service.storage.layout import FileId, Layout, file_id, is_there
-from service.storage.lease import Leases
+from service.storage.layout import FileId, is_there
+from service.storage.mirror import state_of
 from service.storage.queue.deliveries import Entry, RolloutQueue
 from service.storage.queue.incoming import Incoming
+from service.storage.queue.lease import Leases
 from service.storage.ready import is_of_one_key, why_unusable
 from service.storage.reports.drafting import Drafting, settings_of
 from service.storage.reports.store import Store
@@ -83,7 +84,7 @@ class Worker:
     def __init__(self, settings: Settings, redis: Redis) -> None:
         self._settings = settings
         self._redis: Any = redis
-        self._layout = Layout(settings.state_dir)
+        self._layout = state_of(settings)
         self._leases = Leases(redis)
         self._runs: dict[str, Run] = {}
         self._look_at = 0.0  # when the next look for runs is due (monotonic)
@@ -111,7 +112,7 @@ class Worker:
 
     def serve(self) -> None:
         """Work until `stop`. Redis going away is waited out; nothing in hand is lost by it."""
-        with self._heartbeat.beating():
+        with self._layout.followed(), self._heartbeat.beating():
             returned = time.monotonic()
             while not self._stopping:
                 if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
@@ -291,7 +292,7 @@ class Worker:
 
     def _look_after(self, run: str, state: Run, now: float, *, due: bool) -> None:
         """Open, close or rest a run, as its files say. `due`: it was put off for having no work, and is opened now."""
-        file = file_id(self._layout.target(run))
+        file = self._layout.target_id(run)
         wanted = read_state(self._layout, run)
         if not wanted.worked_on:
             self._keep_closed(run, state)
@@ -335,7 +336,7 @@ class Worker:
     def _is_wanted(self, run: str, now: float) -> bool:
         """Whether a run is to be worked on, and can be as far as this worker knows."""
         state = self._runs.get(run)
-        tried = state is None or state.retry_at <= now or state.file != file_id(self._layout.target(run))
+        tried = state is None or state.retry_at <= now or state.file != self._layout.target_id(run)
         return tried and read_state(self._layout, run).worked_on
 
     def _let_go(self, run: str) -> None:
@@ -373,7 +374,7 @@ class Worker:
             entries = queue.own_pending(CONSUMER) or queue.claim(CONSUMER, self._settings.claim_tokens, 0.0)
             for entry in entries:
                 queue.ack(entry, "skipped", "the run was archived before it was worked on")
-                self._layout.blob(run, entry.blob).unlink(missing_ok=True)
+                self._layout.blob(run, entry.blob).unlink(missing_ok=True)  # an object is swept
         except Exception as error:
             if isinstance(error, RedisError) and not is_of_one_key(error):
                 raise
@@ -398,6 +399,7 @@ class Worker:
             self._room.sparing = True
             self._room.close_idle()
         try:
+            self._layout.pull(run, checkpoints=True)  # the one before may have been another host's
             opened = RunWorker(
                 settings_of(self._settings, self._layout, run),
                 self._layout,
@@ -473,8 +475,7 @@ def run_worker(settings: Settings) -> None:
     """Run a worker in this process until SIGTERM or SIGINT."""
     if settings.redis_url is None:
         raise ConfigurationError("a worker needs a Redis: set DRAFTALIGN_REDIS_URL, or use `draftalign up`")
-    if settings.rollouts_url is not None:
-        Incoming(settings.rollouts_url)  # refused here, not once for each run
+    Incoming.of(settings)  # refused here, not once for each run
     use_device(settings.device, settings.gpu_memory_share)
     worker = Worker(settings, connect(settings.redis_url.get_secret_value()))
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -137,7 +137,7 @@ def test_a_put_whose_answer_is_lost_is_recognised(
     def lose(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes] | None:
         if environ["REQUEST_METHOD"] != "PUT":
             return None
-        b"".join(store._app(environ, lambda *_: None))  # stored
+        b"".join(store.app(environ, lambda *_: None))  # stored
         start("500 Internal Server Error", [("Content-Length", "0")])
         return [b""]
 

@@ -21,7 +21,7 @@ from worker_fixtures import Bench
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 from service.monitor.alpha import attempts
-from service.storage.lease import Leases
+from service.storage.queue.lease import Leases
 from service.worker.lineage import CANDIDATE
 
 

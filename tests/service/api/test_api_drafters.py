@@ -12,7 +12,7 @@ import httpx
 import pytest
 from service_fixtures import RunningService, rollout_file
 
-from service.storage.registry import locked
+from service.storage.layout import locked
 
 
 def test_before_the_first_publish_latest_is_a_404_that_says_so(service: RunningService) -> None:
@@ -151,7 +151,7 @@ def test_a_rollback_beside_a_stopped_publisher_says_who_is_in_the_way(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = service.publish().version
-    monkeypatch.setattr("service.storage.registry.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("service.storage.layout.LOCK_SECONDS", 0.05)
     with locked(service.layout, "default"):
         reply = service.client.post(f"/drafter/{version}/rollback", json={"reason": "x"})
         assert service.client.get("/drafter/latest").json()["sequence"] == 1, "reading needs no lock"
@@ -178,7 +178,7 @@ def test_uploads_do_not_wait_for_those_who_wait_for_the_registrys_lock(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that is stopped keeps it, and every agent's dead drafter is to be pushed again."""
-    monkeypatch.setattr("service.storage.registry.LOCK_SECONDS", 1.0)
+    monkeypatch.setattr("service.storage.layout.LOCK_SECONDS", 1.0)
     version = service.publish().version
 
     def roll_back() -> int:

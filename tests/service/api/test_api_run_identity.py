@@ -34,7 +34,6 @@ from service_fixtures import (
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
-from service.storage.layout import file_id
 from service.storage.reports.store import Store
 from service.storage.runs import commit_run, read_run_header
 from service.storage.spool import Spool
@@ -307,7 +306,7 @@ def test_a_draft_vocabulary_that_contradicts_itself_is_refused_before_the_worker
 
 def refuse(service: RunningService, redis_client: Redis, run: str = "default") -> None:
     """As the worker says it."""
-    refused = json.dumps(file_id(service.layout.target(run)))
+    refused = json.dumps(service.layout.target_id(run))
     key, error = f"da:{{{run}}}:worker", json.dumps("fc.weight holds NaN")
     redis_client.hset(key, mapping={"error": error, "refused": refused})
     assert service.client.get(f"/runs/{run}").json()["worker_error"] == "fc.weight holds NaN"
@@ -350,7 +349,7 @@ def test_a_run_whose_file_was_replaced_while_another_one_came_is_not_replaced_ag
     """Two trainers send a corrected file at once: the worker has refused neither of them."""
     body = run_file(metadata={"draft_vocab_size": "20"})
     record = read_run_header("default", wire.parse_header(body))
-    refused = file_id(service.layout.target("default"))
+    refused = service.layout.target_id("default")
     for expected in (True, False):
         with Spool(service.layout).upload() as upload:
             upload.write(body)

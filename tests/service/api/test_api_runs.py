@@ -33,8 +33,8 @@ from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from service.api.context.context import ServiceContext
 from service.storage.layout import Layout
-from service.storage.lease import Leases
 from service.storage.queue.keys import Keys
+from service.storage.queue.lease import Leases
 from service.storage.reports.store import AsyncStore
 from service.storage.runs import delete_run, sweep_deleted, withdraw_run
 from service.storage.spool import Upload
@@ -193,7 +193,7 @@ def test_a_registration_that_comes_late_deletes_nothing_of_the_run(
     bare: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that lost patience, or two ranks: the one in the middle of forgetting an older run meets the other."""
-    monkeypatch.setattr("service.storage.registry.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("service.storage.layout.LOCK_SECONDS", 0.1)
     forget, asleep, wake = AsyncStore.forget, threading.Event(), threading.Event()
 
     async def slow(self: AsyncStore) -> int:

@@ -14,8 +14,8 @@ from storage_fixtures import RolloutQueue
 
 from service.cli.checks import check_redis, checked_redis
 from service.errors import ConfigurationError
-from service.storage.lease import Leases
 from service.storage.queue.keys import Keys
+from service.storage.queue.lease import Leases
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch
 from service.storage.ready import WriteTest, connect, connect_async
 from service.storage.reports.store import AsyncStore

@@ -141,7 +141,7 @@ def test_a_put_whose_answer_was_lost_recognises_its_own_write(store: Store, regi
         if environ["REQUEST_METHOD"] != "PUT" or path in lost:
             return None
         lost.append(path)
-        b"".join(store._app(environ, lambda *_: None))  # stored
+        b"".join(store.app(environ, lambda *_: None))  # stored
         start("500 Internal Server Error", [("Content-Length", "0")])
         return [b""]
 

@@ -10,12 +10,18 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+from object_fixtures import BUCKET, Store, running_store
 from record_fixtures import told
 from service_fixtures import publish
 
@@ -24,13 +30,26 @@ from service.monitor.events import CanaryVerdict, Moved, Refused
 from service.storage.drafters.versions import MANIFEST
 from service.storage.history import lines
 from service.storage.history.digest import SentDrafter, canary_key
-from service.storage.layout import Layout
-from service.storage.registry import Registry, locked
+from service.storage.layout import Layout, locked
+from service.storage.mirror import Mirror
+from service.storage.registry import Registry
+
+URL = f"s3://{BUCKET}/state"
+#: Of what a death between two lines leaves, or who keeps a lock: in an object store a change is whole.
+MOUNTED = pytest.mark.parametrize("registry", ["directory"], indirect=True)
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    layout = Layout(tmp_path)
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    yield from running_store(monkeypatch)
+
+
+@pytest.fixture(params=["directory", "objects"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path) -> Registry:
+    """In a mounted directory, and in an object store: then `tmp_path` is this host's copy."""
+    if request.param == "objects":
+        request.getfixturevalue("store")
+    layout = Mirror(tmp_path, URL) if request.param == "objects" else Layout(tmp_path)
     layout.make_run("default")
     return Registry(layout)
 
@@ -191,6 +210,7 @@ def test_a_torn_last_line_of_the_history_hides_no_other(registry: Registry, tmp_
     assert [e["event"] for e in told(registry)] == ["published", "refused"]
 
 
+@MOUNTED
 def test_an_event_lost_between_pointer_and_history_is_written_by_the_next_move(
     registry: Registry, tmp_path: Path
 ) -> None:
@@ -214,7 +234,7 @@ def test_what_a_full_history_deletes_is_neither_forgotten_nor_made_up(
     sent, _ = registry.archive("default", staged, like=first, reason="better", by="ada", most_waiting=4)
     for number in range(100):
         registry.history.record("default", Refused(policy_version=number, reason="x" * 100))
-    later = Registry(Layout(tmp_path))
+    later = Registry(registry._layout)
     by_ada = {sent.version: SentDrafter("better", "ada", 1)}
     assert later.history.sent("default") == registry.history.sent("default") == by_ada
     assert later.history.digest("default").published == 1
@@ -224,7 +244,7 @@ def test_what_a_full_history_deletes_is_neither_forgotten_nor_made_up(
     later.history.record("default", Refused(version=sent.version, reason="no better"))
     for number in range(100):
         registry.history.record("default", Refused(policy_version=number, reason="x" * 100))
-    assert not Registry(Layout(tmp_path)).history.sent("default"), "it does not wait again"
+    assert not Registry(registry._layout).history.sent("default"), "it does not wait again"
 
 
 def test_a_drafter_that_is_sent_while_the_history_is_full_is_not_lost(
@@ -242,6 +262,7 @@ def test_a_drafter_that_is_sent_while_the_history_is_full_is_not_lost(
     assert Registry(Layout(tmp_path)).history.sent("default") == {first.version: SentDrafter("better", "ada", 1)}
 
 
+@MOUNTED
 def test_of_a_history_the_oldest_piece_goes_though_the_clock_was_set_back(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +287,7 @@ def test_a_verdict_is_read_among_the_moves_and_a_repeat_is_none(registry: Regist
     assert found == [("published", first.version), ("canary_passed", first.version), ("published", second.version)]
 
 
+@MOUNTED
 def test_a_move_whose_event_is_lost_leaves_all_of_it_in_the_pointer(registry: Registry, tmp_path: Path) -> None:
     """A sent version's manifest was written before the gate knew of it: nothing else has the evidence."""
     first = publish(registry)
@@ -287,6 +309,7 @@ def test_a_move_whose_event_is_lost_leaves_all_of_it_in_the_pointer(registry: Re
     assert registry.history.last_of("default", ["published"]) == registry.offer("default")
 
 
+@MOUNTED
 def test_what_a_publisher_that_died_had_not_pointed_to_is_the_same_version_when_it_comes_again(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,12 +348,13 @@ def test_parallel_publishers_and_rollbacks_never_share_a_sequence(registry: Regi
     assert len(registry.versions("default")) == 17
 
 
+@MOUNTED
 def test_a_lock_that_somebody_keeps_is_an_error_that_names_him_and_hides_no_event(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a process that was stopped while it published keeps it."""
     first = publish(registry)
-    monkeypatch.setattr("service.storage.registry.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("service.storage.layout.LOCK_SECONDS", 0.05)
     with locked(Layout(tmp_path), "default"):
         with pytest.raises(RegistryBusy, match=f"by process {os.getpid()} of .*is it stopped.*Nothing was changed"):
             registry.rollback("default", first.version, "back")
@@ -365,11 +389,12 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from service_fixtures import publish
-from service.storage.layout import Layout
+from service.settings import Settings
+from service.storage.mirror import state_of
 from service.storage.registry import Registry
 
 def work(n):
-    registry = Registry(Layout(Path(sys.argv[1])))
+    registry = Registry(state_of(Settings(state_dir=Path(sys.argv[1]), state_url=sys.argv[2] or None)))
     while True:
         n += 1
         publish(registry, content=bytes([n % 256]) * 50_000)
@@ -415,14 +440,18 @@ def test_a_publisher_killed_anywhere_leaves_latest_valid_and_never_older(registr
     thread = threading.Thread(target=read)
     thread.start()
     script = PUBLISHER.format(tests=str(Path(__file__).parents[2]))
-    delays = "".join(f"{rng.uniform(0.0, 0.1)}\n" for _ in range(40))
+    url = URL if isinstance(registry._layout, Mirror) else ""
+    delays = "".join(f"{rng.uniform(0.0, 0.3 if url else 0.1)}\n" for _ in range(40))
     try:
-        subprocess.run([sys.executable, "-c", script, str(tmp_path)], input=delays.encode(), check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path), url], input=delays.encode(), check=True, timeout=60
+        )
     finally:
         stop.set()
         thread.join()
     assert not faults
     assert highest > 0
+    registry._layout.pull("default")
     latest = registry.latest("default")
     assert latest is not None
     assert latest.sequence >= highest

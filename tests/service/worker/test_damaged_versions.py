@@ -31,7 +31,7 @@ from rl_hooks.sending.features import as_wire
 from service.errors import BlobDamaged, RegistryError, RunDamaged
 from service.storage.registry import Registry
 from service.storage.runs import crc32_of
-from service.storage.spool import Upload, check_blob
+from service.storage.spool import check_blob
 from service.worker.checkpoint import WorkerCheckpoint
 from service.worker.process.worker import Worker
 from service.worker.target import Target
@@ -124,7 +124,7 @@ def test_a_bit_that_flips_in_a_checkpoint_is_refused(bench: Bench, worker: Worke
     while worker._turn():
         pass
     worker._close()
-    checkpoint, rng = WorkerCheckpoint(bench.layout.worker(RUN)), random.Random(SEED)
+    checkpoint, rng = WorkerCheckpoint(bench.layout, RUN), random.Random(SEED)
     files = sorted(p for p in bench.checkpoint().rglob("*") if p.is_file())
     assert len(files) >= 6
     for number in range(FLIPS):
@@ -384,11 +384,11 @@ def test_a_death_while_a_head_is_replaced_leaves_the_one_before_in_use(
     world.heads[5] = first * 1.02
     assert service.client.put(f"/runs/{RUN}/head", content=world.head_file(5), headers=HEADERS).status_code == 201
 
-    def dies(_upload: Upload, _path: Path) -> None:
+    def dies(_upload: Path, _path: Path) -> None:
         raise OSError(errno.EIO, "in the middle")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Upload, "keep", dies)
+        patch.setattr(Path, "rename", dies)
         assert register(1.03) == 503
     assert torch.equal(Target.open(bench.layout, RUN).at(0).needed_head().lm_head, kept)
 

@@ -144,17 +144,18 @@ def test_a_file_is_in_the_spool_before_its_object_is_deleted(
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
+from service.storage.drafters import objects
 from service.storage.layout import Layout
 from service.storage.queue import incoming
 from service.storage.queue.incoming import Incoming
 from service.storage.spool import Spool, Upload
 state, blob, size, where, at = sys.argv[1:]
 owner = Incoming if hasattr(Incoming, where) else Upload
-incoming._PIECE_BYTES, incoming._PIECES_AT_ONCE = 100, 2
+objects._PIECE_BYTES, objects.FETCHED_BYTES, incoming.FETCHED_BYTES = 100, 200, 200
 found, calls = getattr(owner, where), []
 def killed(*args):
     calls.append(1)
-    if len(calls) == 2 or where not in ("_pieces", "write"):
+    if len(calls) == 2 or where not in ("pieces", "write"):
         if at == "after":
             found(*args)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -169,7 +170,7 @@ Incoming("s3://drafters/in").bring("default", blob, int(size), spool, least_free
     ("where", "at"),
     [
         ("size", "before"),
-        ("_pieces", "before"),
+        ("pieces", "before"),
         ("write", "after"),
         ("sync", "after"),
         ("keep", "before"),
@@ -197,12 +198,12 @@ def test_a_worker_that_is_killed_while_it_brings_a_file_loses_nothing(
     assert store.stored() == left, "what is left the sweep deletes"
 
 
-@pytest.mark.parametrize("where", ["size", "_pieces", "delete"])
+@pytest.mark.parametrize("where", ["size", "pieces", "delete"])
 def test_a_step_that_raises_is_tried_again_and_loses_nothing(
     bench: Bench, inbox: Inbox, store: Store, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     batch, blob = put(bench, store, "a")
-    store.fault = failing({"size": "HEAD", "_pieces": "GET", "delete": "POST"}[where], "403 Forbidden")
+    store.fault = failing({"size": "HEAD", "pieces": "GET", "delete": "POST"}[where], "403 Forbidden")
     found = new(inbox)
     if where == "delete":
         (loaded,) = found

@@ -21,10 +21,9 @@ from redis import Redis
 from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench, Nest, nest
 
-from service.storage import lease
-from service.storage.layout import file_id
-from service.storage.lease import WORKERS, Leases
+from service.storage.queue import lease
 from service.storage.queue.keys import Keys
+from service.storage.queue.lease import WORKERS, Leases
 from service.storage.runs import change_state
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
@@ -605,7 +604,7 @@ def test_a_run_is_given_back_with_nothing_noted_of_its_opening(bench: Bench, mon
         raise next(errors)
 
     def given_back(run: str) -> None:
-        found.append((bench.store.begun("opening", file_id(bench.layout.target(run)))[0], worker._heartbeat._opening))
+        found.append((bench.store.begun("opening", bench.layout.target_id(run))[0], worker._heartbeat._opening))
 
     monkeypatch.setattr(RunWorker, "__init__", fail)
     monkeypatch.setattr(worker._leases, "give_back", given_back)
@@ -615,7 +614,7 @@ def test_a_run_is_given_back_with_nothing_noted_of_its_opening(bench: Bench, mon
     worker._look_at = worker._runs["default"].retry_at = 0.0
     with pytest.raises(RuntimeError, match="CUDA"):
         worker._find_runs()
-    assert bench.store.begun("opening", file_id(bench.layout.target("default")))[0] == 1
+    assert bench.store.begun("opening", bench.layout.target_id("default"))[0] == 1
 
 
 @pytest.mark.parametrize("fits", [0, 1, 2])

@@ -30,6 +30,7 @@ from drafter.replay.gate import Trial
 from drafter.training.trainer import DrafterTrainer
 from service.errors import RegistryBusy
 from service.monitor.controller import Action, Controller, Decision
+from service.storage.layout import Layout
 from service.storage.registry import Registry
 from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint
 from service.worker.loop import LeaseLost, RunWorker
@@ -198,7 +199,9 @@ def test_awake_again_while_its_heir_writes_a_checkpoint(tmp_path: Path, monkeypa
         def save(self, directory: Path) -> None:
             (directory / "who").write_text(self.drafter)
 
-    sleeper, successor = WorkerCheckpoint(tmp_path), WorkerCheckpoint(tmp_path)
+    layout = Layout(tmp_path)
+    layout.make_run("default")
+    sleeper, successor = WorkerCheckpoint(layout, "default"), WorkerCheckpoint(layout, "default")
     writes, woken = threading.Event(), threading.Event()
 
     def write_kind(directory: Path, drafter: str) -> None:
@@ -285,7 +288,7 @@ def test_what_won_against_a_drafter_that_is_no_longer_served_is_not_published(
 def test_asleep_anywhere_in_a_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim, score, train, judge, checkpoint, publish, acknowledge: with every candidate promoted."""
     print(f"DRAFTALIGN_CHAOS_SEED={SEED} DRAFTALIGN_HANDOVERS={HANDOVERS}")
-    monkeypatch.setattr(service.storage.registry, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(service.storage.layout, "LOCK_SECONDS", 0.05)
     monkeypatch.setattr(Controller, "decide", lambda *_, **__: Decision(Action.TRAIN, "each turn has all steps"))
     registry = begin_eager(bench)
 

@@ -17,7 +17,6 @@ from worker_fixtures import Bench, alive, nest, wait_until_gone
 import service.worker.claim
 import service.worker.inbox
 import service.worker.process.worker
-from service.storage.layout import file_id
 from service.storage.reports.store import Store as WorkersStore
 from service.storage.runs import change_state
 from service.worker.process.worker import Worker
@@ -73,7 +72,7 @@ def test_a_run_whose_every_batch_kills_the_worker_is_set_aside_and_the_others_tr
 def test_a_run_that_was_set_aside_is_tried_again_later_ever_more_rarely_or_as_a_person_wants(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = file_id(bench.layout.target(FIRST))
+    file = bench.layout.target_id(FIRST)
     assert file is not None
     store = WorkersStore(bench.redis, FIRST)
 
@@ -116,7 +115,7 @@ def test_a_run_that_was_set_aside_is_tried_again_later_ever_more_rarely_or_as_a_
 def test_redis_that_goes_away_while_a_run_is_opened_is_no_death_of_the_worker(
     bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = file_id(bench.layout.target(FIRST))
+    file = bench.layout.target_id(FIRST)
     away = broken(RedisConnectionError("away"), lambda *_: True, None)
     with monkeypatch.context() as patched:
         patched.setattr(service.worker.process.worker, "RunWorker", away)

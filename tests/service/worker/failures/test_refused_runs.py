@@ -19,7 +19,6 @@ import service.worker.inbox
 import service.worker.process.worker
 from drafter.errors import CheckpointError, DrafterError
 from drafter.files.checkpoint import export_config
-from service.storage.layout import file_id
 from service.storage.runs import untouched
 from service.worker.learner import Learner
 from service.worker.lineage import Lineage
@@ -83,7 +82,7 @@ def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until
     def refused() -> Any:
         return Store(bench.redis, FIRST).worker().refused
 
-    file = file_id(bench.layout.target(FIRST))
+    file = bench.layout.target_id(FIRST)
     assert file is not None
     damaged = CheckpointError("it cannot be read")
     damaged.__cause__ = OSError(5, "Input/output error")

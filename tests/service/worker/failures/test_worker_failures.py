@@ -16,8 +16,8 @@ import service.worker.claim
 import service.worker.inbox
 import service.worker.process.worker
 from drafter.training.trainer import DrafterTrainer
-from service.storage.lease import Leases
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
+from service.storage.queue.lease import Leases
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
 

@@ -13,14 +13,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from storage_fixtures import Store
 from worker_fixtures import Bench, states
 
-import service.storage.lease
+import service.storage.queue.lease
 import service.worker.inbox
 import service.worker.process.worker
 import service.worker.promotion.promises
 from drafter.batch import load_batch
 from drafter.training.trainer import DrafterTrainer
-from service.storage.lease import Leases
 from service.storage.queue.deliveries import MAX_DELIVERIES
+from service.storage.queue.lease import Leases
 from service.worker.claim import ClaimScorer
 from service.worker.learner import TrainingStopped
 from service.worker.loop import RunWorker

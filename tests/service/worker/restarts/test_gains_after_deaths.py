@@ -12,7 +12,7 @@ from death_fixtures import Stopped, die_in, fails_with
 from record_fixtures import told
 from worker_fixtures import Bench
 
-import service.storage.lease
+import service.storage.queue.lease
 import service.worker.inbox
 import service.worker.process.worker
 import service.worker.promotion.promises

@@ -15,7 +15,7 @@ from storage_fixtures import Store
 from worker_fixtures import Bench, Nest
 
 import service.worker.process.worker
-from service.storage.lease import Leases
+from service.storage.queue.lease import Leases
 from service.storage.reports.drafting import Drafting, learn_drafting
 from service.storage.reports.store import Store as WorkersStore
 from service.worker.checkpoint import WorkerCheckpoint

@@ -12,12 +12,12 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from worker_fixtures import Bench, states
 
-import service.storage.lease
+import service.storage.queue.lease
 import service.worker.inbox
 import service.worker.process.worker
 import service.worker.promotion.promises
-from service.storage.lease import Leases
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
+from service.storage.queue.lease import Leases
 from service.storage.registry import Registry
 from service.worker.checkpoint import CheckpointSuperseded
 from service.worker.inbox import Inbox
@@ -152,7 +152,7 @@ def test_a_worker_that_was_asked_to_stop_keeps_its_lease_until_its_last_checkpoi
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a standby would take over while it still writes, and its last training would be for nothing."""
-    monkeypatch.setattr(service.storage.lease, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(service.storage.queue.lease, "LEASE_SECONDS", 2.0)
     monkeypatch.setattr(service.worker.process.heartbeat, "_BEAT_SECONDS", 0.1)
     bench.begin()
     bench.post("a")

@@ -33,7 +33,7 @@ from worker_fixtures import Bench
 import service.worker.process.worker
 from drafter.training.ranks import Orders
 from service.storage.layout import Layout
-from service.storage.lease import Leases
+from service.storage.queue.lease import Leases
 from service.storage.reports.store import Store as WorkersStore
 from service.storage.runs import change_state
 from service.worker.learner import Learner

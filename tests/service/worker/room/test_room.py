@@ -32,9 +32,9 @@ import service.worker.process.worker
 from drafter.batch import load_batch
 from drafter.device import RanksLost, is_out_of_memory
 from drafter.errors import CheckpointError
-from service.storage.lease import Leases
 from service.storage.queue.deliveries import RolloutQueue as WorkersQueue
 from service.storage.queue.keys import GROUP, Keys
+from service.storage.queue.lease import Leases
 from service.worker.learner import Learner
 from service.worker.loop import RunWorker
 from service.worker.process import turns

@@ -1,0 +1,481 @@
+"""A state directory of one host, whose shared part is a copy of what stands in an object store (`state_url`).
+
+    <url>/trees/<run>           the names, sizes and times of a run's files, and what is in the small ones
+    <url>/files/<run>/<uuid>    a large one
+
+Invariants:
+* A run's tree is replaced by one put, on condition that it is still the one with which the change began (If-Match; for
+  a run's first, If-None-Match: *). So a change appears whole or not at all, and of two at one moment the second begins
+  again with what the first has left. No clock, lock or lease is asked.
+* A tree names the change that made it: a put whose answer was lost is recognised as its own.
+* A large file has an object of its own before a tree names it. No object of a file is ever written again, and one is
+  deleted after no tree names it any more.
+* This directory changes only to what a tree says, never ahead of it: whatever is read here, all hosts are told. What
+  others name appears before its name: a version's files before its manifest, all of it before `latest.json`.
+* What the worker alone reads (its checkpoints) is fetched when it asks. Recent rollouts and the spool are this host's.
+
+Every error of the store is an `ObjectStoreError`, which is an OSError, and comes within a bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import shutil
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rl_hooks.durable import replace_file, sync
+from service.errors import ConfigurationError, ObjectStoreError, RegistryBusy, ServiceError
+from service.settings import Settings
+from service.storage.drafters.objects import ObjectStore
+from service.storage.layout import Layout, locked
+
+log = logging.getLogger("draftalign.storage")
+
+T = TypeVar("T")
+#: A file of up to this size stands in the tree.
+_SMALL_BYTES: Final = 16 << 10
+#: As of `Layout.pieces`: an event sends the newest one, 128 KiB at most.
+_PIECES: Final = 16
+#: How often a process looks what other hosts did.
+_LOOK_SECONDS: Final = 1.0
+#: How often a change is tried where other hosts were faster, and the longest pause between two tries.
+_TRIES: Final = 12
+_PAUSE_SECONDS: Final = 2.0
+#: Age at which objects and directories of a change were left by one that died.
+_LEFTOVER_SECONDS: Final = 3600.0
+#: Files that hosts share, within a run's directory. Names that begin with a dot are passing ones.
+_SHARED: Final = ("*.json", "*.json.deleted", "*.jsonl", "*.safetensors", "heads/*", "drafters/*/*")
+_CHECKPOINTS: Final = "worker/checkpoint-*/**/*"
+#: Names the order in which files appear; what is not here comes first.
+_LATER: Final = {"manifest.json": 1, "run.json": 2, "state.json": 2, "drafting.json": 2, "latest.json": 3}
+
+
+class FileEntry(BaseModel):
+    """One file: what it holds (UTF-8), or the name of its object."""
+
+    model_config = ConfigDict(frozen=True)
+    bytes: int
+    changed_ns: int
+    text: str | None = None
+    object: str | None = None
+
+
+class Tree(BaseModel):
+    """What stands under `trees/<run>`. No files: the run was deleted."""
+
+    model_config = ConfigDict(frozen=True)
+    change: str = ""
+    files: dict[str, FileEntry] = {}
+
+
+class _Known(NamedTuple):
+    """A tree, and the entity tag under which it was read; None: there is none yet."""
+
+    tree: Tree
+    etag: str | None
+
+
+class _Sent(NamedTuple):
+    """A file that was sent for a change in hand: as what."""
+
+    name: str
+    file: BinaryIO
+
+
+class _Draft(Layout):
+    """A copy of a run's shared files, in which one change is tried. Large ones are links: nobody writes into them."""
+
+    def __init__(self, root: Path, tree: Tree) -> None:
+        super().__init__(root)
+        self._tree = tree
+
+    pieces = _PIECES
+
+    def change(self, run: str, work: Callable[[Layout], T], *, alone: bool = True, checkpoints: bool = False) -> T:  # noqa: ARG002
+        """A part of the change in hand."""
+        return work(self)
+
+    def own(self, path: Path) -> Path:
+        """A copy made of links, so that another try finds the file or directory where it was."""
+        copy = self.root / uuid.uuid4().hex
+        if path.is_dir():
+            shutil.copytree(path, copy, copy_function=os.link)
+        else:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, copy)
+        return copy
+
+    def trained(self, run: str) -> bool:  # noqa: ARG002
+        """As the tree says."""
+        return _trained(self._tree)
+
+
+class Mirror(Layout):
+    """The directory of this host. Several processes of it may have it."""
+
+    pieces = _PIECES
+
+    def __init__(self, state_dir: Path, url: str) -> None:
+        """Raises ConfigurationError where the URL, the environment or the directory cannot be used."""
+        super().__init__(state_dir)
+        self._store = ObjectStore("state_url", url)
+        self._sent: dict[str, dict[tuple[int, int], _Sent]] = {}  # by run, by the file's identity
+        self._seen: dict[str, str] = {}  # by run: the entity tag of the tree that was taken over last
+        self._claim(url)
+
+    def _claim(self, url: str) -> None:
+        """A directory is one URL's: what another one's, or none's, has in it would be deleted as unknown."""
+        mark = self.root / "mirror.json"
+        if not mark.exists():
+            if self.runs.is_dir() and any(self.runs.iterdir()):
+                raise ConfigurationError(
+                    f"state_url {url}: {self.root} holds runs that are not in the store; give this host a state "
+                    "directory that is empty (DRAFTALIGN_STATE_DIR)"
+                )
+            self.root.mkdir(parents=True, exist_ok=True)
+            replace_file(mark, json.dumps({"url": url}).encode())
+        elif (found := json.loads(mark.read_bytes())["url"]) != url:
+            raise ConfigurationError(f"state_url {url}: {self.root} is a copy of {found}; use another state directory")
+
+    # --- a change
+    def change(self, run: str, work: Callable[[Layout], T], *, alone: bool = True, checkpoints: bool = False) -> T:  # noqa: ARG002
+        """As of `Layout`: `work` is done with a copy, and one put makes it true of all hosts."""
+        try:
+            with locked(self, run):  # processes of this host take turns
+                for turn in range(_TRIES):
+                    known = self._pull(run, checkpoints)
+                    with self._draft(run, known.tree, checkpoints) as draft:
+                        found = work(draft)
+                        if self._commit(run, known, draft, checkpoints):
+                            return found
+                    time.sleep(random.uniform(0.0, min(0.02 * 2**turn, _PAUSE_SECONDS)))  # noqa: S311
+        finally:
+            for sent in self._sent.pop(run, {}).values():
+                sent.file.close()
+        raise RegistryBusy(
+            f"run {run!r} was changed by other hosts each of {_TRIES} times that this was tried; nothing was changed. "
+            "Try again"
+        )
+
+    def announce(self, run: str, path: Path) -> None:
+        """Send them now: under the lock, and while other hosts change the run, only their names are left to send."""
+        for file in [path] if path.is_file() else filter(Path.is_file, path.rglob("*")):
+            if file.stat().st_size > _SMALL_BYTES:
+                self._sent_as(run, file)
+
+    @contextlib.contextmanager
+    def _draft(self, run: str, tree: Tree, checkpoints: bool) -> Iterator[_Draft]:
+        root = self.root / "changes" / uuid.uuid4().hex
+        draft = _Draft(root, tree)
+        try:
+            draft.make_run(run)
+            for name, kept in tree.files.items():
+                if _is_wanted(name, checkpoints):
+                    own, path = self.run(run) / name, draft.run(run) / name
+                    if not _is_same(own, kept):  # somebody meddled with this host's copy
+                        self._place(run, own, kept)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    copy = shutil.copy2 if kept.text is not None or path.suffix == ".jsonl" else os.link
+                    copy(own, path)
+            yield draft
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+
+    def _commit(self, run: str, known: _Known, draft: _Draft, checkpoints: bool) -> bool:
+        """Make a draft the run's. False: another host changed the run since."""
+        root, before = draft.run(run), known.tree.files
+        files = (
+            {} if checkpoints or not root.exists() else {n: k for n, k in before.items() if not _is_wanted(n, False)}
+        )
+        for name, path in _shared(root, checkpoints).items():
+            old = before.get(name)
+            files[name] = old if old is not None and _is_same(path, old) else self._keep(run, path)
+        if files == before:
+            return True
+        after = Tree(change=uuid.uuid4().hex, files=files)
+        etag = self._put(run, after, known.etag)
+        if etag is None:
+            return False
+        try:
+            self._take_over(run, _Known(after, etag), checkpoints, draft)
+            gone = {kept.object for kept in before.values()} - {kept.object for kept in files.values()} - {None}
+            self._store.delete([_object(run, str(name)) for name in gone])
+        except OSError as error:  # it is true of all hosts; this one catches up, and the sweep deletes
+            log.warning("run %s was changed, and this host's copy is not what it was changed to yet: %s", run, error)
+        return True
+
+    def _keep(self, run: str, path: Path) -> FileEntry:
+        found = path.stat()
+        if found.st_size <= _SMALL_BYTES:
+            with contextlib.suppress(UnicodeDecodeError):
+                return FileEntry(bytes=found.st_size, changed_ns=found.st_mtime_ns, text=path.read_text("utf-8"))
+        return FileEntry(bytes=found.st_size, changed_ns=found.st_mtime_ns, object=self._sent_as(run, path))
+
+    # --- the store
+    def _sent_as(self, run: str, path: Path) -> str:
+        """The name of a file's object, which is sent now unless it was for the change in hand."""
+        found, sent = path.stat(), self._sent.setdefault(run, {})
+        identity = found.st_dev, found.st_ino
+        if identity not in sent:
+            name = uuid.uuid4().hex
+            file = path.open("rb")  # while it is open, no other file can be taken for it
+            with self._store.errors(_object(run, name)):
+                self._store.send(_object(run, name), path)
+            sent[identity] = _Sent(name, file)
+        return sent[identity].name
+
+    def _get(self, run: str, etag: str | None = None) -> _Known | None:
+        """A run's tree as it stands; None where it still has this entity tag."""
+        found = self._store.look(_tree(run), etag)
+        if found is None:
+            return None
+        body, tag = found
+        try:
+            return _Known(Tree() if tag is None else Tree.model_validate_json(body), tag)
+        except ValidationError as error:
+            raise ObjectStoreError(f"{_tree(run)} in the object store is damaged: {error}") from error
+
+    def _put(self, run: str, tree: Tree, etag: str | None) -> str | None:
+        """Put a tree in the place of another one, and return its entity tag. None: that one is gone."""
+        trouble = None
+        try:
+            if tag := self._store.replace(_tree(run), tree.model_dump_json(exclude_defaults=True).encode(), etag):
+                return tag
+        except ObjectStoreError as error:
+            trouble = error
+        there = self._get(run)  # it is this one where only the answer was lost
+        if there is not None and there.tree.change == tree.change:
+            return there.etag
+        if trouble is not None:
+            raise trouble
+        return None
+
+    # --- this host's copy
+    def trained(self, run: str) -> bool:
+        """As the tree says: the files are a worker's."""
+        return _trained(self._copy(run).tree)
+
+    def pull(self, run: str, *, checkpoints: bool = False) -> None:
+        """As of `Layout`."""
+        copy = self._copy(run)
+        found = self._get(run, copy.etag)
+        unknown = found is not None and found.etag is None and copy.etag is None
+        if unknown or (found is None and not checkpoints):  # else nothing is new
+            return
+        with locked(self, run):
+            self._pull(run, checkpoints)
+
+    def _pull(self, run: str, checkpoints: bool) -> _Known:
+        """Take the run's tree over, under its lock, and return it."""
+        for last in (False, False, True):
+            copy = self._copy(run)
+            found = self._get(run, copy.etag)
+            if found is not None and found.etag is None and copy.etag is not None:
+                raise ObjectStoreError(f"{_tree(run)} is gone from the object store; put a copy back")
+            if found is None and not checkpoints:
+                return copy
+            known = copy if found is None else found
+            try:
+                self._take_over(run, known, checkpoints)
+            except FileNotFoundError:  # another host changed it meanwhile
+                if last:
+                    raise
+            else:
+                return known
+        raise AssertionError("unreachable")
+
+    def _copy(self, run: str) -> _Known:
+        """The tree that this directory has."""
+        try:
+            found = json.loads((self.run(run) / ".tree.json").read_bytes())
+            return _Known(Tree.model_validate(found["tree"]), found["etag"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return _Known(Tree(), None)
+
+    def _take_over(self, run: str, known: _Known, checkpoints: bool, draft: _Draft | None = None) -> None:
+        """Make this directory's files what a tree says. `draft`: has them."""
+        root, files = self.run(run), known.tree.files
+        if not files:
+            if known.etag is not None:
+                self._forget(run)
+            return
+        self.make_run(run)
+        for name in sorted(files, key=lambda name: (_LATER.get(Path(name).name, 0), name)):
+            path, kept = root / name, files[name]
+            if _is_wanted(name, checkpoints) and not _is_same(path, kept):
+                self._place(run, path, kept, None if draft is None else draft.run(run) / name)
+        self._remove(root, _shared(root, checkpoints).keys() - files.keys(), files)
+        replace_file(root / ".tree.json", json.dumps({"etag": known.etag, "tree": known.tree.model_dump()}).encode())
+
+    def _place(self, run: str, path: Path, kept: FileEntry, at_hand: Path | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        passing = self.run(run) / f".fetched-{uuid.uuid4().hex}"
+        try:
+            if at_hand is not None and at_hand.exists():
+                os.link(at_hand, passing)
+            elif kept.text is not None:
+                passing.write_text(kept.text, "utf-8")
+            else:
+                self._store.fetch(_object(run, str(kept.object)), kept.bytes, passing)
+            os.utime(passing, ns=(kept.changed_ns, kept.changed_ns))
+            sync(passing)
+            # A history that only grew is appended to: those who follow it go on where they were.
+            if path.suffix == ".jsonl" and (new := _grown(path, passing)) is not None:
+                with path.open("ab") as file:
+                    file.write(new)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.utime(path, ns=(kept.changed_ns, kept.changed_ns))
+            else:
+                passing.replace(path)
+                sync(path.parent)
+        finally:
+            passing.unlink(missing_ok=True)
+
+    def _remove(self, root: Path, names: Collection[str], left: Collection[str]) -> None:
+        """Delete files. A whole version or checkpoint is renamed first: none is ever seen in part."""
+        for directory in {_directory(name) for name in names} - {_directory(name) for name in left} - {None}:
+            path = root / str(directory)
+            path.rename(gone := path.with_name(f".deleted-{uuid.uuid4().hex}"))
+            shutil.rmtree(gone, ignore_errors=True)
+        for name in names:
+            (root / name).unlink(missing_ok=True)
+
+    def _forget(self, run: str) -> None:
+        """Delete all that this host has of a run that was deleted."""
+        for directory in (self.run(run), self.spool(run)):
+            with contextlib.suppress(FileNotFoundError):
+                directory.rename(gone := directory.with_name(f".deleted-{uuid.uuid4().hex}"))
+                shutil.rmtree(gone, ignore_errors=True)
+
+    # --- what other hosts do
+    def refresh(self) -> None:
+        """Take over whatever was changed: a question for each thousand runs, and some for each that was. Blocks."""
+        trouble: Exception | None = None
+        for key, etag in self._store.tags("trees/").items():
+            run = key.removeprefix("trees/")
+            if self._seen.get(run) != etag:
+                try:
+                    self.pull(run)
+                except (OSError, ServiceError) as error:  # the others are told all the same
+                    trouble = error
+                else:
+                    self._seen[run] = etag
+        if trouble is not None:
+            raise trouble
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """As of `Layout`. Begins with all that stands in the store; raises OSError where it does not answer."""
+        if not self._store.keeps_conditions(f"tried/{uuid.uuid4().hex}"):
+            raise ConfigurationError(
+                "state_url: this object store ignores the condition of a put (If-Match, If-None-Match), so hosts would "
+                "undo what others did; use a store that has conditional writes, or share a directory"
+            )
+        self.refresh()
+        ended = threading.Event()
+
+        def follow() -> None:
+            said = ""
+            while not ended.wait(_LOOK_SECONDS):
+                try:
+                    self.refresh()
+                    said = ""
+                except (OSError, ServiceError) as error:
+                    if said != (said := type(error).__name__):
+                        log.warning("what other hosts do is not known now: %s", error)
+                except Exception:
+                    log.exception("what other hosts do is not known now")
+
+        thread = threading.Thread(target=follow, name="mirror", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(1.0)
+
+    def sweep(self) -> None:
+        """Delete objects that no tree names, and what this host's changes left that died."""
+        old = time.time() - _LEFTOVER_SECONDS
+        found = defaultdict[str, list[str]](list)
+        for key, written in self._store.listed("files/"):
+            if written < old:
+                found[key.split("/")[1]].append(key)
+        for run, keys in found.items():
+            known = self._get(run)
+            if known is not None and known.etag is not None:  # else somebody deleted it, and may put it back
+                named = {_object(run, str(kept.object)) for kept in known.tree.files.values()}
+                self._store.delete([key for key in keys if key not in named])
+        for path in (self.root / "changes").glob("*"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < old:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def state_of(settings: Settings) -> Layout:
+    """The state directory that these settings name, shared in the way that they say."""
+    if settings.state_url is None:
+        return Layout(settings.state_dir)
+    return Mirror(settings.state_dir, settings.state_url)
+
+
+def _tree(run: str) -> str:
+    return f"trees/{run}"
+
+
+def _object(run: str, name: str) -> str:
+    return f"files/{run}/{name}"
+
+
+def _directory(name: str) -> str | None:
+    """That of the version or checkpoint to which a file belongs."""
+    parts = name.split("/")
+    return "/".join(parts[:2]) if parts[0] in ("drafters", "worker") else None
+
+
+def _trained(tree: Tree) -> bool:
+    return any(not _is_wanted(name, False) for name in tree.files)
+
+
+def _is_wanted(name: str, checkpoints: bool) -> bool:
+    return checkpoints or not name.startswith("worker/")
+
+
+def _shared(root: Path, checkpoints: bool) -> dict[str, Path]:
+    """The shared files of a run's directory, by name."""
+    found = (path for pattern in (*_SHARED, *([_CHECKPOINTS] if checkpoints else [])) for path in root.glob(pattern))
+    named = {path.relative_to(root).as_posix(): path for path in found}
+    return {n: p for n, p in named.items() if not any(part.startswith(".") for part in n.split("/")) and p.is_file()}
+
+
+def _is_same(path: Path, kept: FileEntry) -> bool:
+    """Whether a file is the one that a tree names. Two small ones may be of one moment."""
+    try:
+        found = path.stat()
+        same = (found.st_size, found.st_mtime_ns) == (kept.bytes, kept.changed_ns)
+        return same and kept.text in (None, path.read_text("utf-8") if kept.text is not None else None)
+    except (FileNotFoundError, UnicodeDecodeError):
+        return False
+
+
+def _grown(path: Path, newer: Path) -> bytes | None:
+    """What a file of lines has to be appended to be another one; None where it does not begin so."""
+    try:
+        old = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    new = newer.read_bytes()
+    return new[len(old) :] if new.startswith(old) else None

@@ -1,0 +1,415 @@
+"""Several hosts, one state: a change is seen whole by all or by none, in a mounted directory and in an object store."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+from object_fixtures import BUCKET, Store, failing, losing_answers, running_store
+from record_fixtures import told
+from service_fixtures import publish
+
+from service.errors import ConfigurationError, LatestMoved, ObjectStoreError, RunNotFound
+from service.settings import Settings
+from service.storage import mirror
+from service.storage.layout import Layout
+from service.storage.mirror import Mirror, state_of
+from service.storage.registry import Registry
+from service.storage.runs import change_state, delete_run, read_state, withdraw_run
+
+URL = f"s3://{BUCKET}/state"
+LARGE = bytes(range(256)) * 200  # above what stands in the tree
+KINDS = ("directory", "objects")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    yield from running_store(monkeypatch)
+
+
+@pytest.fixture(params=KINDS)
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Layout]:
+    """Makes the state directory of a host, by name: all of them share one state."""
+    if request.param == "directory":
+        return lambda _: Layout(tmp_path / "mounted")
+    request.getfixturevalue("store")
+    return lambda name: Mirror(tmp_path / name, URL)
+
+
+def register(layout: Layout, run: str = "default") -> None:
+    def work(now: Layout) -> None:
+        now.make_run(run)
+        now.run_json(run).write_text("{}")
+
+    layout.change(run, work)
+
+
+def write(layout: Layout, name: str, data: bytes, run: str = "default") -> None:
+    def work(now: Layout) -> None:
+        (now.run(run) / name).parent.mkdir(parents=True, exist_ok=True)
+        (now.run(run) / name).write_bytes(data)
+
+    layout.change(run, work)
+
+
+def seen(layout: Layout, name: str, run: str = "default") -> bytes | None:
+    layout.pull(run)
+    path = layout.run(run) / name
+    return path.read_bytes() if path.exists() else None
+
+
+# --- the same for both
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff\x00", LARGE], ids=["empty", "small", "no text", "large"])
+def test_what_one_host_changed_another_one_reads(host: Callable[[str], Layout], data: bytes) -> None:
+    one, other = host("one"), host("other")
+    register(one)
+    write(one, "heads/3.safetensors", data)
+    assert seen(other, "heads/3.safetensors") == data
+    assert other.run_names() == ["default"]
+    at, there = one.head("default", 3).stat(), other.head("default", 3).stat()
+    assert at.st_mtime_ns == there.st_mtime_ns, "heads are ordered by it"
+
+
+def test_what_is_replaced_and_deleted_is_so_on_all_hosts(host: Callable[[str], Layout]) -> None:
+    one, other = host("one"), host("other")
+    register(one)
+    write(one, "latest.json", b'{"a": 1}')
+    write(one, "heads/1.safetensors", LARGE)
+    assert seen(other, "latest.json") == b'{"a": 1}'
+    write(other, "latest.json", b'{"a": 2}')  # of the same length, and maybe of the same moment
+    other.change("default", lambda now: now.head("default", 1).unlink())
+    assert seen(one, "latest.json") == b'{"a": 2}'
+    assert seen(one, "heads/1.safetensors") is None
+
+
+def test_of_many_changes_at_one_moment_none_is_lost(host: Callable[[str], Layout]) -> None:
+    hosts = [host("one"), host("other")]
+    register(hosts[0])
+    write(hosts[0], "drafting.json", b"0")
+
+    def add(now: Layout) -> int:
+        count = int(now.run_drafting("default").read_bytes()) + 1
+        now.run_drafting("default").write_bytes(str(count).encode())
+        return count
+
+    found: list[int] = []
+
+    def work(layout: Layout) -> None:
+        for _ in range(6):
+            found.append(layout.change("default", add))
+
+    threads = [threading.Thread(target=work, args=(layout,)) for layout in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(1, 13)), "each saw what was before it, and its own answer is of its own change"
+    assert seen(host("third"), "drafting.json") == b"12"
+
+
+def test_a_run_that_is_deleted_is_gone_everywhere_and_its_name_is_free(host: Callable[[str], Layout]) -> None:
+    one, other = host("one"), host("other")
+    register(one)
+    write(one, "target.safetensors", LARGE)
+    assert seen(other, "target.safetensors") == LARGE
+    withdraw_run(other, "default")
+    one.pull("default")
+    assert (one.run_names(), one.withdrawn_names()) == ([], ["default"])
+    assert delete_run(one, "default")
+    other.pull("default")
+    assert not other.run("default").exists() or not any(p.is_file() for p in other.run("default").glob("*.json*"))
+    assert not delete_run(other, "default"), "another request was faster"
+    register(other)
+    assert seen(one, "run.json") == b"{}"
+    assert seen(one, "target.safetensors") is None
+
+
+def test_the_registry_is_one_for_all_hosts(host: Callable[[str], Layout]) -> None:
+    one, other = Registry(host("one")), Registry(host("other"))
+    register(one._layout)
+    first = publish(one, instead_of=None)
+    other._layout.pull("default")
+    assert other.latest("default") == first
+    other.verify("default", first.version)
+    second = publish(other, content=b"other" * 9000, instead_of=first.version)
+    with pytest.raises(LatestMoved, match=f"serves {second.version} now"):
+        publish(one, content=b"third", instead_of=first.version)  # judged before it heard of the second
+    assert one.versions("default") == [first.version, second.version], "nothing of the third is left"
+    back = one.rollback("default", first.version, "second was bad")
+    assert (back.version, back.sequence) == (first.version, 3)
+    other.hold("default", second.version, "it is better")
+    one._layout.pull("default")
+    assert (one.held("default") or pytest.fail("not held")).version == second.version
+    for registry in (one, other):
+        registry._layout.pull("default")
+        assert [e["event"] for e in told(registry)] == ["published", "published", "rolled_back", "rolled_back", "held"]
+    other.release("default", second.version)
+    other.prune("default", 1)
+    one._layout.pull("default")
+    assert one.versions("default") == [second.version]
+
+
+def test_a_numbered_version_is_one_drafter_whoever_sends_it(host: Callable[[str], Layout]) -> None:
+    """Archives of two hosts at one moment get two numbers."""
+    hosts = [Registry(host("one")), Registry(host("other"))]
+    register(hosts[0]._layout)
+    like = publish(hosts[0])
+    versions: list[str] = []
+
+    def send(registry: Registry, number: int) -> None:
+        for turn in range(3):
+            staged = registry.stage("default")
+            (staged / "model.safetensors").write_bytes(f"{number} {turn}".encode())
+            (staged / "config.json").write_text("{}")
+            manifest, new = registry.archive("default", staged, like=like, reason="r", by=None, most_waiting=99)
+            assert new
+            versions.append(manifest.version)
+
+    threads = [threading.Thread(target=send, args=(registry, n)) for n, registry in enumerate(hosts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(int(v[1:7]) for v in versions) == [2, 3, 4, 5, 6, 7]
+    hosts[1]._layout.pull("default")
+    assert hosts[1].history.sent("default").keys() == set(versions)
+
+
+def test_a_state_is_obeyed_by_all(host: Callable[[str], Layout]) -> None:
+    one, other = host("one"), host("other")
+    register(one)
+    with pytest.raises(RunNotFound):
+        change_state(one, "nobody", "paused", "x")
+    write(one, "run.json", _record())
+    change_state(one, "default", "paused", "the GPU is needed", "ada")
+    other.pull("default")
+    assert read_state(other, "default").state == "paused"
+
+
+def _record() -> bytes:
+    facts: dict[str, Any] = {"run": "default", "target_fingerprint": "f", "aux_layers": [1], "vocab_size": 8}
+    facts |= {"hidden_size": 8, "policy_version": 0, "draft_vocab_size": None, "last_rows": "all"}
+    return json.dumps(facts | {"bytes": 1, "created": 1.0, "crc32": None}).encode()
+
+
+# --- in an object store
+@pytest.fixture
+def two(store: Store, tmp_path: Path) -> tuple[Mirror, Mirror]:
+    one, other = Mirror(tmp_path / "one", URL), Mirror(tmp_path / "other", URL)
+    register(one)
+    other.pull("default")
+    return one, other
+
+
+def test_a_change_that_fails_changes_nothing(two: tuple[Mirror, Mirror], store: Store) -> None:
+    one, other = two
+    before = store.stored()
+
+    def work(now: Layout) -> None:
+        now.latest("default").write_text("{}")
+        now.target("default").write_bytes(LARGE)
+        raise KeyError("in the middle")
+
+    with pytest.raises(KeyError):
+        one.change("default", work)
+    assert (seen(one, "latest.json"), seen(other, "latest.json")) == (None, None)
+    store.fault = failing("PUT")
+    with pytest.raises(ObjectStoreError):
+        write(one, "latest.json", b"{}")
+    assert not one.latest("default").exists(), "this host does not say what the others do not know"
+    store.fault = None
+    assert store.stored() == before
+    assert not list((one.root / "changes").iterdir())
+
+
+@pytest.mark.parametrize("part", ["/trees/", "/files/"])
+def test_a_put_whose_answer_was_lost_is_recognised(two: tuple[Mirror, Mirror], store: Store, part: str) -> None:
+    one, other = two
+    calls: list[Any] = []
+
+    def work(now: Layout) -> None:
+        calls.append(now)
+        now.target("default").write_bytes(LARGE)
+
+    store.fault = losing_answers(store, "PUT", part)
+    one.change("default", work)
+    assert len(calls) == 1, "it was done once, and not taken for another host's"
+    assert seen(other, "target.safetensors") == LARGE
+    assert len([key for key in store.stored() if "/files/" in key]) == 1
+
+
+def test_a_change_is_begun_again_with_what_another_host_did(two: tuple[Mirror, Mirror], store: Store) -> None:
+    one, other = two
+    calls: list[Any] = []
+
+    def work(now: Layout) -> bytes:
+        if not calls:
+            write(other, "drafting.json", b"theirs")
+        calls.append(now.run_drafting("default").read_bytes() if now.run_drafting("default").exists() else b"")
+        now.latest("default").write_text("mine")
+        return bytes(calls[-1])
+
+    assert one.change("default", work) == b"theirs"
+    assert calls == [b"", b"theirs"]
+    assert (seen(other, "latest.json"), seen(other, "drafting.json")) == (b"mine", b"theirs")
+
+
+def test_what_was_announced_is_sent_once_however_often_a_change_is_begun(
+    two: tuple[Mirror, Mirror], store: Store, tmp_path: Path
+) -> None:
+    one, other = two
+    upload = one.root / "upload"
+    upload.write_bytes(LARGE)
+    one.announce("default", upload)
+    calls: list[Any] = []
+
+    def work(now: Layout) -> None:
+        if not calls:
+            write(other, "drafting.json", b"theirs")
+        calls.append(0)
+        now.own(upload).rename(now.target("default"))
+
+    one.change("default", work)
+    assert len(calls) == 2
+    assert sum(method == "PUT" and "/files/" in path for method, path in store.requests) == 1
+    assert seen(other, "target.safetensors") == LARGE
+
+
+def test_objects_that_no_tree_names_go(
+    two: tuple[Mirror, Mirror], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two
+    write(one, "target.safetensors", LARGE)
+    write(one, "target.safetensors", LARGE[1:])
+    (left,) = (key for key in store.stored() if "/files/" in key)
+    store.client().put_object(Bucket=BUCKET, Key=f"state/files/default/{'0' * 32}", Body=b"of one that died")
+    other.sweep()
+    assert len(store.stored()) == 3, "it may be of a change that is being made"
+    monkeypatch.setattr(mirror, "_LEFTOVER_SECONDS", -3600.0)
+    other.sweep()
+    assert [key for key in store.stored() if "/files/" in key] == [left]
+    assert seen(other, "target.safetensors") == LARGE[1:]
+
+
+def test_a_host_whose_copy_was_meddled_with_spreads_none_of_it(two: tuple[Mirror, Mirror]) -> None:
+    one, other = two
+    write(one, "drafting.json", b"right")
+    one.run_drafting("default").write_bytes(b"wrong")
+    (one.run("default") / "latest.json").write_text("of nobody")
+    write(one, "state.json", b"{}")
+    assert (seen(other, "drafting.json"), seen(other, "latest.json")) == (b"right", None)
+    assert one.run_drafting("default").read_bytes() == b"right"
+
+
+def test_a_history_is_followed_where_it_only_grew(two: tuple[Mirror, Mirror], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Registry(two[0]), Registry(two[1])
+    version = publish(one).version
+    two[1].pull("default")
+    other.history.events("default")
+    for turn in range(5):
+        one.rollback("default", version, f"turn {turn}")
+        two[1].pull("default")
+        assert len(other.history.events("default")) == turn + 2
+    assert other.history._events["default"][0].lines_read == 6, "each line once"
+
+
+def test_a_long_history_is_sent_in_small_pieces(
+    two: tuple[Mirror, Mirror], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.storage.history.events._HISTORY_BYTES", 16_000)
+    one, other = Registry(two[0]), Registry(two[1])
+    version = publish(one).version
+    for turn in range(40):
+        one.rollback("default", version, f"turn {turn}")
+    pieces = sorted(two[0].run("default").glob("history*.jsonl"))
+    assert len(pieces) > 5
+    assert max(piece.stat().st_size for piece in pieces) < 3_000
+    two[1].pull("default")
+    assert [e["reason"] for e in told(other)] == [e["reason"] for e in told(one)]
+    assert len(told(other)) == 41
+
+
+def test_checkpoints_go_to_whoever_asks(two: tuple[Mirror, Mirror], store: Store) -> None:
+    one, other = two
+
+    def save(now: Layout) -> None:
+        path = now.worker("default") / "checkpoint-000000001" / "trainer"
+        path.mkdir(parents=True)
+        (path / "state").write_bytes(LARGE)
+
+    one.change("default", save, checkpoints=True)
+    write(one, "latest.json", b"{}")  # which knows nothing of it, and keeps it
+    other.pull("default")
+    assert not list(other.worker("default").iterdir())
+    assert other.trained("default")
+    other.pull("default", checkpoints=True)
+    assert (other.worker("default") / "checkpoint-000000001/trainer/state").read_bytes() == LARGE
+
+
+def test_a_host_follows_and_goes_on_when_the_store_is_back(two: tuple[Mirror, Mirror], store: Store) -> None:
+    one, other = two
+    with other.followed():
+        write(one, "latest.json", b"1")
+        _until(lambda: other.latest("default").exists())
+        store.down()
+        assert other.latest("default").read_bytes() == b"1", "what was known is read on"
+        store.up()
+        write(one, "latest.json", b"2")
+        _until(lambda: other.latest("default").read_bytes() == b"2")
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    ended = threading.Event()
+    for _ in range(600):
+        if condition():
+            return
+        ended.wait(0.05)
+    pytest.fail("it did not come in 30 s")
+
+
+def test_a_tree_that_somebody_deleted_deletes_nothing(
+    two: tuple[Mirror, Mirror], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = two
+    write(one, "target.safetensors", LARGE)
+    store.client().delete_object(Bucket=BUCKET, Key="state/trees/default")
+    with pytest.raises(ObjectStoreError, match="trees/default is gone from the object store; put a copy back"):
+        write(one, "latest.json", b"{}")
+    assert one.target("default").read_bytes() == LARGE
+    monkeypatch.setattr(mirror, "_LEFTOVER_SECONDS", -3600.0)
+    one.sweep()
+    assert len(store.stored()) == 1, "its files are there when it is put back"
+
+
+def test_a_store_that_ignores_conditions_is_refused(two: tuple[Mirror, Mirror], store: Store) -> None:
+    def forgetful(environ: dict[str, Any], _start: object) -> None:
+        environ.pop("HTTP_IF_MATCH", None)
+        environ.pop("HTTP_IF_NONE_MATCH", None)
+
+    store.fault = forgetful
+    with pytest.raises(ConfigurationError, match="this object store ignores the condition of a put"), two[0].followed():
+        pass
+
+
+def test_a_directory_that_has_other_runs_is_refused(store: Store, tmp_path: Path) -> None:
+    Layout(tmp_path / "old").make_run("default")
+    with pytest.raises(ConfigurationError, match="holds runs that are not in the store; give this host a state"):
+        Mirror(tmp_path / "old", URL)
+    Mirror(tmp_path / "one", URL)
+    with pytest.raises(ConfigurationError, match=f"is a copy of {URL}; use another state directory"):
+        Mirror(tmp_path / "one", f"{URL}2")
+
+
+def test_the_setting_chooses(store: Store, tmp_path: Path) -> None:
+    assert type(state_of(Settings(state_dir=tmp_path / "a"))) is Layout
+    assert type(state_of(Settings(state_dir=tmp_path / "b", state_url=URL))) is Mirror
+    with pytest.raises(ValueError, match="state_url must begin with s3://: a change is a put on condition"):
+        Settings(state_url="file:///tmp/x")
