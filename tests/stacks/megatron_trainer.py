@@ -234,7 +234,9 @@ def train(rank: int, words: list[str], service: Any, found: dict[str, Any]) -> l
                 failing = ("fails" in words and rank == 1) or ("plan" in words and rank == 0)
                 if failing and step == 1:
                     break_it(hook, "plan" in words)
-                captured.enter_context(hook.capture(**told, policy_version=step + ("unsent" in words), temperature=TEMPERATURE))
+                captured.enter_context(
+                    hook.capture(**told, policy_version=step + ("unsent" in words), temperature=TEMPERATURE)
+                )
             with torch.no_grad():
                 model(*inputs, packed_seq_params=packing)
         states = watch.rows()
