@@ -36,7 +36,7 @@ from prometheus_client.samples import Sample
 
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples
+from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples, whole
 from rl_hooks.engines.protocol import TREES, EngineHttp, EngineState, counting_only
 from rl_hooks.engines.sglang import rounds
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
@@ -371,7 +371,7 @@ def request_payload(request: Mapping[str, Any]) -> str:
 
 def _total(samples: Mapping[str, list[Sample]], name: str) -> int:
     """A counter, summed over its labels; 0 before its first request."""
-    return int(sum(sample.value for sample in samples.get(name, ())))
+    return sum(whole(name, sample.value) for sample in samples.get(name, ()))
 
 
 def _ranks(info: Mapping[str, Any]) -> int:

@@ -588,6 +588,15 @@ def test_metrics_that_are_off_are_an_error_that_says_so(tmp_path: Path) -> None:
         asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport), tmp_path).snapshot())
 
 
+@pytest.mark.parametrize("value", ["+Inf", "NaN", "-1", "1e300"])
+@pytest.mark.parametrize("name", ["draftalign:spec_decode_rounds_total", "sglang:generation_tokens_total"])
+def test_a_count_that_no_counter_can_have_is_a_metrics_error(tmp_path: Path, name: str, value: str) -> None:
+    body = httpx.ByteStream(f"{name} {value}\n".encode())
+    client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, stream=body)))
+    with pytest.raises(MetricsError, match="expected a number from 0"):
+        asyncio.run(SGLangEngine("http://engine", client, tmp_path).snapshot())
+
+
 def test_the_request_passes_the_unpickler_as_a_byte_tensor() -> None:
     request = {"path": "/somewhere/ä", "version": "v1", "outcome": "/else", "sha256": {}}
     ((name, tensor),) = Unpickler(io.BytesIO(base64.b64decode(request_payload(request)))).load()
