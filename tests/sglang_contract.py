@@ -160,6 +160,7 @@ class SGLangServer(Peer):
         self.fail: dict[str, int] = {}  # path -> how many of the next calls fail with 500
         self.starts = 0
         self.plugin = True  # whether ours is installed beside it
+        self.fault = False  # whether a fault has ended its counting
         self._start()
         super().__init__()
 
@@ -305,6 +306,7 @@ class SGLangServer(Peer):
         ours = [f"draftalign:spec_decode_rounds_total {float(rounds)}"]
         name = "draftalign:spec_decode_round_accepted_tokens_total"
         ours += [f'{name}{{position="{i}"}} {float(tokens)}' for i, tokens in enumerate(accepted) if tokens]
+        ours += ["draftalign:spec_decode_rounds_faults_total 1.0"] * self.fault
         return "".join(f"{line}\n" for line in ours if self.plugin) + (
             f"sglang:spec_verify_calls_total{{{label}}} {float(counts['rounds'])}\n"
             f'sglang:generation_tokens_total{{{label},is_streaming="false"}} {float(counts["tokens"])}\n'

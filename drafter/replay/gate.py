@@ -42,6 +42,9 @@ _STEPS: Final = {0.001: 0.05, 0.003: 0.05, 0.01: 0.1, 0.03: 0.3, 0.1: 0.5}
 _FORGOTTEN: Final = 0.005
 #: One training is expected to add no more than this.
 _LARGEST_RISE: Final = 0.2
+#: No drafter is better than another by more: a round emits at least one token. Many trainings without a look would be
+#: expected to bring more, up to what no float holds.
+_LARGEST_LOG_GAIN: Final = 5.0
 #: Standard deviation of one pair's gain from claim to claim, which more prompts do not reduce. Promises use this value.
 #: The error of a look uses one that is learnt (`ClaimSpread`), and no less than this.
 CLAIM_SD: Final = 0.01
@@ -375,7 +378,8 @@ class Trial:
             nothing = math.nan
             return Verdict(False, nothing, nothing, nothing, 0, 1.0, "too little evidence: nothing could be compared")
         reach = _NORMAL.inv_cdf(confidence) * math.sqrt(self.promise.variance)
-        gain, low, high = (math.expm1(self.promise.mean + part) for part in (0.0, -reach, reach))
+        logs = (self.promise.mean + part for part in (0.0, -reach, reach))
+        gain, low, high = (math.expm1(min(log, _LARGEST_LOG_GAIN)) for log in logs)
         error = self.error
         sure, worth = error <= (1.0 - confidence) * (1.0 + 1e-9), gain >= min_gain
         looks = "1 look" if taken == 1 else f"{taken} looks"

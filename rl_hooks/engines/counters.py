@@ -324,7 +324,8 @@ def _beginning(names: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"^(?:{'|'.join(map(re.escape, names))}).*$", re.MULTILINE)
 
 
-def _whole(name: str, value: float) -> int:
+def whole(name: str, value: float) -> int:
+    """A sample of a counter; MetricsError where a counter cannot have that value."""
     if not 0 <= value < 2.0**53:
         raise MetricsError(f"{name} is {value}; expected a number from 0 to 2^53")
     return int(value)
@@ -337,7 +338,7 @@ def _total(samples: Mapping[str, list[Sample]], name: str) -> int:
             f"the engine's /metrics has no {name}; start it with speculative decoding, or check that its version "
             "still uses this name (a missing counter is never read as 0)"
         )
-    return sum(_whole(name, sample.value) for sample in samples[name])
+    return sum(whole(name, sample.value) for sample in samples[name])
 
 
 def _emitted(samples: Mapping[str, list[Sample]]) -> int | None:
@@ -351,7 +352,7 @@ def _emitted(samples: Mapping[str, list[Sample]]) -> int | None:
 
 
 def _gauge(samples: Mapping[str, list[Sample]], name: str) -> int | None:
-    return max(_whole(name, sample.value) for sample in samples[name]) if name in samples else None
+    return max(whole(name, sample.value) for sample in samples[name]) if name in samples else None
 
 
 def _life(samples: Mapping[str, list[Sample]]) -> str | None:
@@ -380,5 +381,5 @@ def per_position(samples: Mapping[str, list[Sample]], name: str) -> tuple[int, .
         position = sample.labels.get("position", "")
         if not position.isdecimal() or len(position) > 4 or int(position) >= _MAX_POSITIONS:
             raise MetricsError(f"{name}: label position is {position!r:.200}; expected 0 to {_MAX_POSITIONS - 1}")
-        table[int(position)] = table.get(int(position), 0) + _whole(name, sample.value)
+        table[int(position)] = table.get(int(position), 0) + whole(name, sample.value)
     return tuple(table.get(position, 0) for position in range(max(table) + 1))

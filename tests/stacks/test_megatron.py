@@ -21,7 +21,7 @@ pytestmark = STACK.marks
 
 @pytest.fixture(name="ranks", scope="module")
 def _ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return STACK.ranks(tmp_path_factory.mktemp(STACK.name), *WORKING, *FAILING, "refused")
+    return STACK.ranks(tmp_path_factory.mktemp(STACK.name), *WORKING, *FAILING, "untied unsent", "refused")
 
 
 @pytest.mark.parametrize("case", WORKING)
@@ -44,6 +44,13 @@ def test_rank_0_sends_what_one_process_with_all_the_weights_computes(ranks: list
     assert second["requests"] == []
     assert [first["failures"], second["failures"]] == [0, 0]
     assert first["metrics"]["draftalign/dropped"] == 0.0
+
+
+def test_a_head_that_could_not_be_queued_is_sent_with_the_next_batch(ranks: list[dict[str, Any]]) -> None:
+    first, second = (found["untied unsent"] for found in ranks)
+    posts = ["POST /rollouts?run=r"] * 3
+    assert first["requests"] == ["PUT /runs/r", posts[0], "PUT /runs/r/head", *posts[1:]]
+    assert [first["head_updates"], first["failures"], second["failures"]] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("case", [*WORKING, *FAILING])

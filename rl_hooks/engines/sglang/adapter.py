@@ -36,7 +36,7 @@ from prometheus_client.samples import Sample
 
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples
+from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples, whole
 from rl_hooks.engines.protocol import TREES, EngineHttp, EngineState, counting_only
 from rl_hooks.engines.sglang import rounds
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
@@ -88,11 +88,13 @@ class SGLangEngine(EngineHttp):
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
         self._left: str | None = None  # state after an interrupted swap: "paused", or with an open "session" too
         self._depth = 0
+        self._is_swapped = False  # this process of the server has taken a drafter
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             document = json.loads(self._memory.read_text())  # of an earlier agent; else the newest is loaded once more
             self._left = document.get("left")
             started, version, swaps = document["loaded"]
             self._loaded = (str(started), str(version), int(swaps))
+            self._is_swapped = True  # until `state` says that it is another process
 
     # --- called by the follower
     async def state(self) -> EngineState:
@@ -104,6 +106,7 @@ class SGLangEngine(EngineHttp):
         policy = model.get("weight_version")
         version = int(policy) if isinstance(policy, str) and policy.isdecimal() and len(policy) < 16 else None
         algorithm = info.get("speculative_algorithm")
+        self._is_swapped = False
         if str(algorithm).upper() != "EAGLE3":
             life = process_identity(info) if "startup_time" in info else None
             return counting_only(None if algorithm is None else cut(str(algorithm)).lower(), version, life)
@@ -111,6 +114,7 @@ class SGLangEngine(EngineHttp):
         steps = info.get("speculative_num_steps")
         depth = steps if type(steps) is int else None
         served, swaps = (loaded[1], loaded[2]) if loaded is not None and loaded[0] == started else (None, 0)
+        self._is_swapped = served is not None
         # By default it takes the most probable tokens, also where answers are sampled.
         drafting = "probabilistic" if info.get("speculative_use_rejection_sampling") else "greedy"
         if info.get("speculative_eagle_topk") not in (None, 1):
@@ -132,8 +136,14 @@ class SGLangEngine(EngineHttp):
         counted. After a swap it would credit the newer drafter with rounds of the older: then MetricsError is raised.
         Accepted tokens are counted after trimming, unlike vLLM's.
         """
-        samples = read_samples(await self._page(), (rounds.ROUNDS, rounds.ACCEPTED, ROUNDS, GENERATED, REQUESTS))
+        ours = (rounds.ROUNDS, rounds.ACCEPTED, rounds.FAULTS)
+        samples = read_samples(await self._page(), (*ours, ROUNDS, GENERATED, REQUESTS))
         if rounds.ROUNDS in samples:
+            if rounds.FAULTS in samples:
+                raise MetricsError(
+                    "the plugin that counts rounds in SGLang has ended by a fault, and the server's log says which: "
+                    "nothing is counted any more. Restart the server"
+                )
             counted = _total(samples, rounds.ROUNDS)
             positions = per_position(samples, rounds.ACCEPTED) if rounds.ACCEPTED in samples else ()
             accepted = sum(positions)
@@ -142,7 +152,7 @@ class SGLangEngine(EngineHttp):
             raise MetricsError(f"the engine's /metrics has no {GENERATED}; start SGLang with --enable-metrics")
         # The other two appear with the first request.
         counted, generated, requests = (_total(samples, name) for name in (ROUNDS, GENERATED, REQUESTS))
-        if counted and self._loaded is not None:
+        if counted and self._is_swapped:
             raise MetricsError(
                 f"the engine's /metrics has {ROUNDS}, but no {rounds.ROUNDS}: without it nobody can tell which drafter "
                 "did the rounds of a request that ran over a swap. Install rl_hooks into SGLang's environment with "
@@ -175,7 +185,7 @@ class SGLangEngine(EngineHttp):
             outcome.rmdir()
         before, started = self._loaded, process_identity(info)
         swaps = before[2] + 1 if before is not None and before[0] == started else 1
-        self._loaded = (started, release.version, swaps)
+        self._loaded, self._is_swapped = (started, release.version, swaps), True
         self._remember()
         return sha256
 
@@ -361,7 +371,7 @@ def request_payload(request: Mapping[str, Any]) -> str:
 
 def _total(samples: Mapping[str, list[Sample]], name: str) -> int:
     """A counter, summed over its labels; 0 before its first request."""
-    return int(sum(sample.value for sample in samples.get(name, ())))
+    return sum(whole(name, sample.value) for sample in samples.get(name, ()))
 
 
 def _ranks(info: Mapping[str, Any]) -> int:

@@ -13,6 +13,7 @@ Written against 0.5.23; tests/contract_fixtures.py has what it reads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ log = logging.getLogger("draftalign.sglang")
 ROUNDS: Final = "draftalign:spec_decode_rounds_total"
 #: Accepted tokens after trimming, by position in the draft.
 ACCEPTED: Final = "draftalign:spec_decode_round_accepted_tokens_total"
+#: Not there unless a fault of ours has ended the counting: the two above then stay on the page as they were.
+FAULTS: Final = "draftalign:spec_decode_rounds_faults_total"
 #: What takes in the results of a step in SGLang's scheduler.
 PROCESSOR: Final = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 #: A draft is no longer.
@@ -39,6 +42,7 @@ class StepCounter:
         self._since: WeakSet[Any] = WeakSet()  # requests that have had a step which was launched after that
         self._rounds: Any = None
         self._accepted: Any = None
+        self._faults: Any = None
 
     def drafter_changed(self) -> None:
         """The drafter has been loaded: what is launched from now on drafts with it."""
@@ -53,7 +57,8 @@ class StepCounter:
     def decoded(self, original: Callable[..., Any], processor: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         """Have SGLang take in the results of a decoding step by `original`, and count its rounds.
 
-        A fault of ours costs the counts and one line: an exception here would end the scheduler.
+        A fault of ours costs the counts and one line, and the page tells of it: an exception here would end the
+        scheduler.
         """
         before = self._guarded(self._read, processor, batch)
         answer = original(processor, batch, *rest, **named)
@@ -69,7 +74,15 @@ class StepCounter:
         except Exception:
             self.failed = True
             log.exception("draftalign: rounds are no longer counted in this server")
+            with contextlib.suppress(Exception):
+                self._tell_fault()
             return None
+
+    def _tell_fault(self) -> None:
+        from prometheus_client import Counter  # as in `_open`
+
+        self._faults = Counter(FAULTS, "Faults that have ended the counting of rounds.", registry=None)
+        self._faults.inc()
 
     def _read(self, processor: Any, batch: Any) -> list[tuple[int, int]] | None:
         """Rounds and tokens of each request so far; None in a rank that SGLang does not count in either."""

@@ -187,11 +187,13 @@ class MegatronHook(TrainerHook):
             rows = self.ranks.join_rows(rows)
         scored = None if scores is None else self.ranks.join_scores(scores)
         if due and updates is not None:
+            queued = whole_head is None
             if whole_head is not None:
                 whole_head, version = whole_head[: part.vocab_size], reading.policy_version
-                if self.sender.submit_job(updates.job(self.sender.run, whole_head, version, self.session.id)):
-                    self.tally.add("head_updates")
-            updates.sent(head)
+                queued = self.sender.submit_job(updates.job(self.sender.run, whole_head, version, self.session.id))
+                self.tally.add("head_updates", queued)
+            if queued:  # else it stays due on rank 0, and what is due on any rank is sent
+                updates.sent(head)
         if plan is not None and rows is not None and scored is not None:
             self._send(plan, reading, rows, scored)
 

@@ -335,6 +335,17 @@ def test_impossible_looks_leave_the_promise_finite(gain: float) -> None:
     assert 0.0 < trial.promise.variance < 1.0
 
 
+def test_a_promise_stays_finite_where_nothing_is_looked_at_for_thousands_of_trainings() -> None:
+    trial = Trial(promise=GainPosterior().known())
+    for number in range(20):
+        trial.trained()
+        trial.take(Look(math.expm1(0.1 * number), 0.02, 50, 100, 2.0, 1.8))
+    for _ in range(10_000):
+        trial.trained()
+    verdict = trial.verdict()
+    assert -1.0 <= verdict.low <= verdict.gain <= verdict.high < 150.0
+
+
 def test_an_archived_version_that_comes_back_is_known_by_that_look_alone() -> None:
     trial, alone, look = Trial(), Trial(), Look(0.5, 0.04, 32, 32, 3.0, 2.0)
     for _ in range(30):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_hooks.engines.sglang.rounds import ACCEPTED, ROUNDS, StepCounter
+from rl_hooks.engines.sglang.rounds import ACCEPTED, FAULTS, ROUNDS, StepCounter
 
 
 class Request:
@@ -129,3 +129,5 @@ def test_a_fault_ends_the_counting_and_no_step(caplog: pytest.LogCaptureFixture)
         assert scheduler.counter.decoded(lambda *_: "done", scheduler, scheduler.launch("a")) == "done"
     assert scheduler.counted() == (1, 1)
     assert caplog.text.count("rounds are no longer counted") == 1
+    told = [(s.name, s.value) for f in scheduler.counter._faults.collect() for s in f.samples]
+    assert (FAULTS, 1.0) in told, "what was counted stays on the page, and looks like an idle server"

@@ -553,10 +553,48 @@ def test_without_the_plugin_a_swapped_server_is_not_counted_and_says_what_to_ins
         assert not running.followers[server.url].ledger.buckets()
 
 
+def test_a_server_that_was_swapped_and_started_again_with_another_method_is_counted_without_the_plugin(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.plugin = False
+    with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
+        version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        server.restart()
+        server.info |= {"speculative_algorithm": "NGRAM"}
+        eventually(lambda: running.followers[server.url].loaded_version == "ngram")
+        server.end(rounds=100, emitted=120, requests=1)
+        eventually(lambda: service.last_report("ngram").get("rounds") == 100)
+    assert "Install rl_hooks" not in caplog.text
+
+
+def test_a_plugin_that_a_fault_has_ended_is_told_of_and_the_server_still_gets_its_drafters(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it had counted stays on the page: the server looked idle."""
+    with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
+        version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        server.play(rounds=100, accepted=(80, 50, 20))
+        server.fault = True
+        eventually(lambda: "has ended by a fault" in caplog.text)
+        newer = service.publish(2, files=drafter_files(tmp_path / "2", 2))
+        eventually(lambda: running.followers[server.url].loaded_version == newer)
+
+
 def test_metrics_that_are_off_are_an_error_that_says_so(tmp_path: Path) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(b"other 1\n")))
     with pytest.raises(MetricsError, match="--enable-metrics"):
         asyncio.run(SGLangEngine("http://engine", httpx.AsyncClient(transport=transport), tmp_path).snapshot())
+
+
+@pytest.mark.parametrize("value", ["+Inf", "NaN", "-1", "1e300"])
+@pytest.mark.parametrize("name", ["draftalign:spec_decode_rounds_total", "sglang:generation_tokens_total"])
+def test_a_count_that_no_counter_can_have_is_a_metrics_error(tmp_path: Path, name: str, value: str) -> None:
+    body = httpx.ByteStream(f"{name} {value}\n".encode())
+    client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, stream=body)))
+    with pytest.raises(MetricsError, match="expected a number from 0"):
+        asyncio.run(SGLangEngine("http://engine", client, tmp_path).snapshot())
 
 
 def test_the_request_passes_the_unpickler_as_a_byte_tensor() -> None:
