@@ -99,10 +99,10 @@ def test_a_worker_that_comes_later_gets_its_share_and_a_dead_ones_runs_go_back(b
 
 
 RANK = """
-import service.storage.lease
+import service.storage.queue.lease
 from service.cli.main import app
 
-service.storage.lease.LEASE_SECONDS = 2.0
+service.storage.queue.lease.LEASE_SECONDS = 2.0
 app(["worker"])
 """
 
