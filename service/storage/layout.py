@@ -64,6 +64,9 @@ class Layout:
         with locked(self, run):
             return work(self)
 
+    def still(self) -> None:
+        """Within `change`, right before what cannot be taken back: begin again if another host was faster."""
+
     def own(self, path: Path) -> Path:
         """Within `change`: the file or directory at `path`, as one that may be renamed into the layout."""
         return path
