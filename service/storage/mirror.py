@@ -241,7 +241,7 @@ class Mirror(Layout):
         )
         for name, path in _shared(root, checkpoints).items():
             old = before.get(name)
-            same = old is not None and _is_same(path, old) and (_is_copied(path, old) or path.samefile(own / name))
+            same = old is not None and _is_same(path, old) and (_is_copied(path, old) or _is_linked(path, own / name))
             files[name] = old if old is not None and same else self._keep(run, path)
         if files == before:
             return True
@@ -534,6 +534,13 @@ def _shared(root: Path, checkpoints: bool) -> dict[str, Path]:
 def _is_copied(path: Path, kept: FileEntry) -> bool:
     """Whether a draft has a copy of a file: what is small, and what is appended to. Of others it has a link."""
     return kept.text is not None or path.suffix == ".jsonl"
+
+
+def _is_linked(path: Path, own: Path) -> bool:
+    """Whether a draft's file is the link that it began with."""
+    with contextlib.suppress(FileNotFoundError):  # a process that waited for the lock of a deleted run is at it, too
+        return path.samefile(own)
+    return False
 
 
 def _is_same(path: Path, kept: FileEntry) -> bool:

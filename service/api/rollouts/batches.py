@@ -341,6 +341,8 @@ async def _enqueue(
         return await add_entry(context, header, batch, room)
     except (RunNotFound, RunClosed, WireError):  # it was deleted or closed while this came, or registered again
         context.spool.delete(run, batch.blob)
+        if context.kept is not None:
+            await asyncio.to_thread(context.kept.discard, run, [batch.blob])
         raise
 
 
