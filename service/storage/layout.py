@@ -48,6 +48,8 @@ class Layout:
         #: Uploads in progress.
         self.spool_tmp: Final = self.root / "spool" / "tmp"
 
+    #: Why nobody knows now what other hosts do; None: it is known.
+    away: str | None = None
     #: Into how many pieces a file of lines is cut that would be one in a mounted directory.
     pieces = 1
 

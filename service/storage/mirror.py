@@ -409,7 +409,13 @@ class Mirror(Layout):
     def refresh(self) -> None:
         """Take over whatever was changed: a question for each thousand runs, and some for each that was. Blocks."""
         trouble: Exception | None = None
-        for key, etag in self._store.tags("trees/").items():
+        try:
+            tags = self._store.tags("trees/")
+        except ObjectStoreError as error:
+            self.away = str(error)
+            raise
+        self.away = None
+        for key, etag in tags.items():
             run = key.removeprefix("trees/")
             if RUN_NAME.fullmatch(run) and self._seen.get(run) != etag:
                 try:

@@ -498,7 +498,9 @@ def test_a_host_follows_and_goes_on_when_the_store_is_back(two: tuple[Mirror, Mi
         _until(lambda: other.latest("default").exists())
         store.down()
         assert other.latest("default").read_bytes() == b"1", "what was known is read on"
+        _until(lambda: other.away is not None)
         store.up()
+        _until(lambda: other.away is None)
         write(one, "latest.json", b"2")
         _until(lambda: other.latest("default").read_bytes() == b"2")
 

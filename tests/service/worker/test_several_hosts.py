@@ -14,6 +14,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
+from failover_fixtures import until
 from object_fixtures import BUCKET, Store, failing, running_store, silent
 from service_fixtures import HEADERS, RunningService, publish
 from torch import Tensor
@@ -178,7 +179,11 @@ def test_a_store_that_is_away_refuses_a_file_and_loses_none(bench: Bench, api: R
     body = bench.world.rollout_file("a")
     store.fault = failing("PUT", "403 Forbidden")
     assert api.post(body, run="default").status_code == 503
+    store.fault = failing("GET", "403 Forbidden")
+    until(lambda: api.client.get("/readyz").status_code == 503, "it says that it takes none")
+    assert api.client.get("/readyz").json()["type"].endswith("object-store-away")
     store.fault = None
+    until(lambda: api.client.get("/readyz").status_code == 200, "it takes them again")
     post(api, bench, body)
     store.fault = failing("GET", "403 Forbidden")
     with pytest.raises(ObjectStoreError):
