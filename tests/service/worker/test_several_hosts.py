@@ -84,6 +84,8 @@ def test_a_file_that_came_through_the_api_is_kept_in_the_store_until_it_is_train
     (key,) = rollouts(store)
     assert store.client().get_object(Bucket=BUCKET, Key=key)["Body"].read() == body
     assert api.spooled() == [], "nothing of it is on the API's host"
+    assert api.post(body, run="default").json()["duplicate"]
+    assert rollouts(store) == [key], "what came again is not kept beside it"
     bench.drain(bench.worker())
     assert bench.state(bench.posted[0]) == "trained"
     assert rollouts(store) == []
