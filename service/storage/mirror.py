@@ -429,14 +429,22 @@ class Mirror(Layout):
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """As of `Layout`. Begins with all that stands in the store; raises OSError where it does not answer."""
+        """As of `Layout`. Begins with all that stands in the store; raises OSError where it does not answer.
+
+        A run whose tree is damaged stays as it was known here; the others are followed.
+        """
         if not self._store.keeps_conditions(f"tried/{uuid.uuid4().hex}"):
             raise ConfigurationError(
                 "state_url: this object store ignores the condition of a put (If-Match, If-None-Match), so hosts would "
                 "undo what others did; use a store that has conditional writes, or share a directory"
             )
         self.tidy()
-        self.refresh()
+        try:
+            self.refresh()
+        except (OSError, ServiceError) as error:
+            if self.away is not None:
+                raise
+            log.error("a run is not known as other hosts have it: %s", error)  # one damaged tree ends no process
         ended = threading.Event()
 
         def follow() -> None:

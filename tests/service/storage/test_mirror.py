@@ -387,6 +387,8 @@ def test_a_tree_that_names_what_is_no_runs_file_is_damaged(
     with pytest.raises(ObjectStoreError, match="trees/default in the object store is damaged"):
         one.refresh()
     assert one.run_names() == ["default", "sound"], "the others are told all the same"
+    with Mirror(tmp_path / "third", URL).followed():  # begins all the same
+        assert Layout(tmp_path / "third").run_names() == ["sound"]
     assert not list(tmp_path.rglob("evil"))
 
 
