@@ -45,7 +45,7 @@ from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
 from service.api.rollouts import direct as direct_api
 from service.api.snapshot import read_now, watch_headlines
-from service.errors import ConfigurationError, RunNotFound
+from service.errors import ConfigurationError, ObjectStoreError, RunNotFound
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
 from service.monitor import metrics
 from service.settings import Settings
@@ -172,8 +172,13 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz")
 async def readyz(context: Context) -> dict[str, str]:
-    """Answer while rollouts can be taken: Redis took a write within the last second, and the spool has room."""
+    """Answer while rollouts can be taken: Redis took a write within the last second, and the spool has room.
+
+    With `state_url` the object store answered when it was asked last, too: once a second.
+    """
     await context.writes.check()
+    if context.layout.away is not None:
+        raise ObjectStoreError(context.layout.away)
     if context.spool.free_bytes() < context.settings.spool_min_free_bytes:
         raise Problem(503, "spool-low", "the spool's disk is nearly full", headers={"Retry-After": "10"})
     return {"status": "ready"}

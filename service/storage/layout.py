@@ -48,6 +48,8 @@ class Layout:
         #: Uploads in progress.
         self.spool_tmp: Final = self.root / "spool" / "tmp"
 
+    #: Why nobody knows now what other hosts do; None: it is known.
+    away: str | None = None
     #: Into how many pieces a file of lines is cut that would be one in a mounted directory.
     pieces = 1
 
@@ -63,6 +65,9 @@ class Layout:
             return work(self)
         with locked(self, run):
             return work(self)
+
+    def still(self) -> None:
+        """Within `change`, right before what cannot be taken back: begin again if another host was faster."""
 
     def own(self, path: Path) -> Path:
         """Within `change`: the file or directory at `path`, as one that may be renamed into the layout."""

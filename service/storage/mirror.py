@@ -20,10 +20,12 @@ Every error of the store is an `ObjectStoreError`, which is an OSError, and come
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import random
+import re
 import shutil
 import threading
 import time
@@ -31,15 +33,16 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple, TypeVar
+from typing import Annotated, BinaryIO, Final, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rl_hooks.durable import replace_file, sync
+from rl_hooks.wire import RUN_NAME
 from service.errors import ConfigurationError, ObjectStoreError, RegistryBusy, ServiceError
 from service.settings import Settings
 from service.storage.drafters.objects import ObjectStore
-from service.storage.layout import Layout, locked
+from service.storage.layout import FILE_NAME, Layout, locked
 
 log = logging.getLogger("draftalign.storage")
 
@@ -53,23 +56,38 @@ _LOOK_SECONDS: Final = 1.0
 #: How often a change is tried where other hosts were faster, and the longest pause between two tries.
 _TRIES: Final = 12
 _PAUSE_SECONDS: Final = 2.0
-#: Age at which objects and directories of a change were left by one that died.
+#: Age at which objects, files and directories of a change were left by one that died.
 _LEFTOVER_SECONDS: Final = 3600.0
+#: A tree of 1,000 versions and heads is a tenth of this.
+_TREE_BYTES: Final = 64 << 20
+#: So many changes are told of: an answer that was lost is asked for again before as many others are made.
+_CHANGES_TOLD: Final = 32
 #: Files that hosts share, within a run's directory. Names that begin with a dot are passing ones.
 _SHARED: Final = ("*.json", "*.json.deleted", "*.jsonl", "*.safetensors", "heads/*", "drafters/*/*")
 _CHECKPOINTS: Final = "worker/checkpoint-*/**/*"
+#: The names of both; each part is a `FILE_NAME`.
+_NAME: Final = re.compile(
+    r"[^/]+\.(json|json\.deleted|jsonl|safetensors)|heads/[^/]+|drafters/[^/]+/[^/]+|worker/checkpoint-[^/]+/.+"
+)
 #: Names the order in which files appear; what is not here comes first.
 _LATER: Final = {"manifest.json": 1, "run.json": 2, "state.json": 2, "drafting.json": 2, "latest.json": 3}
+
+
+def _shared_name(name: str) -> str:
+    """Refuse what leads out of a run's directory, or to a file in it that hosts do not share."""
+    if _NAME.fullmatch(name) and all(map(FILE_NAME.fullmatch, name.split("/"))):
+        return name
+    raise ValueError(f"{name[:80]!r} is not the name of a file that hosts share")
 
 
 class FileEntry(BaseModel):
     """One file: what it holds (UTF-8), or the name of its object."""
 
     model_config = ConfigDict(frozen=True)
-    bytes: int
-    changed_ns: int
+    bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
+    changed_ns: Annotated[int, Field(ge=0, lt=1 << 63)]
     text: str | None = None
-    object: str | None = None
+    object: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = None
 
 
 class Tree(BaseModel):
@@ -77,7 +95,13 @@ class Tree(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     change: str = ""
-    files: dict[str, FileEntry] = {}
+    changes: tuple[str, ...] = ()  # those before it, newest first
+    files: dict[Annotated[str, AfterValidator(_shared_name)], FileEntry] = {}
+
+    def after(self, files: dict[str, FileEntry]) -> Tree:
+        """What a change makes of this one."""
+        before = (self.change, *self.changes) if self.change else ()
+        return Tree(change=uuid.uuid4().hex, changes=before[:_CHANGES_TOLD], files=files)
 
 
 class _Known(NamedTuple):
@@ -92,16 +116,28 @@ class _Sent(NamedTuple):
 
     name: str
     file: BinaryIO
+    at: float  # Unix time
+
+
+class _Changed(Exception):  # noqa: N818 - reads as what happened
+    """Another host changed the run while a change was tried."""
 
 
 class _Draft(Layout):
     """A copy of a run's shared files, in which one change is tried. Large ones are links: nobody writes into them."""
 
-    def __init__(self, root: Path, tree: Tree) -> None:
-        super().__init__(root)
-        self._tree = tree
-
     pieces = _PIECES
+
+    def __init__(self, root: Path, tree: Tree, look: Callable[[], _Known | None]) -> None:
+        """`look`: what stands in the store by now; None: that tree."""
+        super().__init__(root)
+        self._tree, self._look = tree, look
+
+    def still(self) -> None:
+        """As of `Layout`."""
+        found = self._look()
+        if found is not None and (found.etag is not None or self._tree.change):
+            raise _Changed
 
     def change(self, run: str, work: Callable[[Layout], T], *, alone: bool = True, checkpoints: bool = False) -> T:  # noqa: ARG002
         """A part of the change in hand."""
@@ -156,7 +192,7 @@ class Mirror(Layout):
             with locked(self, run):  # processes of this host take turns
                 for turn in range(_TRIES):
                     known = self._pull(run, checkpoints)
-                    with self._draft(run, known.tree, checkpoints) as draft:
+                    with self._draft(run, known, checkpoints) as draft, contextlib.suppress(_Changed):
                         found = work(draft)
                         if self._commit(run, known, draft, checkpoints):
                             return found
@@ -176,40 +212,45 @@ class Mirror(Layout):
                 self._sent_as(run, file)
 
     @contextlib.contextmanager
-    def _draft(self, run: str, tree: Tree, checkpoints: bool) -> Iterator[_Draft]:
+    def _draft(self, run: str, known: _Known, checkpoints: bool) -> Iterator[_Draft]:
         root = self.root / "changes" / uuid.uuid4().hex
-        draft = _Draft(root, tree)
+        draft = _Draft(root, known.tree, lambda: self._get(run, known.etag))
+        root.mkdir(parents=True)
+        held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            fcntl.flock(held, fcntl.LOCK_EX)  # `tidy` leaves it alone: what is gone from it would be deleted everywhere
             draft.make_run(run)
-            for name, kept in tree.files.items():
+            for name, kept in known.tree.files.items():
                 if _is_wanted(name, checkpoints):
                     own, path = self.run(run) / name, draft.run(run) / name
                     if not _is_same(own, kept):  # somebody meddled with this host's copy
                         self._place(run, own, kept)
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    copy = shutil.copy2 if kept.text is not None or path.suffix == ".jsonl" else os.link
+                    copy = shutil.copy2 if _is_copied(path, kept) else os.link
                     copy(own, path)
             yield draft
         finally:
             shutil.rmtree(root, ignore_errors=True)
+            os.close(held)
 
     def _commit(self, run: str, known: _Known, draft: _Draft, checkpoints: bool) -> bool:
         """Make a draft the run's. False: another host changed the run since."""
-        root, before = draft.run(run), known.tree.files
+        root, own, before = draft.run(run), self.run(run), known.tree.files
         files = (
             {} if checkpoints or not root.exists() else {n: k for n, k in before.items() if not _is_wanted(n, False)}
         )
         for name, path in _shared(root, checkpoints).items():
             old = before.get(name)
-            files[name] = old if old is not None and _is_same(path, old) else self._keep(run, path)
+            same = old is not None and _is_same(path, old) and (_is_copied(path, old) or _is_linked(path, own / name))
+            files[name] = old if old is not None and same else self._keep(run, path)
         if files == before:
             return True
-        after = Tree(change=uuid.uuid4().hex, files=files)
-        etag = self._put(run, after, known.etag)
-        if etag is None:
+        after = known.tree.after(files)
+        there = self._put(run, after, known.etag)
+        if there is None:
             return False
         try:
-            self._take_over(run, _Known(after, etag), checkpoints, draft)
+            self._take_over(run, there, checkpoints, draft if there.tree.change == after.change else None)
             gone = {kept.object for kept in before.values()} - {kept.object for kept in files.values()} - {None}
             self._store.delete([_object(run, str(name)) for name in gone])
         except OSError as error:  # it is true of all hosts; this one catches up, and the sweep deletes
@@ -228,17 +269,19 @@ class Mirror(Layout):
         """The name of a file's object, which is sent now unless it was for the change in hand."""
         found, sent = path.stat(), self._sent.setdefault(run, {})
         identity = found.st_dev, found.st_ino
+        if identity in sent and time.time() - sent[identity].at > _LEFTOVER_SECONDS / 2:
+            sent.pop(identity).file.close()  # this process was stopped: a sweep may have taken it for a leftover
         if identity not in sent:
-            name = uuid.uuid4().hex
+            name, at = uuid.uuid4().hex, time.time()
             file = path.open("rb")  # while it is open, no other file can be taken for it
             with self._store.errors(_object(run, name)):
                 self._store.send(_object(run, name), path)
-            sent[identity] = _Sent(name, file)
+            sent[identity] = _Sent(name, file, at)
         return sent[identity].name
 
     def _get(self, run: str, etag: str | None = None) -> _Known | None:
         """A run's tree as it stands; None where it still has this entity tag."""
-        found = self._store.look(_tree(run), etag)
+        found = self._store.look(_tree(run), etag, most_bytes=_TREE_BYTES)
         if found is None:
             return None
         body, tag = found
@@ -247,17 +290,17 @@ class Mirror(Layout):
         except ValidationError as error:
             raise ObjectStoreError(f"{_tree(run)} in the object store is damaged: {error}") from error
 
-    def _put(self, run: str, tree: Tree, etag: str | None) -> str | None:
-        """Put a tree in the place of another one, and return its entity tag. None: that one is gone."""
+    def _put(self, run: str, tree: Tree, etag: str | None) -> _Known | None:
+        """Put a tree in the place of another one, and return what stands there by now. None: that one is gone."""
         trouble = None
         try:
             if tag := self._store.replace(_tree(run), tree.model_dump_json(exclude_defaults=True).encode(), etag):
-                return tag
+                return _Known(tree, tag)
         except ObjectStoreError as error:
             trouble = error
-        there = self._get(run)  # it is this one where only the answer was lost
-        if there is not None and there.tree.change == tree.change:
-            return there.etag
+        there = self._get(run)  # where only the answer was lost, it is this one, or has come of it
+        if there is not None and tree.change in (there.tree.change, *there.tree.changes):
+            return there
         if trouble is not None:
             raise trouble
         return None
@@ -312,9 +355,11 @@ class Mirror(Layout):
                 self._forget(run)
             return
         self.make_run(run)
+        had = self._copy(run).tree.files
         for name in sorted(files, key=lambda name: (_LATER.get(Path(name).name, 0), name)):
             path, kept = root / name, files[name]
-            if _is_wanted(name, checkpoints) and not _is_same(path, kept):
+            other = name in had and had[name].object != kept.object  # also one of the same length and time
+            if _is_wanted(name, checkpoints) and (other or not _is_same(path, kept)):
                 self._place(run, path, kept, None if draft is None else draft.run(run) / name)
         self._remove(root, _shared(root, checkpoints).keys() - files.keys(), files)
         replace_file(root / ".tree.json", json.dumps({"etag": known.etag, "tree": known.tree.model_dump()}).encode())
@@ -364,9 +409,15 @@ class Mirror(Layout):
     def refresh(self) -> None:
         """Take over whatever was changed: a question for each thousand runs, and some for each that was. Blocks."""
         trouble: Exception | None = None
-        for key, etag in self._store.tags("trees/").items():
+        try:
+            tags = self._store.tags("trees/")
+        except ObjectStoreError as error:
+            self.away = str(error)
+            raise
+        self.away = None
+        for key, etag in tags.items():
             run = key.removeprefix("trees/")
-            if self._seen.get(run) != etag:
+            if RUN_NAME.fullmatch(run) and self._seen.get(run) != etag:
                 try:
                     self.pull(run)
                 except (OSError, ServiceError) as error:  # the others are told all the same
@@ -378,19 +429,31 @@ class Mirror(Layout):
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """As of `Layout`. Begins with all that stands in the store; raises OSError where it does not answer."""
+        """As of `Layout`. Begins with all that stands in the store; raises OSError where it does not answer.
+
+        A run whose tree is damaged stays as it was known here; the others are followed.
+        """
         if not self._store.keeps_conditions(f"tried/{uuid.uuid4().hex}"):
             raise ConfigurationError(
                 "state_url: this object store ignores the condition of a put (If-Match, If-None-Match), so hosts would "
                 "undo what others did; use a store that has conditional writes, or share a directory"
             )
-        self.refresh()
+        self.tidy()
+        try:
+            self.refresh()
+        except (OSError, ServiceError) as error:
+            if self.away is not None:
+                raise
+            log.error("a run is not known as other hosts have it: %s", error)  # one damaged tree ends no process
         ended = threading.Event()
 
         def follow() -> None:
-            said = ""
+            said, tidied = "", time.monotonic()
             while not ended.wait(_LOOK_SECONDS):
                 try:
+                    if time.monotonic() - tidied > _LEFTOVER_SECONDS:
+                        tidied = time.monotonic()
+                        self.tidy()
                     self.refresh()
                     said = ""
                 except (OSError, ServiceError) as error:
@@ -408,21 +471,29 @@ class Mirror(Layout):
             thread.join(1.0)
 
     def sweep(self) -> None:
-        """Delete objects that no tree names, and what this host's changes left that died."""
+        """Delete objects that no tree names."""
         old = time.time() - _LEFTOVER_SECONDS
         found = defaultdict[str, list[str]](list)
         for key, written in self._store.listed("files/"):
             if written < old:
                 found[key.split("/")[1]].append(key)
         for run, keys in found.items():
-            known = self._get(run)
+            known = self._get(run) if RUN_NAME.fullmatch(run) else None
             if known is not None and known.etag is not None:  # else somebody deleted it, and may put it back
                 named = {_object(run, str(kept.object)) for kept in known.tree.files.values()}
-                self._store.delete([key for key in keys if key not in named])
-        for path in (self.root / "changes").glob("*"):
+                gone = [key for key in keys if key not in named]
+                # Whoever sent one and was stopped since has begun with this tree, and may go on: let him begin again.
+                if gone and self._put(run, known.tree.after(known.tree.files), known.etag) is not None:
+                    self._store.delete(gone)
+
+    def tidy(self) -> None:
+        """Delete what processes of this host left that died amid a change."""
+        left = [(self.root, "changes/*"), (self.runs, ".deleted-*"), (self.runs, "*/.fetched-*")]
+        left += [(self.runs, "*/drafters/.deleted-*"), (self.runs, "*/worker/.deleted-*")]
+        for path in (path for top, pattern in left for path in top.glob(pattern)):
             with contextlib.suppress(OSError):
-                if path.stat().st_mtime < old:
-                    shutil.rmtree(path, ignore_errors=True)
+                if path.lstat().st_ctime < time.time() - _LEFTOVER_SECONDS:
+                    _delete_unless_held(path)
 
 
 def state_of(settings: Settings) -> Layout:
@@ -430,6 +501,19 @@ def state_of(settings: Settings) -> Layout:
     if settings.state_url is None:
         return Layout(settings.state_dir)
     return Mirror(settings.state_dir, settings.state_url)
+
+
+def _delete_unless_held(path: Path) -> None:
+    """Delete a file, or a directory unless a process has it locked. Raises OSError where one has."""
+    if not path.is_dir():
+        path.unlink()
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(descriptor)
 
 
 def _tree(run: str) -> str:
@@ -461,8 +545,20 @@ def _shared(root: Path, checkpoints: bool) -> dict[str, Path]:
     return {n: p for n, p in named.items() if not any(part.startswith(".") for part in n.split("/")) and p.is_file()}
 
 
+def _is_copied(path: Path, kept: FileEntry) -> bool:
+    """Whether a draft has a copy of a file: what is small, and what is appended to. Of others it has a link."""
+    return kept.text is not None or path.suffix == ".jsonl"
+
+
+def _is_linked(path: Path, own: Path) -> bool:
+    """Whether a draft's file is the link that it began with."""
+    with contextlib.suppress(FileNotFoundError):  # a process that waited for the lock of a deleted run is at it, too
+        return path.samefile(own)
+    return False
+
+
 def _is_same(path: Path, kept: FileEntry) -> bool:
-    """Whether a file is the one that a tree names. Two small ones may be of one moment."""
+    """Whether a file has the length and time that a tree names, and the text. Two small ones may be of one moment."""
     try:
         found = path.stat()
         same = (found.st_size, found.st_mtime_ns) == (kept.bytes, kept.changed_ns)

@@ -268,6 +268,7 @@ def commit_run(
         now.make_run(run)
         check_not_withdrawn(now, run)
         if not is_there(now.run_json(run)):
+            now.still()  # else keys of a run that another host registered just now would go
             forget()
         elif refused is not None and refused == now.target_id(run) and untouched(now, run):
             # Until the new run.json exists the run is not registered, and no rollouts are accepted for it.
@@ -481,6 +482,7 @@ def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: 
         spool, files = now.spool(run).with_name(name), now.run(run).with_name(name)
         if not is_there(now.withdrawn(run)):
             return None  # the name may be another run's by now
+        now.still()
         forget()
         with contextlib.suppress(FileNotFoundError):
             now.spool(run).rename(spool)

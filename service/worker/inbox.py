@@ -248,8 +248,11 @@ class Inbox:
             batch = without(load_batch(path, vocab_size=self._vocab_size), entry.known)
             if self._screens():
                 screen(batch)
-        except FileNotFoundError:
-            self.reject(entry, "blob_missing")
+        except FileNotFoundError as error:
+            if self._is_kept(entry):  # another worker of this host began with the run, and deleted what was brought
+                self._put_off(entry, error, Phase.UNREADABLE)
+            else:
+                self.reject(entry, "blob_missing")
         except BlobDamaged as error:
             log.error("%s: %s", self._queue.run, error)
             self.reject(entry, "blob_damaged")
@@ -321,6 +324,13 @@ class Inbox:
     def _kept(self) -> Incoming | None:
         """The store that keeps files until they are acknowledged."""
         return self._incoming if self._incoming is not None and self._incoming.kept else None
+
+    def _is_kept(self, entry: Entry) -> bool:
+        """Whether the store has a batch's file, or nobody knows."""
+        try:
+            return self._kept is not None and self._kept.holds(self._queue.run, entry.blob)
+        except ObjectStoreError:
+            return True
 
     def fail(self, entry: Entry, error: Exception, what: str) -> None:
         """End a batch for an unforeseen exception, or put it off, or raise what cannot be the batch's fault."""

@@ -50,6 +50,12 @@ _LEFT_FULL: Final = 0.8
 _LEAST_SHARE: Final = 16
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
+#: The same of the state that hosts share: threads that ask for it, how many calls may be about it, how long each waits
+#: (it is told what this host knows then), and for how long nobody asks after a failure.
+_LOOKING_THREADS: Final = 4
+_MOST_LOOKS: Final = 64
+_LOOK_SECONDS: Final = 5.0
+_AWAY_SECONDS: Final = 5.0
 #: A chart and a history are dropped when nobody has asked for them in this time: they take up to 12 MiB a run.
 _UNASKED_SECONDS: Final = 3600.0
 
@@ -109,6 +115,9 @@ class ServiceContext:
         self.disk = Disk(settings, self.layout, self.spool, self.queue, self.dead, self.incoming)
         self._kept: dict[str, _KeptOfRun] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
+        self._looking = ThreadPoolExecutor(_LOOKING_THREADS, "looks")
+        self._looks = set[asyncio.Task[None]]()
+        self._away_until = 0.0
 
     def run(self, run: str) -> RunRecord:
         """The record of a registered run; raises RunNotFound. It is read again when its file was replaced."""
@@ -138,13 +147,33 @@ class ServiceContext:
                 await self.catch_up(run)
 
     async def catch_up(self, run: str) -> None:
-        """See what other hosts did with a run before now, unless the store is away."""
-        if self.settings.state_url is None:
+        """See what other hosts did with a run before now, unless the store is away, or takes long."""
+        if self.settings.state_url is None or time.monotonic() < self._away_until or len(self._looks) >= _MOST_LOOKS:
             return
+        look = asyncio.create_task(self._look(run))
+        self._looks.add(look)
+        look.add_done_callback(self._looks.discard)
+        await asyncio.wait({look}, timeout=_LOOK_SECONDS)  # it goes on, and what it finds is known then
+        if look.done():
+            look.result()
+        else:
+            log.warning(
+                "run %s is told as it was known: the object store has not answered in %.0f s", run, _LOOK_SECONDS
+            )
+
+    async def _look(self, run: str) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            await self.answers.get(("pull", run), lambda: asyncio.to_thread(self.layout.pull, run))
-        except (OSError, RegistryBusy) as error:
+            await self.answers.get(
+                ("pull", run), lambda: loop.run_in_executor(self._looking, functools.partial(self.layout.pull, run))
+            )
+        except OSError as error:
+            self._away_until = time.monotonic() + _AWAY_SECONDS
             log.warning("run %s is told as it was known: %s", run, error)
+        except RegistryBusy as error:
+            log.warning("run %s is told as it was known: %s", run, error)
+        except Exception:
+            log.exception("run %s is told as it was known", run)
 
     def settings_of(self, run: str) -> Settings:
         """The settings, with how the run's engines draft."""
@@ -245,8 +274,9 @@ class ServiceContext:
         return True
 
     def close(self) -> None:
-        """Shut the pool of lock-waiting threads down."""
+        """Shut the pools of waiting threads down."""
         self._locking.shutdown(wait=False, cancel_futures=True)
+        self._looking.shutdown(wait=False, cancel_futures=True)
 
     async def reap(self) -> int:
         """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files.

@@ -338,18 +338,25 @@ async def _enqueue(
     else:  # what is not queued there is swept
         await asyncio.to_thread(context.kept.put, run, batch.blob, upload.path)
     try:
-        return await add_entry(context, header, batch, room)
+        return await add_entry(context, header, batch, room, came_here=True)
     except (RunNotFound, RunClosed, WireError):  # it was deleted or closed while this came, or registered again
         context.spool.delete(run, batch.blob)
+        if context.kept is not None:
+            await asyncio.to_thread(context.kept.discard, run, [batch.blob])
         raise
 
 
-async def add_entry(context: ServiceContext, header: RolloutHeader, batch: Batch, room: QueueRoom) -> Enqueued:
-    """Add the queue entry of a file that is where it belongs."""
+async def add_entry(
+    context: ServiceContext, header: RolloutHeader, batch: Batch, room: QueueRoom, *, came_here: bool = False
+) -> Enqueued:
+    """Add the queue entry of a file that is where it belongs.
+
+    `came_here`: whoever sends it again sends all of it. Else it stays in the object store: it is queued from there.
+    """
     run = header.run
     check_run(context.run(run), header)
     check_open(context.layout, run, for_rollouts=True)
-    finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch, room))
+    finishing = asyncio.ensure_future(_finish_enqueue(context, run, batch, room, came_here))
     try:
         for seconds in (PROBE_SECONDS, _AWAKE_SECONDS):
             done, _ = await asyncio.wait({finishing}, timeout=seconds)
@@ -371,7 +378,9 @@ def _tell_late(batch_id: str, finishing: asyncio.Future[Enqueued]) -> None:
         log.warning("batch %s, of a client that waits no more: %s", batch_id, error or finishing.result().outcome)
 
 
-async def _delete_unless_named(context: ServiceContext, run: str, batch: Batch) -> dict[str, str] | None:
+async def _delete_unless_named(
+    context: ServiceContext, run: str, batch: Batch, came_here: bool
+) -> dict[str, str] | None:
     """Delete a file that was not queued; returns what the queue knows of its batch.
 
     It may name this very file: Redis stored the entry, its answer was lost, and redis-py's retry found it.
@@ -379,17 +388,21 @@ async def _delete_unless_named(context: ServiceContext, run: str, batch: Batch) 
     first = await context.queue(run).batch(batch.batch_id)
     if first is None or first["blob"] != batch.blob:
         context.spool.delete(run, batch.blob)
+        if came_here and context.kept is not None:
+            await asyncio.to_thread(context.kept.discard, run, [batch.blob])
     return first
 
 
-async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room: QueueRoom) -> Enqueued:
+async def _finish_enqueue(
+    context: ServiceContext, run: str, batch: Batch, room: QueueRoom, came_here: bool
+) -> Enqueued:
     settings, spool = context.settings, context.spool
     try:
         outcome = await context.queue(run).enqueue(
             batch, max_items=settings.queue_max_items, max_bytes=room.limit_bytes
         )
     except OutOfMemoryError:  # the script changed nothing, and each try leaves a file
-        await _delete_unless_named(context, run, batch)
+        await _delete_unless_named(context, run, batch, came_here)
         raise
     if outcome.replaced is not None:
         spool.delete(run, outcome.replaced)
@@ -397,7 +410,7 @@ async def _finish_enqueue(context: ServiceContext, run: str, batch: Batch, room:
         log.info("%s: first batch accepted since this process began: policy %d, %d rollouts, %d tokens",
                  run, batch.policy_version, batch.rollouts, batch.tokens)  # fmt: skip
     if outcome.outcome != "accepted":
-        first = await _delete_unless_named(context, run, batch)
+        first = await _delete_unless_named(context, run, batch, came_here)
         outcome = replace(outcome, other=first is not None and int(first.get("bytes", batch.bytes)) != batch.bytes)
     if outcome.outcome == "disowned":
         raise Problem(

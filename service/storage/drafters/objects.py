@@ -84,11 +84,13 @@ class ObjectStore:
             found = [one for page in self._obstore.list(self._store, prefix) for one in page]
         return {one["path"]: str(one["e_tag"]) for one in found}
 
-    def look(self, key: str, etag: str | None = None) -> tuple[bytes, str | None] | None:
+    def look(self, key: str, etag: str | None = None, *, most_bytes: int) -> tuple[bytes, str | None] | None:
         """A small object and its entity tag, which is None where there is no object. None: it has this tag. Blocks."""
         with self.errors(key):
             try:
                 found = self._obstore.get(self._store, key, options={} if etag is None else {"if_none_match": etag})
+                if (size := found.meta["size"]) > most_bytes:
+                    raise ObjectStoreError(f"{key} has {size} bytes, the limit is {most_bytes}")
                 return bytes(found.bytes()), str(found.meta["e_tag"])
             except FileNotFoundError:
                 return b"", None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -262,6 +263,144 @@ def test_a_change_is_begun_again_with_what_another_host_did(two: tuple[Mirror, M
     assert (seen(other, "latest.json"), seen(other, "drafting.json")) == (b"mine", b"theirs")
 
 
+def test_a_put_whose_answer_was_lost_is_recognised_under_what_another_host_did_since(
+    two: tuple[Mirror, Mirror], store: Store
+) -> None:
+    one, other = two
+    calls: list[Any] = []
+    lost = losing_answers(store, "PUT", "/trees/")
+
+    def fault(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        answer = lost(environ, start)
+        if answer is not None:
+            store.fault = None
+            write(other, "drafting.json", b"theirs")
+        return answer
+
+    def work(now: Layout) -> None:
+        calls.append(now)
+        now.target("default").write_bytes(LARGE)
+        now.latest("default").write_text(str(len(calls)))
+
+    store.fault = fault
+    one.change("default", work)
+    assert len(calls) == 1, "a second time it would be done twice, or be refused for what it did itself"
+    for host in two:
+        assert (seen(host, "latest.json"), seen(host, "drafting.json")) == (b"1", b"theirs")
+        assert seen(host, "target.safetensors") == LARGE
+
+
+def test_what_cannot_be_taken_back_is_not_done_where_another_host_was_faster(two: tuple[Mirror, Mirror]) -> None:
+    """A host that stops after its look, while another one registers the run and takes rollouts for it."""
+    one, other = two
+    found: list[bool] = []
+
+    def work(now: Layout) -> bool:
+        there = now.run_drafting("default").exists()
+        if not found and not there:
+            write(other, "drafting.json", b"theirs")
+        if not there:
+            now.still()
+            found.append(there)  # as a registration deletes keys in Redis
+        return there
+
+    assert one.change("default", work)
+    assert found == []
+
+
+def test_a_file_of_the_same_length_and_time_is_another_one(two: tuple[Mirror, Mirror]) -> None:
+    """A head may be given the time of the one that it replaces."""
+    for data in (LARGE, LARGE[::-1]):
+
+        def work(now: Layout, data: bytes = data) -> None:
+            (new := now.root / "new").write_bytes(data)
+            os.utime(new, ns=(5, 5))
+            new.rename(now.head("default", 1))
+
+        two[0].change("default", work)
+        assert [seen(host, "heads/1.safetensors") for host in two] == [data, data]
+
+
+def test_a_host_that_was_stopped_amid_a_change_for_hours_goes_on(
+    two: tuple[Mirror, Mirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile what it sent, and its draft, look as if it had died."""
+    one, other = two
+    write(one, "drafting.json", b"0")
+    (upload := one.root / "upload").write_bytes(LARGE)
+    one.announce("default", upload)
+    calls: list[Any] = []
+
+    def work(now: Layout) -> None:
+        if not calls:
+            monkeypatch.setattr(mirror, "_LEFTOVER_SECONDS", -3600.0)
+            other.sweep()
+            one.tidy()
+        calls.append(0)
+        now.own(upload).rename(now.target("default"))
+
+    one.change("default", work)
+    assert len(calls) == 2
+    for host in two:
+        assert (seen(host, "target.safetensors"), seen(host, "drafting.json")) == (LARGE, b"0")
+
+
+def test_what_died_amid_a_change_is_tidied_away(two: tuple[Mirror, Mirror], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = two
+    write(one, "target.safetensors", LARGE)
+    left = [one.run("default") / ".fetched-0", one.root / "changes/0/runs/default/x", one.runs / ".deleted-0/x"]
+    left.append(one.drafters("default") / ".deleted-0/x")
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(LARGE)
+    one.tidy()
+    assert all(path.exists() for path in left), "somebody may be at it"
+    monkeypatch.setattr(mirror, "_LEFTOVER_SECONDS", -3600.0)
+    with one.followed():
+        assert not any(path.exists() for path in left)
+    assert seen(one, "target.safetensors") == LARGE
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"../../evil": {"bytes": 1, "changed_ns": 1, "text": "x"}},
+        {"/evil": {"bytes": 1, "changed_ns": 1, "text": "x"}},
+        {"heads/../../../evil": {"bytes": 1, "changed_ns": 1, "text": "x"}},
+        {".tree.json": {"bytes": 1, "changed_ns": 1, "text": "x"}},
+        {"registry.lock": {"bytes": 1, "changed_ns": 1, "text": "x"}},
+        {"latest.json": {"bytes": 1, "changed_ns": 1 << 70, "text": "x"}},
+        {"latest.json": {"bytes": 1, "changed_ns": 1, "object": "../../rollouts/default/x"}},
+    ],
+)
+def test_a_tree_that_names_what_is_no_runs_file_is_damaged(
+    two: tuple[Mirror, Mirror], store: Store, files: dict[str, Any], tmp_path: Path
+) -> None:
+    one, other = two
+    register(other, "sound")
+    before = sorted(one.root.rglob("*"))
+    for key in ("default", ".hidden", "not/a/run", "default" * 30):
+        store.client().put_object(Bucket=BUCKET, Key=f"state/trees/{key}", Body=json.dumps({"files": files}).encode())
+    with pytest.raises(ObjectStoreError, match="trees/default in the object store is damaged"):
+        one.pull("default")
+    assert sorted(one.root.rglob("*")) == before
+    with pytest.raises(ObjectStoreError, match="trees/default in the object store is damaged"):
+        one.refresh()
+    assert one.run_names() == ["default", "sound"], "the others are told all the same"
+    with Mirror(tmp_path / "third", URL).followed():  # begins all the same
+        assert Layout(tmp_path / "third").run_names() == ["sound"]
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_a_tree_that_is_too_large_is_not_read(
+    two: tuple[Mirror, Mirror], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(two[1], "latest.json", b"{}")
+    monkeypatch.setattr(mirror, "_TREE_BYTES", 10)
+    with pytest.raises(ObjectStoreError, match="bytes, the limit is 10"):
+        two[0].pull("default")
+
+
 def test_what_was_announced_is_sent_once_however_often_a_change_is_begun(
     two: tuple[Mirror, Mirror], store: Store, tmp_path: Path
 ) -> None:
@@ -361,7 +500,9 @@ def test_a_host_follows_and_goes_on_when_the_store_is_back(two: tuple[Mirror, Mi
         _until(lambda: other.latest("default").exists())
         store.down()
         assert other.latest("default").read_bytes() == b"1", "what was known is read on"
+        _until(lambda: other.away is not None)
         store.up()
+        _until(lambda: other.away is None)
         write(one, "latest.json", b"2")
         _until(lambda: other.latest("default").read_bytes() == b"2")
 

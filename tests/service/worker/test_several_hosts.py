@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, Store, failing, running_store
+from failover_fixtures import until
+from object_fixtures import BUCKET, Store, failing, running_store, silent
 from service_fixtures import HEADERS, RunningService, publish
 from torch import Tensor
 from worker_fixtures import Bench
@@ -82,6 +84,8 @@ def test_a_file_that_came_through_the_api_is_kept_in_the_store_until_it_is_train
     (key,) = rollouts(store)
     assert store.client().get_object(Bucket=BUCKET, Key=key)["Body"].read() == body
     assert api.spooled() == [], "nothing of it is on the API's host"
+    assert api.post(body, run="default").json()["duplicate"]
+    assert rollouts(store) == [key], "what came again is not kept beside it"
     bench.drain(bench.worker())
     assert bench.state(bench.posted[0]) == "trained"
     assert rollouts(store) == []
@@ -135,6 +139,33 @@ def test_an_agent_that_a_later_version_was_told_is_not_told_an_earlier_one(
         api.stop()
 
 
+def test_a_store_that_hangs_holds_up_no_answer_for_long(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_url: str, store: Store
+) -> None:
+    monkeypatch.setattr(mirror, "_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr("service.api.context.context._LOOK_SECONDS", 0.2)
+    first = publish(Registry(bench.layout))
+    api = RunningService(state_dir=tmp_path / "late", redis_url=redis_url, state_url=URL)
+    try:
+        assert api.client.get("/drafter/latest").json()["version"] == first.version
+        began = time.monotonic()
+        store.fault = silent(4.0)
+        told = api.client.get("/drafter/latest")
+        assert told.json()["version"] == first.version, "what is known is served on"
+        assert api.client.get("/runs/unknown").status_code == 404
+        assert api.client.get("/healthz").status_code == 200
+        assert time.monotonic() - began < 3.0
+        store.fault = failing("GET", "403 Forbidden")
+        assert api.client.get("/drafter/latest").json()["version"] == first.version
+        asked = len(store.requests)
+        for number in range(8):
+            assert api.client.get(f"/runs/unknown-{number}").status_code == 404
+        assert len(store.requests) - asked <= 2, "it was asked a moment ago"
+    finally:
+        store.fault = None
+        api.stop()
+
+
 def test_ranks_of_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -150,7 +181,11 @@ def test_a_store_that_is_away_refuses_a_file_and_loses_none(bench: Bench, api: R
     body = bench.world.rollout_file("a")
     store.fault = failing("PUT", "403 Forbidden")
     assert api.post(body, run="default").status_code == 503
+    store.fault = failing("GET", "403 Forbidden")
+    until(lambda: api.client.get("/readyz").status_code == 503, "it says that it takes none")
+    assert api.client.get("/readyz").json()["type"].endswith("object-store-away")
     store.fault = None
+    until(lambda: api.client.get("/readyz").status_code == 200, "it takes them again")
     post(api, bench, body)
     store.fault = failing("GET", "403 Forbidden")
     with pytest.raises(ObjectStoreError):
@@ -184,6 +219,25 @@ def test_what_a_host_had_in_hand_when_it_died_another_one_trains_on(
     bench.worker()
     assert bench.spooled() == [], "nobody else knows of what lies there"
     assert other.checkpoint().name == max(p.name for p in other.layout.worker("default").glob("checkpoint-*"))
+
+
+def test_a_file_that_is_gone_from_this_host_alone_is_not_missing(
+    bench: Bench, api: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that was stopped wakes while another one on its host begins with the run."""
+    worker = bench.worker()
+    post(api, bench, bench.world.rollout_file("a"))
+
+    def gone(path: Path, **_: object) -> None:
+        path.unlink()
+        raise FileNotFoundError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("service.worker.inbox.load_batch", gone)
+        worker.cycle()
+    assert bench.state(bench.posted[0]) == "queued"
+    bench.drain(bench.worker())
+    assert bench.state(bench.posted[0]) == "trained"
 
 
 def test_a_dead_batch_is_downloaded_put_back_and_discarded_on_any_host(
