@@ -154,13 +154,13 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     """Report an engine's acceptance counts; they are compared with replay. A drafter that it lost is pushed again."""
     report = await parse_body(request, AcceptanceReport)
     check_covers(caller, report.run)
-    await context.find(report.run, report.drafter_version)
+    await context.looks.find(report.run, report.drafter_version)
     context.run(report.run)
     check_open(context.layout, report.run)
     await context.check_redis()
     await _check_version(context, report)
     if report.canary is not None:
-        await context.catch_up(report.run)
+        await context.looks.catch_up(report.run)
         _check_canary(context, report.run, report.canary)
     odd = report.check_emitted()
     counts = report.model_dump(exclude={"step_times", "by_prompt"})

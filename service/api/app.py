@@ -37,6 +37,7 @@ from service.api import runs as runs_api
 from service.api.auth import Caller, Guard, check_binding
 from service.api.context.audited import Auditor
 from service.api.context.context import Context, ServiceContext
+from service.api.context.spare import SpareFile
 from service.api.drafters import tagged
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.port.free import check_port
@@ -109,8 +110,8 @@ def create_app(settings: Settings) -> FastAPI:
         responses=problems.RESPONSES,
     )
     context = app.state.context = ServiceContext(settings, client)
-    auditor = Auditor(AuditLog(context.layout), context.spare)
-    app.add_middleware(Guard, tokens=context.tokens, auditor=auditor, find=context.find)
+    auditor = Auditor(AuditLog(context.layout), SpareFile(context.layout.spare))
+    app.add_middleware(Guard, tokens=context.tokens, auditor=auditor, find=context.looks.find)
     problems.install(app)
     parts = [part.router for part in (rollouts_api, direct_api, runs_api, dead_api, drafters_api, acceptance_api)]
     for part in (*parts, router):

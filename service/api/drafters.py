@@ -103,7 +103,7 @@ async def get_latest(
     pointer = context.pointer(run)
     served = pointer.served()
     if served is None or not matches(known, served.etag):
-        await context.catch_up(run)  # another replica may have told the agent of a later one
+        await context.looks.catch_up(run)  # another replica may have told the agent of a later one
         served = pointer.served()
     if wait > 0 and (served is None or matches(known, served.etag)):
         with contextlib.suppress(TimeoutError):
@@ -162,7 +162,7 @@ async def get_file(
     With `drafters_url` the answer is 307 to a URL of the object store, if that has the file and can sign.
     """
     context.run(run)
-    await context.find(run, version)
+    await context.looks.find(run, version)
     path = context.registry.path(run, version, file)
     manifest = context.registry.get(run, version)
     sha256 = next((f.sha256 for f in manifest.files if f.name == file), None)
@@ -268,7 +268,7 @@ class ChoiceRequest(BaseModel):
 async def _choice(request: Request, context: ServiceContext, run: str, action: str, version: str) -> ChoiceRequest:
     audit(request, action, version=version)
     context.run(run)
-    await context.find(run, version)
+    await context.looks.find(run, version)
     check_open(context.layout, run)
     body = await parse_body(request, ChoiceRequest)
     audit(request, action, version=version, reason=body.reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
@@ -19,8 +18,9 @@ from service.access.signing import signing_key
 from service.access.tokens import Tokens
 from service.api.context.disk import Disk
 from service.api.context.evidence import Evidence
+from service.api.context.looks import Looks
 from service.api.context.spare import SpareFile
-from service.errors import RegistryBusy, RunNotFound
+from service.errors import RegistryBusy
 from service.monitor.headline import REDIS_NEARLY_FULL
 from service.monitor.live.engine import LiveRule
 from service.reading.pointer import Pointer
@@ -50,12 +50,6 @@ _LEFT_FULL: Final = 0.8
 _LEAST_SHARE: Final = 16
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
-#: The same of the state that hosts share: threads that ask for it, how many calls may be about it, how long each waits
-#: (it is told what this host knows then), and for how long nobody asks after a failure.
-_LOOKING_THREADS: Final = 4
-_MOST_LOOKS: Final = 64
-_LOOK_SECONDS: Final = 5.0
-_AWAY_SECONDS: Final = 5.0
 #: A chart and a history are dropped when nobody has asked for them in this time: they take up to 12 MiB a run.
 _UNASKED_SECONDS: Final = 3600.0
 
@@ -102,7 +96,6 @@ class ServiceContext:
         self.spool = Spool(self.layout)
         #: Where trainers put rollout files, past this process.
         self.incoming = Incoming.of(settings)
-        self.spare = SpareFile(self.layout.spare)
         self.signer = signing_key(settings.signing_key_file)
         if self.signer is not None:
             log.info("manifests are signed; the public key is %s", self.signer.public)
@@ -111,13 +104,12 @@ class ServiceContext:
         self.tokens = Tokens(settings)
         #: Answers that are being computed: those who ask for the same share one.
         self.answers = Shared()
+        #: At what other hosts did.
+        self.looks = Looks(self.layout, self.registry, self.answers, share=settings.state_url is not None)
         self.evidence = Evidence(self.live_rule, self.answers, self.store, self.pointer)
         self.disk = Disk(settings, self.layout, self.spool, self.queue, self.dead, self.incoming)
         self._kept: dict[str, _KeptOfRun] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
-        self._looking = ThreadPoolExecutor(_LOOKING_THREADS, "looks")
-        self._looks = set[asyncio.Task[None]]()
-        self._away_until = 0.0
 
     def run(self, run: str) -> RunRecord:
         """The record of a registered run; raises RunNotFound. It is read again when its file was replaced."""
@@ -133,47 +125,6 @@ class ServiceContext:
     def kept(self) -> Incoming | None:
         """The store that keeps rollout files until their batches have ended; None: the spool does."""
         return self.incoming if self.incoming is not None and self.incoming.kept else None
-
-    async def find(self, run: str, version: str | None = None) -> None:
-        """Look in the state that hosts share for a run that this one has not heard of: it may be a moment old.
-
-        Or for a drafter of it.
-        """
-        if self.settings.state_url is None:
-            return
-        with contextlib.suppress(RunNotFound):
-            known = self.layout.run_json(run).exists() and (version is None or version in self.registry.versions(run))
-            if not known:
-                await self.catch_up(run)
-
-    async def catch_up(self, run: str) -> None:
-        """See what other hosts did with a run before now, unless the store is away, or takes long."""
-        if self.settings.state_url is None or time.monotonic() < self._away_until or len(self._looks) >= _MOST_LOOKS:
-            return
-        look = asyncio.create_task(self._look(run))
-        self._looks.add(look)
-        look.add_done_callback(self._looks.discard)
-        await asyncio.wait({look}, timeout=_LOOK_SECONDS)  # it goes on, and what it finds is known then
-        if look.done():
-            look.result()
-        else:
-            log.warning(
-                "run %s is told as it was known: the object store has not answered in %.0f s", run, _LOOK_SECONDS
-            )
-
-    async def _look(self, run: str) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await self.answers.get(
-                ("pull", run), lambda: loop.run_in_executor(self._looking, functools.partial(self.layout.pull, run))
-            )
-        except OSError as error:
-            self._away_until = time.monotonic() + _AWAY_SECONDS
-            log.warning("run %s is told as it was known: %s", run, error)
-        except RegistryBusy as error:
-            log.warning("run %s is told as it was known: %s", run, error)
-        except Exception:
-            log.exception("run %s is told as it was known", run)
 
     def settings_of(self, run: str) -> Settings:
         """The settings, with how the run's engines draft."""
@@ -276,7 +227,7 @@ class ServiceContext:
     def close(self) -> None:
         """Shut the pools of waiting threads down."""
         self._locking.shutdown(wait=False, cancel_futures=True)
-        self._looking.shutdown(wait=False, cancel_futures=True)
+        self.looks.close()
 
     async def reap(self) -> int:
         """Delete what nobody needs any more: spooled files without an entry, deleted runs; returns how many files.
@@ -285,7 +236,7 @@ class ServiceContext:
         """
         try:
             free = self.spool.free_bytes() - self.settings.spool_min_free_bytes
-            await asyncio.to_thread(self.spare.fill, free)
+            await asyncio.to_thread(SpareFile(self.layout.spare).fill, free)
         except OSError as error:
             log.warning("no room is kept for what makes more: %s", error)
         await asyncio.to_thread(sweep_deleted, self.layout)

@@ -143,7 +143,7 @@ def test_a_store_that_hangs_holds_up_no_answer_for_long(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_url: str, store: Store
 ) -> None:
     monkeypatch.setattr(mirror, "_LOOK_SECONDS", 3600.0)
-    monkeypatch.setattr("service.api.context.context._LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("service.api.context.looks._SECONDS", 0.2)
     first = publish(Registry(bench.layout))
     api = RunningService(state_dir=tmp_path / "late", redis_url=redis_url, state_url=URL)
     try:

@@ -1,0 +1,76 @@
+"""What other hosts did with a run, where hosts share no directory (`state_url`): asked for before an answer says no.
+
+A store that hangs holds up no answer for long, and none of asyncio's own threads, which uploads need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from service.errors import RegistryBusy, RunNotFound
+from service.reading.shared import Shared
+from service.storage.layout import Layout
+from service.storage.registry import Registry
+
+log = logging.getLogger("draftalign.api")
+
+#: Threads that ask the store, how many calls may be about it, how long each waits (it is told what this host knows
+#: then), and for how long nobody asks after a failure.
+_THREADS: Final = 4
+_MOST: Final = 64
+_SECONDS: Final = 5.0
+_AWAY_SECONDS: Final = 5.0
+
+
+class Looks:
+    """Looks at the state that hosts share. Where they `share` none, nothing is to be seen."""
+
+    def __init__(self, layout: Layout, registry: Registry, answers: Shared, *, share: bool) -> None:
+        self._layout, self._registry, self._answers, self._share = layout, registry, answers, share
+        self._threads = ThreadPoolExecutor(_THREADS, "looks")
+        self._running = set[asyncio.Task[None]]()
+        self._away_until = 0.0
+
+    async def find(self, run: str, version: str | None = None) -> None:
+        """Look for a run that this host has not heard of: it may be a moment old. Or for a drafter of it."""
+        if not self._share:
+            return
+        with contextlib.suppress(RunNotFound):
+            known = self._layout.run_json(run).exists()
+            if not known or (version is not None and version not in self._registry.versions(run)):
+                await self.catch_up(run)
+
+    async def catch_up(self, run: str) -> None:
+        """See what other hosts did with a run before now, unless the store is away, or takes long."""
+        if not self._share or time.monotonic() < self._away_until or len(self._running) >= _MOST:
+            return
+        look = asyncio.create_task(self._look(run))
+        self._running.add(look)
+        look.add_done_callback(self._running.discard)
+        await asyncio.wait({look}, timeout=_SECONDS)  # it goes on, and what it finds is known then
+        if look.done():
+            look.result()
+        else:
+            log.warning("run %s is told as it was known: the object store has not answered in %.0f s", run, _SECONDS)
+
+    async def _look(self, run: str) -> None:
+        loop, pull = asyncio.get_running_loop(), functools.partial(self._layout.pull, run)
+        try:
+            await self._answers.get(("pull", run), lambda: loop.run_in_executor(self._threads, pull))
+        except OSError as error:
+            self._away_until = time.monotonic() + _AWAY_SECONDS
+            log.warning("run %s is told as it was known: %s", run, error)
+        except RegistryBusy as error:
+            log.warning("run %s is told as it was known: %s", run, error)
+        except Exception:
+            log.exception("run %s is told as it was known", run)
+
+    def close(self) -> None:
+        """Shut the waiting threads down."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
