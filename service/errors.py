@@ -84,3 +84,11 @@ class WorkerError(ServiceError):
 
 class ObjectStoreError(OSError):
     """An object store (`drafters_url`, `rollouts_url`) does not answer, refuses, or holds something else; try again."""
+
+
+class TreeDamaged(ObjectStoreError):  # noqa: N818
+    """What the object store says of one run is none of ours: the run's own trouble, and not the store's."""
+
+    def __init__(self, key: str, why: object) -> None:
+        said = " ".join(str(why).partition("For further information")[0].split())[:300]
+        super().__init__(f"{key} in the object store is damaged: {said}; put a copy of it back")

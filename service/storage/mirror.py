@@ -39,7 +39,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from rl_hooks.durable import replace_file, sync
 from rl_hooks.wire import RUN_NAME
-from service.errors import ConfigurationError, ObjectStoreError, RegistryBusy, ServiceError
+from service.errors import ConfigurationError, ObjectStoreError, RegistryBusy, ServiceError, TreeDamaged
 from service.settings import Settings
 from service.storage.drafters.objects import ObjectStore
 from service.storage.layout import FILE_NAME, Layout, locked
@@ -288,7 +288,7 @@ class Mirror(Layout):
         try:
             return _Known(Tree() if tag is None else Tree.model_validate_json(body), tag)
         except ValidationError as error:
-            raise ObjectStoreError(f"{_tree(run)} in the object store is damaged: {error}") from error
+            raise TreeDamaged(_tree(run), error) from error
 
     def _put(self, run: str, tree: Tree, etag: str | None) -> _Known | None:
         """Put a tree in the place of another one, and return what stands there by now. None: that one is gone."""

@@ -323,7 +323,7 @@ class Inbox:
     @property
     def _kept(self) -> Incoming | None:
         """The store that keeps files until they are acknowledged."""
-        return self._incoming if self._incoming is not None and self._incoming.kept else None
+        return Incoming.keeper(self._incoming)
 
     def _is_kept(self, entry: Entry) -> bool:
         """Whether the store has a batch's file, or nobody knows."""

@@ -124,7 +124,7 @@ class ServiceContext:
     @property
     def kept(self) -> Incoming | None:
         """The store that keeps rollout files until their batches have ended; None: the spool does."""
-        return self.incoming if self.incoming is not None and self.incoming.kept else None
+        return Incoming.keeper(self.incoming)
 
     def settings_of(self, run: str) -> Settings:
         """The settings, with how the run's engines draft."""

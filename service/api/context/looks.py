@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from service.errors import RegistryBusy, RunNotFound
+from service.errors import RegistryBusy, RunNotFound, TreeDamaged
 from service.reading.shared import Shared
 from service.storage.layout import Layout
 from service.storage.registry import Registry
@@ -35,7 +35,7 @@ class Looks:
         self._layout, self._registry, self._answers, self._share = layout, registry, answers, share
         self._threads = ThreadPoolExecutor(_THREADS, "looks")
         self._running = set[asyncio.Task[None]]()
-        self._away_until = 0.0
+        self._away_until: dict[str, float] = {}  # by run; "": of all
 
     async def find(self, run: str, version: str | None = None) -> None:
         """Look for a run that this host has not heard of: it may be a moment old. Or for a drafter of it."""
@@ -48,7 +48,8 @@ class Looks:
 
     async def catch_up(self, run: str) -> None:
         """See what other hosts did with a run before now, unless the store is away, or takes long."""
-        if not self._share or time.monotonic() < self._away_until or len(self._running) >= _MOST:
+        away_until = max(self._away_until.get("", 0.0), self._away_until.get(run, 0.0))
+        if not self._share or time.monotonic() < away_until or len(self._running) >= _MOST:
             return
         look = asyncio.create_task(self._look(run))
         self._running.add(look)
@@ -64,7 +65,8 @@ class Looks:
         try:
             await self._answers.get(("pull", run), lambda: loop.run_in_executor(self._threads, pull))
         except OSError as error:
-            self._away_until = time.monotonic() + _AWAY_SECONDS
+            of = run if isinstance(error, TreeDamaged) else ""  # one run's trouble stays its own
+            self._away_until[of] = time.monotonic() + _AWAY_SECONDS
             log.warning("run %s is told as it was known: %s", run, error)
         except RegistryBusy as error:
             log.warning("run %s is told as it was known: %s", run, error)

@@ -92,6 +92,11 @@ class Incoming(ObjectStore):
         url = settings.rollouts_url or settings.state_url
         return None if url is None else cls(url, kept=settings.state_url is not None)
 
+    @staticmethod
+    def keeper(store: Incoming | None) -> Incoming | None:
+        """That store, if it keeps files until their batches have ended; None: the spool does."""
+        return store if store is not None and store.kept else None
+
     def put(self, run: str, blob: str, path: Path) -> None:
         """Store a file that came through the API. Blocks."""
         with self.errors(key := _key(run, blob)):

@@ -26,7 +26,9 @@ from torch import Tensor
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
+from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.protocol import TREES
 from rl_hooks.engines.sglang.adapter import SGLangEngine, check_server, process_identity, request_payload
@@ -133,6 +135,12 @@ def serves(server: SGLangServer, files: dict[str, bytes]) -> bool:
     )
 
 
+def follower_of(running: SwapAgent, server: SGLangServer, version: str) -> EngineFollower:
+    """Of this server, once it has that version."""
+    eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+    return running.followers[server.url]
+
+
 def test_the_page_says_how_long_a_trainers_session_is_waited_for() -> None:
     seconds = inspect.signature(SGLangEngine).parameters["session_timeout_seconds"].default
     page = (Path(__file__).parents[3] / "docs/guide/sglang.md").read_text()
@@ -145,7 +153,7 @@ def test_a_drafter_is_swapped_by_the_documented_calls_and_no_others(
     files = [drafter_files(tmp_path / str(n), seed=n) for n in (1, 2)]
     with agent(service, server, home) as running:
         first = service.publish(1, files=files[0])
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == first)
+        follower_of(running, server, first)
         assert serves(server, files[0])
         second = service.publish(2, files=files[1])
         eventually(lambda: running.followers[server.url].loaded_version == second)
@@ -164,7 +172,7 @@ def test_a_server_that_drafts_trees_gets_drafters_and_the_service_is_told(
     server.info |= {"speculative_eagle_topk": 4}
     with agent(service, server, home) as running:
         version = service.publish(1, files=drafter_files(tmp_path / "1", seed=1))
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        follower_of(running, server, version)
         assert running.followers[server.url].seen.drafting == TREES
         assert TREES == records.TREES, "and the service knows the word"
 
@@ -186,7 +194,7 @@ def test_a_restarted_server_gets_its_drafter_back_and_a_restarted_agent_leaves_i
     files = drafter_files(tmp_path / "1", seed=1)
     with agent(service, server, home) as running:
         version = service.publish(1, files=files)
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        follower_of(running, server, version)
         server.restart()
         eventually(lambda: len(server.calls) == 2 * len(SEQUENCE))
         eventually(lambda: serves(server, files))
@@ -296,7 +304,7 @@ def test_a_server_that_speculates_by_another_method_is_counted_and_left_alone(
     server.plugin = False  # not needed without swaps
     with agent(service, server, home) as running:
         service.publish(1, files=drafter_files(tmp_path / "1", 1))
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == "ngram")
+        follower_of(running, server, "ngram")
         server.end(rounds=100, emitted=120, requests=1)
         eventually(lambda: service.last_report("ngram").get("rounds") == 100)
     assert server.calls == []
@@ -495,7 +503,7 @@ def test_counters_are_booked_under_the_version_and_the_trainers_policy(
     server.weight_version = "7"
     with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
         version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        follower_of(running, server, version)
         server.play(rounds=100, accepted=(80, 50, 20))
         eventually(lambda: service.last_report(version, 7).get("rounds") == 100)
     report = service.last_report(version, 7)
@@ -509,8 +517,7 @@ def test_a_request_that_runs_over_a_swap_is_booked_in_parts(
     """SGLang counts it when it ends: all its rounds would be the newer drafter's."""
     with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
         old = service.publish(1, files=drafter_files(tmp_path / "1", 1))
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == old)
-        follower = running.followers[server.url]
+        follower = follower_of(running, server, old)
         server.play(rounds=100, accepted=(10, 0, 0))
         eventually(lambda: follower.ledger.version_counts(old).rounds == 100)
         new = service.publish(2, files=drafter_files(tmp_path / "2", 2))
@@ -527,8 +534,7 @@ def test_a_canary_decides_while_the_requests_of_before_still_run(
 ) -> None:
     with agent(service, server, home, canary=CanaryRule(rounds=50)) as running:
         old = service.publish(1, files=drafter_files(tmp_path / "1", 1))
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == old)
-        follower = running.followers[server.url]
+        follower = follower_of(running, server, old)
         for counted in (50, 100):
             server.play(rounds=50, accepted=(40, 30, 20))
             eventually(lambda: follower.ledger.version_counts(old).rounds == counted)  # noqa: B023 - called at once
@@ -545,7 +551,7 @@ def test_without_the_plugin_a_swapped_server_is_not_counted_and_says_what_to_ins
     server.plugin = False
     with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
         version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        follower_of(running, server, version)
         server.end(rounds=100, emitted=250, requests=4)
         eventually(lambda: "Install rl_hooks into SGLang's environment" in caplog.text)
         newer = service.publish(2, files=drafter_files(tmp_path / "2", 2))
@@ -559,7 +565,7 @@ def test_a_server_that_was_swapped_and_started_again_with_another_method_is_coun
     server.plugin = False
     with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
         version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        follower_of(running, server, version)
         server.restart()
         server.info |= {"speculative_algorithm": "NGRAM"}
         eventually(lambda: running.followers[server.url].loaded_version == "ngram")
@@ -574,7 +580,7 @@ def test_a_plugin_that_a_fault_has_ended_is_told_of_and_the_server_still_gets_it
     """What it had counted stays on the page: the server looked idle."""
     with agent(service, server, home, canary=CanaryRule(rounds=0)) as running:
         version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
-        eventually(lambda: server.url in running.followers and running.followers[server.url].loaded_version == version)
+        follower_of(running, server, version)
         server.play(rounds=100, accepted=(80, 50, 20))
         server.fault = True
         eventually(lambda: "has ended by a fault" in caplog.text)

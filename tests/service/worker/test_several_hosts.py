@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,12 @@ pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
+from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
 from failover_fixtures import until
 from object_fixtures import BUCKET, Store, failing, running_store, silent
 from service_fixtures import HEADERS, RunningService, publish
 from torch import Tensor
-from worker_fixtures import Bench
+from worker_fixtures import Bench, nest
 
 from service.api.context.context import ServiceContext
 from service.errors import ConfigurationError, ObjectStoreError
@@ -89,6 +91,52 @@ def test_a_file_that_came_through_the_api_is_kept_in_the_store_until_it_is_train
     bench.drain(bench.worker())
     assert bench.state(bench.posted[0]) == "trained"
     assert rollouts(store) == []
+
+
+def test_what_somebody_spoils_in_the_store_harms_its_own_run_alone(
+    bench: Bench,
+    store: Store,
+    tmp_path: Path,
+    redis_url: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A drafter with a flipped bit, then a tree that leads out of the directory: worker, API, agents, engines."""
+    monkeypatch.setattr(mirror, "_LOOK_SECONDS", 3600.0)  # this process hears of others only where it asks
+    bench.register(bench.world.run_file(drafter=bench.world.drafter()), run="spoilt")
+    config, registry, bucket = json.dumps(drafter_config(64)), Registry(bench.layout), store.client()
+    spoilt = publish(registry, "spoilt", content=drafter_bytes(1, hidden=64), config=config).version
+    tree = json.loads(bucket.get_object(Bucket=BUCKET, Key="state/trees/spoilt")["Body"].read())
+    key = f"state/files/spoilt/{tree['files'][f'drafters/{spoilt}/model.safetensors']['object']}"
+    body = bucket.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    bucket.put_object(Bucket=BUCKET, Key=key, Body=body[:-1] + bytes([body[-1] ^ 1]))
+    api = RunningService(state_dir=tmp_path / "a", redis_url=redis_url, state_url=URL)  # a host that has nothing yet
+    engines = Engine(), Engine()
+    try:
+        with (
+            start_agent(api.url, engines[0], cache=tmp_path / "0", run="default"),
+            start_agent(api.url, engines[1], cache=tmp_path / "1", run="spoilt"),
+            nest(tmp_path / "log") as workers,
+        ):
+            eventually(lambda: any(spoilt in r.getMessage() for r in caplog.records if "agent" in r.name))
+            evil = {"files": {"../../../evil": {"bytes": 1, "changed_ns": 1, "text": "x"}}}
+            bucket.put_object(Bucket=BUCKET, Key="state/trees/spoilt", Body=json.dumps(evil).encode())
+            workers.start(bench)
+            post(api, bench, bench.world.rollout_file("a"))
+            bench.wait(lambda: bench.state(bench.posted[0]) == "trained")
+            eventually(lambda: engines[0].version is not None)
+            served = registry.latest("default")
+            assert served is not None
+            assert engines[0].version == served.version
+            assert engines[1].swapped == []
+        assert api.client.get("/drafter/latest", params={"run": "spoilt"}).json()["version"] == spoilt
+        newest = publish(registry, content=drafter_bytes(2, hidden=64), config=config).version
+        assert api.client.get("/drafter/latest").json()["version"] == newest, "the store is asked for the others"
+    finally:
+        api.stop()
+        for engine in engines:
+            engine.down()
+    assert not list(tmp_path.rglob("evil"))
 
 
 def test_a_head_that_came_to_another_host_before_a_batch_is_there_with_the_batch(
