@@ -305,6 +305,7 @@ class TlsDoor(asyncio.Protocol):
         self._inner = BoundedProtocol(places=places, **named)
         self._tls, self._places = tls, places
         self._shaking: asyncio.Task[None] | None = None
+        self._taken = False  # the socket is the inner protocol's transport's
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a place, and begin the handshake."""
@@ -315,12 +316,15 @@ class TlsDoor(asyncio.Protocol):
                 connections.add(self)  # type: ignore[arg-type]  # uvicorn calls no method but `shutdown`
                 self._places.waiting[self] = None
                 self._shaking = asyncio.get_running_loop().create_task(self._shake(sock))
+                # A task that is cancelled before its first step runs no `finally`.
+                self._shaking.add_done_callback(lambda _: self._leave(sock))
         except OSError as error:
             log.warning("a connection was refused: %s", error)
         transport.abort()  # closes its own descriptor, not the connection of `sock`
 
     def give_up(self) -> None:
         """Make room for another connection."""
+        self._places.waiting.pop(self, None)
         if self._shaking is not None:
             self._shaking.cancel()
 
@@ -329,21 +333,23 @@ class TlsDoor(asyncio.Protocol):
     async def _shake(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        taken = False
         try:
             async with asyncio.timeout(HEADER_SECONDS):
-                taken = await _begins_tls(sock)
-                if taken:
+                self._taken = await _begins_tls(sock)
+                if self._taken:
                     await loop.connect_accepted_socket(
                         lambda: self._inner, sock, ssl=self._tls, ssl_shutdown_timeout=_GOODBYE_SECONDS
                     )
         except OSError as error:  # ssl.SSLError, and a handshake that is late
             log.debug("a TLS handshake failed: %s", error)
         finally:
-            self._inner.connections.discard(self)
-            self._places.waiting.pop(self, None)
-            if not taken:
-                sock.close()
+            self._leave(sock)
+
+    def _leave(self, sock: socket.socket) -> None:
+        self._inner.connections.discard(self)
+        self._places.waiting.pop(self, None)
+        if not self._taken:
+            sock.close()
 
 
 async def _begins_tls(sock: socket.socket) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -358,3 +359,22 @@ def test_an_idle_client_does_not_keep_the_server_from_its_end(secure: RunningSer
         secure.server.handle_exit(15, None)
         secure._thread.join(20)
     assert time.monotonic() - began < 10
+
+
+def test_a_connection_given_up_before_its_handshake_began_leaves_its_place(
+    secure: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the server ends, or makes room, in the turn of its event loop that accepted the connection."""
+    secure.client.close()
+    secure.wait_for_no_connections(5)
+    made = connections.TlsDoor.connection_made
+
+    def made_and_given_up(door: connections.TlsDoor, transport: asyncio.Transport) -> None:
+        made(door, transport)
+        door.give_up()
+
+    monkeypatch.setattr(connections.TlsDoor, "connection_made", made_and_given_up)
+    with socket.create_connection(("127.0.0.1", secure.port), timeout=10) as connection:
+        assert connection.recv(1) == b""
+    secure.wait_for_no_connections(5)
+    assert places(secure).waiting == {}
