@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.aims import Aim
+from benchmarks.parts import Part
 from drafter.training.optimizer import Method
 
 SERVING_DEPTH: Final = 4
@@ -34,6 +35,7 @@ class Recipe:
     newest_share: float = 0.5  # of a step's tokens, where there are older ones
     reservoir: float = 0.0  # share of steps whose older half comes from the base policy
     aim: Aim = ""  # an experimental loss in the place of the trainer's
+    part: Part = ""  # of the rollouts that is sent
     serving_depth: int = SERVING_DEPTH
 
 
@@ -103,6 +105,9 @@ RECIPES: Final = (
     _muon("muon, depth 7, 8 passes", steps_ahead=7),
     _muon("muon, a quarter newest, 8 passes", newest_share=0.25),
     _muon("muon, three quarters newest, 8 passes", newest_share=0.75),
+    _muon("muon, fronts of a third, 8 passes", part="fronts"),
+    _muon("muon, windows of a third, 8 passes", part="windows"),
+    _muon("muon, all of fewer, 8 passes", part="fewer"),
 )
 #: What recipes of a serving depth are compared with.
 REFERENCES: Final = {SERVING_DEPTH: REFERENCE, 3: "depth 3, served at 3"}

@@ -33,6 +33,7 @@ import torch
 from scipy.stats import t as student
 
 from benchmarks.aims import AimedTrainer
+from benchmarks.parts import part_of
 from benchmarks.recipes import FROZEN, NAMED, RECIPES, REFERENCE, REFERENCES, REPEATED, SERVING_DEPTH, Recipe
 from benchmarks.recording import Recording, open_recording, record
 from drafter.batch import RolloutBatch
@@ -94,7 +95,8 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
                 track.alpha[drafting].append(result.alpha)
             track.cpu_seconds.append(track.total_cpu_seconds)
             started = time.process_time()
-            newest = recent.add(recording.files[index], as_sent(batch, policies[version].needed_head(), recipe))
+            sent = part_of(as_sent(batch, policies[version].needed_head(), recipe), recipe.part)
+            newest = recent.add(recording.files[index], sent)
             if recipe.passes and index % recipe.every == 0:
                 older = recent.but([newest])
                 task = Task([newest], older, recipe.passes, recipe.step_tokens, index, recipe.newest_share)
