@@ -242,7 +242,8 @@ def install(app: FastAPI) -> None:
             methods = [method for method in _METHODS if _takes(app, request.scope, method)]
             problem.headers["Allow"] = ", ".join(methods)
         if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
+            kind = problem.kind if isinstance(error, Problem) else type(error).__name__
+            log.warning("%s %s: %s: %s", request.method, request.url.path, kind, error)
         elif isinstance(error, ClientDisconnect):
             log.debug("%s %s: %s", request.method, request.url.path, problem.detail)
         return ProblemResponse(problem, request.scope)

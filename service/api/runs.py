@@ -426,7 +426,10 @@ def check_room(context: ServiceContext, length: int, run: str = "", held: int = 
         context.disk.want_room(length * 4 // 3 + 1)
     if free < least:
         left, least_text = in_units(max(free, 0)), in_units(least)
-        found = f"{in_units(length)} would leave {left} free in the spool; at least {least_text} must stay free"
+        found = (
+            f"{in_units(length)} would leave {left} free on the spool's disk; at least {least_text} must stay free "
+            "(DRAFTALIGN_SPOOL_MIN_FREE_BYTES). Where something else fills it, make room"
+        )
     elif held + coming + length > share:
         whose = f"run {run!r}" if run else "uploads whose run is not known yet"
         found = (

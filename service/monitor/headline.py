@@ -66,12 +66,13 @@ class RunFacts:
     `recent_batches`, `recent_dead`: of the batches that arrived last and have ended or were scored; `newest_dead`: how
     many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
-    seconds. `queue_fill`: of its bounds; `disk_fill`: of the run's share of the disk, where that bounds its queue,
-    infinite where there is no room; `redis_fill`: of its memory. `engines`: the newest report of each that has
-    reported of late; `contested`: of each that another client keeps on its own drafter; `moves`: of `latest`.
-    `failed_pushes`: that did not revive the drafter of the engine that is dead. `api_began`: when this API process
-    did. `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out.
-    `for_memory`: that is what `worker_error` is about, and what waits is tried again.
+    seconds. `outdated`: files come of a trainer that another one has followed. `queue_fill`: of its bounds;
+    `disk_fill`: of the run's share of the disk, where that bounds its queue, infinite where there is no room;
+    `redis_fill`: of its memory. `engines`: the newest report of each that has reported of late; `contested`: of each
+    that another client keeps on its own drafter; `moves`: of `latest`. `failed_pushes`: that did not revive the drafter
+    of the engine that is dead. `api_began`: when this API process did. `unjudged`: nothing is trained, for nothing that
+    comes can judge it; `no_memory`: for memory ran out. `for_memory`: that is what `worker_error` is about, and what
+    waits is tried again.
     """
 
     now: float
@@ -90,6 +91,7 @@ class RunFacts:
     redis_fill: float = 0.0
     oldest_queued: float | None = None
     last_arrival: float | None = None
+    outdated: bool = False
     longest_pause: float | None = None
     last_scored: float | None = None
     recent_batches: int = 0
@@ -273,6 +275,12 @@ def _of_queue(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _of_trainer(facts: RunFacts) -> Iterator[Headline]:
+    if facts.outdated:
+        text = (
+            ": another start has begun at an earlier policy version since, and what this one sends is skipped. If both "
+            "are to go on, give each a run name of its own."
+        )
+        yield _found("warn", "outdated", "A trainer's rollouts are not used", text)
     if facts.last_arrival is None:
         return
     gathering = facts.gathered is not None and facts.gathered < (facts.wanted or 0)  # its batches wait for others

@@ -60,6 +60,7 @@ class RunSnapshot:
     a headline, which is read without the records of engines that fell silent; None where those are here. `watch`: live
     beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest first. `worth`: what acceptance
     is worth in time. `dead_letters`: the newest ones.
+    `outdated`: files come of a trainer that another one has followed.
     `oldest_queued`, `last_arrival`, `registered`, `api_began`: Unix seconds. `state`, `held`: what a person wants of
     the run, and of what it serves.
     """
@@ -79,6 +80,7 @@ class RunSnapshot:
     dead_letters: Sequence[Mapping[str, str]] = ()
     oldest_queued: float | None = None
     last_arrival: float | None = None
+    outdated: bool = False
     registered: float | None = None
     published: int = 0
     moves: Moves = field(default_factory=Moves)

@@ -88,7 +88,7 @@ class Learner:
         self._others_wait = others_wait
         self.target = Target.open(layout, run, settings.device)
         self.lineage = Lineage(settings, layout, run, self.target)
-        self.recent = RecentRollouts(layout.worker(run) / "recent", capacity_tokens=settings.recent_tokens)
+        self.recent = RecentRollouts(layout.worker(run) / "recent", capacity_tokens=settings.recent_tokens, run=run)
         self.journal = Journal(settings, store, run)
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
         self.judge = Judge(settings, run, self.target, self.lineage, self.journal, self.recent)

@@ -106,9 +106,10 @@ class LengthLimit:
 
 
 class RecentRollouts:
-    """Newest batches, oldest first."""
+    """Newest batches of a run, oldest first. Its name is for the log."""
 
-    def __init__(self, directory: Path, *, capacity_tokens: int) -> None:
+    def __init__(self, directory: Path, *, capacity_tokens: int, run: str = "default") -> None:
+        self._run = run
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
         # Listed before the checkpoint is read: after SIGSTOP in between, a successor's files must not look like strays.
@@ -205,7 +206,7 @@ class RecentRollouts:
             except (BlobDamaged, WireError, TargetHeadError, OSError) as error:
                 if isinstance(error, OSError) and error.errno != errno.EIO:
                     raise  # it may be read later
-                log.warning("%s is left out of the recent rollouts: %s", name, error)
+                log.warning("%s: %s is left out of the recent rollouts: %s", self._run, name, error)
                 continue
             if path.parent == spool:
                 self._unsettled[name] = path
@@ -224,7 +225,8 @@ class RecentRollouts:
             return
         before = abandoned()  # a batch's file is older than the end of its entry's millisecond
         if names := self._outdated(heads, (before.until + 1.0) * 1e6, told=before.told):
-            log.info("the trainer went back: %d recent batches of before are not trained on again", len(names))
+            said = "%s: the trainer went back: %d recent batches of before are not trained on again"
+            log.info(said, self._run, len(names))
             for name in names:
                 self._drop(name)
 
@@ -258,9 +260,9 @@ class RecentRollouts:
         lengths = np.concatenate([_lengths(kept)[_short(kept, self.limit.tokens)] for kept in self._kept.values()])
         if self.limit.tighten(lengths, step_tokens):
             log.warning(
-                "memory ran out in a training with a rollout of %d tokens; in the next %d, those of more than %d are "
-                "scored and not trained on",
-                *(lengths.max(), self.limit.trainings, self.limit.tokens),
+                "%s: memory ran out in a training with a rollout of %d tokens; in the next %d, those of more than %d "
+                "are scored and not trained on",
+                *(self._run, lengths.max(), self.limit.trainings, self.limit.tokens),
             )
 
     def but(self, newest: Sequence[KeptBatch]) -> list[KeptBatch]:

@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"v([0-9]+)")
 
 
 def drafters(service: Service = LOCAL, run: Run = None, as_json: AsJson = False) -> None:
-    """List a run's drafter versions, newest first: α, policy version, and which one is served.
+    """List a run's drafter versions, newest first: α, policy version, and which is served, waits or was refused.
 
     DRAFTALIGN_TOKEN: token for the service, of scope read.
     """
@@ -37,9 +37,13 @@ def drafters(service: Service = LOCAL, run: Run = None, as_json: AsJson = False)
         return
     served = (found["latest"] or {}).get("version")
     held = (found["held"] or {}).get("version")
+    judged = {one.get("version"): one for one in found["history"] if one["event"] in ("published", "refused")}
+    outcome = {name: f"refused: {one['reason']}" for name, one in judged.items() if one["event"] == "refused"}
+    outcome |= dict.fromkeys(found["waiting"], "waits for the gate")
     for one in reversed(found["versions"]):
         alpha = (one["gate"] or {}).get("alpha_candidate")
         facts = [f"policy {one['policy_version']}", "" if alpha is None else f"α {alpha:.2f} when it was published"]
+        facts.append(outcome.get(one["version"], ""))
         when = datetime.fromtimestamp(one["created"]).astimezone().isoformat(sep=" ", timespec="seconds")
         said = "  ".join([when, *filter(None, facts)])
         typer.echo(f"{'*' if one['version'] == served else ' '} {one['version']}  {said}")
@@ -121,7 +125,9 @@ def publish(
         with file.open("rb") as body:
             answer = call("POST", service, "/drafters", params=asked, headers=headers, content=body, timeout=600.0)
     again = "" if answer.status_code == 201 else " again"
-    typer.echo(f"{answer.json()['version']} waits for the gate{again}; GET /drafters?run={run} tells the outcome")
+    typer.echo(
+        f"{answer.json()['version']} waits for the gate{again}; draftalign drafters --run {run} tells the outcome"
+    )
 
 
 def download(

@@ -24,7 +24,7 @@ def runs(
     service: Service = LOCAL,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs, each with the worst thing that is true of it; or delete one.
+    """List the runs, those in trouble first, each with the worst thing that is true of it; or delete one.
 
     DRAFTALIGN_TOKEN: token for the service, of scope read; to delete, of scope admin.
     """
@@ -41,7 +41,8 @@ def runs(
         return
     if not found:
         typer.echo("no run is registered yet: a trainer's hook or an engine does it with its first rollouts", err=True)
-    for one in found:
+    trouble = {"bad": 0, "warn": 1}
+    for one in sorted(found, key=lambda one: trouble.get(one["headline"]["level"], 2)):
         state = one["state"]
         said = "" if state == "active" else f"[{state}]  "
         typer.echo(f"{one['run']}  {one['drafter'] or 'no drafter yet'}  {said}{one['headline']['text']}")

@@ -6,12 +6,13 @@
 --       of the death that was seen; else ''. max_rollouts: that may wait: each is a key of Redis. ended_seconds,
 --       remembered_bytes: for how long, and how much, is remembered of batches that ended.
 --       session, began: of the trainer that sends, and the first policy version that it had rollouts of; or ''
+--       outdated_seconds: for how long it is said that another one's are not used
 -- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, a damaged blob, if this one replaces it}
 --       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
 --       | {"full", items, bytes, rollouts} | {"disowned"} | {"gone"}: the dead batch's file is not kept
 --       | {"outdated", "skipped", dead_total, newest death's reason}: another session has begun a later attempt
 local max_items, max_bytes, prefix, batch_id, blob, size, tokens, rollouts, policy, policy_max, rollout_ids,
-  letter_seen, ended_seconds, remembered_bytes, max_rollouts, session, began = unpack(ARGV)
+  letter_seen, ended_seconds, remembered_bytes, max_rollouts, session, began, outdated_seconds = unpack(ARGV)
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local KEPT_SESSIONS, KEPT_RETURNS = 256, 64
 local bytes, back, file = tonumber(size), letter_seen ~= '', blob .. ':' .. size
@@ -108,6 +109,7 @@ elseif session ~= '' then
         'policy_version_max', policy_max, 'rollout_ids', rollout_ids, 'known_rollouts', #known, 'attempt', own)
       remember(prefix, counters, batch_id, ended_seconds, remembered_bytes)
     end
+    redis.call('SET', prefix .. 'outdated', session, 'EX', outdated_seconds)
     return { 'outdated', 'skipped', total, reason }
   end
 end

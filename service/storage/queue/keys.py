@@ -12,6 +12,8 @@ GROUP: Final = "workers"
 ENDED_SECONDS: Final = 7 * 86_400
 #: Redis' memory for that, of one run; those that ended first are forgotten sooner where it is full: 128 MiB.
 REMEMBERED_BYTES: Final = 128 * 2**20
+#: So long after its last file it is said that a trainer's rollouts are not used.
+OUTDATED_SECONDS: Final = 600
 #: What an entry, a batch's state and a dead letter say in numbers.
 NUMBERS: Final = ("bytes", "tokens", "rollouts", "policy_version", "policy_version_max")
 _LUA: Final = Path(__file__).parents[1] / "lua"
@@ -32,6 +34,7 @@ class Keys:
         self.counters = self.prefix + "counters"
         self.held = self.prefix + "held"
         self.last_death = self.prefix + "last_death"
+        self.outdated = self.prefix + "outdated"
         self.dead = self.prefix + "dead"
         self.dead_files = self.prefix + "dead_files"
 

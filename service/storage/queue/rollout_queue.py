@@ -18,7 +18,16 @@ from typing import Any, Final, Literal, NamedTuple
 import redis.asyncio
 from redis.exceptions import ResponseError
 
-from service.storage.queue.keys import ENDED_SECONDS, GROUP, REMEMBERED_BYTES, Keys, lua, strings, text
+from service.storage.queue.keys import (
+    ENDED_SECONDS,
+    GROUP,
+    OUTDATED_SECONDS,
+    REMEMBERED_BYTES,
+    Keys,
+    lua,
+    strings,
+    text,
+)
 
 #: Rollouts that may wait in one run's queue: Redis has a key of some 270 bytes for each, so 35 MiB.
 QUEUED_ROLLOUTS: Final = 131_072
@@ -160,6 +169,10 @@ class AsyncRolloutQueue:
         newest = (await self._held())["newest"]  # not what was put back
         return Arrivals(None if first is None else _seconds(first[0]), _seconds(newest or stream["last-generated-id"]))
 
+    async def outdated(self) -> bool:
+        """Whether a file has come of late whose session a later attempt has followed: it is not used."""
+        return bool(await self._redis.exists(self._keys.outdated))
+
     async def dead_letters(self, count: int) -> list[dict[str, str]]:
         """The newest dead letters, newest first."""
         return [strings(fields) for _, fields in await self._redis.xrevrange(self._keys.dead, count=count)]
@@ -192,6 +205,7 @@ class AsyncRolloutQueue:
             self._max_rollouts,
             batch.session,
             batch.session_began,
+            OUTDATED_SECONDS,
         ]
         of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
         reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -229,11 +230,15 @@ def test_a_queue_full_by_bytes_answers_429(serve: Serve) -> None:
     assert service.post(rollout_file(("3", "4")), "default").status_code == 429
 
 
-def test_a_spool_without_room_answers_429_before_the_body(serve: Serve) -> None:
+def test_a_spool_without_room_answers_429_before_the_body(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     service = serve(spool_min_free_bytes=1 << 60)
     reply = service.raw(head_of(rollout_file(), "/rollouts", "Expect: 100-continue"))
     assert reply.startswith(b"HTTP/1.1 429")
-    assert service.client.get("/readyz").status_code == 503
+    assert b"(DRAFTALIGN_SPOOL_MIN_FREE_BYTES). Where something else fills it, make room." in reply
+    unready = service.client.get("/readyz")
+    assert unready.status_code == 503
+    assert re.search(r"B are free on the spool's disk; at least 1048576 TiB must be \(", unready.json()["detail"])
+    assert "GET /readyz: spool-low: " in caplog.text
 
 
 def test_expect_100_continue_is_answered_when_the_body_is_wanted(service: RunningService) -> None:

@@ -112,6 +112,15 @@ DEAD = EngineVerdict(
 GAP = "log-probabilities disagree with the features by 2.7 nats"
 STATES = [
     (
+        facts(outdated=True),
+        (
+            "warn",
+            "outdated",
+            "A trainer's rollouts are not used: another start has begun at an earlier policy version since, and what "
+            "this one sends is skipped. If both are to go on, give each a run name of its own.",
+        ),
+    ),
+    (
         facts(heartbeat=NOW - 71, queued=12),
         ("bad", "worker_silent", "Worker silent for 71 s: nothing is scored or trained; 12 batches wait."),
     ),

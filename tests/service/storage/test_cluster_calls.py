@@ -97,7 +97,7 @@ def test_every_script_and_every_public_method_runs_on_a_cluster(tmp_path: Path) 
                 worker, dead = RolloutQueue(client, run, 3_000), DeadLetters(of_api, asynchronous)
                 await rollouts_live(*(Noted(each, called) for each in (worker, asynchronous, dead)))
                 await reports_live(Noted(Store(client, run), called), Noted(AsyncStore(of_api, run, 1), called))
-                await sessions_live(asynchronous, Noted(AsyncStore(of_api, run), called))
+                await sessions_live(Noted(asynchronous, called), Noted(AsyncStore(of_api, run), called))
             assert not list(client.scan_iter(match=f"da:{{{run}}}:*"))
 
         for run in RUNS:
@@ -220,10 +220,12 @@ async def sessions_live(api: Any, store: Any) -> None:
         return outcome
 
     assert await outcome(1, first) == "accepted"
+    assert not await api.outdated()
     await store.note_registration(0, second)
     assert [await outcome(2, second), await outcome(3, first), await outcome(4, second)] == [
         *("accepted", "outdated", "accepted")
     ]
+    assert await api.outdated()
     assert [await store.was_followed(session) for session in (first, second, "3" * 32, "")] == [
         True,
         False,

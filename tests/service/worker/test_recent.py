@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import random
@@ -41,7 +42,7 @@ class Memory:
     def __init__(self, directory: Path, capacity_tokens: int = 10_000) -> None:
         self.spool, self.directory = directory / "spool", directory / "recent"
         self.spool.mkdir(exist_ok=True)
-        self.recent = RecentRollouts(self.directory, capacity_tokens=capacity_tokens)
+        self.recent = RecentRollouts(self.directory, capacity_tokens=capacity_tokens, run="math")
         self.world = World()
 
     def add(
@@ -522,7 +523,9 @@ def test_a_damaged_scale_is_found_where_the_batch_is_screened(tmp_path: Path) ->
         screen(batch)
 
 
-def test_what_an_abandoned_attempt_brought_is_dropped_and_a_head_that_is_late_drops_nothing(tmp_path: Path) -> None:
+def test_what_an_abandoned_attempt_brought_is_dropped_and_a_head_that_is_late_drops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Heads of 3 and 4 came before their batches, that of 5 after it; then the trainer went back to 3."""
     memory = Memory(tmp_path)
     for second, version in enumerate((2, 3, 4, 5), start=1):
@@ -535,7 +538,9 @@ def test_what_an_abandoned_attempt_brought_is_dropped_and_a_head_that_is_late_dr
     os.utime(memory.spool / "new.safetensors", (9, 9))
     memory.recent.forget_abandoned([*heads, (3, 8_000_000_000)], Abandoned)
     assert len(memory.recent.names()) == 5, "a late head of another engine is no return"
-    memory.recent.forget_abandoned([*heads, (3, 8_000_000_000)], lambda: Abandoned(7000.0))
+    with caplog.at_level(logging.INFO):
+        memory.recent.forget_abandoned([*heads, (3, 8_000_000_000)], lambda: Abandoned(7000.0))
+    assert caplog.messages == ["math: the trainer went back: 3 recent batches of before are not trained on again"]
     assert memory.recent.names() == ["v2.safetensors", "new.safetensors"]
     memory.recent.settle()
     assert memory.files(memory.directory) == ["new", "v2"]

@@ -120,9 +120,17 @@ def test_a_drafter_that_is_no_better_is_refused_in_words_and_never_served(
     assert refused["by"] == "ada"
     assert service.client.get("/drafter/latest").json()["version"] != version
     assert service.client.get("/drafters").json()["waiting"] == []
+    assert f"{version}  " in listed(service)
+    assert "  refused: sent by ada (from the lab): it is no better: " in listed(service)
     again = send(service, body(bench.world.drafter(seed=3)))
     assert (again.status_code, again.json()["version"]) == (200, version), "the same files may be judged again"
     assert service.client.get("/drafters").json()["waiting"] == [version]
+    assert "  waits for the gate\n" in listed(service)
+    assert "refused" not in listed(service)
+
+
+def listed(service: RunningService) -> str:
+    return CliRunner().invoke(app, ["drafters", "--service", service.url]).output
 
 
 def spoilt(name: str, value: float) -> Callable[[dict[str, Tensor]], None]:

@@ -187,6 +187,9 @@ def test_what_a_trainer_that_was_followed_by_another_sends_late_is_skipped_and_i
     assert service.client.get("/runs/default").json()["latest_policy"] == 1
     assert bench.queue.counters()["skipped_total"] == 1
     assert bench.spooled() == []
+    said = service.client.get("/runs/default").json()["headline"]
+    assert (said["level"], said["state"]) == ("warn", "outdated"), "for nobody else may read that trainer's log"
+    assert "give each a run name of its own" in said["text"]
     warnings = [r.getMessage() for r in caplog.records if "are not used any more" in r.getMessage()]
     assert len(warnings) == 1
     assert "give each a run name of its own" in warnings[0]
