@@ -139,7 +139,7 @@ class ClaimScorer:
             roles = self._lineage.served_only(by)
         else:
             roles = self._lineage.roles(by, current, frozen=comparison == "all")
-        if by is not None and (watched := self._lineage.existing(self._journal.watched or "")) is not None:
+        if by is not None and (watched := self._lineage.existing(self._journal.drift.watched or "")) is not None:
             roles.setdefault("watched", (watched, self._lineage.version(watched)))
         if comparison == "all" and (before := self._lineage.existing(self._gate.outcomes.watched or "")) is not None:
             roles.setdefault("before", (before, self._lineage.version(before)))

@@ -584,14 +584,14 @@ def test_the_alarms_baseline_moves_by_rollouts_that_came_after_the_change_and_ne
             bench.drain(by)
 
     def watched(by: RunWorker) -> tuple[str | None, float]:
-        monitor = by.learner.journal._drift.state
-        return by.learner.journal.watched, monitor.baseline
+        monitor = by.learner.journal.drift.monitor.state
+        return by.learner.journal.drift.watched, monitor.baseline
 
     while len(registry.versions("default")) < 2:
         before = watched(worker)
         post(1, worker)
-    state = worker.learner.journal._drift.state
-    assert worker.learner.journal.watched == first
+    state = worker.learner.journal.drift.monitor.state
+    assert worker.learner.journal.drift.watched == first
     assert state.offset == 0.0, "a publish alone moves nothing"
 
     calm = bench.worker(**OPEN | {"gate_min_gain": 1e6})  # a restart, and what is served stays
@@ -622,7 +622,7 @@ def test_a_person_acknowledges_or_resets_the_alarm_once_and_a_restart_does_not_r
 
         asyncio.run(request())
 
-    monitor = worker.learner.journal._drift
+    monitor = worker.learner.journal.drift.monitor
     assert monitor.state.ticks == 24
     assert bench.store.worker().drift
     monitor.state.statistics = dict.fromkeys(monitor.state.statistics, 50.0)
@@ -634,12 +634,12 @@ def test_a_person_acknowledges_or_resets_the_alarm_once_and_a_restart_does_not_r
     assert monitor.state.ticks == 24, "the baseline stays"
 
     again = bench.worker(**OPEN)
-    again.learner.journal._drift.state.statistics["fast"] = 3.0
+    again.learner.journal.drift.monitor.state.statistics["fast"] = 3.0
     again.cycle()
-    assert again.learner.journal._drift.state.statistics["fast"] == 3.0, "it was carried out before the restart"
+    assert again.learner.journal.drift.monitor.state.statistics["fast"] == 3.0, "it was carried out before the restart"
     ask("reset")
     again.cycle()
-    assert again.learner.journal._drift.state.ticks == 0
+    assert again.learner.journal.drift.monitor.state.ticks == 0
     gauges = bench.store.worker()
     assert (gauges.drift, gauges.drift_level, gauges.drift_change) == ({}, None, None)
 
