@@ -21,6 +21,7 @@ from worker_fixtures import Bench
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 from service.monitor.alpha import attempts
+from service.monitor.events import GateEvidence
 from service.storage.queue.lease import Leases
 from service.worker.lineage import CANDIDATE
 
@@ -318,7 +319,7 @@ def test_a_drafter_that_the_run_has_published_is_no_drafter_that_comes_too_late(
     first, worker = attach(model), bench.worker()
     step(first, model, 0)
     bench.drain(worker)
-    version = worker.learner.lineage.promote(CANDIDATE, None, 0, "better", {}).version
+    version = worker.learner.lineage.promote(CANDIDATE, None, 0, "better", GateEvidence()).version
     drafter = shutil.copytree(bench.layout.drafter("default", version), tmp_path / "drafter")
     hook = attach(model, initial_drafter=drafter)
     assert (said(caplog, "is ignored"), hook.stats()["last_error"]) == (0, "")

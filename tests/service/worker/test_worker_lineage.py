@@ -125,10 +125,11 @@ def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decodin
     first = registry.get("default", registry.versions("default")[0])
     assert first.parent is None
     assert first.gate is not None
-    assert first.gate["low"] > 0
-    assert first.gate["error"] <= 0.05
-    assert first.gate["alpha_served"] == pytest.approx(1.0), "plain decoding: one token a round"
-    assert first.gate["alpha_candidate"] > 1.0
+    gate = first.gate.model_dump()
+    assert gate["low"] > 0
+    assert gate["error"] <= 0.05
+    assert gate["alpha_served"] == pytest.approx(1.0), "plain decoding: one token a round"
+    assert gate["alpha_candidate"] > 1.0
     assert {record.action for record in bench.store.scores().values()} == {"train"}, "the claim that published it, too"
     assert "default: draft vocabulary: 32 tokens cover" in caplog.text
     assert f"default: published {first.version} (policy version" in caplog.text
@@ -495,9 +496,10 @@ def test_a_better_candidate_is_published_with_its_evidence(bench: Bench) -> None
     assert latest is not None
     assert latest.version != first.version, events(bench)
     assert latest.gate is not None
-    assert latest.gate["low"] > 0
-    assert latest.gate["error"] <= 0.05
-    assert latest.gate["looks"] >= 1
+    gate = latest.gate.model_dump()
+    assert gate["low"] > 0
+    assert gate["error"] <= 0.05
+    assert gate["looks"] >= 1
     assert latest.parent is not None
     scores = list(bench.store.scores().values())
     assert scores[0].drafter_version == first.version
