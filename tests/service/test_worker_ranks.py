@@ -9,8 +9,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -780,49 +778,3 @@ def test_a_trainer_that_differs_in_the_last_bit_is_taken_over_and_an_equal_one_i
 
     assert run_two_ranks(work) == 0
     assert list(directory.iterdir()) == [], "the copies are gone"
-
-
-RANK = """
-import os, pathlib, signal, sys
-from drafter.training.trainer import DrafterTrainer, TrainConfig
-from service.cli.main import app
-
-real = DrafterTrainer._accumulate
-
-def dying(self, *arguments):
-    rank = os.environ["RANK"]
-    # Rank 0 at first, rank 1 once all were started again: at another batch, because one that kills twice is set aside.
-    if rank == os.environ["TORCHELASTIC_RESTART_COUNT"] and self.windows == 3 + int(rank):
-        pathlib.Path(sys.argv[1], "died" + rank).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(self, *arguments)
-
-DrafterTrainer._accumulate = dying
-app(["worker"])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_torchrun_starts_all_again_whichever_rank_is_killed(tmp_path: Path, redis_url: str) -> None:
-    """`torchrun --max-restarts` with the command as users have it; SIGTERM to torchrun is an orderly end."""
-    changes = ADAMW | {"claim_tokens": 1}
-    (tmp_path / "rank.py").write_text(RANK)
-    with Bench(tmp_path / "two", redis_url, **changes) as bench:
-        five(bench)
-        given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
-        variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()} | {"DRAFTALIGN_REDIS_URL": redis_url}
-        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-        argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-        here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        command = [*argv, str(tmp_path / "rank.py"), str(tmp_path)]
-        with subprocess.Popen(command, env=os.environ | variables | here) as agent:
-            try:
-                bench.wait(lambda: states(bench) == ["trained"] * 5 or agent.poll() is not None, 200)
-                agent.terminate()
-                agent.wait(60)
-            finally:
-                agent.kill()
-        assert [path.name for path in sorted(tmp_path.glob("died*"))] == ["died0", "died1"]
-        two = outcome(bench)
-    assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), two)
