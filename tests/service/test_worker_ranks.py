@@ -57,7 +57,7 @@ from service.storage.runs import change_state
 from service.worker.checkpoint import WorkerCheckpoint, copy_to_ranks, taken_over
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
-from service.worker.scoring import score_shared
+from service.worker.scoring import ScoreOrder, score_shared
 from service.worker.target import Target
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
@@ -216,7 +216,7 @@ def test_a_head_that_fits_no_batch_is_no_lost_rank(tmp_path: Path) -> None:
     world, file = World(), tmp_path / "a"
     file.write_bytes(world.rollout_file("a", rollouts=2))
     batch = load_batch(file)
-    order = {"looked": [0, 1], "seed": 0, "depth": 1, "drafting": "chain", "gap_nats": 0.1, "served": None}
+    order = ScoreOrder([0, 1], 0, 1, "greedy", gap_nats=0.1, served=None)
     narrow = TargetHead(world.heads[0][:, :-1].contiguous())
 
     def work(_rank: int) -> None:
