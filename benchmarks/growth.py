@@ -45,7 +45,7 @@ from record_fixtures import score  # noqa: E402 - after the path is set
 from service_fixtures import HEADERS, publish, rollout_file, run_file  # noqa: E402
 
 from service.cli.valkey import EmbeddedValkey  # noqa: E402
-from service.monitor.events import Refused  # noqa: E402
+from service.monitor.events import GateEvidence, Refused  # noqa: E402
 from service.storage.layout import Layout  # noqa: E402
 from service.storage.registry import Registry  # noqa: E402
 from service.storage.reports.store import Store  # noqa: E402
@@ -143,7 +143,7 @@ class World:
 
     def verdict(self) -> None:
         """The gate refuses a candidate."""
-        gate = {"gain": 0.0041, "low": -0.0123, "high": 0.0205, "rollouts": 64, "needed": 0.0}
+        gate = GateEvidence(gain=0.0041, low=-0.0123, high=0.0205, rollouts=64)
         self.registry.history.record("default", Refused(reason="no gain that is beyond chance", gate=gate))
 
     def look(self, path: str) -> None:

@@ -136,8 +136,8 @@ class Run:
         self.gate.outcomes.settle(fresh)
         winner = self.gate.judge(fresh, self.served)[0]
         if winner.verdict.promote:
-            facts = winner.facts | {"judged_to": f"{number}-0", "train_on": False}
-            self.gate.promoted(winner.version, self.served, Chosen.of(facts))
+            evidence = winner.evidence.model_copy(update={"judged_to": f"{number}-0", "train_on": False})
+            self.gate.promoted(winner.version, self.served, Chosen.of(evidence))
             self.served, self.swaps = winner.version, self.swaps + 1
         return ours, of_a, max(of_a, of_b_too)
 

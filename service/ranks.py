@@ -32,7 +32,7 @@ from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.process.device import use_device
 from service.worker.process.worker import run_worker
 from service.worker.recent import KeptBatch, Task, windows, with_normalisers, without
-from service.worker.scoring import score_shared
+from service.worker.scoring import ScoreOrder, score_shared
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -64,7 +64,7 @@ class FollowedRun:
         def score() -> None:
             candidate = self._follow(config).drafter
             drafters = {name: published.get(name, candidate) for name in asked["drafters"]}
-            score_shared(self._ranks, drafters, policy, whole, asked)
+            score_shared(self._ranks, drafters, policy, whole, ScoreOrder(**asked["how"]))
 
         return score
 

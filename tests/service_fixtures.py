@@ -132,7 +132,6 @@ def publish(
         "config_fingerprint": "f" * 32,
         "d2t_sha256": "d" * 64,
         "aux_layers": LAYERS,
-        "alpha": {"served": 2.0},
         "gate": None,
     }
     return registry.publish(run, staged, **(facts | changes))

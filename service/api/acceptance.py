@@ -157,7 +157,7 @@ async def post_acceptance(request: Request, context: Context, caller: Caller) ->
     await context.looks.find(report.run, report.drafter_version)
     context.run(report.run)
     check_open(context.layout, report.run)
-    await context.check_redis()
+    await context.redis.check()
     await _check_version(context, report)
     if report.canary is not None:
         await context.looks.catch_up(report.run)
@@ -310,7 +310,7 @@ async def get_alpha(
 ) -> Response:
     """Read the α series and the registry's events of an attempt, the newest figures, and the headline."""
     context.run(run)
-    await context.check_redis()
+    await context.redis.check()
     if attempt is None:
         kind = ("alpha", run, since)
         return tagged(request, await context.answers.get(kind, lambda: _last_attempt(context, run, since)))

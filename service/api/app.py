@@ -41,7 +41,7 @@ from service.api.context.spare import SpareFile
 from service.api.drafters import tagged
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.port.free import check_port
-from service.api.problems import Problem, in_units
+from service.api.problems import Problem
 from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
 from service.api.rollouts import direct as direct_api
@@ -111,7 +111,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     context = app.state.context = ServiceContext(settings, client)
     auditor = Auditor(AuditLog(context.layout), SpareFile(context.layout.spare))
-    app.add_middleware(Guard, tokens=context.tokens, auditor=auditor, find=context.looks.find)
+    app.add_middleware(Guard, tokens=context.access.tokens, auditor=auditor, find=context.looks.find)
     problems.install(app)
     parts = [part.router for part in (rollouts_api, direct_api, runs_api, dead_api, drafters_api, acceptance_api)]
     for part in (*parts, router):
@@ -177,13 +177,11 @@ async def readyz(context: Context) -> dict[str, str]:
 
     With `state_url` the object store answered when it was asked last, too: once a second.
     """
-    await context.writes.check()
+    await context.redis.writes.check()
     if context.layout.away is not None:
         raise ObjectStoreError(context.layout.away)
-    free, least = context.spool.free_bytes(), context.settings.spool_min_free_bytes
-    if free < least:
-        found = f"{in_units(free)} are free on the spool's disk; at least {in_units(least)} must be"
-        raise Problem(503, "spool-low", f"{found} (DRAFTALIGN_SPOOL_MIN_FREE_BYTES)", headers={"Retry-After": "10"})
+    if context.disk.spool.free_bytes() < context.settings.spool_min_free_bytes:
+        raise Problem(503, "spool-low", "the spool's disk is nearly full", headers={"Retry-After": "10"})
     return {"status": "ready"}
 
 
@@ -191,7 +189,7 @@ async def readyz(context: Context) -> dict[str, str]:
 async def get_metrics(request: Request, context: Context, caller: Caller) -> Response:
     """Read the metrics, in Prometheus' text format: of the runs that the token is for."""
     runs = tuple(filter(caller.covers, await asyncio.to_thread(context.layout.run_names)))
-    await context.check_redis()
+    await context.redis.check()
     text = await context.answers.get(("metrics", runs), lambda: _metrics(context, runs))
     return tagged(request, text, metrics.CONTENT_TYPE)
 
@@ -214,7 +212,7 @@ async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
         metrics.render,
         snapshots,
         unreadable=unreadable,
-        token_file_broken=None if context.settings.token_file is None else context.tokens.trouble is not None,
+        token_file_broken=None if context.settings.token_file is None else context.access.tokens.trouble is not None,
     )
 
 
@@ -254,7 +252,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop."""
-        self._context.stopping.set()
+        self._context.lifetime.stopping.set()
         super().handle_exit(sig, frame)
 
 

@@ -114,8 +114,8 @@ async def get_latest(
     headers = {"ETag": served.etag, "Cache-Control": "no-cache"}
     if nonce is None and matches(known, served.etag):
         return Response(status_code=304, headers=headers)
-    if nonce is not None and context.signer is not None:
-        headers[SIGNATURE_HEADER] = context.signer.sign(nonce, served.body)
+    if nonce is not None and context.access.signer is not None:
+        headers[SIGNATURE_HEADER] = context.access.signer.sign(nonce, served.body)
     return Response(served.body, media_type="application/json", headers=headers)
 
 
@@ -124,7 +124,7 @@ async def _another(request: Request, context: ServiceContext, pointer: Pointer, 
     gone = asyncio.create_task(_gone(request))
     try:
         while ((served := pointer.served()) is None or matches(known, served.etag)) and not (
-            gone.done() or context.stopping.is_set()
+            gone.done() or context.lifetime.stopping.is_set()
         ):
             moves = asyncio.ensure_future(pointer.moves(served))
             try:
@@ -249,7 +249,7 @@ async def post_drafter(
         read_sent_header(context.layout, run, header)
 
     check_room(context, 2 * length, run)  # the upload, and the version that is made of it
-    with context.spool.reserve(2 * length, run), context.spool.upload() as upload:
+    with context.disk.spool.reserve(2 * length, run), context.disk.spool.upload() as upload:
         await receive_file(request, upload, length, context.settings, on_header)
         manifest, new = await context.locking(admit, context.layout, run, upload.path, reason, by)
     audit(request, "send a drafter", version=manifest.version, reason=reason)

@@ -81,7 +81,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         raise Problem(422, "bad-run-name", "a run is named by 1 to 64 of A-Z a-z 0-9 . _ -", field="run")
     audit(request, "register")
     length = check_announcement(request, context.settings.max_run_bytes)
-    await context.check_redis()
+    await context.redis.check()
     check_not_withdrawn(context.layout, run)
     if not is_there(context.layout.run_json(run)):
         await _check_number(context, caller)
@@ -97,22 +97,24 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
 
     warning: str | None = None
     check_room(context, length)
-    with context.spool.reserve(length), context.spool.upload() as upload:
+    with context.disk.spool.reserve(length), context.disk.spool.upload() as upload:
         record, session = await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         created = refused is not None or not is_there(context.layout.run_json(run))
         if created:
             await asyncio.to_thread(check_initial_drafter, upload.path)
-            await context.check_redis()  # it may have stopped while the file came, and to forget may rightly take long
+            await context.redis.check()  # it may have stopped while the file came, and to forget may rightly take long
             forget = context.forgetting(run)  # the keys of an earlier run of this name
             created = await context.locking(commit_run, context.layout, record, upload, forget, refused=refused)
             if created and refused is not None:
-                await context.soon(context.store(run).forget_refusal())  # the refusal was of the file that was replaced
+                await context.redis.soon(
+                    context.store(run).forget_refusal()
+                )  # the refusal was of the file that was replaced
         if not created:
             warning = await _join(context, record, upload)
-            await context.soon(context.store(run).note_registration(record.policy_version, session))
+            await context.redis.soon(context.store(run).note_registration(record.policy_version, session))
     # Also for a run that exists: Redis may have been emptied since.
-    await context.soon(context.queue(run).ensure_group())
+    await context.redis.soon(context.queue(run).ensure_group())
     response.status_code = 201 if created else 200
     return await describe(context, run) | ({} if warning is None else {"warning": warning})
 
@@ -121,7 +123,7 @@ async def _check_number(context: ServiceContext, caller: Token) -> None:
     """Refuse one more run where there are as many as there may be (or a few more, if several begin at one moment)."""
     most = context.settings.max_runs
     names = await asyncio.to_thread(context.layout.run_names)
-    share = context.tokens.share_of_runs(caller, most)
+    share = context.access.tokens.share_of_runs(caller, most)
     if len(names) >= most:
         found = f"there are {most} runs, as many as there may be"
     elif share < most and sum(map(caller.covers, names)) >= share:
@@ -144,20 +146,20 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
         await _check_heads(context, record.run, record.policy_version)
         size = parts_bytes(joined.new_head)
         check_room(context, size)
-        with context.spool.reserve(size), context.spool.upload() as head:
+        with context.disk.spool.reserve(size), context.disk.spool.upload() as head:
             for part in joined.new_head:
                 await asyncio.to_thread(head.write, part)
             crc32 = await asyncio.to_thread(crc32_of, head.path)
             version, as_of_ns = record.policy_version, joined.as_of_ns
             await asyncio.to_thread(keep_head, context.layout, record.run, version, head, crc32, as_of_ns)
         if joined.as_of_ns is None:  # else a later one stays in force
-            await context.soon(context.store(record.run).note_head(record.policy_version))
+            await context.redis.soon(context.store(record.run).note_head(record.policy_version))
     return joined.warning
 
 
 async def _check_session(context: ServiceContext, run: str, session: str) -> None:
     """Refuse the head of a trainer that a later attempt has followed: it would hide the next one's of its version."""
-    if await context.soon(context.store(run).was_followed(session)):
+    if await context.redis.soon(context.store(run).was_followed(session)):
         raise Problem(409, "followed", f"heads {FOLLOWED}")
 
 
@@ -168,15 +170,15 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     that came is accepted: a trainer sends it before its rollouts, which nothing would let in.
     """
     most = context.settings.max_heads
-    newest = await context.soon(context.store(run).latest_policy())
+    newest = await context.redis.soon(context.store(run).latest_policy())
     last_ns = 0  # else the files in the spool tell it
     if context.kept is not None:
-        last_ns = int(((await context.soon(context.queue(run).arrivals())).last or 0.0) * 1e9)
+        last_ns = int(((await context.redis.soon(context.queue(run).arrivals())).last or 0.0) * 1e9)
     newest_or_none = -1 if newest is None else newest
     left = await asyncio.to_thread(forget_unneeded_heads, context.layout, run, newest_or_none, most, last_ns)
     if left < most or context.layout.head(run, version).exists():
         return
-    waiting = (await context.soon(context.queue(run).depth())).items
+    waiting = (await context.redis.soon(context.queue(run).depth())).items
     active = read_state(context.layout, run).state == "active"
     if active and not waiting and (newest is None or version > newest):
         return
@@ -194,8 +196,8 @@ async def _waits_for_head(context: ServiceContext, run: str) -> bool:
     As in `_check_heads`: nothing waits for the worker, which alone deletes heads. One may have come since the last
     batch: its answer was lost, and it is sent again. Whatever its version is: a trainer may go back to a lower one.
     """
-    waiting = (await context.soon(context.queue(run).depth())).items
-    last = (await context.soon(context.queue(run).arrivals())).last or 0.0
+    waiting = (await context.redis.soon(context.queue(run).depth())).items
+    last = (await context.redis.soon(context.queue(run).arrivals())).last or 0.0
     came = await asyncio.to_thread(heads_since, context.layout, run, last)
     return not waiting and came < 2 and read_state(context.layout, run).state == "active"
 
@@ -208,14 +210,14 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
     if not is_there(context.layout.run_json(run)) or not untouched(context.layout, run):
         return None
     file = context.layout.target_id(run)
-    refused = (await context.soon(context.store(run).worker())).refused
+    refused = (await context.redis.soon(context.store(run).worker())).refused
     return file if file is not None and refused == tuple(file) else None
 
 
 @router.get("/runs")
 async def get_runs(context: Context, caller: Caller) -> list[dict[str, Any]]:
     """List the runs that the token is for: name, Unix time of the registration, served drafter and headline."""
-    await context.check_redis()
+    await context.redis.check()
     runs = tuple(filter(caller.covers, await asyncio.to_thread(context.layout.run_names)))
     return await context.answers.get(("runs", runs), lambda: _listed(context, runs))
 
@@ -252,7 +254,7 @@ async def delete(run: str, request: Request, context: Context) -> None:
     as the training in hand. What a request leaves is deleted by the next one, or by the sweep every five minutes.
     """
     audit(request, "delete")
-    await context.check_redis()
+    await context.redis.check()
     await context.locking(withdraw_run, context.layout, run)
     deadline = time.monotonic() + _LET_GO_SECONDS
     while not await context.finish_deletion(run):
@@ -290,7 +292,7 @@ async def patch_run(run: str, request: Request, context: Context) -> dict[str, A
     """
     audit(request, "change of state")
     context.run(run)
-    await context.check_redis()
+    await context.redis.check()
     body = await parse_body(request, StateRequest)
     audit(request, body.state, reason=body.reason)
     change = await context.locking(
@@ -309,7 +311,7 @@ async def get_run(run: str, context: Context) -> dict[str, Any]:
 async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
     """Describe a run as GET /runs/{run} answers it."""
     record = context.run(run)
-    await context.check_redis()
+    await context.redis.check()
     latest = context.registry.latest(run)
     versions = context.registry.versions(run)
     worker = await context.store(run).worker()
@@ -331,7 +333,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
             "draft_vocab_size": worker.draft_vocab_size or record.draft_vocab_size,
             "draft_coverage": worker.draft_coverage,
             # As each batch's answer says; a sender that registers knows it before its first file.
-            "direct_uploads": context.incoming is not None,
+            "direct_uploads": context.disk.incoming is not None,
         }
     )
 
@@ -349,7 +351,7 @@ async def get_worth(
     `unknown` says why nothing is known. With `generation_share`, each batch size has the speed-up of the RL step too.
     """
     context.run(run)
-    await context.check_redis()
+    await context.redis.check()
     found = (await context.evidence.engines(run)).worth
     document: dict[str, Any] = to_jsonable_python(found)
     if generation_share is not None:
@@ -370,7 +372,7 @@ async def post_drift(
     audit(request, f"drift {action}")
     context.run(run)
     check_open(context.layout, run)
-    await context.check_redis()
+    await context.redis.check()
     store = context.store(run)
     alarm = (await store.worker()).drift_alarm
     return {"run": run, "action": action, "alarm": alarm, "request": await store.ask_of_drift(action)}
@@ -393,7 +395,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
     record = context.run(run)
     check_open(context.layout, run)
     length = check_announcement(request, context.settings.max_run_bytes)
-    await context.check_redis()
+    await context.redis.check()
 
     async def on_header(header: Header) -> tuple[int, bool, str]:
         version, session = read_head_header(record, header), session_field(header.metadata)
@@ -403,7 +405,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
 
     held = 0 if await _waits_for_head(context, run) else await asyncio.to_thread(heads_bytes, context.layout, run)
     check_room(context, length, run, held=held)
-    with context.spool.reserve(length, run), context.spool.upload() as upload:
+    with context.disk.spool.reserve(length, run), context.disk.spool.upload() as upload:
         version, went_back, session = await receive_file(request, upload, length, context.settings, on_header)
         await asyncio.to_thread(check_finite, upload.path)
         registered = await asyncio.to_thread(load_target, context.layout, run)
@@ -411,7 +413,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         crc32 = await asyncio.to_thread(crc32_of, upload.path)
         await _check_session(context, run, session)  # the next attempt may have begun while the file came
         await asyncio.to_thread(keep_head, context.layout, run, version, upload, crc32)
-    await context.soon(context.store(run).note_head(version, went_back=went_back, session=session))
+    await context.redis.soon(context.store(run).note_head(version, went_back=went_back, session=session))
     return {"run": run, "policy_version": version, "latest_head": version}
 
 
@@ -420,8 +422,8 @@ def check_room(context: ServiceContext, length: int, run: str = "", held: int = 
 
     `held`: bytes of such files that the run has. `run`: '' where it is not known yet, or is not there yet.
     """
-    free, least = context.spool.free_bytes() - length, context.settings.spool_min_free_bytes
-    share, coming = context.disk.share_bytes(held, run), context.spool.reserved_bytes(run)
+    free, least = context.disk.spool.free_bytes() - length, context.settings.spool_min_free_bytes
+    share, coming = context.disk.share_bytes(held, run), context.disk.spool.reserved_bytes(run)
     if free < least or held + coming == 0 < length - share:
         context.disk.want_room(length * 4 // 3 + 1)
     if free < least:

@@ -137,7 +137,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     limit_bytes = await asyncio.to_thread(
         context.disk.queue_limit_bytes, counters["bytes"], run, counters["dead_file_bytes"]
     )
-    memory = await memory_of(context.redis)
+    memory = await memory_of(context.redis.client)
     return RunSnapshot(
         scores=(await context.evidence.recent(run)).newest,
         watch=engines.watch,
@@ -151,7 +151,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         worker=await context.store(run).worker(),
         latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
         now=now,
-        api_began=context.began,
+        api_began=context.lifetime.began,
         dead_letters=await queue.dead_letters(RECENT_BATCHES),
         oldest_queued=arrivals.oldest,
         last_arrival=arrivals.last,

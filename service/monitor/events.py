@@ -15,7 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    Strict,
+    ValidationError,
+    model_serializer,
+)
 
 _AnEvent = TypeVar("_AnEvent", bound="Event")
 
@@ -39,8 +47,36 @@ class Event(BaseModel):
         return {name: value for name, value in first.items() if value} | self.model_dump(exclude_unset=True)
 
 
+class GateEvidence(BaseModel):
+    """What the gate found of a challenger against the served version (`service.worker.promotion`), in JSON as it came.
+
+    `gain`, with its bounds `low` and `high`: relative. `error`: the chance that the verdict is wrong.
+    `trained_to`: the newest policy version that a candidate was trained on. `judged_to`: the newest queue entry of
+    those that chose it. `train_on`: whether training goes on from it; None of a candidate.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    gain: float | None = None
+    promised: float | None = None
+    low: float | None = None
+    high: float | None = None
+    looks: int | None = None
+    error: float | None = None
+    rollouts: int | None = None
+    prompts: int | None = None
+    alpha_candidate: float | None = None
+    alpha_served: float | None = None
+    trained_to: int | None = None
+    judged_to: str | None = None
+    train_on: bool | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_it_came(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if name in self.model_fields_set}
+
+
 class Moved(Event):
-    """`latest` moved to a version, or got another sequence number. `gate`: the evidence (`service.worker.promotion`).
+    """`latest` moved to a version, or got another sequence number. `gate`: why the gate wanted it.
 
     `parent`: of a new version. `previous`: what was served before. `recovered`: by the next move, after a crash.
     """
@@ -49,9 +85,8 @@ class Moved(Event):
     policy_version: int | None = None
     reason: str | None = None
     parent: str | None = None
-    alpha: dict[str, Any] | None = None
     previous: str | None = None
-    gate: dict[str, Any] | None = None
+    gate: GateEvidence | None = None
     by: str | None = None
     recovered: bool = False
 
@@ -72,7 +107,7 @@ class Refused(Event):
     policy_version: int | None = None
     reason: str | None = None
     by: str | None = None
-    gate: dict[str, Any] | None = None
+    gate: GateEvidence | None = None
 
 
 class HoldChanged(Event):

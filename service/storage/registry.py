@@ -37,7 +37,7 @@ from service.errors import (
     RunDamaged,
     VersionNotFound,
 )
-from service.monitor.events import DrafterSent, HoldChanged, Moved, lenient
+from service.monitor.events import DrafterSent, GateEvidence, HoldChanged, Moved, lenient
 from service.monitor.records import HeldVersion
 from service.storage.drafters.versions import MANIFEST, Manifest, Versions, digests_of, version_number
 from service.storage.history.digest import SentDrafter
@@ -151,8 +151,7 @@ class Registry(Versions):
         d2t_sha256: str,
         aux_layers: Sequence[int],
         kind: Literal["eagle3", "mtp"] = "eagle3",
-        alpha: Mapping[str, Any] | None = None,
-        gate: Mapping[str, Any] | None = None,
+        gate: GateEvidence | None = None,
         reason: str = "published",
         instead_of: str | None = ANY,
     ) -> Manifest:
@@ -184,12 +183,10 @@ class Registry(Versions):
                 d2t_sha256=d2t_sha256,
                 aux_layers=tuple(aux_layers),
                 created=time.time(),
-                alpha=None if alpha is None else dict(alpha),
-                gate=None if gate is None else dict(gate),
+                gate=gate,
             )
             now._commit(staged, manifest)
-            facts = {"parent": parent, "alpha": manifest.alpha, "gate": manifest.gate}
-            now._point(run, _moved("published", manifest, facts))
+            now._point(run, _moved("published", manifest, {"parent": parent, "gate": gate}))
             return manifest
 
         return self._change(run, work)
@@ -217,16 +214,9 @@ class Registry(Versions):
             new = manifest is None
             if manifest is None:
                 version = now._next_version(run, digest)
-                facts: dict[str, Any] = {
-                    "sequence": 0,
-                    "parent": None,
-                    "created": time.time(),
-                    "alpha": None,
-                    "gate": None,
-                }
                 sender = SentDrafter(reason, by, 0).sender
-                facts |= {"version": version, "reason": sender, "digest": digest, "files": files}
-                manifest = like.model_copy(update=facts)
+                its = {"version": version, "reason": sender, "digest": digest, "files": files, "created": time.time()}
+                manifest = like.model_copy(update=its | {"sequence": 0, "parent": None, "gate": None})
                 now._commit(staged, manifest)
             policy_version = manifest.policy_version
             sent = DrafterSent(version=manifest.version, policy_version=policy_version, reason=reason, by=by)
@@ -235,9 +225,7 @@ class Registry(Versions):
 
         return self._change(run, work)
 
-    def promote(
-        self, run: str, version: str, reason: str, gate: Mapping[str, Any], *, instead_of: str | None
-    ) -> Manifest:
+    def promote(self, run: str, version: str, reason: str, gate: GateEvidence, *, instead_of: str | None) -> Manifest:
         """Publish a version that was sent and that proved better: point `latest` to it. `instead_of`: as for `publish`.
 
         Raises what `publish` does.
@@ -260,7 +248,7 @@ class Registry(Versions):
         reason: str,
         *,
         instead_of: str | None = ANY,
-        gate: Mapping[str, Any] | None = None,
+        gate: GateEvidence | None = None,
         by: str | None = None,
     ) -> Manifest:
         """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, Protocol, Self
 
 from drafter.batch import prompt_hashes
 from drafter.errors import BatchRejected
@@ -17,7 +17,7 @@ from service.worker.inbox import RECENT_BATCHES, Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
 from service.worker.promotion.gate import Gate
-from service.worker.scoring import Scores, SharedScore, score, score_shared, some_siblings
+from service.worker.scoring import ScoreOrder, Scores, SharedScore, score, score_shared, some_siblings
 from service.worker.target import Target
 
 #: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
@@ -139,7 +139,7 @@ class ClaimScorer:
             roles = self._lineage.served_only(by)
         else:
             roles = self._lineage.roles(by, current, frozen=comparison == "all")
-        if by is not None and (watched := self._lineage.existing(self._journal.watched or "")) is not None:
+        if by is not None and (watched := self._lineage.existing(self._journal.drift.watched or "")) is not None:
             roles.setdefault("watched", (watched, self._lineage.version(watched)))
         if comparison == "all" and (before := self._lineage.existing(self._gate.outcomes.watched or "")) is not None:
             roles.setdefault("before", (before, self._lineage.version(before)))
@@ -178,14 +178,18 @@ class ClaimScorer:
     ) -> SharedScore:
         """What ranks do together, if there are several (`service.ranks.FollowedRun` is their side), else this one."""
         ranks, drafters = self._lineage.needed_trainer.ranks, dict(roles.values())
-        order: dict[str, Any] = {"looked": list(looked), "seed": unforeseen_seed()}
-        order |= {"depth": self._settings.depth, "drafting": self._settings.drafting}
-        order["gap_nats"] = self._settings.logprob_gap_nats
-        order["served"] = roles["served"][0] if "served" in roles else None
+        order = ScoreOrder(
+            looked=list(looked),
+            seed=unforeseen_seed(),
+            depth=self._settings.depth,
+            drafting=self._settings.drafting,
+            gap_nats=self._settings.logprob_gap_nats,
+            served=roles["served"][0] if "served" in roles else None,
+        )
         if ranks.world > 1:
             head = self._target.head_of(loaded.batch.policy_version, batch=loaded.path)
             file = {"file": loaded.path.name, "known": loaded.entry.known, "head": head, "drafters": list(drafters)}
-            self._lineage.lead({"score": order | file})
+            self._lineage.lead({"score": {"how": asdict(order), **file}})
         return score_shared(ranks, drafters, policy, loaded.batch, order)
 
     def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:

@@ -131,6 +131,113 @@ class EngineReports:
         return found
 
 
+class DriftWatch:
+    """Whether α of one run falls: the monitor, which version feeds it, and what people said about its alarm."""
+
+    def __init__(self, settings: Settings, run: str) -> None:
+        self.monitor = DriftMonitor(
+            DriftConfig(
+                days_between_false_alarms=settings.drift_days_between_alarms,
+                dead_band=settings.drift_dead_band,
+                strata=settings.drift_strata,
+            )
+        )
+        self.heeded: dict[str, str] = {}  # requests about the alarm that were carried out, by action
+        self._run = run
+        self._succession = Succession()
+        self._reading: DriftReading | None = None
+        self._quiet_until = 0  # tick before which an alarm is not logged again
+
+    @property
+    def watched(self) -> str | None:
+        """The version whose α the monitor is fed: every batch must be scored with it."""
+        return self._succession.watched
+
+    @property
+    def state(self) -> dict[str, object]:
+        """What a checkpoint keeps: plain JSON values."""
+        return {
+            "drift": self.monitor.state.to_json(),
+            "succession": asdict(self._succession),
+            "drift_heeded": self.heeded,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. A monitor's state of another kind is dropped: no reason to refuse a run."""
+        self.heeded = dict(state["drift_heeded"])
+        try:
+            self.monitor = DriftMonitor(self.monitor.config, DriftState.from_json(state["drift"]))
+            self._succession = Succession(**state["succession"])
+        except DriftError as error:
+            log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
+
+    def heed(self, asked: Mapping[str, str]) -> bool:
+        """Carry out what people ask, by action, unless it was; returns whether there was anything."""
+        new = {action: request for action, request in asked.items() if request != self.heeded.get(action)}
+        for action in new:
+            if action == "reset":
+                self.monitor.reset()
+            else:
+                self.monitor.acknowledge()
+            log.info("%s: drift alarm: %s, as a person asked", self._run, action)
+        if new:
+            self.heeded = self.heeded | new
+            old = self._reading
+            self._reading = None if old is None or "reset" in new else self.monitor.reading(old.value, old.sd)
+            self._quiet_until = 0
+        return bool(new)
+
+    def forget_baseline(self) -> None:
+        """Learn a new baseline of α: what came before is not comparable."""
+        self.monitor.reset()
+        self._reading = None
+
+    @property
+    def gauges(self) -> WorkerGauges:
+        """What is told of it."""
+        lanes = {} if self._reading is None else self._reading.lanes
+        return WorkerGauges.model_construct(
+            drift_alpha=None if self._reading is None else self._reading.value,
+            drift_level=None if self._reading is None else self._reading.baseline,
+            drift_change=None if self._reading is None else self.monitor.change(),
+            drift={n: LaneGauges(statistic=lane.statistic, limit=lane.limit) for n, lane in lanes.items()},
+        )
+
+    def feed(self, scores: Scores, latest: str | None) -> None:
+        """Feed the monitor the served drafter's rollouts, scored before anything was trained on them."""
+        served = scores.record.drafter_version
+        if served is None:
+            return
+        replays = {v: (found.tokens.tolist(), found.rounds.tolist()) for v, found in scores.versions.items()}
+        known, milliseconds, _ = scores.record.arrival
+        try:
+            readings = self._succession.feed(
+                self.monitor,
+                replays,
+                scores.prompts,
+                served=served,
+                latest=latest,
+                strata=scores.strata or None,
+                entropies=scores.entropies or None,
+                arrived=milliseconds / 1000.0 if known else None,
+            )
+        except (ValueError, TypeError, ArithmeticError):  # no batch's fault, and none must die of it
+            log.exception("%s: the drift monitor starts afresh", self._run)
+            self.monitor, self._succession = DriftMonitor(self.monitor.config), Succession()
+            return
+        for reading in readings:
+            before, self._reading = self._reading, reading
+            alarmed = before is not None and before.alarm
+            # Logged once: a publish may bring the statistic just below its limit, and the next tick above it again.
+            if reading.alarm and not alarmed and reading.ticks >= self._quiet_until:
+                level = 0.0 if reading.baseline is None else reading.baseline
+                change = self.monitor.change()
+                why = "" if change is None else f": {cause_of(change).text}"
+                log.warning("%s: served α %.2f is below its level so far, %.2f%s", self._run, reading.value, level, why)
+            if reading.alarm:
+                self._quiet_until = reading.ticks + _QUIET_TICKS
+
+
 class Journal:
     """The journal of one run."""
 
@@ -139,46 +246,21 @@ class Journal:
         self._store = store
         self._run = run
         self._max_lag = settings.max_policy_lag
-        self._drift = DriftMonitor(
-            DriftConfig(
-                days_between_false_alarms=settings.drift_days_between_alarms,
-                dead_band=settings.drift_dead_band,
-                strata=settings.drift_strata,
-            )
-        )
-        self.heeded: dict[str, str] = {}  # requests about the drift alarm that were carried out, by action
-        self._succession = Succession()
-        self._reading: DriftReading | None = None
+        self.drift = DriftWatch(settings, run)
         self._coverage: float | None = None  # share of the newest batch's response tokens that can be drafted at all
         self._pace = _Pace()
-        self._quiet_until = 0  # tick before which a drift alarm is not logged again
         self.engines = EngineReports(store, run)
         self._unsent: dict[str, ScoreRecord] = {}  # score records that Redis has not taken yet, by batch
 
     @property
-    def watched(self) -> str | None:
-        """The version whose α the drift monitor is fed: every batch must be scored with it."""
-        return self._succession.watched
-
-    @property
     def state(self) -> dict[str, object]:
         """What a checkpoint keeps: plain JSON values."""
-        return {
-            "totals": asdict(self.totals),
-            "drift": self._drift.state.to_json(),
-            "succession": asdict(self._succession),
-            "drift_heeded": self.heeded,
-        }
+        return {"totals": asdict(self.totals), **self.drift.state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. A drift state of another kind is dropped: no reason to refuse a run."""
         self.totals = Totals(**state["totals"])
-        self.heeded = dict(state["drift_heeded"])
-        try:
-            self._drift = DriftMonitor(self._drift.config, DriftState.from_json(state["drift"]))
-            self._succession = Succession(**state["succession"])
-        except DriftError as error:
-            log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
+        self.drift.restore(state)
 
     def record(
         self,
@@ -206,7 +288,7 @@ class Journal:
             )
             self.totals.batches += 1
             if not entry.belated:
-                self._watch(scores, latest)
+                self.drift.feed(scores, latest)
                 self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
             replays = dict(scores.replays)
             if "frozen" not in replays:
@@ -291,38 +373,12 @@ class Journal:
 
     def heed_people(self) -> bool:
         """Acknowledge or reset the drift alarm where somebody asked for it; returns whether it was."""
-        asked = self._store.drift_requests()
-        new = {action: request for action, request in asked.items() if request != self.heeded.get(action)}
-        for action in new:
-            if action == "reset":
-                self._drift.reset()
-            else:
-                self._drift.acknowledge()
-            log.info("%s: drift alarm: %s, as a person asked", self._run, action)
-        if new:
-            self.heeded = self.heeded | new
-            old = self._reading
-            self._reading = None if old is None or "reset" in new else self._drift.reading(old.value, old.sd)
-            self._quiet_until = 0
-            self._store.set_worker(self._drift_gauges())
-        return bool(new)
-
-    def forget_baseline(self) -> None:
-        """Learn a new baseline of α: what came before is not comparable."""
-        self._drift.reset()
-        self._reading = None
-
-    def _drift_gauges(self) -> WorkerGauges:
-        lanes = {} if self._reading is None else self._reading.lanes
-        return WorkerGauges.model_construct(
-            drift_alpha=None if self._reading is None else self._reading.value,
-            drift_level=None if self._reading is None else self._reading.baseline,
-            drift_change=None if self._reading is None else self._drift.change(),
-            drift={n: LaneGauges(statistic=lane.statistic, limit=lane.limit) for n, lane in lanes.items()},
-        )
+        if new := self.drift.heed(self._store.drift_requests()):
+            self._store.set_worker(self.drift.gauges)
+        return new
 
     def _set_gauges(self, decision: Decision, draft_vocab_size: int, headroom: Headroom | None) -> None:
-        drift = self._drift_gauges()
+        drift = self.drift.gauges
         gauges = WorkerGauges.model_construct(  # unchecked: a figure that is no number is nobody's fault here
             action=decision.action.value,
             action_reason=decision.reason,
@@ -344,37 +400,3 @@ class Journal:
             drift=drift.drift,
         )
         self._store.set_worker(gauges)
-
-    def _watch(self, scores: Scores, latest: str | None) -> None:
-        """Feed the drift monitor the served drafter's rollouts, scored before anything was trained on them."""
-        served = scores.record.drafter_version
-        if served is None:
-            return
-        replays = {v: (found.tokens.tolist(), found.rounds.tolist()) for v, found in scores.versions.items()}
-        known, milliseconds, _ = scores.record.arrival
-        try:
-            readings = self._succession.feed(
-                self._drift,
-                replays,
-                scores.prompts,
-                served=served,
-                latest=latest,
-                strata=scores.strata or None,
-                entropies=scores.entropies or None,
-                arrived=milliseconds / 1000.0 if known else None,
-            )
-        except (ValueError, TypeError, ArithmeticError):  # no batch's fault, and none must die of it
-            log.exception("%s: the drift monitor starts afresh", self._run)
-            self._drift, self._succession = DriftMonitor(self._drift.config), Succession()
-            return
-        for reading in readings:
-            before, self._reading = self._reading, reading
-            alarmed = before is not None and before.alarm
-            # Logged once: a publish may bring the statistic just below its limit, and the next tick above it again.
-            if reading.alarm and not alarmed and reading.ticks >= self._quiet_until:
-                level = 0.0 if reading.baseline is None else reading.baseline
-                change = self._drift.change()
-                why = "" if change is None else f": {cause_of(change).text}"
-                log.warning("%s: served α %.2f is below its level so far, %.2f%s", self._run, reading.value, level, why)
-            if reading.alarm:
-                self._quiet_until = reading.ticks + _QUIET_TICKS

@@ -136,7 +136,7 @@ class Learner:
     def _measure_from_scratch(self) -> None:
         """Forget gains, baseline and evidence: engines draft another way now, so these are of another α."""
         log.info("%s: gains and the baseline of α are measured from scratch: engines draft otherwise now", self.run)
-        self.journal.forget_baseline()
+        self.journal.drift.forget_baseline()
         self.judge.measure_anew()
 
     def save(self, checkpoint: WorkerCheckpoint, applied: Sequence[str]) -> None:

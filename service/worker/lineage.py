@@ -25,7 +25,7 @@ from rl_hooks.durable import AtomicDirectory
 from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import reaching, with_layers
 from service.errors import RegistryError, RunDamaged, WorkerError
-from service.monitor.events import Event, Realised, Refused
+from service.monitor.events import Event, GateEvidence, Realised, Refused
 from service.settings import Settings
 from service.storage.drafters.versions import Manifest
 from service.storage.history.digest import SentDrafter
@@ -155,18 +155,18 @@ class Lineage:
         """Whether a person holds what is served: nothing may be published, so nothing is looked at."""
         return self._registry.held(self._run) is not None
 
-    def chosen_after(self, before: str | None) -> Mapping[str, Any] | None:
+    def chosen_after(self, before: str | None) -> GateEvidence | None:
         """The gate's reasons for what is served now; None unless it won against `before` and still serves by that."""
         offer, latest = self._registry.offer(self._run), self.served()
         if offer is None or latest is None or offer.version != latest.version:
             return None
-        facts = offer.gate
+        evidence = offer.gate
         if offer.event == "published":  # an earlier service may have died before it wrote the event
-            facts = facts or latest.gate
+            evidence = evidence or latest.gate
         told = offer.written
-        if told.get("previous", told.get("parent", latest.parent)) != before or "gain" not in (facts or {}):
+        if told.get("previous", told.get("parent", latest.parent)) != before:
             return None
-        return facts
+        return None if evidence is None or evidence.gain is None else evidence
 
     def existing(self, version: str) -> str | None:
         """The version if it is still on disk, as it was published, else None."""
@@ -251,7 +251,7 @@ class Lineage:
 
     # --- publishing
     def promote(
-        self, version: str, served: str | None, policy_version: int, reason: str, evidence: dict[str, Any]
+        self, version: str, served: str | None, policy_version: int, reason: str, evidence: GateEvidence
     ) -> Manifest:
         """Serve the candidate as a new version, or an archived version again (at no training cost).
 
@@ -281,7 +281,7 @@ class Lineage:
         policy_version: int,
         parent: str | None,
         reason: str,
-        evidence: dict[str, Any] | None,
+        evidence: GateEvidence | None,
     ) -> Manifest:
         manifest = self._registry.publish(
             self._run,
@@ -299,12 +299,12 @@ class Lineage:
         log.info("%s: published %s (policy version %d): %s", self._run, manifest.version, policy_version, reason)
         return manifest
 
-    def refuse(self, policy_version: int, reason: str, evidence: dict[str, Any]) -> None:
+    def refuse(self, policy_version: int, reason: str, evidence: GateEvidence) -> None:
         """Record that the gate refused the candidate."""
         self._record(Refused(policy_version=policy_version, reason=reason, gate=evidence))
 
     def refuse_sent(
-        self, version: str, reason: str, evidence: dict[str, Any] | None = None, *, usable: bool = True
+        self, version: str, reason: str, evidence: GateEvidence | None = None, *, usable: bool = True
     ) -> None:
         """Record that a version which a person sent will not be served. It stays in the archive where it is usable."""
         sent = self.waiting()[version]

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,6 +89,18 @@ def _replay_group(
     return {name: replay(one, moved, policy, depth=depth, drafting=drafting) for name, one in drafters.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreOrder:
+    """How ranks score a batch together; plain JSON values."""
+
+    looked: Sequence[int]  # places of the rollouts that are replayed
+    seed: int  # of the tokens that are drawn for the check
+    depth: int
+    drafting: Drafting
+    gap_nats: float  # most that log-probabilities may be off
+    served: str | None  # the drafter whose favour is looked for
+
+
 class SharedScore(NamedTuple):
     """What several ranks find of one batch together, and each of them has."""
 
@@ -101,20 +113,18 @@ class SharedScore(NamedTuple):
 
 
 def score_shared(
-    ranks: Ranks, drafters: Mapping[str, DraftModel], policy: Policy, batch: RolloutBatch, order: Mapping[str, Any]
+    ranks: Ranks, drafters: Mapping[str, DraftModel], policy: Policy, batch: RolloutBatch, order: ScoreOrder
 ) -> SharedScore:
     """Check a batch and replay it on all ranks, which call this with the same. Raises `BatchRejected` on all.
 
     In checks they do pieces that do not depend on how many they are, so all find what one process finds, to the bit.
-    `order`: places that are `looked` at, `seed` of the tokens that are drawn, `depth`, `drafting`, limit `gap_nats`,
-    name of the drafter that `served`.
     """
-    batch, gap = _checked(ranks, policy, batch, order["gap_nats"], order["seed"])
-    part = batch if len(order["looked"]) == batch.rollouts else batch.select(order["looked"])
+    batch, gap = _checked(ranks, policy, batch, order.gap_nats, order.seed)
+    part = batch if len(order.looked) == batch.rollouts else batch.select(order.looked)
     replays = replay_each if ranks.world == 1 else partial(replay_shared, ranks)
-    found = replays(drafters, policy, part, order["depth"], order["drafting"])
-    favour = None if order["served"] is None else _favour(ranks, drafters[order["served"]], part, policy)
-    return SharedScore(batch, gap, part, found, _ngram_shared(ranks, part, order["depth"]), favour)
+    found = replays(drafters, policy, part, order.depth, order.drafting)
+    favour = None if order.served is None else _favour(ranks, drafters[order.served], part, policy)
+    return SharedScore(batch, gap, part, found, _ngram_shared(ranks, part, order.depth), favour)
 
 
 def _checked(

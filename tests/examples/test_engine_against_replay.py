@@ -37,7 +37,7 @@ from examples.engine import Engine
 from examples.engine_drafting import Draft, Drafting, verify
 from examples.engine_sequences import Counters, Sampling
 from examples.features import batch_of
-from service.worker.scoring import score, score_shared
+from service.worker.scoring import ScoreOrder, score, score_shared
 
 PROMPTS = elicit_prompts(160, seed=5)
 VERSION, OLD = "trained", "weak"
@@ -112,8 +112,7 @@ class Bench:
     def scored(self, batch: RolloutBatch, policy: int = 0) -> None:
         roles = {"served": (VERSION, trained_drafter()), "frozen": (OLD, weak_drafter())}
         writer = policy_of(base_policy()[0])
-        order = {"looked": range(batch.rollouts), "seed": 0, "gap_nats": math.inf, "depth": 4}
-        order |= {"drafting": "probabilistic", "served": VERSION}
+        order = ScoreOrder(range(batch.rollouts), 0, 4, "probabilistic", gap_nats=math.inf, served=VERSION)
         whole = dataclasses.replace(batch, policy_version=policy)
         shared = score_shared(ALONE, dict(roles.values()), writer, whole, order)
         found = score(range(batch.rollouts), roles, shared, depth=4, drafting="probabilistic")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +69,19 @@ def _assert_same(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
     assert all(torch.equal(before[3][name], weight) for name, weight in after[3].items())
 
 
-@pytest.mark.parametrize("spoil", [_drop_norm, _add_tensor, _reshape, _poison, _shift_vocabulary])
-def test_a_bad_drafter_is_refused_and_changes_nothing(tmp_path: Path, spoil: Callable[[Tensors], None]) -> None:
+def test_a_bad_drafter_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     good = write(trained_drafter(), tmp_path / "good")
-    bad = write(trained_drafter(), tmp_path / "bad")
-    tensors = load_file(bad / "model.safetensors")
-    spoil(tensors)
-    save_file(tensors, bad / "model.safetensors")
     with engine(base_policy()[0], good) as served:
         expected = served.submit(PROMPTS, SAMPLING).result(timeout=60)
         before = _state(served)
-        with pytest.raises((DrafterError, EngineError)):
-            served.swap_drafter(bad, "v2")
-        _assert_same(before, _state(served))
+        for spoil in (_drop_norm, _add_tensor, _reshape, _poison, _shift_vocabulary):
+            bad = write(trained_drafter(), tmp_path / spoil.__name__)
+            tensors = load_file(bad / "model.safetensors")
+            spoil(tensors)
+            save_file(tensors, bad / "model.safetensors")
+            with pytest.raises((DrafterError, EngineError)):
+                served.swap_drafter(bad, "v2")
+            _assert_same(before, _state(served))
         assert _texts(served.submit(PROMPTS, SAMPLING).result(timeout=60)) == _texts(expected)
 
 

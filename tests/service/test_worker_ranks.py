@@ -9,8 +9,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -59,7 +57,7 @@ from service.storage.runs import change_state
 from service.worker.checkpoint import WorkerCheckpoint, copy_to_ranks, taken_over
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
-from service.worker.scoring import score_shared
+from service.worker.scoring import ScoreOrder, score_shared
 from service.worker.target import Target
 
 #: Muon's bfloat16 iterations make much of the last bit; AdamW's weights can be compared.
@@ -218,7 +216,7 @@ def test_a_head_that_fits_no_batch_is_no_lost_rank(tmp_path: Path) -> None:
     world, file = World(), tmp_path / "a"
     file.write_bytes(world.rollout_file("a", rollouts=2))
     batch = load_batch(file)
-    order = {"looked": [0, 1], "seed": 0, "depth": 1, "drafting": "chain", "gap_nats": 0.1, "served": None}
+    order = ScoreOrder([0, 1], 0, 1, "greedy", gap_nats=0.1, served=None)
     narrow = TargetHead(world.heads[0][:, :-1].contiguous())
 
     def work(_rank: int) -> None:
@@ -780,49 +778,3 @@ def test_a_trainer_that_differs_in_the_last_bit_is_taken_over_and_an_equal_one_i
 
     assert run_two_ranks(work) == 0
     assert list(directory.iterdir()) == [], "the copies are gone"
-
-
-RANK = """
-import os, pathlib, signal, sys
-from drafter.training.trainer import DrafterTrainer, TrainConfig
-from service.cli.main import app
-
-real = DrafterTrainer._accumulate
-
-def dying(self, *arguments):
-    rank = os.environ["RANK"]
-    # Rank 0 at first, rank 1 once all were started again: at another batch, because one that kills twice is set aside.
-    if rank == os.environ["TORCHELASTIC_RESTART_COUNT"] and self.windows == 3 + int(rank):
-        pathlib.Path(sys.argv[1], "died" + rank).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(self, *arguments)
-
-DrafterTrainer._accumulate = dying
-app(["worker"])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_torchrun_starts_all_again_whichever_rank_is_killed(tmp_path: Path, redis_url: str) -> None:
-    """`torchrun --max-restarts` with the command as users have it; SIGTERM to torchrun is an orderly end."""
-    changes = ADAMW | {"claim_tokens": 1}
-    (tmp_path / "rank.py").write_text(RANK)
-    with Bench(tmp_path / "two", redis_url, **changes) as bench:
-        five(bench)
-        given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
-        variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()} | {"DRAFTALIGN_REDIS_URL": redis_url}
-        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-        argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-        here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        command = [*argv, str(tmp_path / "rank.py"), str(tmp_path)]
-        with subprocess.Popen(command, env=os.environ | variables | here) as agent:
-            try:
-                bench.wait(lambda: states(bench) == ["trained"] * 5 or agent.poll() is not None, 200)
-                agent.terminate()
-                agent.wait(60)
-            finally:
-                agent.kill()
-        assert [path.name for path in sorted(tmp_path.glob("died*"))] == ["died0", "died1"]
-        two = outcome(bench)
-    assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), two)

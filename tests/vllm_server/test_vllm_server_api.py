@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
-import pytest
 from vllm_server.vllm_api import differences
-from vllm_server.vllm_process import PYTHON, REPOSITORY
+from vllm_server.vllm_process import PYTHON
 
 from rl_hooks.engines.vllm.steps import V1_ARGUMENTS, V2_ARGUMENTS
 
@@ -41,36 +38,3 @@ def test_the_list_names_what_the_tap_reads() -> None:
     assert v2
     assert all(parameters >= set(V1_ARGUMENTS) for parameters in v1)
     assert all(parameters >= set(V2_ARGUMENTS) for parameters in v2)
-
-
-#: Requests by what they say, and whether their tokens are drawn from the policy's own distribution.
-REQUESTS = """
-from types import SimpleNamespace
-from vllm import SamplingParams
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from rl_hooks.engines.vllm.steps import is_plain
-
-def plain(params):
-    return is_plain(SimpleNamespace(
-        sampling_params=params, prompt_token_ids=[1], mm_features=[], lora_request=None, prompt_embeds=None))
-
-chat = ChatCompletionRequest(
-    messages=[{"role": "user", "content": "2+2"}], stop=["x"], logprobs=True, seed=1, kv_transfer_params={"a": 1})
-assert plain(chat.to_sampling_params(8, {"top_k": 20, "top_p": 0.95}))
-assert plain(SamplingParams(n=4, ignore_eos=True, stop_token_ids=[3], prompt_logprobs=1))
-assert plain(SamplingParams(temperature=0.0))
-for said in (
-    {"thinking_token_budget": 64}, {"thinking_token_budget": 0}, {"watermarking": True}, {"min_p": 0.1},
-    {"trace_decode_token_ids": [1, 2]}, {"extra_args": {"a": 1}}, {"repetition_penalty": 1.1}, {"bad_words": ["x"]},
-    {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [1]}, {"min_tokens": 2, "max_tokens": 4},
-):
-    if said.keys() <= set(SamplingParams.__struct_fields__):  # an older vLLM has no watermarks
-        assert not plain(SamplingParams(**said)), said
-"""
-
-
-@pytest.mark.timeout(120)
-def test_of_vllm_s_own_sampling_parameters_those_that_change_the_distribution_are_known() -> None:
-    environment = dict(os.environ) | {"PYTHONPATH": str(REPOSITORY), "VLLM_PLUGINS": ""}
-    done = subprocess.run([PYTHON, "-c", REQUESTS], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -231,6 +231,13 @@ def test_the_state_names_what_the_service_names(server: VllmServer, trained: Eag
     assert state["shared_modules"] == ["model.embed_tokens"]
 
 
+def test_of_vllm_s_own_sampling_parameters_those_that_change_the_distribution_are_known(server: VllmServer) -> None:
+    found = server.rpc("plain_requests")
+    assert found.pop("none") == [True, True, True]
+    assert len(found) >= 10
+    assert not any(found.values()), found
+
+
 def test_nothing_of_development_mode_is_open(server: VllmServer) -> None:
     for path in ("/collective_rpc", "/start_draft_weight_update", "/pause"):
         assert server.client.post(path, json={}).status_code == 404

@@ -38,7 +38,6 @@ from service.storage.registry import Registry
 from service.storage.reports.drafting import settings_of
 from service.storage.reports.store import AsyncStore
 from service.storage.runs import RunRecord, delete_run, load_run, sweep_deleted
-from service.storage.spool import Spool
 
 log = logging.getLogger("draftalign.api")
 
@@ -54,6 +53,45 @@ _LOCKING_THREADS: Final = 4
 _UNASKED_SECONDS: Final = 3600.0
 
 
+class Lifetime:
+    """How long this process lives."""
+
+    def __init__(self) -> None:
+        self.began = time.time()
+        #: Set when the server is asked to stop, so that long polls end at once.
+        self.stopping = asyncio.Event()
+
+
+class Access:
+    """Who may call, and the key with which answers show whose they are. Raises ConfigurationError."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.signer = signing_key(settings.signing_key_file)
+        if self.signer is not None:
+            log.info("manifests are signed; the public key is %s", self.signer.public)
+        self.tokens = Tokens(settings)
+
+
+class RedisServer:
+    """The Redis of this process, which is waited for only briefly."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self.client: Any = client
+        self.writes = WriteTest(client)
+
+    async def check(self) -> None:
+        """Raise a RedisError unless Redis answers soon."""
+        await self.soon(self.client.ping())
+
+    async def soon(self, asked: Awaitable[T]) -> T:
+        """What Redis answers; a RedisError unless it does so soon."""
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                return await asked
+        except TimeoutError as error:
+            raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
+
+
 class _KeptOfRun:
     """What this process keeps of one run."""
 
@@ -67,12 +105,12 @@ class _KeptOfRun:
     def queue(self) -> AsyncRolloutQueue:
         settings = self._context.settings
         bounds = settings.remembered_bytes, settings.queue_max_rollouts
-        return AsyncRolloutQueue(self._context.redis, self._run, *bounds)
+        return AsyncRolloutQueue(self._context.redis.client, self._run, *bounds)
 
     @functools.cached_property
     def pointer(self) -> Pointer:
         read = functools.partial(self._context.registry.latest, self._run)
-        return Pointer(self._context.layout.latest(self._run), read, self._context.stopping)
+        return Pointer(self._context.layout.latest(self._run), read, self._context.lifetime.stopping)
 
     @functools.cached_property
     def series(self) -> Series:
@@ -88,26 +126,17 @@ class ServiceContext:
 
     def __init__(self, settings: Settings, client: redis.asyncio.Redis) -> None:
         self.settings = settings
-        self.began = time.time()
-        self.redis: Any = client
-        self.writes = WriteTest(client)
+        self.lifetime = Lifetime()
+        self.redis = RedisServer(client)
         self.layout = state_of(settings)
         self.registry = Registry(self.layout, settings.drafters_url)
-        self.spool = Spool(self.layout)
-        #: Where trainers put rollout files, past this process.
-        self.incoming = Incoming.of(settings)
-        self.signer = signing_key(settings.signing_key_file)
-        if self.signer is not None:
-            log.info("manifests are signed; the public key is %s", self.signer.public)
-        #: Set when the server is asked to stop, so that long polls end at once.
-        self.stopping = asyncio.Event()
-        self.tokens = Tokens(settings)
+        self.access = Access(settings)
         #: Answers that are being computed: those who ask for the same share one.
         self.answers = Shared()
         #: At what other hosts did.
         self.looks = Looks(self.layout, self.registry, self.answers, share=settings.state_url is not None)
         self.evidence = Evidence(self.live_rule, self.answers, self.store, self.pointer)
-        self.disk = Disk(settings, self.layout, self.spool, self.queue, self.dead, self.incoming)
+        self.disk = Disk(settings, self.layout, self.queue, self.dead)
         self._kept: dict[str, _KeptOfRun] = {}
         self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
@@ -124,7 +153,7 @@ class ServiceContext:
     @property
     def kept(self) -> Incoming | None:
         """The store that keeps rollout files until their batches have ended; None: the spool does."""
-        return Incoming.keeper(self.incoming)
+        return Incoming.keeper(self.disk.incoming)
 
     def settings_of(self, run: str) -> Settings:
         """The settings, with how the run's engines draft."""
@@ -172,23 +201,11 @@ class ServiceContext:
 
     def dead(self, run: str) -> DeadLetters:
         """The dead batches of a run."""
-        return DeadLetters(self.redis, self.queue(run))
+        return DeadLetters(self.redis.client, self.queue(run))
 
     def store(self, run: str) -> AsyncStore:
         """The store of a run."""
-        return AsyncStore(self.redis, run, self.settings.max_reporters)
-
-    async def check_redis(self) -> None:
-        """Raise a RedisError unless Redis answers soon."""
-        await self.soon(self.redis.ping())
-
-    async def soon(self, asked: Awaitable[T]) -> T:
-        """What Redis answers; a RedisError unless it does so soon."""
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                return await asked
-        except TimeoutError as error:
-            raise redis.exceptions.TimeoutError(f"no answer in {PROBE_SECONDS} s") from error
+        return AsyncStore(self.redis.client, run, self.settings.max_reporters)
 
     async def locking(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Run in a thread some work that takes the lock of a run's registry or history.
@@ -206,7 +223,7 @@ class ServiceContext:
 
     async def finish_deletion(self, run: str) -> bool:
         """Delete all of a withdrawn run; false while a worker has not let go of it. One that is gone is finished."""
-        store, stores = self.store(run), (self.registry.objects, self.incoming)
+        store, stores = self.store(run), (self.registry.objects, self.disk.incoming)
         if not await store.take_from_workers():
             return not is_there(self.layout.withdrawn(run))
         forget = self.forgetting(run)
@@ -235,7 +252,7 @@ class ServiceContext:
         And keep some room on the disk for calls that make more.
         """
         try:
-            free = self.spool.free_bytes() - self.settings.spool_min_free_bytes
+            free = self.disk.spool.free_bytes() - self.settings.spool_min_free_bytes
             await asyncio.to_thread(SpareFile(self.layout.spare).fill, free)
         except OSError as error:
             log.warning("no room is kept for what makes more: %s", error)
@@ -270,7 +287,7 @@ class ServiceContext:
         the same (another limit, queues, scores), they take no more than leaves a fifth of it free, or hardly anything.
         """
         held = await asked_of(runs, lambda run: self.queue(run).remembered())
-        together, memory = 2 * self.settings.remembered_bytes, await self.soon(memory_of(self.redis))
+        together, memory = 2 * self.settings.remembered_bytes, await self.redis.soon(memory_of(self.redis.client))
         if memory is not None and memory.fill > REDIS_NEARLY_FULL:
             excess = memory.used_bytes - int(_LEFT_FULL * memory.limit_bytes)
             together = min(together, max(sum(held.values()) - excess, self.settings.remembered_bytes // _LEAST_SHARE))

@@ -21,19 +21,19 @@ log = logging.getLogger("draftalign.api")
 
 
 class Disk:
-    """Shares of the disk, and the files of dead batches, which give way first."""
+    """The spool, shares of its disk, and the files of dead batches, which give way first."""
 
     def __init__(
         self,
         settings: Settings,
         layout: Layout,
-        spool: Spool,
         queue: Callable[[str], AsyncRolloutQueue],
         dead: Callable[[str], DeadLetters],
-        incoming: Incoming | None = None,
     ) -> None:
-        self._incoming = incoming
-        self._settings, self._layout, self._spool, self._queue, self._dead = settings, layout, spool, queue, dead
+        self._settings, self._layout, self._queue, self._dead = settings, layout, queue, dead
+        self.spool = Spool(layout)
+        #: The store that trainers put rollout files into, past this process and its disk.
+        self.incoming = Incoming.of(settings)
         self._kept_bytes: dict[str, int] = {}  # what the worker keeps of each run, as of the last sweep
         #: Set when uploads find no room: files of dead batches may be in their way.
         self.room_wanted = asyncio.Event()
@@ -58,8 +58,8 @@ class Disk:
 
     def _spare_bytes(self, run: str) -> int:
         """What a run has on its way, and what is free."""
-        free = self._spool.free_bytes() - self._settings.spool_min_free_bytes
-        return self._spool.reserved_bytes(run) + max(free, 0)
+        free = self.spool.free_bytes() - self._settings.spool_min_free_bytes
+        return self.spool.reserved_bytes(run) + max(free, 0)
 
     def queue_share_bytes(self, held: int, run: str, dead: int = 0) -> int:
         """Bytes of the disk that a run's queue may have. It holds `held`; files of `dead` batches make room for it.
@@ -82,7 +82,7 @@ class Disk:
         And note what the worker keeps of each. The files come from a crash between rename and enqueue, or between
         acknowledgement and deletion; or they are of dead batches, and kept for too long or too large together.
         """
-        gone = await asyncio.to_thread(self._spool.reap_uploads, self._settings.orphan_age_seconds)
+        gone = await asyncio.to_thread(self.spool.reap_uploads, self._settings.orphan_age_seconds)
         for run in runs:
             try:
                 gone += await self._sweep_run(run)
@@ -93,7 +93,7 @@ class Disk:
 
     async def _sweep_incoming(self, runs: Collection[str]) -> int:
         """Delete files in the object store that no entry will ever name: a sender did not come back, say."""
-        gone, incoming = 0, self._incoming
+        gone, incoming = 0, self.incoming
         if incoming is None:
             return 0
         try:
@@ -118,7 +118,7 @@ class Disk:
         """
         wanted, self._wanted_bytes = self._wanted_bytes, set()
         self.room_wanted.clear()
-        least = self._settings.spool_min_free_bytes - self._spool.free_bytes()
+        least = self._settings.spool_min_free_bytes - self.spool.free_bytes()
         runs = await asyncio.to_thread(self._layout.run_names)
         held = await asked_of(runs, lambda run: self._queue(run).dead_file_bytes())
         total = sum(held.values())
@@ -134,14 +134,14 @@ class Disk:
         """Delete files of a run's dead batches: those that are kept for too long, and all beyond so many bytes."""
         seconds = self._settings.dead_letter_seconds
         for blob in await self._dead(run).sweep(older_than_seconds=seconds, max_bytes=most_bytes):
-            self._spool.delete(run, blob)
+            self.spool.delete(run, blob)
 
     async def _sweep_run(self, run: str) -> int:
         settings, gone = self._settings, 0
         await self.sweep_dead(run, settings.dead_letter_bytes)
-        for blob in await asyncio.to_thread(self._spool.old_blobs, run, settings.orphan_age_seconds):
+        for blob in await asyncio.to_thread(self.spool.old_blobs, run, settings.orphan_age_seconds):
             # One atomic step: a paused API process may enqueue this file now (docs/guide/operating.md).
             if await self._queue(run).disown(blob.partition(".")[0], blob):
-                self._spool.delete(run, blob)
+                self.spool.delete(run, blob)
                 gone += 1
         return gone

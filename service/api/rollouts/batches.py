@@ -104,7 +104,7 @@ async def post_rollouts(
     room = QueueRoom(0)
     named: RunRecord | None = None
     if run is None:
-        await context.check_redis()  # without it the body could not be queued
+        await context.redis.check()  # without it the body could not be queued
     else:
         named = context.run(run)
         check_open(context.layout, run, for_rollouts=True)
@@ -121,7 +121,7 @@ async def post_rollouts(
         return rollouts, found
 
     check_room(context, length, run or "")  # again: others came while Redis was asked; from here on nothing is awaited
-    with context.spool.reserve(length, run or ""), context.spool.upload() as upload:
+    with context.disk.spool.reserve(length, run or ""), context.disk.spool.upload() as upload:
         header, record = await receive_file(request, upload, length, context.settings, on_header)
         read = {name: upload.read(begin, end - begin) for name, (begin, end) in index_stretches(header).items()}
         await check_index_bytes(header, read, record.vocab_size, context.settings.max_rollout_tokens)
@@ -183,7 +183,7 @@ def receipt(context: ServiceContext, header: RolloutHeader, record: RunRecord, o
             "last_dead_reason": outcome.last_dead_reason,
             "known_rollouts": outcome.known,
             "last_rows": record.last_rows,
-            "direct_uploads": context.incoming is not None,
+            "direct_uploads": context.disk.incoming is not None,
             "warning": _warning(outcome, header.rollouts),
         }
     )
@@ -228,13 +228,13 @@ async def check_queue(context: ServiceContext, run: str, length: int) -> QueueRo
     """Refuse a file that would not fit the run's queue."""
     settings = context.settings
     queue = context.queue(run)
-    items, size, rollouts = await context.soon(queue.depth())
-    coming = context.spool.reserved_bytes(run)
+    items, size, rollouts = await context.redis.soon(queue.depth())
+    coming = context.disk.spool.reserved_bytes(run)
     share, wanted = context.disk.queue_share_bytes(size, run), size + coming + length
     full = items >= settings.queue_max_items or rollouts >= settings.queue_max_rollouts
     dead = 0
     if wanted + settings.dead_letter_bytes > share:  # else there is room, however many are dead
-        dead = await context.soon(queue.dead_file_bytes())
+        dead = await context.redis.soon(queue.dead_file_bytes())
         share = context.disk.queue_share_bytes(size, run, dead)
     limit_bytes = share if settings.queue_max_bytes is None else min(share, settings.queue_max_bytes)
     full, gives_way = full or wanted > limit_bytes, None
@@ -243,7 +243,7 @@ async def check_queue(context: ServiceContext, run: str, length: int) -> QueueRo
     elif share - dead < wanted and not full:
         gives_way = share - wanted
     if full:
-        await context.soon(context.queue(run).count_rejected())
+        await context.redis.soon(context.queue(run).count_rejected())
         raise queue_full(context, run, Depth(items, size + coming, rollouts), length, limit_bytes)
     return QueueRoom(limit_bytes, gives_way)
 
@@ -318,8 +318,8 @@ async def check_index_bytes(header: RolloutHeader, read: Mapping[str, bytes], vo
 
 async def _name(context: ServiceContext, header: RolloutHeader, upload: Upload) -> str:
     if context.kept is None:
-        return context.spool.new_blob(header.batch_id, upload.digest)
-    return new_name(header.batch_id, await asyncio.to_thread(sha256_of, upload.path), context.spool.now_ns())
+        return context.disk.spool.new_blob(header.batch_id, upload.digest)
+    return new_name(header.batch_id, await asyncio.to_thread(sha256_of, upload.path), context.disk.spool.now_ns())
 
 
 async def _enqueue(
@@ -334,13 +334,13 @@ async def _enqueue(
     if context.settings.spool_fsync:
         await asyncio.to_thread(upload.sync)
     if context.kept is None:
-        upload.keep(context.spool.path(run, batch.blob))
+        upload.keep(context.disk.spool.path(run, batch.blob))
     else:  # what is not queued there is swept
         await asyncio.to_thread(context.kept.put, run, batch.blob, upload.path)
     try:
         return await add_entry(context, header, batch, room, came_here=True)
     except (RunNotFound, RunClosed, WireError):  # it was deleted or closed while this came, or registered again
-        context.spool.delete(run, batch.blob)
+        context.disk.spool.delete(run, batch.blob)
         if context.kept is not None:
             await asyncio.to_thread(context.kept.discard, run, [batch.blob])
         raise
@@ -387,7 +387,7 @@ async def _delete_unless_named(
     """
     first = await context.queue(run).batch(batch.batch_id)
     if first is None or first["blob"] != batch.blob:
-        context.spool.delete(run, batch.blob)
+        context.disk.spool.delete(run, batch.blob)
         if came_here and context.kept is not None:
             await asyncio.to_thread(context.kept.discard, run, [batch.blob])
     return first
@@ -396,7 +396,7 @@ async def _delete_unless_named(
 async def _finish_enqueue(
     context: ServiceContext, run: str, batch: Batch, room: QueueRoom, came_here: bool
 ) -> Enqueued:
-    settings, spool = context.settings, context.spool
+    settings, spool = context.settings, context.disk.spool
     try:
         outcome = await context.queue(run).enqueue(
             batch, max_items=settings.queue_max_items, max_bytes=room.limit_bytes
@@ -433,7 +433,7 @@ async def _finish_enqueue(
 async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "default") -> dict[str, Any]:
     """Read the state of a batch, or of a rollout's batch; for a dead one, the reason too."""
     context.run(run)
-    await context.check_redis()
+    await context.redis.check()
     queue = context.queue(run)
     batch_id: str | None = rollout_id
     batch = await queue.batch(rollout_id) if BATCH_ID.fullmatch(rollout_id) else None

@@ -35,7 +35,7 @@ async def get_dead(
 ) -> dict[str, Any]:
     """List the dead batches, newest first: why, when, and whether the file is kept (`has_file`), to be put back."""
     context.run(run)
-    await context.check_redis()
+    await context.redis.check()
     letters = context.dead(run)
     found = await letters.page(count, before)
     return {
@@ -44,7 +44,10 @@ async def get_dead(
         "file_bytes": (await context.queue(run).counters())["dead_file_bytes"],
         "dead": [
             {name: value for name, value in asdict(one).items() if name != "blob"}
-            | {"has_file": one.has_file and (context.kept is not None or context.spool.path(run, one.blob).exists())}
+            | {
+                "has_file": one.has_file
+                and (context.kept is not None or context.disk.spool.path(run, one.blob).exists())
+            }
             for one in found
         ],
         "older": found[-1].letter_id if len(found) == count else None,
@@ -61,7 +64,7 @@ async def get_dead_file(run: str, batch_id: str, context: Context) -> FileRespon
     batch = await _batch(context, run, batch_id)
     if batch["state"] != "dead":
         raise _not_dead(run, batch_id, batch["state"])
-    path = context.spool.path(run, batch["blob"])
+    path = context.disk.spool.path(run, batch["blob"])
     if context.kept is not None and not path.exists():
         await asyncio.to_thread(_bring, context, run, batch)
     if not path.exists():
@@ -94,7 +97,7 @@ async def retry_dead(
     settings, batch = context.settings, await _batch(context, run, batch_id)
     check_open(context.layout, run, for_rollouts=True)
     if batch["state"] == "dead":
-        there = context.spool.path(run, batch["blob"]).exists()
+        there = context.disk.spool.path(run, batch["blob"]).exists()
         if context.kept is not None:
             there = await asyncio.to_thread(context.kept.holds, run, batch["blob"])
         if not there:
@@ -115,7 +118,7 @@ async def retry_dead(
     else:
         response.status_code = 200
         if outcome.state == "skipped":
-            context.spool.delete(run, batch["blob"])
+            context.disk.spool.delete(run, batch["blob"])
     return {
         "run": run,
         "batch_id": batch_id,
@@ -136,13 +139,13 @@ async def discard_dead(run: str, batch_id: str, request: Request, context: Conte
     if state != "dead":
         raise _not_dead(run, batch_id, state or "unknown")
     if blob is not None:
-        context.spool.delete(run, blob)
+        context.disk.spool.delete(run, blob)
         log.warning("%s: dead batch %s is discarded; it died of: %s", run, batch_id, batch["reason"])
 
 
 async def _batch(context: ServiceContext, run: str, batch_id: str) -> dict[str, str]:
     context.run(run)
-    await context.check_redis()
+    await context.redis.check()
     found = await context.queue(run).batch(batch_id) if BATCH_ID.fullmatch(batch_id) else None
     if found is None:
         raise Problem(404, "no-such-batch", f"run {run!r} knows no batch {batch_id[:80]!r} (any more)")
@@ -154,7 +157,7 @@ def _bring(context: ServiceContext, run: str, batch: Mapping[str, str]) -> None:
     least, size = context.settings.spool_min_free_bytes, int(batch["bytes"])
     if context.kept is not None:
         with contextlib.suppress(FileNotFoundError):
-            context.kept.bring(run, batch["blob"], size, context.spool, least_free_bytes=least, sync=False)
+            context.kept.bring(run, batch["blob"], size, context.disk.spool, least_free_bytes=least, sync=False)
 
 
 def _gone(run: str, batch_id: str) -> Problem:

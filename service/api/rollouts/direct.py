@@ -75,7 +75,7 @@ async def post_direct(
     upload: Annotated[str | None, Query(description="As an earlier answer named it, once the file is there.")] = None,
 ) -> Response:
     """Queue a rollout file that is put into the object store. The body is the file's header alone."""
-    incoming = context.incoming
+    incoming = context.disk.incoming
     if incoming is None:
         raise Problem(404, "no-direct-uploads", "no DRAFTALIGN_ROLLOUTS_URL is set here; send it to POST /rollouts")
     prefix_bytes = check_announcement(request, MAX_HEADER_BYTES)
@@ -92,13 +92,13 @@ async def post_direct(
     header = check_header(context, caller, file, run)
     check_run(record, header)
     _check_name(upload, header.batch_id, sha256)
-    first = await context.soon(context.queue(run).batch(header.batch_id))
+    first = await context.redis.soon(context.queue(run).batch(header.batch_id))
     if first is None or (first["state"] == "dead" and first["reason"] in _LOST):
         try:
             async with asyncio.timeout(_STORE_SECONDS):
                 facts = record.vocab_size, context.settings.max_rollout_tokens
                 if upload is None or not await _lies_there(incoming, upload, prefix, header, *facts):
-                    name = new_name(header.batch_id, sha256, context.spool.now_ns())
+                    name = new_name(header.batch_id, sha256, context.disk.spool.now_ns())
                     place = await asyncio.to_thread(incoming.place, run, name, length)
                     told = Place(upload=name, url=place.url, headers=place.headers)
                     return Response(told.model_dump_json(), 201, media_type="application/json")
@@ -107,7 +107,7 @@ async def post_direct(
             raise ObjectStoreError(f"the object store did not answer within {_STORE_SECONDS:.0f} s") from error
     else:  # a duplicate. Should its file be found lost just now, an entry must not name one that nobody put.
         blob = f"{header.batch_id}.{'0' * 32}.{sha256}.safetensors"
-        await context.soon(context.queue(run).disown(header.batch_id, blob))
+        await context.redis.soon(context.queue(run).disown(header.batch_id, blob))
     return receipt(context, header, record, await add_entry(context, header, batch_of(header, blob), room))
 
 

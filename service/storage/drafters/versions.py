@@ -14,12 +14,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl_hooks.durable import AtomicDirectory, sync, write_synced
 from service.errors import ObjectStoreError, RegistryError, RunDamaged, VersionNotFound
+from service.monitor.events import GateEvidence
 from service.storage.drafters.objects import Objects
 from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
 
@@ -58,8 +59,7 @@ class Manifest(BaseModel):
     aux_layers: tuple[int, ...]
     aux_layers_convention: Literal["entering"] = "entering"
     created: float
-    alpha: dict[str, Any] | None = None
-    gate: dict[str, Any] | None = None
+    gate: GateEvidence | None = None
 
     @property
     def etag(self) -> str:

@@ -188,7 +188,7 @@ class Room:
             return
         ended = self._checkpoint_and_close(run)
         entries = worker.inbox.held if ended else ()  # these wait for more; else all of them come again
-        state.closed = Closed(frozenset(entries), worker.learner.journal.heeded)
+        state.closed = Closed(frozenset(entries), worker.learner.journal.drift.heeded)
 
     def stays_closed(self, run: str, state: Run, file: FileId) -> bool:
         """Whether a run that is not open need not be, and others may need the memory."""

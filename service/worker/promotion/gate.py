@@ -26,7 +26,7 @@ from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import ClaimSpread, Look, Trial, Verdict, compare
-from service.monitor.events import Realised
+from service.monitor.events import GateEvidence, Realised
 from service.settings import Settings
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.archive import Archive, Level
@@ -61,22 +61,22 @@ class Contest:
         return math.expm1(self.correction * math.log1p(self.verdict.gain))
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The evidence, as the manifest and the history keep it."""
+    def evidence(self) -> GateEvidence:
+        """As the manifest and the history keep it."""
         verdict, look = self.verdict, self.look
-        return {
-            "gain": verdict.gain,
-            "promised": self.promised,
-            "low": verdict.low,
-            "high": verdict.high,
-            "looks": verdict.looks,
-            "error": verdict.error,
-            "rollouts": look.rollouts,
-            "prompts": look.prompts,
-            "alpha_candidate": look.alpha_challenger,
-            "alpha_served": look.alpha_served,
-            **({} if self.trained_to is None else {"trained_to": self.trained_to}),
-        }
+        found = GateEvidence(
+            gain=verdict.gain,
+            promised=self.promised,
+            low=verdict.low,
+            high=verdict.high,
+            looks=verdict.looks,
+            error=verdict.error,
+            rollouts=look.rollouts,
+            prompts=look.prompts,
+            alpha_candidate=look.alpha_challenger,
+            alpha_served=look.alpha_served,
+        )
+        return found if self.trained_to is None else found.model_copy(update={"trained_to": self.trained_to})
 
 
 class Gate:
@@ -238,7 +238,7 @@ class Gate:
                 continue
             others = self._lineage.published - waiting[contest.version].published
             if why := given_up(contest.verdict, others, self._settings.gate_min_gain):
-                self._lineage.refuse_sent(contest.version, f"{why}: {contest.verdict.reason}", contest.facts)
+                self._lineage.refuse_sent(contest.version, f"{why}: {contest.verdict.reason}", contest.evidence)
                 if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
                     self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 

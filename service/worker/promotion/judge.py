@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from drafter.replay.gate import CLAIM_SD
 from service.errors import LatestMoved
 from service.monitor.controller import Controller
-from service.monitor.events import Realised
+from service.monitor.events import GateEvidence, Realised
 from service.monitor.headroom import LearningCurve
 from service.monitor.records import arrival
 from service.settings import Settings
@@ -67,13 +66,13 @@ class Judge:
         served = self._lineage.served_version()
         if served == self.gate.served:
             return
-        facts = self._lineage.chosen_after(self.gate.served)
-        if served is None or facts is None:
+        evidence = self._lineage.chosen_after(self.gate.served)
+        if served is None or evidence is None:
             if self.gate.served is not None:
                 self.controller.curve = LearningCurve()  # its verdicts were against another drafter
             event = self.gate.begin(served)
         else:
-            event = self._go_on_from(served, facts)
+            event = self._go_on_from(served, evidence)
             self.gate.training.concluded()
         self._record(event)
 
@@ -145,15 +144,14 @@ class Judge:
         before_publishing()
         candidate = _of_candidate(contests)
         keeps = candidate is not None and candidate.verdict.gain >= winner.verdict.gain
-        facts = winner.facts | {"judged_to": judged_to}
-        if winner.version != CANDIDATE:
-            facts["train_on"] = not keeps
-        manifest = self._lineage.promote(winner.version, served, policy_version, winner.verdict.reason, facts)
-        return self._go_on_from(manifest.version, facts)
+        its = {"judged_to": judged_to} | ({} if winner.version == CANDIDATE else {"train_on": not keeps})
+        evidence = winner.evidence.model_copy(update=its)
+        manifest = self._lineage.promote(winner.version, served, policy_version, winner.verdict.reason, evidence)
+        return self._go_on_from(manifest.version, evidence)
 
-    def _go_on_from(self, version: str, facts: Mapping[str, Any]) -> Realised | None:
-        """What the gate chose is served. `facts`: its evidence, all that is left of the choice after a crash."""
-        chosen = Chosen.of(facts)
+    def _go_on_from(self, version: str, evidence: GateEvidence) -> Realised | None:
+        """What the gate chose is served. `evidence`: all that is left of the choice after a crash."""
+        chosen = Chosen.of(evidence)
         if chosen.archived and chosen.train_on:
             self._lineage.train_from(version)
         self._journal.totals.published += 1
@@ -173,7 +171,7 @@ class Judge:
         if training.is_part and not candidate.verdict.promote:
             return
         if not candidate.verdict.promote:
-            self._lineage.refuse(policy_version, candidate.verdict.reason, candidate.facts)
+            self._lineage.refuse(policy_version, candidate.verdict.reason, candidate.evidence)
             self._journal.totals.refused += 1
         look = candidate.look
         self.controller.learn(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 import numpy as np
 
-from service.monitor.events import Realised
+from service.monitor.events import GateEvidence, Realised
 from service.monitor.records import arrival
 from service.worker.lineage import Lineage
 from service.worker.promotion.evidence import Fresh, Pool
@@ -30,10 +31,12 @@ class Chosen:
     train_on: bool  # training goes on from it
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Take it from the `facts` of a `Contest`, with `judged_to`, and `train_on` where it is not the candidate."""
-        gain, train_on = facts["gain"], facts.get("train_on", True)
-        return cls(gain, facts.get("promised", gain), facts.get("judged_to"), "train_on" in facts, train_on)
+    def of(cls, evidence: GateEvidence) -> Self:
+        """Take it from the evidence with which it was promoted."""
+        gain = math.nan if evidence.gain is None else evidence.gain
+        promised, train_on = evidence.promised, evidence.train_on
+        archived, goes_on = train_on is not None, train_on is not False
+        return cls(gain, gain if promised is None else promised, evidence.judged_to, archived, goes_on)
 
 
 class Outcomes:

@@ -220,7 +220,7 @@ def test_a_store_that_the_api_does_not_reach_is_left_for_the_api(
 def test_a_service_that_takes_no_direct_uploads_any_more_gets_them_itself(
     store: Store, service: RunningService, sender: RolloutSender, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.server.config.app.state.context.incoming = None  # type: ignore[union-attr]
+    service.server.config.app.state.context.disk.incoming = None  # type: ignore[union-attr]
     send(sender, 2)
     assert sender.stats()["sent"] == 2
     assert len(service.spooled()) == 2

@@ -21,6 +21,7 @@ from worker_fixtures import Bench
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 from service.monitor.alpha import attempts
+from service.monitor.events import GateEvidence
 from service.storage.queue.lease import Leases
 from service.worker.lineage import CANDIDATE
 
@@ -93,9 +94,18 @@ def test_what_died_before_a_trainer_came_is_not_told_as_its_own(
     assert first.stats()["dead"] == 1
 
 
-@pytest.mark.parametrize("moved", [0.0, 0.02, 0.3])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("told", [True, False], ids=["version told", "version left at 0"])
+# Each value meets each value of another: a half of all combinations.
+@pytest.mark.parametrize(
+    ("moved", "tied", "told"),
+    [
+        (0.0, True, True),
+        (0.0, False, False),
+        (0.02, True, False),
+        (0.02, False, True),
+        (0.3, True, True),
+        (0.3, False, False),
+    ],
+)
 def test_the_batches_of_a_resumed_trainer_live_however_its_head_has_moved(
     attach: Attach, bench: Bench, moved: float, tied: bool, told: bool
 ) -> None:
@@ -318,7 +328,7 @@ def test_a_drafter_that_the_run_has_published_is_no_drafter_that_comes_too_late(
     first, worker = attach(model), bench.worker()
     step(first, model, 0)
     bench.drain(worker)
-    version = worker.learner.lineage.promote(CANDIDATE, None, 0, "better", {}).version
+    version = worker.learner.lineage.promote(CANDIDATE, None, 0, "better", GateEvidence()).version
     drafter = shutil.copytree(bench.layout.drafter("default", version), tmp_path / "drafter")
     hook = attach(model, initial_drafter=drafter)
     assert (said(caplog, "is ignored"), hook.stats()["last_error"]) == (0, "")

@@ -47,15 +47,15 @@ def flattened(lengths: list[tuple[int, int]]) -> tuple[Padded, dict[str, torch.T
 
 
 @pytest.mark.parametrize(
-    ("names", "fault"),
+    ("names", "fault", "compiled"),
     [
-        (("position_ids",), r"position_ids restart at token 12 of row 0"),
-        (("cu_seq_lens_q", "cu_seq_lens_k"), r"cu_seq_lens_q begins another sequence at token 12 of row 0"),
-        (("seq_idx",), r"seq_idx changes at token 12 of row 0"),
-        (("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"), "token 12"),
+        (("position_ids",), r"position_ids restart at token 12 of row 0", False),
+        (("cu_seq_lens_q", "cu_seq_lens_k"), r"cu_seq_lens_q begins another sequence at token 12 of row 0", False),
+        (("seq_idx",), r"seq_idx changes at token 12 of row 0", False),
+        (("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"), "token 12", False),
+        (("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"), "token 12", True),
     ],
 )
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_a_packed_row_is_refused_by_what_the_forward_says_of_it(
     service: Receiver, names: tuple[str, ...], fault: str, compiled: bool
 ) -> None:

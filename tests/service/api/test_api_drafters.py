@@ -12,6 +12,7 @@ import httpx
 import pytest
 from service_fixtures import RunningService, rollout_file
 
+from service.monitor.events import GateEvidence
 from service.storage.layout import locked
 
 
@@ -21,7 +22,7 @@ def test_before_the_first_publish_latest_is_a_404_that_says_so(service: RunningS
 
 
 def test_latest_is_the_manifest_with_its_etag(service: RunningService) -> None:
-    manifest = service.publish(content=b"abc", gate={"gain": 0.1})
+    manifest = service.publish(content=b"abc", gate=GateEvidence(gain=0.1))
     reply = service.client.get("/drafter/latest", params={"run": "default"})
     assert reply.status_code == 200
     document = reply.json()

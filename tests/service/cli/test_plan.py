@@ -46,7 +46,6 @@ from service.cli.main import app
 from service.cli.valkey import MAX_MEMORY
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.spool import Spool
 
 EIGHT = DrafterConfig.from_target(POLICIES["8b"], (2, 18, 33), 32_000)
 SMALL = DrafterConfig(64, 64, 128, 4, 2, 16, 100, 50, (1, 2, 3))
@@ -117,12 +116,11 @@ def test_on_the_disk_of_the_plan_no_queue_is_refused_and_on_a_smaller_one_some_a
     found = re.search(r"keeps ([\d.]+) GiB of each", facts["disk"].text)
     assert found is not None
     kept = int(float(found[1]) * GIB)
-    spool = Spool(Layout(tmp_path))
-    disk = Disk(settings, Layout(tmp_path), spool, Mock(), Mock())
+    disk = Disk(settings, Layout(tmp_path), Mock(), Mock())
     disk._kept_bytes["a"] = kept
     for size, has_room in ((facts["disk"].value * 1.01, True), (facts["disk"].value * 0.97, False)):
         free = int(size) - runs * (kept + queued)
-        monkeypatch.setattr(spool, "free_bytes", lambda free=free: free)
+        monkeypatch.setattr(disk.spool, "free_bytes", lambda free=free: free)
         assert (disk.queue_limit_bytes(queued, "a") >= queued) == has_room
 
 

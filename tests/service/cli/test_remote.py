@@ -18,6 +18,7 @@ from service.cli.main import app
 from service.cli.remote import client
 from service.cli.remote.client import call, whoami
 from service.errors import ConfigurationError
+from service.monitor.events import GateEvidence
 from service.storage.registry import Registry
 
 
@@ -45,7 +46,7 @@ def test_a_version_is_held_and_released(service: RunningService) -> None:
 
 
 def test_versions_are_listed_and_an_earlier_one_is_served_again(service: RunningService) -> None:
-    first = service.publish(gate={"alpha_candidate": 3.25})
+    first = service.publish(gate=GateEvidence(alpha_candidate=3.25))
     second = service.publish(content=b"second", gate=None)
     newest, oldest, said = typed(service, "drafters").splitlines()
     assert newest.startswith(f"* {second.version}  ")

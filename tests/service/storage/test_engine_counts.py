@@ -344,7 +344,7 @@ def test_a_crash_between_reading_and_writing_leaves_the_report_to_be_sent_again(
 @pytest.fixture
 def commands(service: RunningService, redis_client: Redis) -> Iterator[list[tuple[str, ...]]]:
     """Every command that the API sends, with its arguments; the watch that logs headlines now and then sends none."""
-    client: Any = service.server.config.app.state.context.redis  # type: ignore[union-attr]
+    client: Any = service.server.config.app.state.context.redis.client  # type: ignore[union-attr]
     sent: list[tuple[str, ...]] = []
     connection = client.connection_pool.connection_class
     plain = connection.pack_command

@@ -26,6 +26,7 @@ from rl_hooks.agent.download import fetch_release
 from rl_hooks.release import parse_manifest
 from service.api import drafters as service_drafters
 from service.errors import ConfigurationError, ObjectStoreError
+from service.monitor.events import GateEvidence
 from service.settings import Settings
 from service.storage.drafters import objects
 from service.storage.drafters.objects import Objects
@@ -96,7 +97,7 @@ def test_a_version_that_was_sent_is_stored_when_it_is_promoted(store: Store, reg
     (staged / "model.safetensors").write_bytes(b"sent")
     sent, _ = registry.archive("default", staged, like=first, reason="r", by=None, most_waiting=4)
     assert store.stored() == sorted(keys(first))
-    registry.promote("default", sent.version, "better", {}, instead_of=first.version)
+    registry.promote("default", sent.version, "better", GateEvidence(), instead_of=first.version)
     assert store.stored() == sorted(keys(first) + keys(sent))
 
 

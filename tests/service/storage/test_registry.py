@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -26,7 +27,7 @@ from record_fixtures import told
 from service_fixtures import publish
 
 from service.errors import RegistryBusy, RegistryError, RunNotFound, VersionNotFound
-from service.monitor.events import CanaryVerdict, Moved, Refused
+from service.monitor.events import CanaryVerdict, GateEvidence, Moved, Refused
 from service.storage.drafters.versions import MANIFEST
 from service.storage.history import lines
 from service.storage.history.digest import SentDrafter, canary_key
@@ -113,8 +114,8 @@ def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Re
 
 def test_a_version_that_serves_again_is_offered_with_what_the_gate_found_then(registry: Registry) -> None:
     """Engines ask a new version for the α that the gate replayed for the one before it: not for one of long ago."""
-    first = publish(registry, gate={"alpha_served": 1.5})
-    publish(registry, content=b"other", gate={"alpha_served": 2.0})
+    first = publish(registry, gate=GateEvidence(alpha_served=1.5))
+    publish(registry, content=b"other", gate=GateEvidence(alpha_served=2.0))
     registry.rollback("default", first.version, "a person's")
     served = registry.latest("default")
     assert served is not None
@@ -123,11 +124,11 @@ def test_a_version_that_serves_again_is_offered_with_what_the_gate_found_then(re
     served = registry.latest("default")
     assert served is not None
     assert served.gate is None
-    registry.rollback("default", first.version, "the gate's", gate={"alpha_served": 2.8})
+    registry.rollback("default", first.version, "the gate's", gate=GateEvidence(alpha_served=2.8))
     registry.push_again("default", "an engine lost it")
     served = registry.latest("default")
     assert served is not None
-    assert served.gate == {"alpha_served": 2.8}
+    assert served.gate == GateEvidence(alpha_served=2.8)
 
 
 def test_a_version_that_was_tampered_with_is_not_rolled_back_to(registry: Registry) -> None:
@@ -171,11 +172,34 @@ def test_a_staged_directory_must_hold_plain_files_only(registry: Registry, tmp_p
 
 
 def test_a_nan_in_the_evidence_becomes_null(registry: Registry) -> None:
-    publish(registry, alpha={"served": float("nan")})
-    latest = registry.latest("default")
+    published = publish(registry, gate=GateEvidence(gain=0.5, low=math.nan))
+    latest, text = registry.latest("default"), registry.path("default", published.version, MANIFEST).read_bytes()
     assert latest is not None
-    assert latest.alpha == {"served": None}
-    assert told(registry)[0]["alpha"] == {"served": None}
+    assert latest.gate == GateEvidence(gain=0.5, low=None)
+    assert json.loads(text)["gate"] == told(registry)[0]["gate"] == {"gain": 0.5, "low": None}
+
+
+@MOUNTED
+def test_the_gates_evidence_stays_in_manifest_and_history_as_it_was_written(registry: Registry) -> None:
+    """A manifest of an earlier version has less in it, one of a later version may have more."""
+    version = publish(registry).version
+    path = registry.path("default", version, MANIFEST)
+    for gate in (
+        None,
+        {},
+        {"gain": 0.25, "looks": 3, "error": 0.01, "judged_to": "7-0", "train_on": False, "odd": [1]},
+    ):
+        written = json.loads(path.read_bytes()) | {"alpha": None, "gate": gate}  # `alpha`: of earlier versions
+        path.chmod(0o644)
+        path.write_text(json.dumps(written))
+        read = registry.get("default", version)
+        assert json.loads(read.model_dump_json()) | {"alpha": None} == written
+        assert list(read.model_dump()["gate"] or {}) == list(gate or {})
+        if gate is not None:
+            moved = registry.rollback("default", version, "the gate's", gate=read.gate)
+            assert moved.gate == read.gate
+            assert told(registry)[-1]["gate"] == gate
+            assert registry.latest("default") == moved
 
 
 def test_prune_keeps_the_newest_the_served_and_the_protected(registry: Registry) -> None:
@@ -296,13 +320,13 @@ def test_a_move_whose_event_is_lost_leaves_all_of_it_in_the_pointer(registry: Re
     sent, _ = registry.archive("default", staged, like=first, reason="better", by=None, most_waiting=4)
     history = Layout(tmp_path).history("default")
     before = history.read_bytes()
-    registry.promote("default", sent.version, "better", {"gain": 0.1, "low": float("nan")}, instead_of=first.version)
+    registry.promote("default", sent.version, "better", GateEvidence(gain=0.1, low=math.nan), instead_of=first.version)
     whole = registry.offer("default")
     history.write_bytes(before)  # as if killed before the append
     offer = Registry(Layout(tmp_path)).offer("default")
     assert offer is not None
     assert offer == whole
-    assert (offer.version, offer.previous, offer.gate and offer.gate["gain"]) == (sent.version, first.version, 0.1)
+    assert (offer.version, offer.previous, offer.gate and offer.gate.gain) == (sent.version, first.version, 0.1)
     registry.push_again("default", "lost")
     recovered, pushed = told(registry)[-2:]
     assert (recovered["recovered"], recovered["gate"]["gain"], pushed["event"]) == (True, 0.1, "pushed_again")

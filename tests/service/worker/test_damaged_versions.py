@@ -29,6 +29,7 @@ from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.errors import BlobDamaged, RegistryError, RunDamaged
+from service.monitor.events import GateEvidence
 from service.storage.registry import Registry
 from service.storage.runs import crc32_of
 from service.storage.spool import check_blob
@@ -97,7 +98,7 @@ def test_an_archived_drafter_that_is_not_as_published_is_left_out_and_the_run_go
     registry = Registry(bench.layout)
     lineage = worker.served["default"].learner.lineage
     (first,) = registry.versions("default")
-    second = lineage.promote("candidate", first, 1, "better", {}).version
+    second = lineage.promote("candidate", first, 1, "better", GateEvidence()).version
     path = bench.layout.drafter(RUN, first) / file
     path.write_bytes(path.read_bytes()[:-7]) if file == "manifest.json" else flip(path, random.Random(3))
     worker._close()
@@ -429,7 +430,7 @@ def test_versions_are_read_once_however_many_are_archived(
     lineage = worker.served[RUN].learner.lineage
     served = Registry(bench.layout).versions(RUN)[0]
     for number in range(10):
-        served = lineage.promote("candidate", served, number, "better", {}).version
+        served = lineage.promote("candidate", served, number, "better", GateEvidence()).version
     read: list[str] = []
     real = Registry.verify
 

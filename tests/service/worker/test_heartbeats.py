@@ -23,7 +23,7 @@ def test_a_worker_whose_clock_is_wrong_is_not_called_silent(
 ) -> None:
     """It would hide what is wrong with the run, and page somebody."""
     bench.begin()
-    service.server._context.began = 0.0
+    service.server._context.lifetime.began = 0.0
     workers.start(bench, clock_ahead=ahead)
     batch = bench.post("a")
     bench.wait(lambda: bench.state(batch) == "trained")

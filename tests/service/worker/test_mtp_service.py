@@ -75,7 +75,8 @@ def test_an_mtp_head_is_scored_trained_published_and_resumed(bench: Bench, tmp_p
     assert latest.version != first.version, "the gate let a trained one through"
     assert latest.config_fingerprint == first.config_fingerprint
     assert latest.gate is not None
-    assert latest.gate["alpha_candidate"] > latest.gate["alpha_served"]
+    gate = latest.gate.model_dump()
+    assert gate["alpha_candidate"] > gate["alpha_served"]
     scores = bench.store.scores()
     assert all(scores[bench.posted[-1]].sums(name) for name in ("served", "candidate", "frozen", "ngram"))
     published = load_file(bench.layout.drafter("default", latest.version) / "model.safetensors")

@@ -11,6 +11,7 @@ import pytest
 from worker_fixtures import Bench
 
 from benchmarks.promises import COURSES, play
+from service.monitor.events import GateEvidence
 from service.worker.promotion.outcomes import Chosen
 from service.worker.promotion.promises import Kept, Promise
 
@@ -111,4 +112,4 @@ def test_what_promises_kept_survives_a_restart(bench: Bench) -> None:
     ids=["the candidate", "archived, and better than the candidate", "archived, and no better"],
 )
 def test_what_was_promoted_is_read_from_its_evidence(facts: dict[str, Any], chosen: Chosen) -> None:
-    assert Chosen.of(facts) == chosen
+    assert Chosen.of(GateEvidence(**facts)) == chosen

@@ -653,9 +653,6 @@ def test_trainers_that_are_killed_at_version_1_are_told_apart_by_the_whole_servi
             with trainer(str(client.base_url), 0, 2):
                 pass
             wait_for(are([(0, 1, 2), (0, 1, 2), (0, 2, 3)]))
-            with trainer(str(client.base_url), 3, 3):
-                pass
-            wait_for(are([(0, 1, 2), (0, 1, 2), (0, 3, 4)]))
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """A worker is stopped (SIGSTOP) before some step, a successor goes on, then it continues: nothing is lost or doubled.
 
 Longer than its lease, that is: a debugger, a paused container, a machine that swaps. `DRAFTALIGN_HANDOVERS` sets before
-how many of a turn's steps it is stopped (default 16, 0: before each), `DRAFTALIGN_CHAOS_SEED` before which.
+how many of a turn's steps it is stopped (default 8, 0: before each), `DRAFTALIGN_CHAOS_SEED` before which.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from service.worker.recent import RecentRollouts
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
-HANDOVERS = int(os.environ.get("DRAFTALIGN_HANDOVERS", "16"))
+HANDOVERS = int(os.environ.get("DRAFTALIGN_HANDOVERS", "8"))
 SEED = int(os.environ.get("DRAFTALIGN_CHAOS_SEED", str(random.SystemRandom().randrange(1 << 30))))
 
 #: Settings with which the gate promotes every candidate, where no look proves too little (`hasty`).

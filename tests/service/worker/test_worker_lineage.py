@@ -125,10 +125,11 @@ def test_the_first_drafter_from_scratch_is_published_once_it_beats_plain_decodin
     first = registry.get("default", registry.versions("default")[0])
     assert first.parent is None
     assert first.gate is not None
-    assert first.gate["low"] > 0
-    assert first.gate["error"] <= 0.05
-    assert first.gate["alpha_served"] == pytest.approx(1.0), "plain decoding: one token a round"
-    assert first.gate["alpha_candidate"] > 1.0
+    gate = first.gate.model_dump()
+    assert gate["low"] > 0
+    assert gate["error"] <= 0.05
+    assert gate["alpha_served"] == pytest.approx(1.0), "plain decoding: one token a round"
+    assert gate["alpha_candidate"] > 1.0
     assert {record.action for record in bench.store.scores().values()} == {"train"}, "the claim that published it, too"
     assert "default: draft vocabulary: 32 tokens cover" in caplog.text
     assert f"default: published {first.version} (policy version" in caplog.text
@@ -495,9 +496,10 @@ def test_a_better_candidate_is_published_with_its_evidence(bench: Bench) -> None
     assert latest is not None
     assert latest.version != first.version, events(bench)
     assert latest.gate is not None
-    assert latest.gate["low"] > 0
-    assert latest.gate["error"] <= 0.05
-    assert latest.gate["looks"] >= 1
+    gate = latest.gate.model_dump()
+    assert gate["low"] > 0
+    assert gate["error"] <= 0.05
+    assert gate["looks"] >= 1
     assert latest.parent is not None
     scores = list(bench.store.scores().values())
     assert scores[0].drafter_version == first.version
@@ -584,14 +586,14 @@ def test_the_alarms_baseline_moves_by_rollouts_that_came_after_the_change_and_ne
             bench.drain(by)
 
     def watched(by: RunWorker) -> tuple[str | None, float]:
-        monitor = by.learner.journal._drift.state
-        return by.learner.journal.watched, monitor.baseline
+        monitor = by.learner.journal.drift.monitor.state
+        return by.learner.journal.drift.watched, monitor.baseline
 
     while len(registry.versions("default")) < 2:
         before = watched(worker)
         post(1, worker)
-    state = worker.learner.journal._drift.state
-    assert worker.learner.journal.watched == first
+    state = worker.learner.journal.drift.monitor.state
+    assert worker.learner.journal.drift.watched == first
     assert state.offset == 0.0, "a publish alone moves nothing"
 
     calm = bench.worker(**OPEN | {"gate_min_gain": 1e6})  # a restart, and what is served stays
@@ -622,7 +624,7 @@ def test_a_person_acknowledges_or_resets_the_alarm_once_and_a_restart_does_not_r
 
         asyncio.run(request())
 
-    monitor = worker.learner.journal._drift
+    monitor = worker.learner.journal.drift.monitor
     assert monitor.state.ticks == 24
     assert bench.store.worker().drift
     monitor.state.statistics = dict.fromkeys(monitor.state.statistics, 50.0)
@@ -634,12 +636,12 @@ def test_a_person_acknowledges_or_resets_the_alarm_once_and_a_restart_does_not_r
     assert monitor.state.ticks == 24, "the baseline stays"
 
     again = bench.worker(**OPEN)
-    again.learner.journal._drift.state.statistics["fast"] = 3.0
+    again.learner.journal.drift.monitor.state.statistics["fast"] = 3.0
     again.cycle()
-    assert again.learner.journal._drift.state.statistics["fast"] == 3.0, "it was carried out before the restart"
+    assert again.learner.journal.drift.monitor.state.statistics["fast"] == 3.0, "it was carried out before the restart"
     ask("reset")
     again.cycle()
-    assert again.learner.journal._drift.state.ticks == 0
+    assert again.learner.journal.drift.monitor.state.ticks == 0
     gauges = bench.store.worker()
     assert (gauges.drift, gauges.drift_level, gauges.drift_change) == ({}, None, None)
 

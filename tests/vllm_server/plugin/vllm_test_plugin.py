@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,10 +42,53 @@ def register() -> None:
         stage_by_rank,
         fail_a_rank,
         fail_a_core,
+        plain_requests,
     ):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
     register_files()
+
+
+# --- requests
+
+
+def plain_requests(_: Any) -> dict[str, Any]:
+    """By the parameter that a request says: whether its tokens are drawn from the policy's own distribution.
+
+    "none": of requests whose parameters do not change it.
+    """
+    from vllm import SamplingParams
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    from rl_hooks.engines.vllm.steps import is_plain
+
+    def plain(params: SamplingParams) -> bool:
+        more: dict[str, Any] = {"mm_features": [], "lora_request": None, "prompt_embeds": None}
+        return is_plain(SimpleNamespace(sampling_params=params, prompt_token_ids=[1], **more))
+
+    asked = {"stop": ["x"], "logprobs": True, "seed": 1, "kv_transfer_params": {"a": 1}}
+    chat = ChatCompletionRequest(messages=[{"role": "user", "content": "2+2"}], **asked)
+    same = [
+        chat.to_sampling_params(8, {"top_k": 20, "top_p": 0.95}),
+        SamplingParams(n=4, ignore_eos=True, stop_token_ids=[3], prompt_logprobs=1),
+        SamplingParams(temperature=0.0),
+    ]
+    said: list[dict[str, Any]] = [
+        {"thinking_token_budget": 64},
+        {"thinking_token_budget": 0},
+        {"watermarking": True},
+        {"min_p": 0.1},
+        {"trace_decode_token_ids": [1, 2]},
+        {"extra_args": {"a": 1}},
+        {"repetition_penalty": 1.1},
+        {"bad_words": ["x"]},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [1]},
+        {"min_tokens": 2, "max_tokens": 4},
+    ]
+    known = set(SamplingParams.__struct_fields__)  # an older vLLM has no watermarks
+    found = {str(one): plain(SamplingParams(**one)) for one in said if one.keys() <= known}
+    return {"none": [plain(params) for params in same], **found}
 
 
 # --- recording

@@ -163,18 +163,18 @@ def test_a_run_that_is_dropped_after_its_refused_file_was_replaced_is_opened_aga
     assert "zz" in worker.served
 
 
-def test_300_runs_and_few_descriptors_leave_an_honest_run_trained(bench: Bench, worker: Worker) -> None:
+def test_100_runs_and_few_descriptors_leave_an_honest_run_trained(bench: Bench, worker: Worker) -> None:
     """Each has a rollout file waiting, so each is opened and worked on; the process may open some 40 files more."""
     body = bench.world.run_file()
-    for number in range(300):
-        bench.register(body, run=f"many-{number:03d}")
-        bench.post_file(bench.world.rollout_file("x", run=f"many-{number:03d}", rollouts=1))
+    for number in range(100):
+        bench.register(body, run=f"many-{number:02d}")
+        bench.post_file(bench.world.rollout_file("x", run=f"many-{number:02d}", rollouts=1))
     batch = bench.post("a")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 40, hard))
     try:
         turns(worker, bench, [batch], 700)
-        assert len(worker.served) == 302, "all are open now"
+        assert len(worker.served) == 102, "all are open now"
         later = bench.post("b")
         turns(worker, bench, [later], 700)
         assert bench.state(batch) == bench.state(later) == "trained"

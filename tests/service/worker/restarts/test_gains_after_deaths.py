@@ -68,7 +68,7 @@ def test_a_death_right_after_a_publish_makes_it_no_refusal_and_its_gain_is_measu
         bench.drain(worker)
     realised = [e for e in told(registry) if e["event"] == "realised"]
     assert realised[0]["version"] == served.version
-    assert realised[0]["promised"] == served.gate["gain"]
+    assert realised[0]["promised"] == served.gate.gain
 
 
 @pytest.mark.parametrize("dies", ["before the history has it", "before a checkpoint has it"])

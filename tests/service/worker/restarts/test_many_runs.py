@@ -151,7 +151,7 @@ def test_what_was_asked_and_could_not_be_written_down_is_written_when_the_run_is
         full = OSError(28, "No space left on device")
         patch.setattr(WorkerCheckpoint, "save", lambda *_: (_ for _ in ()).throw(full))
         worker._turn()
-    assert worker.served["a"].learner.journal.heeded
+    assert worker.served["a"].learner.journal.drift.heeded
     before = checkpoints(bench)
     worker._close()
     assert checkpoints(bench)["a"] > before["a"]

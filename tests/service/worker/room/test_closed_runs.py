@@ -115,7 +115,7 @@ def test_a_run_that_is_closed_for_others_has_somebody_who_looks_after_it_and_hee
     ask_of_drift(bench, "a")
     for _ in range(2):
         worker._turn()
-    assert "reset" in worker.served["a"].learner.journal.heeded
+    assert "reset" in worker.served["a"].learner.journal.drift.heeded
     worker._room.close_idle()
     for _ in range(2):
         worker._turn()
