@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from rl_hooks.agent.agent import AgentConfig
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.metrics import AgentMetrics
+from rl_hooks.engines.vllm import KNOWN_RELEASES
 from service.api.acceptance import AcceptanceReport
 from service.api.app import create_app
 from service.api.auth import allowed_scopes
@@ -411,6 +412,18 @@ def test_every_test_and_file_that_the_pages_name_exists() -> None:
     assert sorted(named - functions - modules) == []
     files = set(re.findall(r"`((?:drafter|rl_hooks|service|examples|tests|deploy)/[\w/.]+\.\w+)", all_pages()))
     assert sorted(file for file in files if not (ROOT / file).exists()) == []
+
+
+def test_the_releases_of_vllm_are_the_same_wherever_they_are_said() -> None:
+    first, last = re.fullmatch(r"vLLM 0\.(\d+) to 0\.(\d+)", KNOWN_RELEASES).groups()  # type: ignore[union-attr]
+    known = {f"0.{minor}" for minor in range(int(first), int(last) + 1)}
+    table = re.findall(r"^\| (0\.\d+)\.0, .*?\| (run|read)", page("docs/guide/vllm.md"), re.MULTILINE)
+    assert {release for release, _ in table} == known, "the table of what was run and what was read"
+    run = sorted({release for release, how in table if how == "run"})
+    assert f"| engines | vLLM {' and '.join(run)}, " in page("README.md"), "those that were run"
+    said = re.findall(r"\[(0\.\d+ to 0\.\d+)\]\((?:[\w/]*/)?vllm\.md#versions\)", all_pages())
+    assert said
+    assert set(said) == {KNOWN_RELEASES.removeprefix("vLLM ")}
 
 
 def test_what_the_pages_install_is_in_the_checkout_with_its_extras() -> None:

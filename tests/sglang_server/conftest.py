@@ -31,9 +31,5 @@ def trained() -> Eagle3Drafter:
 @pytest.fixture(scope="module")  # not for the session: tests of other rooms need the cores
 def server(drafters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
     """One server for a file's tests: a start costs half a minute."""
-    started = SGLangProcess(tmp_path_factory.mktemp("sglang"), drafters / "random", drafters)
-    try:
-        started.wait_until_ready()
-        yield started
-    finally:
-        started.stop()
+    with SGLangProcess.ready(tmp_path_factory.mktemp("sglang"), drafters) as server:
+        yield server

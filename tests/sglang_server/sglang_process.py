@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ class SGLangProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # one group: its scheduler goes when it is killed
             )
+
+    @classmethod
+    @contextmanager
+    def ready(cls, scratch: Path, drafters: Path, *arguments: str, **environment: str) -> Iterator[SGLangProcess]:
+        """One that serves, with the drafter `random` of `drafters`."""
+        started = cls(scratch, drafters / "random", drafters, *arguments, **environment)
+        try:
+            started.wait_until_ready()
+            yield started
+        finally:
+            started.stop()
 
     def _options(self, drafter: Path) -> list[str]:
         options = {

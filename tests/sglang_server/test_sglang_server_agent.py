@@ -99,10 +99,13 @@ def test_the_agent_keeps_a_real_sglang_on_the_right_drafter(
     assert own.alpha == pytest.approx(best)
 
 
-def test_long_answers_that_run_over_a_swap_are_counted_by_the_drafter_of_each_round(
-    server: SGLangProcess, service: RunningService, trained: Eagle3Drafter, drafters: Path
+def answers_over_a_swap(
+    server: SGLangProcess, service: RunningService, trained: Eagle3Drafter, drafters: Path, *, left_out: int
 ) -> None:
-    """All are greedy, so an answer of as many tokens as there were at the swap tells how many rounds they took."""
+    """They are counted by the drafter of each round; `left_out` are the rounds of each, after the swap, that are not.
+
+    All are greedy, so an answer of as many tokens as there were at the swap tells how many rounds they took.
+    """
     prompts = elicit_prompts(4, seed=4)
     cache = drafters / "agent-beside-long-answers"
     with start_agent(service.url, server, cache=cache, engine_kind="sglang", canary=CanaryRule(rounds=40)) as agent:
@@ -137,10 +140,15 @@ def test_long_answers_that_run_over_a_swap_are_counted_by_the_drafter_of_each_ro
     tokens = sum(facts["completion_tokens"] for facts in said) - sum(tokens_then)
     print(f"swapped after {tokens_then}; then {tokens} tokens in {rounds} rounds; booked {found}, aside {aside}")
     assert sum(rounds_then) - aside <= found[dead].rounds <= sum(rounds_then)
-    # The first round of each after the swap is left out.
-    many = len(prompts)
+    many = left_out * len(prompts)
     assert rounds - many - aside <= found[good].rounds <= rounds - many
     assert many <= tokens - (found[good].emitted_tokens or 0) <= (DEPTH + 1) * (many + aside)
+
+
+def test_long_answers_that_run_over_a_swap_are_counted_by_the_drafter_of_each_round(
+    server: SGLangProcess, service: RunningService, trained: Eagle3Drafter, drafters: Path
+) -> None:
+    answers_over_a_swap(server, service, trained, drafters, left_out=1)
 
 
 def test_a_trainer_writes_the_policy_and_the_drafter_stays(

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from rl_hooks.engines.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.tap import MAX_TOKENS
+from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.engines.vllm.rounds import RoundCounter
 from rl_hooks.engines.vllm.steps import is_plain, leaves_out_truncated, sampling_of
 from rl_hooks.engines.vllm.swapper import answered, joint_state
@@ -238,7 +239,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
                 if link is not None:
                     if missing := unknown_names(core):
                         names = ", ".join(missing)
-                        log.warning("draftalign: this vLLM has no %s; the plugin knows 0.31 to 0.33", names)
+                        log.warning("draftalign: this vLLM has no %s; the plugin knows %s", names, KNOWN_RELEASES)
                     link.first_look()
             except Exception as error:  # noqa: BLE001 - the engine must not feel this
                 log.warning("draftalign: this engine does not follow a service: %s", error)

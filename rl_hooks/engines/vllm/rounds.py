@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash
 
 log = logging.getLogger("vllm.draftalign")
@@ -107,7 +108,7 @@ class RoundCounter:
         found = tuple(inspect.signature(scheduler.make_spec_decoding_stats).parameters)
         if found != _TOLD:
             raise CountingUnsupportedError(
-                f"make_spec_decoding_stats takes {', '.join(found)}; the counts know vLLM 0.31 and 0.32, where it "
+                f"make_spec_decoding_stats takes {', '.join(found)}; the counts know {KNOWN_RELEASES}, where it "
                 f"takes {', '.join(_TOLD)}"
             )
         told, schedule, update = scheduler.make_spec_decoding_stats, scheduler.schedule, scheduler.update_from_output

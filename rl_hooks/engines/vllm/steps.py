@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_hooks.engines.collected import Request, RequestSampling
 from rl_hooks.engines.tap import Step
+from rl_hooks.engines.vllm import KNOWN_RELEASES
 
 #: Sampling parameters that leave the distribution of a token as it is: they say when a request ends, and what is
 #: answered. temperature, top_p and top_k are sent along.
@@ -48,7 +49,7 @@ def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Call
     if missing := [one for one in wanted if one not in signature.parameters]:
         raise TapUnsupportedError(
             f"{name} has no parameter {', '.join(missing)} in this vLLM; it takes {', '.join(signature.parameters)}. "
-            "The tap knows vLLM 0.31 to 0.33"
+            f"The tap knows {KNOWN_RELEASES}"
         )
     return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rounds_fixtures import Output, Scheduler
 
 from rl_hooks.engines.counters import Counts
+from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.engines.vllm.rounds import CountingUnsupportedError, RoundCounter, _Bucket, _prompt
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash
 
@@ -209,7 +210,7 @@ def test_totals_never_fall_when_old_versions_leave_the_books() -> None:
 
 def test_an_unknown_scheduler_is_not_counted_and_not_touched() -> None:
     scheduler = SimpleNamespace(make_spec_decoding_stats=lambda stats, drafted: None, requests={})  # noqa: ARG005
-    with pytest.raises(CountingUnsupportedError, match="takes stats, drafted"):
+    with pytest.raises(CountingUnsupportedError, match=f"stats, drafted; the counts know {KNOWN_RELEASES},"):
         RoundCounter(scheduler)
     assert set(vars(scheduler)) == {"make_spec_decoding_stats", "requests"}
 

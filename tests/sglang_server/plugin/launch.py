@@ -3,6 +3,7 @@
 SGLang drafts on a CPU with its AMX backend only, whose kernels are `sgl_kernel` beside this file here. torchvision and
 torchaudio have no builds for a CPU torch; SGLang imports them for models that these tests do not serve.
 SGLang's processes are forked and not spawned: each would import all of SGLang again, which takes half of a start.
+With DRAFTALIGN_TESTS_OVERLAP it overlaps schedules beside EAGLE-3, which it does by itself on GPUs alone.
 """
 
 from __future__ import annotations
@@ -48,6 +49,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.meta_path.append(_Finder())
 
+
+def overlap_schedules() -> None:
+    """Take away what turns it off on a CPU; the one kernel of Triton's on the way is a lookup of rows."""
+    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.managers import overlap_utils
+
+    def rows_of(rows: Any, *buffers: Any) -> tuple[Any, ...]:
+        return tuple(None if buffer is None else buffer[rows] for buffer in buffers)
+
+    assert callable(speculative_hook._disable_overlap_schedule_for_cpu)
+    assert callable(overlap_utils.gather_spec_extras)
+    speculative_hook._disable_overlap_schedule_for_cpu = lambda _: None
+    overlap_utils.gather_spec_extras = rows_of
+
+
 if __name__ == "__main__":
     from sglang.launch_server import load_plugins, run_server
     from sglang.srt.runtime_context import override_platform
@@ -56,6 +72,8 @@ if __name__ == "__main__":
 
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_, **__: None
+    if os.environ.get("DRAFTALIGN_TESTS_OVERLAP"):
+        overlap_schedules()
     load_plugins()
     override_platform(has_amx=True).install()
     try:
