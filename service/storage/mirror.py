@@ -7,6 +7,8 @@ Invariants:
 * A run's tree is replaced by one put, on condition that it is still the one with which the change began (If-Match; for
   a run's first, If-None-Match: *). So a change appears whole or not at all, and of two at one moment the second begins
   again with what the first has left. No clock, lock or lease is asked.
+* What a change does elsewhere (it deletes a run's keys in Redis) is fenced: a put of the tree as it is comes first, and
+  its number, higher than all before, goes along. Redis refuses a number that is below one that it had.
 * A tree names the change that made it: a put whose answer was lost is recognised as its own.
 * A large file has an object of its own before a tree names it. No object of a file is ever written again, and one is
   deleted after no tree names it any more.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -95,13 +98,16 @@ class Tree(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     change: str = ""
+    #: Higher than that of the tree before; where there was none, or it was lost, by the clock (Unix milliseconds).
+    number: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
     changes: tuple[str, ...] = ()  # those before it, newest first
     files: dict[Annotated[str, AfterValidator(_shared_name)], FileEntry] = {}
 
     def after(self, files: dict[str, FileEntry]) -> Tree:
         """What a change makes of this one."""
         before = (self.change, *self.changes) if self.change else ()
-        return Tree(change=uuid.uuid4().hex, changes=before[:_CHANGES_TOLD], files=files)
+        number = max(self.number + 1, time.time_ns() // 1_000_000)
+        return Tree(change=uuid.uuid4().hex, number=number, changes=before[:_CHANGES_TOLD], files=files)
 
 
 class _Known(NamedTuple):
@@ -128,15 +134,19 @@ class _Draft(Layout):
 
     pieces = _PIECES
 
-    def __init__(self, root: Path, tree: Tree, look: Callable[[], _Known | None]) -> None:
-        """`look`: what stands in the store by now; None: that tree."""
+    def __init__(self, root: Path, known: _Known, put: Callable[[Tree, str | None], _Known | None]) -> None:
+        """`known`: of what it is a copy. `put`: puts a tree in the place of the one that has this entity tag."""
         super().__init__(root)
-        self._tree, self._look = tree, look
+        self.known, self._put = known, put
 
-    def still(self) -> None:
-        """As of `Layout`."""
-        found = self._look()
-        if found is not None and (found.etag is not None or self._tree.change):
+    def fenced(self, work: Callable[[int | None], bool]) -> None:
+        """As of `Layout`: from the put on, no change that began before it succeeds."""
+        before = self.known.tree
+        found = self._put(own := before.after(before.files), self.known.etag)
+        if found is None or found.tree.change != own.change:
+            raise _Changed
+        self.known = found
+        if not work(own.number):
             raise _Changed
 
     def change(self, run: str, work: Callable[[Layout], T], *, alone: bool = True, checkpoints: bool = False) -> T:  # noqa: ARG002
@@ -155,7 +165,7 @@ class _Draft(Layout):
 
     def trained(self, run: str) -> bool:  # noqa: ARG002
         """As the tree says."""
-        return _trained(self._tree)
+        return _trained(self.known.tree)
 
 
 class Mirror(Layout):
@@ -194,7 +204,7 @@ class Mirror(Layout):
                     known = self._pull(run, checkpoints)
                     with self._draft(run, known, checkpoints) as draft, contextlib.suppress(_Changed):
                         found = work(draft)
-                        if self._commit(run, known, draft, checkpoints):
+                        if self._commit(run, draft, checkpoints):
                             return found
                     time.sleep(random.uniform(0.0, min(0.02 * 2**turn, _PAUSE_SECONDS)))  # noqa: S311
         finally:
@@ -214,7 +224,7 @@ class Mirror(Layout):
     @contextlib.contextmanager
     def _draft(self, run: str, known: _Known, checkpoints: bool) -> Iterator[_Draft]:
         root = self.root / "changes" / uuid.uuid4().hex
-        draft = _Draft(root, known.tree, lambda: self._get(run, known.etag))
+        draft = _Draft(root, known, functools.partial(self._put, run))
         root.mkdir(parents=True)
         held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -233,8 +243,9 @@ class Mirror(Layout):
             shutil.rmtree(root, ignore_errors=True)
             os.close(held)
 
-    def _commit(self, run: str, known: _Known, draft: _Draft, checkpoints: bool) -> bool:
+    def _commit(self, run: str, draft: _Draft, checkpoints: bool) -> bool:
         """Make a draft the run's. False: another host changed the run since."""
+        known = draft.known
         root, own, before = draft.run(run), self.run(run), known.tree.files
         files = (
             {} if checkpoints or not root.exists() else {n: k for n, k in before.items() if not _is_wanted(n, False)}

@@ -199,9 +199,9 @@ class Objects(ObjectStore):
         found = self.listed(f"runs/{run}/")
         self.delete([key for key, written in found if unwanted(key.split("/")[2], written)])
 
-    def forget(self, run: str) -> None:
-        """Delete everything of a run. Blocks."""
-        self.delete([key for key, _ in self.listed(f"runs/{run}/")])
+    def of_run(self, run: str) -> list[str]:
+        """Keys of everything of a run. Blocks."""
+        return [key for key, _ in self.listed(f"runs/{run}/")]
 
 
 def _key(run: str, digest: str, name: str) -> str:

@@ -293,19 +293,63 @@ def test_a_put_whose_answer_was_lost_is_recognised_under_what_another_host_did_s
 def test_what_cannot_be_taken_back_is_not_done_where_another_host_was_faster(two: tuple[Mirror, Mirror]) -> None:
     """A host that stops after its look, while another one registers the run and takes rollouts for it."""
     one, other = two
-    found: list[bool] = []
+    found: list[int | None] = []
+
+    def delete(number: int | None) -> bool:
+        found.append(number)  # as a registration deletes keys in Redis
+        return True
 
     def work(now: Layout) -> bool:
         there = now.run_drafting("default").exists()
         if not found and not there:
             write(other, "drafting.json", b"theirs")
         if not there:
-            now.still()
-            found.append(there)  # as a registration deletes keys in Redis
+            now.fenced(delete)
         return there
 
     assert one.change("default", work)
     assert found == []
+
+
+def test_what_cannot_be_taken_back_has_a_number_above_all_before(two: tuple[Mirror, Mirror], store: Store) -> None:
+    """Also where the run's tree is gone: Redis may know the numbers that it had."""
+    one, other = two
+    numbers: list[int] = []
+
+    def note(number: int | None) -> bool:
+        numbers.append(number or 0)
+        return True
+
+    def work(now: Layout) -> None:
+        now.fenced(note)
+        now.latest("default").write_text(str(len(numbers)))
+
+    for host in (one, other, one):
+        host.change("default", work)
+    store.client().delete_object(Bucket=BUCKET, Key="state/trees/default")
+    Mirror(one.root.parent / "third", URL).change("default", work)
+    assert numbers == sorted(set(numbers)), "each once, and higher than the one before"
+
+
+def test_what_a_later_change_did_is_not_done_again(two: tuple[Mirror, Mirror]) -> None:
+    """What has the numbers, Redis, had a higher one: the change begins again, with what the later one left."""
+    one, other = two
+    calls: list[int] = []
+
+    def refuse(number: int | None) -> bool:
+        calls.append(number or 0)
+        if len(calls) == 1:
+            write(other, "drafting.json", b"theirs")
+        return len(calls) > 1
+
+    def work(now: Layout) -> bool:
+        now.fenced(refuse)
+        now.latest("default").write_text("mine")
+        return now.run_drafting("default").exists()
+
+    assert one.change("default", work)
+    assert calls == sorted(set(calls))
+    assert (seen(other, "latest.json"), seen(other, "drafting.json")) == (b"mine", b"theirs")
 
 
 def test_a_file_of_the_same_length_and_time_is_another_one(two: tuple[Mirror, Mirror]) -> None:
