@@ -225,6 +225,36 @@ def test_a_host_that_is_stopped_while_it_deletes_a_run_deletes_nothing_of_the_ne
     assert batch in kept
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known here", "on a host that never knew it"])
+def test_a_run_whose_list_of_files_is_damaged_can_be_deleted(
+    replicas: tuple[RunningService, RunningService],
+    monkeypatch: pytest.MonkeyPatch,
+    store: Store,
+    tmp_path: Path,
+    redis_url: str,
+    known: bool,
+) -> None:
+    one, other = replicas
+    assert one.register().status_code == 201
+    accepted(one)
+    store.client().put_object(Bucket=BUCKET, Key="state/trees/default", Body=b"spoilt")
+    asked = one if known else RunningService(state_dir=tmp_path / "late", redis_url=redis_url, state_url=URL)
+    try:
+        state = one.client.patch("/runs/default", json={"state": "paused", "reason": "x"})
+        assert (state.status_code, "is damaged" in state.json()["detail"]) == (503, True), "which needs the list"
+        assert asked.client.delete("/runs/default").status_code == 204
+    finally:
+        if not known:
+            asked.stop()
+    until(lambda: httpx.get(f"{other.url}/runs/default").status_code == 404, "the other knows it")
+    monkeypatch.setattr("service.storage.mirror._LEFTOVER_SECONDS", -3600.0)
+    one.layout.sweep()
+    assert store.stored() == ["state/trees/default"], "nothing of it is left"
+    until(lambda: other.register().status_code == 201, "its name is free, and the other knows it")
+    until(lambda: httpx.get(f"{one.url}/runs/default").is_success, "the first knows it")
+    accepted(one)
+
+
 def send_until(world: World, urls: Sequence[str], name: str, condition: Callable[[], object]) -> list[str]:
     """Send batches to one replica after the other, as the worker takes them; returns their ids."""
     sent: list[str] = []

@@ -81,6 +81,9 @@ class Layout:
     def announce(self, run: str, path: Path) -> None:
         """Before `change`: say that a file, or those of a directory, will become the run's. It may take long."""
 
+    def abandon(self, run: str) -> None:
+        """Before a run is withdrawn: where what hosts share of it cannot be read, make it one that is being deleted."""
+
     def pull(self, run: str, *, checkpoints: bool = False) -> None:
         """See what other hosts did before now. Blocks; raises OSError where nobody knows."""
 

@@ -38,7 +38,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rl_hooks.durable import replace_file, sync
 from rl_hooks.wire import RUN_NAME
@@ -292,13 +292,13 @@ class Mirror(Layout):
 
     def _get(self, run: str, etag: str | None = None) -> _Known | None:
         """A run's tree as it stands; None where it still has this entity tag."""
-        found = self._store.look(_tree(run), etag, most_bytes=_TREE_BYTES)
-        if found is None:
-            return None
-        body, tag = found
         try:
+            found = self._store.look(_tree(run), etag, most_bytes=_TREE_BYTES)
+            if found is None:
+                return None
+            body, tag = found
             return _Known(Tree() if tag is None else Tree.model_validate_json(body), tag)
-        except ValidationError as error:
+        except ValueError as error:  # pydantic's too
             raise TreeDamaged(_tree(run), error) from error
 
     def _put(self, run: str, tree: Tree, etag: str | None) -> _Known | None:
@@ -315,6 +315,18 @@ class Mirror(Layout):
         if trouble is not None:
             raise trouble
         return None
+
+    def abandon(self, run: str) -> None:
+        """As of `Layout`: where its tree is damaged. The sweep deletes what no tree names any more."""
+        etag = self._store.tag(_tree(run))
+        try:
+            self._get(run)
+        except TreeDamaged as error:
+            record = FileEntry(bytes=2, changed_ns=time.time_ns(), text="{}")
+            if self._put(run, Tree().after({self.withdrawn(run).name: record}), etag) is None:
+                raise RegistryBusy(f"run {run!r} was changed by another host meanwhile; try again") from error
+            log.warning("run %s is given up, as it is to be deleted: %s", run, error)
+            self.pull(run)
 
     # --- this host's copy
     def trained(self, run: str) -> bool:

@@ -459,6 +459,7 @@ def check_not_withdrawn(layout: Layout, run: str) -> None:
 
 def withdraw_run(layout: Layout, run: str) -> None:
     """Unregister a run: nobody finds it any more, and no other may take its name. Raises RunNotFound. Blocks."""
+    layout.abandon(run)
     if not is_there(layout.run_json(run)) and not layout.withdrawn(run).exists():
         raise RunNotFound(f"run {run!r} is not registered")
 
