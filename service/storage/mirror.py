@@ -42,10 +42,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rl_hooks.durable import replace_file, sync
 from rl_hooks.wire import RUN_NAME
-from service.errors import ConfigurationError, ObjectStoreError, RegistryBusy, ServiceError, TreeDamaged
+from service.errors import ConfigurationError, ObjectStoreError, RegistryBusy, RunConflict, ServiceError, TreeDamaged
 from service.settings import Settings
 from service.storage.drafters.objects import ObjectStore
-from service.storage.layout import FILE_NAME, Layout, locked
+from service.storage.layout import FILE_NAME, Layout, is_there, locked
 
 log = logging.getLogger("draftalign.storage")
 
@@ -379,7 +379,7 @@ class Mirror(Layout):
             return
         self.make_run(run)
         had = self._copy(run).tree.files
-        for name in sorted(files, key=lambda name: (_LATER.get(Path(name).name, 0), name)):
+        for name in sorted(files, key=_order):
             path, kept = root / name, files[name]
             other = name in had and had[name].object != kept.object  # also one of the same length and time
             if _is_wanted(name, checkpoints) and (other or not _is_same(path, kept)):
@@ -524,6 +524,31 @@ def state_of(settings: Settings) -> Layout:
     if settings.state_url is None:
         return Layout(settings.state_dir)
     return Mirror(settings.state_dir, settings.state_url)
+
+
+def copy_run(origin: Layout, target: Layout, run: str) -> None:
+    """Copy what hosts share of a run, checkpoints too, from one state to another. Nobody may change the run. Blocks.
+
+    Raises RunConflict where the other state has a run of this name.
+    """
+    origin.pull(run, checkpoints=True)
+    root, names = origin.run(run), _shared(origin.run(run), True)
+
+    def work(now: Layout) -> None:
+        if is_there(now.run_json(run)) or is_there(now.withdrawn(run)):
+            raise RunConflict(f"run {run!r} is there already, and was not copied; delete it first, or leave it")
+        now.make_run(run)
+        for name in sorted(names, key=_order):
+            path = now.run(run) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, path)  # with its time: that of heads is their order
+            sync(path)
+
+    target.change(run, work, checkpoints=True)
+
+
+def _order(name: str) -> tuple[int, str]:
+    return _LATER.get(Path(name).name, 0), name
 
 
 def _delete_unless_held(path: Path) -> None:

@@ -17,12 +17,14 @@ pytest.importorskip("moto")
 from object_fixtures import BUCKET, Store, failing, losing_answers, running_store
 from record_fixtures import told
 from service_fixtures import publish
+from typer.testing import CliRunner
 
-from service.errors import ConfigurationError, LatestMoved, ObjectStoreError, RunNotFound
+from service.cli.main import app
+from service.errors import ConfigurationError, LatestMoved, ObjectStoreError, RunConflict, RunNotFound
 from service.settings import Settings
 from service.storage import mirror
 from service.storage.layout import Layout
-from service.storage.mirror import Mirror, state_of
+from service.storage.mirror import Mirror, copy_run, state_of
 from service.storage.registry import Registry
 from service.storage.runs import change_state, delete_run, read_state, withdraw_run
 
@@ -591,6 +593,43 @@ def test_a_directory_that_has_other_runs_is_refused(store: Store, tmp_path: Path
     Mirror(tmp_path / "one", URL)
     with pytest.raises(ConfigurationError, match=f"is a copy of {URL}; use another state directory"):
         Mirror(tmp_path / "one", f"{URL}2")
+
+
+def test_a_state_is_copied_to_an_object_store_and_back(store: Store, tmp_path: Path) -> None:
+    old, run = Layout(tmp_path / "old"), "default"
+    for name in (run, "second"):
+        register(old, name)
+        write(old, "target.safetensors", LARGE, name)
+    write(old, "heads/3.safetensors", LARGE)
+    write(old, "worker/checkpoint-000000001/trainer/state", LARGE)
+    os.utime(old.head(run, 3), ns=(5, 5))
+    first = publish(Registry(old), instead_of=None)
+    Registry(old).hold(run, first.version, "it is good")
+
+    def copied(*arguments: str) -> None:
+        result = CliRunner().invoke(app, ["copy-state", *arguments])
+        assert (result.exit_code, result.output) == (0, "copied run default\ncopied run second\n"), result.output
+
+    copied(str(old.root), "--state-url", URL, "--state-dir", str(tmp_path / "copy"))
+    host = Mirror(tmp_path / "host", URL)
+    host.refresh()
+    copied(URL, "--state-dir", str(tmp_path / "back"))
+    for there in (host, Layout(tmp_path / "back")):
+        there.pull(run, checkpoints=True)
+        assert there.run_names() == [run, "second"]
+        names = {
+            path.relative_to(old.root) for path in old.runs.rglob("*") if path.is_file() and path.suffix != ".lock"
+        }
+        assert all((there.root / name).read_bytes() == (old.root / name).read_bytes() for name in names)
+        assert there.head(run, 3).stat().st_mtime_ns == 5, "heads are ordered by it"
+        registry = Registry(there)
+        assert (registry.held(run) or pytest.fail("not held")).version == first.version
+        registry.release(run, first.version)
+        second = publish(registry, content=b"other" * 9000, instead_of=first.version)
+        assert registry.latest(run) == second
+        assert second.sequence == first.sequence + 1
+        with pytest.raises(RunConflict, match="run 'default' is there already, and was not copied"):
+            copy_run(old, there, run)
 
 
 def test_the_setting_chooses(store: Store, tmp_path: Path) -> None:
