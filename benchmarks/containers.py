@@ -320,7 +320,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="leave the containers running")
     args = parser.parse_args()
-    for image in ("draftalign", "draftalign-debian"):
+    for image in ("draftalign", "draftalign-api", "draftalign-debian"):
         print(f"{image}: {int(docker('image', 'inspect', '-f', '{{.Size}}', image)) / 1e6:.0f} MB")
     try:
         began = time.monotonic()

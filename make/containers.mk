@@ -18,9 +18,11 @@ containers-images:
 	@DOCKER_BUILDKIT=1 $(DOCKER) build --network host --build-arg BASE=draftalign-base -t draftalign-debian deploy/debian
 	@DOCKER_BUILDKIT=1 $(DOCKER) build --network host --build-arg BASE=draftalign-base --build-arg COMPILER= \
 	  $(CONTAINERS_BUILD_ARGS) -f deploy/Dockerfile -t draftalign .
+	@DOCKER_BUILDKIT=1 $(DOCKER) build --network host --build-arg BASE=draftalign-base $(CONTAINERS_BUILD_ARGS) \
+	  -f deploy/Dockerfile --target api -t draftalign-api .
 
 containers-clean: ## Remove the images that `make containers` made
-	$(DOCKER) image rm -f draftalign draftalign-debian draftalign-base
+	$(DOCKER) image rm -f draftalign draftalign-api draftalign-debian draftalign-base
 
 # The tool has an environment of its own: some of its packages change what others do where they find them.
 .venv-sbom/.ready: make/containers.mk

@@ -91,4 +91,4 @@ class TreeDamaged(ObjectStoreError):  # noqa: N818
 
     def __init__(self, key: str, why: object) -> None:
         said = " ".join(str(why).partition("For further information")[0].split())[:300]
-        super().__init__(f"{key} in the object store is damaged: {said}; put a copy of it back")
+        super().__init__(f"{key} in the object store is damaged: {said}; put a copy of it back, or delete the run")

@@ -251,19 +251,19 @@ def test_what_make_containers_lays_over_compose_fits_it() -> None:
     override = yaml.load((DEPLOY / "debian" / "compose.yml").read_text(), _Override)["services"]  # noqa: S506 - a SafeLoader
     assert override.keys() == compose.keys(), "what is not named here would be pulled"
     for name, service in override.items():
-        built = compose[name]["image"] == "draftalign"
+        built = compose[name]["image"].startswith("draftalign")
         assert built or service.get("image") == "draftalign-debian" or service.get("profiles") == ["never"]
         check_environment(set(service.get("environment", {})))
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1::"), "several stand beside each other"
             assert port.rsplit(":", 1)[1] in {old.rsplit(":", 1)[1] for old in compose[name]["ports"]}
     text = (ROOT / "make" / "containers.mk").read_text()
-    assert all(f"-t {image}" in text for image in ("draftalign", "draftalign-debian"))
+    assert all(f"-t {image}" in text for image in ("draftalign", "draftalign-api", "draftalign-debian"))
 
 
 def test_no_container_of_ours_can_write_to_its_image_or_has_a_capability() -> None:
     services = read_yaml(ROOT / "docker-compose.yml")["services"]
-    ours = [service for service in services.values() if service["image"] == "draftalign"]
+    ours = [service for service in services.values() if service["image"].startswith("draftalign")]
     assert len(ours) == 2
     for service in ours:
         assert service["read_only"]
@@ -331,13 +331,18 @@ def test_dockerfile_copies_what_exists_and_all_packages() -> None:
     packages = {p.parent.name for p in ROOT.glob("*/__init__.py") if p.parent.name != "tests"}
     assert packages <= set(copied)
     assert re.search(r"^USER (?!root)", text, re.MULTILINE)
-    (command,) = re.findall(r'^CMD \["(\w+)"\]', text, re.MULTILINE)
-    check_command([command])
+    for command in re.findall(r'^CMD \["(\w+)"\]', text, re.MULTILINE):
+        check_command([command])
+    *_, last_user = re.findall(r"^USER (\w+)", text, re.MULTILINE)
+    assert last_user == "draftalign"
     assert not re.search(r"^# syntax=", text, re.MULTILINE), (
         "a front end would be pulled, also where no registry can be reached"
     )
     assert re.findall(r"^ARG (\w+)=", text, re.MULTILINE) == ["BASE", "PIP_EXTRA_INDEX_URL", "COMPILER"]
-    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}
+    froms, stages = (re.findall(p, text, re.MULTILINE) for p in (r"^FROM (\S+)", r"^FROM \S+ AS (\S+)"))
+    assert set(froms) == {"${BASE}", "build", "runtime"}, "nothing else is pulled"
+    assert "api" in stages
+    assert read_yaml(ROOT / "docker-compose.yml")["services"]["api"]["build"]["target"] == "api"
 
 
 def _cyclonedx() -> Path | None:
@@ -348,11 +353,13 @@ def _cyclonedx() -> Path | None:
 
 def test_the_image_lists_its_packages_in_what_it_copies_after_the_last_is_installed() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
-    build, final = text.split("\nFROM ${BASE}\n")
+    build, without_torch, final = re.split(r"\nFROM (?:build AS build-api|\$\{BASE\} AS runtime)\n", text)
     (command,) = re.findall(r"/opt/sbom/bin/cyclonedx-py (.*)", build)
+    assert re.findall(r"/opt/sbom/bin/cyclonedx-py (.*)", without_torch) == [command]
+    assert without_torch.rindex("cyclonedx-py") > without_torch.rindex("pip uninstall")
     assert build.rindex("cyclonedx-py") > build.rindex("pip install -c"), "what comes later would be missing"
     (listed,) = re.findall(r"-o (\S+)", command)
-    (copied,) = re.findall(r"^COPY --from=build (\S+) ", final, re.MULTILINE)
+    (copied,) = set(re.findall(r"^COPY --from=build(?:-api)? (\S+) ", final, re.MULTILINE))
     assert listed.startswith(f"{copied}/")
     assert command.endswith(f" {copied}")
     assert f"cat draftalign {listed}`" in (DEPLOY / "README.md").read_text()
@@ -364,7 +371,7 @@ def test_the_image_lists_its_packages_in_what_it_copies_after_the_last_is_instal
 @pytest.mark.skipif(_cyclonedx() is None, reason="cyclonedx-bom is not installed: `make sbom` brings it")
 def test_the_list_of_packages_has_every_package_with_its_version(tmp_path: Path) -> None:
     """The image's command, of the environment that runs the tests, without its validation of 20 s."""
-    (command,) = re.findall(r"/opt/sbom/bin/cyclonedx-py (.*)", (DEPLOY / "Dockerfile").read_text())
+    command = re.findall(r"/opt/sbom/bin/cyclonedx-py (.*)", (DEPLOY / "Dockerfile").read_text())[0]
     file = tmp_path / "sbom.json"
     command = command.replace("/opt/draftalign/sbom.cdx.json", str(file)).replace("/opt/draftalign", sys.prefix)
     result = run(str(_cyclonedx()), *command.split(), "--no-validate", cwd=tmp_path)

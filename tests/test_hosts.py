@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -22,11 +23,12 @@ pytest.importorskip("moto")
 
 from failover_fixtures import free_port, until
 from object_fixtures import BUCKET, Store, running_store
-from service_fixtures import HEADERS
+from service_fixtures import HEADERS, RunningService, rollout_file
 from test_replicas import answers, upload, upload_with_a_pause
 from worker_fixtures import ONE_BY_ONE, World
 
 from service.cli.valkey import EmbeddedValkey
+from service.storage.reports.store import AsyncStore
 
 URL = f"s3://{BUCKET}/state"
 SETTINGS = ONE_BY_ONE | {"gate_min_gain": 0.005, "recent_tokens": 100_000, "learning_rate": 5e-3, "state_url": URL}
@@ -137,6 +139,120 @@ def test_hosts_that_share_no_directory_lose_nothing(tmp_path: Path, store: Store
         assert store.stored() == ["state/trees/default"]
         put = httpx.put(f"{urls[0]}/runs/default", content=world.run_file(drafter=world.drafter()), headers=HEADERS)
         assert put.status_code == 201, put.text
+
+
+@pytest.fixture
+def replicas(tmp_path: Path, store: Store, redis_url: str) -> Iterator[tuple[RunningService, RunningService]]:
+    found = [RunningService(state_dir=tmp_path / name, redis_url=redis_url, state_url=URL) for name in ("a", "b")]
+    try:
+        yield found[0], found[1]
+    finally:
+        for one in found:
+            one.stop()
+
+
+class Stopped:
+    """The first to delete a run's keys in Redis stops right before or after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+        self._forget, self._where = AsyncStore.forget, where
+        self._asleep, self._wake = threading.Event(), threading.Event()
+        stopped = self
+
+        async def forget(self: AsyncStore, *fence: Any) -> Any:
+            return await stopped._in_place_of(self, *fence)
+
+        monkeypatch.setattr(AsyncStore, "forget", forget)
+
+    async def _in_place_of(self, store: AsyncStore, *fence: Any) -> Any:
+        first, found = not self._asleep.is_set(), None
+        if self._where == "after" or not first:
+            found = await self._forget(store, *fence)
+        if first:
+            self._asleep.set()
+            await asyncio.to_thread(self._wake.wait, 30)
+        return await self._forget(store, *fence) if first and self._where == "before" else found
+
+    @contextlib.contextmanager
+    def meanwhile(self, call: Callable[[], httpx.Response]) -> Iterator[list[httpx.Response]]:
+        """Others go on while a call is stopped; its answer is in the list afterwards."""
+        answers: list[httpx.Response] = []
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(call)
+            assert self._asleep.wait(30)
+            try:
+                yield answers
+            finally:
+                self._wake.set()
+            answers.append(late.result(30))
+
+
+def accepted(service: RunningService) -> str:
+    """Send a file of rollouts; returns the id of its batch."""
+    reply = service.post(rollout_file())
+    assert reply.status_code == 202, reply.text
+    return str(reply.json()["batch_id"])
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_host_that_is_stopped_while_it_registers_a_run_deletes_nothing_of_anothers(
+    replicas: tuple[RunningService, RunningService], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    one, other = replicas
+    with Stopped(monkeypatch, where).meanwhile(one.register) as late:
+        assert other.register().status_code == 201
+        batch = accepted(other)
+    assert late[0].status_code == 200, "the run is there by then"
+    for url in (one.url, other.url):
+        assert told(url, f"/rollouts/{batch}?run=default")["state"] == "queued"
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_host_that_is_stopped_while_it_deletes_a_run_deletes_nothing_of_the_next_one(
+    replicas: tuple[RunningService, RunningService], monkeypatch: pytest.MonkeyPatch, store: Store, where: str
+) -> None:
+    one, other = replicas
+    assert one.register().status_code == 201
+    old = accepted(one)
+    with Stopped(monkeypatch, where).meanwhile(lambda: one.client.delete("/runs/default")) as late:
+        assert other.client.delete("/runs/default").status_code == 204
+        assert other.register().status_code == 201
+        batch = accepted(other)
+    assert late[0].status_code == 204
+    assert batch == old, "the same file, which is no duplicate in the new run"
+    assert told(other.url, f"/rollouts/{batch}?run=default")["state"] == "queued"
+    (kept,) = [key for key in store.stored() if "/rollouts/" in key]
+    assert batch in kept
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known here", "on a host that never knew it"])
+def test_a_run_whose_list_of_files_is_damaged_can_be_deleted(
+    replicas: tuple[RunningService, RunningService],
+    monkeypatch: pytest.MonkeyPatch,
+    store: Store,
+    tmp_path: Path,
+    redis_url: str,
+    known: bool,
+) -> None:
+    one, other = replicas
+    assert one.register().status_code == 201
+    accepted(one)
+    store.client().put_object(Bucket=BUCKET, Key="state/trees/default", Body=b"spoilt")
+    asked = one if known else RunningService(state_dir=tmp_path / "late", redis_url=redis_url, state_url=URL)
+    try:
+        state = one.client.patch("/runs/default", json={"state": "paused", "reason": "x"})
+        assert (state.status_code, "is damaged" in state.json()["detail"]) == (503, True), "which needs the list"
+        assert asked.client.delete("/runs/default").status_code == 204
+    finally:
+        if not known:
+            asked.stop()
+    until(lambda: httpx.get(f"{other.url}/runs/default").status_code == 404, "the other knows it")
+    monkeypatch.setattr("service.storage.mirror._LEFTOVER_SECONDS", -3600.0)
+    one.layout.sweep()
+    assert store.stored() == ["state/trees/default"], "nothing of it is left"
+    until(lambda: other.register().status_code == 201, "its name is free, and the other knows it")
+    until(lambda: httpx.get(f"{one.url}/runs/default").is_success, "the first knows it")
+    accepted(one)
 
 
 def send_until(world: World, urls: Sequence[str], name: str, condition: Callable[[], object]) -> list[str]:

@@ -42,7 +42,7 @@ from service.settings import Settings
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
 KUBERNETES = DEPLOY / "kubernetes"
 #: What a user applies; the other folders are parts of these.
-OVERLAYS = ("one-pod", "replicas", "ranks", "keda", "engine")
+OVERLAYS = ("one-pod", "replicas", "hosts", "ranks", "keda", "engine")
 SERVICE = tuple(name for name in OVERLAYS if name != "engine")
 
 #: Of the machine, or as `make machine` brings it.
@@ -87,7 +87,7 @@ def environment(overlay: str, container: dict[str, Any]) -> dict[str, str | None
     maps = {d["metadata"]["name"]: d["data"] for d in manifests(overlay) if d["kind"] == "ConfigMap"}
     found: dict[str, str | None] = {}
     for source in container.get("envFrom", []):
-        found |= maps[source["configMapRef"]["name"]]
+        found |= maps[source["configMapRef"]["name"]] if "configMapRef" in source else {}
     return found | {entry["name"]: entry.get("value") for entry in container.get("env", [])}
 
 
@@ -123,7 +123,7 @@ def test_what_is_rendered_agrees_with_the_schemas(overlay: str) -> None:
         kubernetes_validate.validate(broken, "1.32", strict=True)
 
 
-@pytest.mark.parametrize("overlay", SERVICE)
+@pytest.mark.parametrize("overlay", [name for name in SERVICE if name != "hosts"])
 def test_an_object_store_reaches_api_and_worker_once_its_lines_are_no_comments(overlay: str, tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
     found = 0
@@ -354,7 +354,7 @@ def test_of_each_pod_of_the_service_only_the_ports_that_others_need_can_be_reach
 
 
 @pytest.mark.parametrize("overlay", [name for name in SERVICE if name != "one-pod"])
-def test_replicas_of_the_api_share_the_workers_volume_and_grow_with_their_load(overlay: str) -> None:
+def test_replicas_of_the_api_share_the_workers_state_and_grow_with_their_load(overlay: str) -> None:
     api, worker = workloads(overlay)["draftalign-api"], workloads(overlay)["draftalign-worker"]
     labels = api["template"]["metadata"]["labels"]
     assert specs(overlay, "Service")["draftalign"]["selector"] == labels, "rollouts are not sent to a worker"
@@ -366,9 +366,17 @@ def test_replicas_of_the_api_share_the_workers_volume_and_grow_with_their_load(o
     assert scaler["minReplicas"] > budget["minAvailable"]
     for spec in (api, worker):
         pod = spec["template"]["spec"]
-        (claim,) = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "state"]
-        assert specs(overlay, "PersistentVolumeClaim")[claim]["accessModes"] == ["ReadWriteMany"]
         (container,) = pod["containers"]
+        (volume,) = [v for v in pod["volumes"] if v["name"] == "state"]
+        if overlay == "hosts":
+            assert volume == {"name": "state", "emptyDir": {}}
+            assert specs(overlay, "PersistentVolumeClaim") == {}
+            assert environment(overlay, container)["DRAFTALIGN_STATE_URL"] == "s3://bucket/state"
+            assert container["envFrom"][1:] == [{"secretRef": {"name": "draftalign-store"}}], "the store's credentials"
+        else:
+            claim = volume["persistentVolumeClaim"]["claimName"]
+            assert specs(overlay, "PersistentVolumeClaim")[claim]["accessModes"] == ["ReadWriteMany"]
+            assert "DRAFTALIGN_STATE_URL" not in environment(overlay, container)
         assert "cpu" in container["resources"]["requests"], "the scaler counts in shares of what is requested"
 
 

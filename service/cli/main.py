@@ -20,6 +20,7 @@ from service.cli.drafters.commands import convert, evaluate, inspect
 from service.cli.plan import plan
 from service.cli.remote.drafters import download, drafters, hold, publish, release, rollback
 from service.cli.remote.runs import dead, drift, runs, state, worth
+from service.cli.state import copy_state
 from service.cli.warmup import warmup
 from service.errors import ConfigurationError, ServiceError
 from service.settings import Settings, redis_place
@@ -186,7 +187,7 @@ _COMMANDS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Look": (runs, drafters, worth, dead, audit),
     "Act on a run": (state, publish, hold, release, rollback, drift),
     "Drafters as files": (warmup, download, convert, inspect, evaluate),
-    "Before a deployment": (plan, token, keygen),
+    "Before a deployment": (plan, token, keygen, copy_state),
 }
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:

@@ -66,8 +66,13 @@ class Layout:
         with locked(self, run):
             return work(self)
 
-    def still(self) -> None:
-        """Within `change`, right before what cannot be taken back: begin again if another host was faster."""
+    def fenced(self, work: Callable[[int | None], bool]) -> None:
+        """Within `change`: do what cannot be taken back; begin again if another host was faster.
+
+        `work` is given a number, higher than that of every change before (a fencing token); None: it is under the run's
+        lock. It returns False, and does nothing, where a later change was there before it.
+        """
+        work(None)
 
     def own(self, path: Path) -> Path:
         """Within `change`: the file or directory at `path`, as one that may be renamed into the layout."""
@@ -75,6 +80,9 @@ class Layout:
 
     def announce(self, run: str, path: Path) -> None:
         """Before `change`: say that a file, or those of a directory, will become the run's. It may take long."""
+
+    def abandon(self, run: str) -> None:
+        """Before a run is withdrawn: where what hosts share of it cannot be read, make it one that is being deleted."""
 
     def pull(self, run: str, *, checkpoints: bool = False) -> None:
         """See what other hosts did before now. Blocks; raises OSError where nobody knows."""

@@ -7,6 +7,8 @@ Invariants:
 * A run's tree is replaced by one put, on condition that it is still the one with which the change began (If-Match; for
   a run's first, If-None-Match: *). So a change appears whole or not at all, and of two at one moment the second begins
   again with what the first has left. No clock, lock or lease is asked.
+* What a change does elsewhere (it deletes a run's keys in Redis) is fenced: a put of the tree as it is comes first, and
+  its number, higher than all before, goes along. Redis refuses a number that is below one that it had.
 * A tree names the change that made it: a put whose answer was lost is recognised as its own.
 * A large file has an object of its own before a tree names it. No object of a file is ever written again, and one is
   deleted after no tree names it any more.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -35,14 +38,14 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rl_hooks.durable import replace_file, sync
 from rl_hooks.wire import RUN_NAME
-from service.errors import ConfigurationError, ObjectStoreError, RegistryBusy, ServiceError, TreeDamaged
+from service.errors import ConfigurationError, ObjectStoreError, RegistryBusy, RunConflict, ServiceError, TreeDamaged
 from service.settings import Settings
 from service.storage.drafters.objects import ObjectStore
-from service.storage.layout import FILE_NAME, Layout, locked
+from service.storage.layout import FILE_NAME, Layout, is_there, locked
 
 log = logging.getLogger("draftalign.storage")
 
@@ -95,13 +98,16 @@ class Tree(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     change: str = ""
+    #: Higher than that of the tree before; where there was none, or it was lost, by the clock (Unix milliseconds).
+    number: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
     changes: tuple[str, ...] = ()  # those before it, newest first
     files: dict[Annotated[str, AfterValidator(_shared_name)], FileEntry] = {}
 
     def after(self, files: dict[str, FileEntry]) -> Tree:
         """What a change makes of this one."""
         before = (self.change, *self.changes) if self.change else ()
-        return Tree(change=uuid.uuid4().hex, changes=before[:_CHANGES_TOLD], files=files)
+        number = max(self.number + 1, time.time_ns() // 1_000_000)
+        return Tree(change=uuid.uuid4().hex, number=number, changes=before[:_CHANGES_TOLD], files=files)
 
 
 class _Known(NamedTuple):
@@ -128,15 +134,19 @@ class _Draft(Layout):
 
     pieces = _PIECES
 
-    def __init__(self, root: Path, tree: Tree, look: Callable[[], _Known | None]) -> None:
-        """`look`: what stands in the store by now; None: that tree."""
+    def __init__(self, root: Path, known: _Known, put: Callable[[Tree, str | None], _Known | None]) -> None:
+        """`known`: of what it is a copy. `put`: puts a tree in the place of the one that has this entity tag."""
         super().__init__(root)
-        self._tree, self._look = tree, look
+        self.known, self._put = known, put
 
-    def still(self) -> None:
-        """As of `Layout`."""
-        found = self._look()
-        if found is not None and (found.etag is not None or self._tree.change):
+    def fenced(self, work: Callable[[int | None], bool]) -> None:
+        """As of `Layout`: from the put on, no change that began before it succeeds."""
+        before = self.known.tree
+        found = self._put(own := before.after(before.files), self.known.etag)
+        if found is None or found.tree.change != own.change:
+            raise _Changed
+        self.known = found
+        if not work(own.number):
             raise _Changed
 
     def change(self, run: str, work: Callable[[Layout], T], *, alone: bool = True, checkpoints: bool = False) -> T:  # noqa: ARG002
@@ -155,7 +165,7 @@ class _Draft(Layout):
 
     def trained(self, run: str) -> bool:  # noqa: ARG002
         """As the tree says."""
-        return _trained(self._tree)
+        return _trained(self.known.tree)
 
 
 class Mirror(Layout):
@@ -194,7 +204,7 @@ class Mirror(Layout):
                     known = self._pull(run, checkpoints)
                     with self._draft(run, known, checkpoints) as draft, contextlib.suppress(_Changed):
                         found = work(draft)
-                        if self._commit(run, known, draft, checkpoints):
+                        if self._commit(run, draft, checkpoints):
                             return found
                     time.sleep(random.uniform(0.0, min(0.02 * 2**turn, _PAUSE_SECONDS)))  # noqa: S311
         finally:
@@ -214,7 +224,7 @@ class Mirror(Layout):
     @contextlib.contextmanager
     def _draft(self, run: str, known: _Known, checkpoints: bool) -> Iterator[_Draft]:
         root = self.root / "changes" / uuid.uuid4().hex
-        draft = _Draft(root, known.tree, lambda: self._get(run, known.etag))
+        draft = _Draft(root, known, functools.partial(self._put, run))
         root.mkdir(parents=True)
         held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -233,8 +243,9 @@ class Mirror(Layout):
             shutil.rmtree(root, ignore_errors=True)
             os.close(held)
 
-    def _commit(self, run: str, known: _Known, draft: _Draft, checkpoints: bool) -> bool:
+    def _commit(self, run: str, draft: _Draft, checkpoints: bool) -> bool:
         """Make a draft the run's. False: another host changed the run since."""
+        known = draft.known
         root, own, before = draft.run(run), self.run(run), known.tree.files
         files = (
             {} if checkpoints or not root.exists() else {n: k for n, k in before.items() if not _is_wanted(n, False)}
@@ -281,13 +292,13 @@ class Mirror(Layout):
 
     def _get(self, run: str, etag: str | None = None) -> _Known | None:
         """A run's tree as it stands; None where it still has this entity tag."""
-        found = self._store.look(_tree(run), etag, most_bytes=_TREE_BYTES)
-        if found is None:
-            return None
-        body, tag = found
         try:
+            found = self._store.look(_tree(run), etag, most_bytes=_TREE_BYTES)
+            if found is None:
+                return None
+            body, tag = found
             return _Known(Tree() if tag is None else Tree.model_validate_json(body), tag)
-        except ValidationError as error:
+        except ValueError as error:  # pydantic's too
             raise TreeDamaged(_tree(run), error) from error
 
     def _put(self, run: str, tree: Tree, etag: str | None) -> _Known | None:
@@ -304,6 +315,18 @@ class Mirror(Layout):
         if trouble is not None:
             raise trouble
         return None
+
+    def abandon(self, run: str) -> None:
+        """As of `Layout`: where its tree is damaged. The sweep deletes what no tree names any more."""
+        etag = self._store.tag(_tree(run))
+        try:
+            self._get(run)
+        except TreeDamaged as error:
+            record = FileEntry(bytes=2, changed_ns=time.time_ns(), text="{}")
+            if self._put(run, Tree().after({self.withdrawn(run).name: record}), etag) is None:
+                raise RegistryBusy(f"run {run!r} was changed by another host meanwhile; try again") from error
+            log.warning("run %s is given up, as it is to be deleted: %s", run, error)
+            self.pull(run)
 
     # --- this host's copy
     def trained(self, run: str) -> bool:
@@ -356,7 +379,7 @@ class Mirror(Layout):
             return
         self.make_run(run)
         had = self._copy(run).tree.files
-        for name in sorted(files, key=lambda name: (_LATER.get(Path(name).name, 0), name)):
+        for name in sorted(files, key=_order):
             path, kept = root / name, files[name]
             other = name in had and had[name].object != kept.object  # also one of the same length and time
             if _is_wanted(name, checkpoints) and (other or not _is_same(path, kept)):
@@ -501,6 +524,31 @@ def state_of(settings: Settings) -> Layout:
     if settings.state_url is None:
         return Layout(settings.state_dir)
     return Mirror(settings.state_dir, settings.state_url)
+
+
+def copy_run(origin: Layout, target: Layout, run: str) -> None:
+    """Copy what hosts share of a run, checkpoints too, from one state to another. Nobody may change the run. Blocks.
+
+    Raises RunConflict where the other state has a run of this name.
+    """
+    origin.pull(run, checkpoints=True)
+    root, names = origin.run(run), _shared(origin.run(run), True)
+
+    def work(now: Layout) -> None:
+        if is_there(now.run_json(run)) or is_there(now.withdrawn(run)):
+            raise RunConflict(f"run {run!r} is there already, and was not copied; delete it first, or leave it")
+        now.make_run(run)
+        for name in sorted(names, key=_order):
+            path = now.run(run) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, path)  # with its time: that of heads is their order
+            sync(path)
+
+    target.change(run, work, checkpoints=True)
+
+
+def _order(name: str) -> tuple[int, str]:
+    return _LATER.get(Path(name).name, 0), name
 
 
 def _delete_unless_held(path: Path) -> None:

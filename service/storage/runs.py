@@ -248,15 +248,16 @@ def commit_run(
     layout: Layout,
     record: RunRecord,
     upload: Upload,
-    forget: Callable[[], object] = lambda: None,
+    forget: Callable[[int | None], bool] = lambda _: True,
     *,
     refused: FileId = None,
 ) -> bool:
     """Register a run durably, the target first and `run.json` last. False if the run exists by then. Blocks.
 
-    `forget` deletes what an earlier run of this name left in Redis. It is called under the lock and only if the run
-    does not exist, so it never deletes keys of this run. `refused`: id of the target file that the worker refused. If
-    that is still the run's target, this one replaces it; queued batches stay, heads of the old target are deleted.
+    `forget` deletes what an earlier run of this name left in Redis. It is called only if the run does not exist, under
+    the lock or with a number (`Layout.fenced`), so it never deletes keys of this run. `refused`: id of the target file
+    that the worker refused. If that is still the run's target, this one replaces it; queued batches stay, heads of the
+    old target are deleted.
     """
     run = record.run
     layout.make_run(run)
@@ -268,8 +269,7 @@ def commit_run(
         now.make_run(run)
         check_not_withdrawn(now, run)
         if not is_there(now.run_json(run)):
-            now.still()  # else keys of a run that another host registered just now would go
-            forget()
+            now.fenced(forget)
         elif refused is not None and refused == now.target_id(run) and untouched(now, run):
             # Until the new run.json exists the run is not registered, and no rollouts are accepted for it.
             now.run_json(run).unlink()
@@ -459,6 +459,7 @@ def check_not_withdrawn(layout: Layout, run: str) -> None:
 
 def withdraw_run(layout: Layout, run: str) -> None:
     """Unregister a run: nobody finds it any more, and no other may take its name. Raises RunNotFound. Blocks."""
+    layout.abandon(run)
     if not is_there(layout.run_json(run)) and not layout.withdrawn(run).exists():
         raise RunNotFound(f"run {run!r} is not registered")
 
@@ -469,10 +470,10 @@ def withdraw_run(layout: Layout, run: str) -> None:
     layout.change(run, work)
 
 
-def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: None) -> bool:
+def delete_run(layout: Layout, run: str, forget: Callable[[int | None], bool] = lambda _: True) -> bool:
     """Delete the files of a withdrawn run. Nothing may work on it. False: another request was faster. Blocks.
 
-    `forget` deletes its keys in Redis, under the lock and before the name is free: a new run's keys would go too. Two
+    `forget` deletes its keys in Redis, as of `commit_run`, before the name is free: a new run's keys would go too. Two
     renames come first among the files: half a run is never found, and another one of its name is never touched. What is
     left by a death between them and the end is swept by `sweep_deleted`.
     """
@@ -482,8 +483,7 @@ def delete_run(layout: Layout, run: str, forget: Callable[[], object] = lambda: 
         spool, files = now.spool(run).with_name(name), now.run(run).with_name(name)
         if not is_there(now.withdrawn(run)):
             return None  # the name may be another run's by now
-        now.still()
-        forget()
+        now.fenced(forget)
         with contextlib.suppress(FileNotFoundError):
             now.spool(run).rename(spool)
         now.run(run).rename(files)

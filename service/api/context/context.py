@@ -216,23 +216,30 @@ class ServiceContext:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._locking, functools.partial(work, *args, **named))
 
-    def forgetting(self, run: str) -> Callable[[], object]:
-        """For a thread: delete a run's keys, in the event loop, which owns the Redis client."""
+    def forgetting(self, run: str) -> Callable[[int | None], bool]:
+        """For a thread: delete a run's keys, in the event loop, which owns the Redis client (`Layout.fenced`)."""
         loop = asyncio.get_running_loop()
-        return lambda: asyncio.run_coroutine_threadsafe(self.store(run).forget(), loop).result()
+
+        def forget(fence: int | None) -> bool:
+            return asyncio.run_coroutine_threadsafe(self.store(run).forget(fence), loop).result() is not None
+
+        return forget
 
     async def finish_deletion(self, run: str) -> bool:
         """Delete all of a withdrawn run; false while a worker has not let go of it. One that is gone is finished."""
-        store, stores = self.store(run), (self.registry.objects, self.disk.incoming)
+        store = self.store(run)
         if not await store.take_from_workers():
             return not is_there(self.layout.withdrawn(run))
         forget = self.forgetting(run)
+        # What is there now: another host may finish this deletion, and register a new run, while this one is stopped.
+        stores = [objects for objects in (self.registry.objects, self.disk.incoming) if objects is not None]
+        left = [(objects, await asyncio.to_thread(objects.of_run, run)) for objects in stores]
 
-        def forget_all() -> None:  # the objects first: where the store is away, the next attempt finds the rest
-            for objects in stores:
-                if objects is not None:
-                    objects.forget(run)
-            forget()
+        def forget_all(fence: int | None) -> bool:  # where the object store is away, the next attempt finds the rest
+            known = forget(fence)
+            for objects, keys in left if known else ():
+                objects.delete(keys)
+            return known
 
         if is_there(self.layout.withdrawn(run)) and await self.locking(delete_run, self.layout, run, forget_all):
             self.drop(run)

@@ -66,6 +66,14 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
+    def tag(self, key: str) -> str | None:
+        """Entity tag of an object; None where there is none. Blocks."""
+        with self.errors(key):
+            try:
+                return str(self._obstore.head(self._store, key)["e_tag"])
+            except FileNotFoundError:
+                return None
+
     def listed(self, prefix: str) -> list[tuple[str, float]]:
         """Keys under a prefix, with the time at which each was written, in Unix seconds. Blocks."""
         with self.errors(prefix):
@@ -85,12 +93,15 @@ class ObjectStore:
         return {one["path"]: str(one["e_tag"]) for one in found}
 
     def look(self, key: str, etag: str | None = None, *, most_bytes: int) -> tuple[bytes, str | None] | None:
-        """A small object and its entity tag, which is None where there is no object. None: it has this tag. Blocks."""
+        """A small object and its entity tag, which is None where there is no object. None: it has this tag. Blocks.
+
+        Raises ValueError where it is larger.
+        """
         with self.errors(key):
             try:
                 found = self._obstore.get(self._store, key, options={} if etag is None else {"if_none_match": etag})
                 if (size := found.meta["size"]) > most_bytes:
-                    raise ObjectStoreError(f"{key} has {size} bytes, the limit is {most_bytes}")
+                    raise ValueError(f"it has {size} bytes, the limit is {most_bytes}")
                 return bytes(found.bytes()), str(found.meta["e_tag"])
             except FileNotFoundError:
                 return b"", None
@@ -199,9 +210,9 @@ class Objects(ObjectStore):
         found = self.listed(f"runs/{run}/")
         self.delete([key for key, written in found if unwanted(key.split("/")[2], written)])
 
-    def forget(self, run: str) -> None:
-        """Delete everything of a run. Blocks."""
-        self.delete([key for key, _ in self.listed(f"runs/{run}/")])
+    def of_run(self, run: str) -> list[str]:
+        """Keys of everything of a run. Blocks."""
+        return [key for key, _ in self.listed(f"runs/{run}/")]
 
 
 def _key(run: str, digest: str, name: str) -> str:

@@ -194,9 +194,9 @@ class Incoming(ObjectStore):
         """Delete files; missing is fine. Blocks."""
         self.delete([_key(run, blob) for blob in blobs])
 
-    def forget(self, run: str) -> None:
-        """Delete everything of a run. Blocks."""
-        self.delete([key for key, _ in self.listed(f"rollouts/{run}/")])
+    def of_run(self, run: str) -> list[str]:
+        """Keys of everything of a run. Blocks."""
+        return [key for key, _ in self.listed(f"rollouts/{run}/")]
 
 
 def _key(run: str, blob: str) -> str:

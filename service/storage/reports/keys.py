@@ -22,7 +22,7 @@ class StoreKeys:
     acceptance, reporters, reported, live = _Key(), _Key(), _Key(), _Key()
     live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
     changes, scored, returns, awaited_head = _Key(), _Key(), _Key(), _Key()
-    sessions, attempt = _Key(), _Key()
+    sessions, attempt, fence = _Key(), _Key(), _Key()
 
     def __init__(self, run: str) -> None:
         self.prefix = Keys(run).prefix

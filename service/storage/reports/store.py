@@ -358,10 +358,18 @@ class AsyncStore:
         value = await self._redis.get(self._keys.latest_policy)
         return None if value is None else int(value)
 
-    async def forget(self) -> int:
-        """Delete every key of the run, those of the queue included; returns how many there were."""
-        keys = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]
-        return int(await self._redis.delete(*keys)) if keys else 0
+    async def forget(self, fence: int | None = None) -> int | None:
+        """Delete every key of the run, those of the queue included; returns how many there were.
+
+        `fence`: the number of the change in which that is done (`Layout.fenced`). None, and nothing is deleted, where a
+        later change has done it already.
+        """
+        found = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]
+        if fence is None:
+            return int(await self._redis.delete(*found)) if found else 0
+        keys = [self._keys.fence, *(key for key in found if _text(key) != self._keys.fence)]
+        gone = int(await self._redis.eval(lua("forget"), len(keys), *keys, fence))
+        return None if gone < 0 else gone
 
     async def note_head(self, policy_version: int, *, went_back: bool = False, session: str = "") -> None:
         """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense.

@@ -196,11 +196,11 @@ def test_a_registration_that_comes_late_deletes_nothing_of_the_run(
     monkeypatch.setattr("service.storage.layout.LOCK_SECONDS", 0.1)
     forget, asleep, wake = AsyncStore.forget, threading.Event(), threading.Event()
 
-    async def slow(self: AsyncStore) -> int:
+    async def slow(self: AsyncStore, fence: int | None = None) -> int | None:
         if not asleep.is_set():
             asleep.set()
             await asyncio.to_thread(wake.wait, 20)
-        return await forget(self)
+        return await forget(self, fence)
 
     monkeypatch.setattr(AsyncStore, "forget", slow)
     with ThreadPoolExecutor() as threads, httpx.Client(base_url=bare.url, timeout=20.0) as second:
@@ -320,7 +320,7 @@ def test_a_second_deletion_leaves_a_new_run_of_that_name_alone(service: RunningS
     delete_run(service.layout, "default")
     assert service.register().status_code == 201
     assert service.post(rollout_file()).status_code == 202
-    assert not delete_run(service.layout, "default", lambda: pytest.fail("the new run's keys would go"))
+    assert not delete_run(service.layout, "default", lambda _: pytest.fail("the new run's keys would go"))
     assert service.client.get("/runs/default").status_code == 200
     assert len(service.spooled()) == 1
     assert list(service.layout.runs.glob(".deleted-*")) == []

@@ -207,7 +207,10 @@ async def reports_live(worker: Any, api: Any) -> None:
     assert worker.returns() == await api.returns()
     assert await api.take_from_workers()
     await api.give_back()
-    assert await api.forget() > 5
+    assert (await api.forget(2) or 0) > 5
+    assert await api.forget(1) is None, "a later change was there before it"
+    assert await api.forget(2) == 0
+    assert await api.forget() == 1, "the number"
 
 
 async def sessions_live(api: Any, store: Any) -> None:

@@ -17,12 +17,14 @@ pytest.importorskip("moto")
 from object_fixtures import BUCKET, Store, failing, losing_answers, running_store
 from record_fixtures import told
 from service_fixtures import publish
+from typer.testing import CliRunner
 
-from service.errors import ConfigurationError, LatestMoved, ObjectStoreError, RunNotFound
+from service.cli.main import app
+from service.errors import ConfigurationError, LatestMoved, ObjectStoreError, RunConflict, RunNotFound
 from service.settings import Settings
 from service.storage import mirror
 from service.storage.layout import Layout
-from service.storage.mirror import Mirror, state_of
+from service.storage.mirror import Mirror, copy_run, state_of
 from service.storage.registry import Registry
 from service.storage.runs import change_state, delete_run, read_state, withdraw_run
 
@@ -293,19 +295,63 @@ def test_a_put_whose_answer_was_lost_is_recognised_under_what_another_host_did_s
 def test_what_cannot_be_taken_back_is_not_done_where_another_host_was_faster(two: tuple[Mirror, Mirror]) -> None:
     """A host that stops after its look, while another one registers the run and takes rollouts for it."""
     one, other = two
-    found: list[bool] = []
+    found: list[int | None] = []
+
+    def delete(number: int | None) -> bool:
+        found.append(number)  # as a registration deletes keys in Redis
+        return True
 
     def work(now: Layout) -> bool:
         there = now.run_drafting("default").exists()
         if not found and not there:
             write(other, "drafting.json", b"theirs")
         if not there:
-            now.still()
-            found.append(there)  # as a registration deletes keys in Redis
+            now.fenced(delete)
         return there
 
     assert one.change("default", work)
     assert found == []
+
+
+def test_what_cannot_be_taken_back_has_a_number_above_all_before(two: tuple[Mirror, Mirror], store: Store) -> None:
+    """Also where the run's tree is gone: Redis may know the numbers that it had."""
+    one, other = two
+    numbers: list[int] = []
+
+    def note(number: int | None) -> bool:
+        numbers.append(number or 0)
+        return True
+
+    def work(now: Layout) -> None:
+        now.fenced(note)
+        now.latest("default").write_text(str(len(numbers)))
+
+    for host in (one, other, one):
+        host.change("default", work)
+    store.client().delete_object(Bucket=BUCKET, Key="state/trees/default")
+    Mirror(one.root.parent / "third", URL).change("default", work)
+    assert numbers == sorted(set(numbers)), "each once, and higher than the one before"
+
+
+def test_what_a_later_change_did_is_not_done_again(two: tuple[Mirror, Mirror]) -> None:
+    """What has the numbers, Redis, had a higher one: the change begins again, with what the later one left."""
+    one, other = two
+    calls: list[int] = []
+
+    def refuse(number: int | None) -> bool:
+        calls.append(number or 0)
+        if len(calls) == 1:
+            write(other, "drafting.json", b"theirs")
+        return len(calls) > 1
+
+    def work(now: Layout) -> bool:
+        now.fenced(refuse)
+        now.latest("default").write_text("mine")
+        return now.run_drafting("default").exists()
+
+    assert one.change("default", work)
+    assert calls == sorted(set(calls))
+    assert (seen(other, "latest.json"), seen(other, "drafting.json")) == (b"mine", b"theirs")
 
 
 def test_a_file_of_the_same_length_and_time_is_another_one(two: tuple[Mirror, Mirror]) -> None:
@@ -547,6 +593,43 @@ def test_a_directory_that_has_other_runs_is_refused(store: Store, tmp_path: Path
     Mirror(tmp_path / "one", URL)
     with pytest.raises(ConfigurationError, match=f"is a copy of {URL}; use another state directory"):
         Mirror(tmp_path / "one", f"{URL}2")
+
+
+def test_a_state_is_copied_to_an_object_store_and_back(store: Store, tmp_path: Path) -> None:
+    old, run = Layout(tmp_path / "old"), "default"
+    for name in (run, "second"):
+        register(old, name)
+        write(old, "target.safetensors", LARGE, name)
+    write(old, "heads/3.safetensors", LARGE)
+    write(old, "worker/checkpoint-000000001/trainer/state", LARGE)
+    os.utime(old.head(run, 3), ns=(5, 5))
+    first = publish(Registry(old), instead_of=None)
+    Registry(old).hold(run, first.version, "it is good")
+
+    def copied(*arguments: str) -> None:
+        result = CliRunner().invoke(app, ["copy-state", *arguments])
+        assert (result.exit_code, result.output) == (0, "copied run default\ncopied run second\n"), result.output
+
+    copied(str(old.root), "--state-url", URL, "--state-dir", str(tmp_path / "copy"))
+    host = Mirror(tmp_path / "host", URL)
+    host.refresh()
+    copied(URL, "--state-dir", str(tmp_path / "back"))
+    for there in (host, Layout(tmp_path / "back")):
+        there.pull(run, checkpoints=True)
+        assert there.run_names() == [run, "second"]
+        names = {
+            path.relative_to(old.root) for path in old.runs.rglob("*") if path.is_file() and path.suffix != ".lock"
+        }
+        assert all((there.root / name).read_bytes() == (old.root / name).read_bytes() for name in names)
+        assert there.head(run, 3).stat().st_mtime_ns == 5, "heads are ordered by it"
+        registry = Registry(there)
+        assert (registry.held(run) or pytest.fail("not held")).version == first.version
+        registry.release(run, first.version)
+        second = publish(registry, content=b"other" * 9000, instead_of=first.version)
+        assert registry.latest(run) == second
+        assert second.sequence == first.sequence + 1
+        with pytest.raises(RunConflict, match="run 'default' is there already, and was not copied"):
+            copy_run(old, there, run)
 
 
 def test_the_setting_chooses(store: Store, tmp_path: Path) -> None:
