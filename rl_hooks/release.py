@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import json
 import math
 import re
 import secrets
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from rl_hooks.errors import ManifestError, SignatureError
+from rl_hooks.errors import DigestError, ManifestError, SignatureError
 
 #: A plain name: starts with a letter or digit, so neither a path, nor hidden, nor `..`.
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -41,7 +42,35 @@ SIGNATURE_HEADER: Final = "Draftalign-Signature"
 NONCE_PATTERN: Final = "^[0-9a-f]{32,64}$"
 #: Ends the use of a key for anything else, and of a signature for another form of message.
 _PURPOSE: Final = b"draftalign manifest 1"
+#: Written last into a complete directory of an agent's cache: what was verified, and the digests after stripping.
+RECEIPT: Final = "draftalign-receipt.json"
 _INSTALL: Final = "signatures need the package cryptography: pip install './rl_hooks[signing]'"
+
+
+def check_receipt(directory: Path) -> None:
+    """Raise DigestError where a drafter of an agent's cache is not as it was verified: before an engine loads it.
+
+    A directory without a receipt is of no cache: it passes.
+    """
+    try:
+        text = (directory / RECEIPT).read_bytes()
+    except OSError:
+        return
+    try:
+        named = {str(name): str(digest) for name, digest in json.loads(text)["sha256"].items()}
+        other = [f"{name} has other bytes" for name, digest in named.items() if _digest_of(directory / name) != digest]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        other = [f"{RECEIPT} cannot be read, or a file that it names ({error})"]
+    if other:
+        raise DigestError(
+            f"{directory} is not the drafter that the agent has verified: {', '.join(other)[:400]}. It is not loaded. "
+            "Delete the directory, and start with another copy of the drafter; then the agent brings the newest version"
+        )
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

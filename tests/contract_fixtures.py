@@ -359,6 +359,12 @@ CONTRACTS: dict[str, Contract] = {
             Site(f"{_SGLANG}/plugins/__init__.py", does=("GENERAL_PLUGINS_GROUP = 'sglang.srt.plugins'",)),
             Site(f"{_SGLANG}/plugins/hook_registry.py", "HookRegistry.register", ("target", "hook", "hook_type")),
             Site(
+                f"{_SGLANG}/model_executor/model_runner.py",
+                "ModelRunner.__init__",
+                ("model_config",),
+                ("self.model_config = model_config",),
+            ),
+            Site(
                 f"{_SGLANG}/managers/scheduler_components/batch_result_processor.py",
                 "SchedulerBatchResultProcessor.process_batch_result_decode",
                 ("batch", "result"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -25,6 +26,8 @@ from drafter.model.eagle3 import Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from examples.features import Rollout
 from rl_hooks.engines.counters import Counts
+from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
+from rl_hooks.release import RECEIPT, check_receipt
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPTS = elicit_prompts(10, seed=3) + odd_prompts(10, seed=3)
@@ -115,6 +118,19 @@ def write_drafters(directory: Path) -> Path:
     """What server and agent share: `random`, with which the server starts, and `trained`."""
     write(random_drafter(base_policy()[0], seed=5, draft_vocab_size=96), directory / "random")
     write(trained_drafter(), directory / "trained")
+    return directory
+
+
+def damaged_in_a_cache(drafter: Path, directory: Path) -> Path:
+    """A copy as an agent's cache holds it, whose weights have changed since by one bit."""
+    shutil.copytree(drafter, directory)
+    names = (CONFIG_FILE, MODEL_FILE)
+    sha256 = {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names}
+    (directory / RECEIPT).write_text(json.dumps({"digest": "d", "sha256": sha256}))
+    check_receipt(directory)
+    data = bytearray((directory / MODEL_FILE).read_bytes())
+    data[-1] ^= 1
+    (directory / MODEL_FILE).write_bytes(data)
     return directory
 
 

@@ -46,15 +46,13 @@ from rl_hooks.format.drafter import (
 )
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.lock import LockHeld, exclusive
-from rl_hooks.release import OfferedFile, Release, VerifiedManifest
+from rl_hooks.release import RECEIPT, OfferedFile, Release, VerifiedManifest
 from rl_hooks.sending.exchange import trusted_of_store
 
 log = logging.getLogger("draftalign.agent")
 
 #: How long to wait for another agent's download into the same cache.
 LOCK_SECONDS: Final = 120.0
-#: Written last into a complete directory: what was verified, and the digests after stripping.
-RECEIPT: Final = "draftalign-receipt.json"
 #: Begins the name of an engine that has no address, and whose name is never used again.
 IN_PROCESS: Final = "in-process:"
 #: Seconds without a write of its memory after which an engine is gone. One that follows by itself writes each second

@@ -22,18 +22,22 @@ from typing import Any
 from rl_hooks.durable import at_home
 from rl_hooks.engines.vllm.core import CoreLink, hook
 from rl_hooks.engines.vllm.tap import ServiceSettings
-from rl_hooks.engines.vllm.worker import RPC_METHODS
+from rl_hooks.engines.vllm.worker import RPC_METHODS, check_first_load
 
 log = logging.getLogger("vllm.draftalign")
 
 
 def register() -> None:
-    """General plugin: workers get the RPC methods, the engine core its link. Runs in every process, perhaps twice."""
+    """General plugin: workers get the RPC methods, the engine core its link. Runs in every process, perhaps twice.
+
+    A worker whose drafter is of an agent's cache, and is not as it was verified, does not start.
+    """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
     for method in RPC_METHODS:
         setattr(WorkerBase, method.__name__, method)
+    check_first_load(WorkerBase)
     hook(lambda core: link_of(core, ServiceSettings.read(os.environ)))
     EngineCore.draftalign_attach = _attach
 

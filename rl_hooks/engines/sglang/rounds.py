@@ -17,8 +17,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
+
+from rl_hooks.release import check_receipt
 
 log = logging.getLogger("draftalign.sglang")
 
@@ -29,6 +32,8 @@ ACCEPTED: Final = "draftalign:spec_decode_round_accepted_tokens_total"
 FAULTS: Final = "draftalign:spec_decode_rounds_faults_total"
 #: What takes in the results of a step in SGLang's scheduler.
 PROCESSOR: Final = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+#: What loads a model in it, the drafter's too.
+RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 #: A draft is no longer.
 _MAX_DEPTH: Final = 64
 
@@ -129,9 +134,18 @@ class StepCounter:
 COUNTER: Final = StepCounter()
 
 
+def check_first_load(runner: Any, model_config: Any = None, *_: Any, **named: Any) -> None:
+    """Before SGLang loads a model: raise DigestError for a damaged drafter of an agent's cache. It ends the server."""
+    del runner
+    path = getattr(named.get("model_config", model_config), "model_path", None)
+    if isinstance(path, str):
+        check_receipt(Path(path))
+
+
 def register() -> None:
     """Entry point in group `sglang.srt.plugins`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(f"{RUNNER}.__init__", check_first_load, HookType.BEFORE)
     HookRegistry.register(f"{PROCESSOR}.process_batch_result_prefill", COUNTER.prefilled, HookType.AFTER)
     HookRegistry.register(f"{PROCESSOR}.process_batch_result_decode", COUNTER.decoded, HookType.AROUND)

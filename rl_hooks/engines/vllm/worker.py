@@ -36,6 +36,7 @@ from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
 from rl_hooks.engines.vllm.weights import DrafterWeights, LoadedDrafter
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint, most_bytes
 from rl_hooks.format.mtp import MtpConfig
+from rl_hooks.release import check_receipt
 
 log = logging.getLogger("vllm.draftalign")
 
@@ -315,3 +316,23 @@ RPC_METHODS = tuple(
         *(DrafterSwap.settle, DrafterSwap.follow, DrafterSwap.end),
     )
 )
+
+
+def check_first_load(base: Any) -> None:
+    """Let no worker of this class (vLLM's `WorkerBase`) start with a damaged drafter of an agent's cache.
+
+    vLLM's own code loads the first drafter, after this. Raises DigestError in the worker, which ends the engine.
+    """
+    if hasattr(base, "_draftalign_checks"):
+        return
+    base._draftalign_checks = True
+    original = base.__init__
+
+    @functools.wraps(original)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        drafter = getattr(self.vllm_config.speculative_config, "draft_model_config", None)
+        if isinstance(path := getattr(drafter, "model", None), str):
+            check_receipt(Path(path))
+
+    base.__init__ = checked

@@ -24,7 +24,8 @@ from agent_fixtures import Engine, Service, drafter_bytes, drafter_config, event
 from rl_hooks.agent import download
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
-from rl_hooks.agent.download import RECEIPT, prune_cache
+from rl_hooks.agent.download import prune_cache
+from rl_hooks.release import RECEIPT
 
 SMALL = CanaryRule(rounds=200)
 

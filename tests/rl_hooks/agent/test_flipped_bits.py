@@ -28,7 +28,7 @@ from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.canary import CanaryRule
-from rl_hooks.agent.download import RECEIPT, fetch_release
+from rl_hooks.agent.download import fetch_release
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.in_process import InProcessEngine
 from rl_hooks.agent.metrics import AgentMetrics
@@ -39,10 +39,12 @@ from rl_hooks.engines.vllm.plugin import DrafterEndpoints
 from rl_hooks.engines.vllm.worker import RPC_METHODS, DrafterSwap
 from rl_hooks.errors import DigestError, OtherBytesError, SignatureError
 from rl_hooks.release import (
+    RECEIPT,
     PublicKeys,
     Release,
     SigningKey,
     VerifiedManifest,
+    check_receipt,
     files_digest,
     new_key,
     new_nonce,
@@ -147,6 +149,27 @@ def test_a_bit_that_flips_in_the_cache_is_replaced_before_a_load(
         assert is_published(service, fetch_release(client, manifest, tmp_path))
         # A receipt may say the same in other bytes; a file of the drafter may not.
         assert path.name == RECEIPT or len(service.ranges) > downloads
+
+
+def test_a_bit_that_flips_in_the_cache_is_refused_before_an_engine_loads_its_first_drafter(
+    service: Service, client: httpx.Client, tmp_path: Path, rng: random.Random
+) -> None:
+    """The check of both engines' plugins; of a receipt, a bit of what it says of the manifest changes no file."""
+    service.publish(1)
+    directory = fetch_release(client, manifest_of(service), tmp_path).path
+    check_receipt(directory)
+    check_receipt(tmp_path)  # of no cache
+    for _ in range(FLIPS):
+        path = directory / rng.choice(FILES)
+        before = path.read_bytes()
+        path.write_bytes(flipped(before, rng))
+        with pytest.raises(DigestError, match=f"{path.name} has other bytes"):
+            check_receipt(directory)
+        path.write_bytes(before)
+    for text in (b"", b"{", b"[]", b'{"sha256": 1}', b'{"sha256": {"other": ""}}'):
+        (directory / RECEIPT).write_bytes(text)
+        with pytest.raises(DigestError, match="cannot be read"):
+            check_receipt(directory)
 
 
 def test_a_bit_that_flips_before_an_engine_restarts_is_replaced_by_the_agent(
