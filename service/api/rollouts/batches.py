@@ -113,6 +113,8 @@ async def post_rollouts(
     async def on_header(header: Header) -> tuple[RolloutHeader, RunRecord]:
         nonlocal room
         rollouts = check_header(context, caller, header, run)
+        if run is None:
+            await context.looks.find(rollouts.run)  # one that the query names was looked for before
         found = named or context.run(rollouts.run)
         check_run(found, rollouts)
         if run is None:

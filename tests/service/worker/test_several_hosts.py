@@ -155,6 +155,18 @@ def test_a_head_that_came_to_another_host_before_a_batch_is_there_with_the_batch
     assert there.st_mtime_ns == here.st_mtime_ns
 
 
+def test_a_file_that_alone_names_its_run_is_taken_by_a_host_that_has_not_heard_of_the_run_yet(
+    on: Callable[[str], Bench], tmp_path: Path, redis_url: str
+) -> None:
+    served = RunningService(state_dir=tmp_path / "a", redis_url=redis_url, state_url=URL)
+    try:
+        (bench := on("w")).begin()
+        reply = served.post(bench.world.rollout_file("a"))
+        assert reply.status_code == 202, reply.text
+    finally:
+        served.stop()
+
+
 def test_an_agent_that_a_later_version_was_told_is_not_told_an_earlier_one(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_url: str
 ) -> None:
