@@ -142,9 +142,9 @@ class World:
             meta["drafter_config"] = json.dumps(drafter_config or export_config(drafter.config))
         return joined(wire.encode(tensors, meta | (metadata or {})))
 
-    def head_file(self, policy_version: int) -> bytes:
+    def head_file(self, policy_version: int, **extra: str) -> bytes:
         """Body of PUT /runs/{run}/head."""
-        meta = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version)}
+        meta = {"format": wire.HEAD_FORMAT, "policy_version": str(policy_version), **extra}
         return joined(wire.encode({"lm_head": as_wire(self.heads[policy_version])}, meta))
 
     def rollout_file(

@@ -49,7 +49,7 @@ RETRY_AFTER_SECONDS: Final = 2
 FOLLOWED: Final = (
     "of this trainer are not used any more: another one, or a later start of it, has begun at an earlier policy "
     "version of the run since. If both are to go on, give each a run name of its own (the hook's run=); if they are "
-    "ranks of one trainer, tell each hook its rank"
+    "ranks of one trainer, tell each hook its rank and world_size"
 )
 
 MEDIA_TYPE: Final = "application/problem+json"

@@ -29,7 +29,7 @@ from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import FileId, is_there
-from service.storage.ready import is_of_one_key
+from service.storage.ready import PROBE_SECONDS, is_of_one_key
 from service.storage.reports.drafting import Drafting
 from service.storage.runs import (
     RunRecord,
@@ -151,7 +151,7 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
                 await asyncio.to_thread(head.write, part)
             crc32 = await asyncio.to_thread(crc32_of, head.path)
             version, as_of_ns = record.policy_version, joined.as_of_ns
-            await asyncio.to_thread(keep_head, context.layout, record.run, version, head, crc32, as_of_ns)
+            await context.in_turn(record.run, keep_head, context.layout, record.run, version, head, crc32, as_of_ns)
         if joined.as_of_ns is None:  # else a later one stays in force
             await context.redis.soon(context.store(record.run).note_head(record.policy_version))
     return joined.warning
@@ -411,8 +411,12 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         registered = await asyncio.to_thread(load_target, context.layout, run)
         await asyncio.to_thread(check_head, context.layout, run, registered, upload.path)
         crc32 = await asyncio.to_thread(crc32_of, upload.path)
-        await _check_session(context, run, session)  # the next attempt may have begun while the file came
-        await asyncio.to_thread(keep_head, context.layout, run, version, upload, crc32)
+        loop = asyncio.get_running_loop()
+
+        def still_wanted() -> None:  # the next attempt may have begun while the file came
+            asyncio.run_coroutine_threadsafe(_check_session(context, run, session), loop).result(10 * PROBE_SECONDS)
+
+        await context.in_turn(run, keep_head, context.layout, run, version, upload, crc32, check=still_wanted)
     await context.redis.soon(context.store(run).note_head(version, went_back=went_back, session=session))
     return {"run": run, "policy_version": version, "latest_head": version}
 

@@ -285,15 +285,27 @@ def commit_run(
     return layout.change(run, work)
 
 
-def keep_head(layout: Layout, run: str, version: int, upload: Upload, crc32: int, as_of_ns: int | None = None) -> None:
+def keep_head(
+    layout: Layout,
+    run: str,
+    version: int,
+    upload: Upload,
+    crc32: int,
+    as_of_ns: int | None = None,
+    check: Callable[[], object] = lambda: None,
+) -> None:
     """Store an uploaded head, with the time of its arrival or with an earlier one, and the sum of its bytes. Blocks.
 
     Heads are ordered by their files' times (`Target.at`). So a later head gets a later time whatever the clock says.
+    `check` raises what makes the head unwanted. It is called under the run's lock, with which all heads are stored: it
+    sees all that had happened before any head that this one could hide.
     """
     arrived_ns = upload.path.stat().st_mtime_ns
     layout.announce(run, upload.path)
 
     def work(now: Layout) -> None:
+        load_run(now, run)  # else it was deleted meanwhile, and the next run of this name would find the head
+        check()
         later, path = arrived_ns, now.head(run, version)
         for head in now.heads(run).glob("*.safetensors"):
             with contextlib.suppress(FileNotFoundError):  # the worker deletes old heads
@@ -305,7 +317,7 @@ def keep_head(layout: Layout, run: str, version: int, upload: Upload, crc32: int
         own.rename(path)
         replace_file(_sum_of(path), f"{came_ns} {crc32}".encode())
 
-    layout.change(run, work, alone=False)
+    layout.change(run, work)
 
 
 def check_head_bytes(path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import redis.asyncio
 import redis.exceptions
@@ -121,6 +122,27 @@ class _KeptOfRun:
         return Quiet(self._context.store(self._run), self._context.settings.max_policy_lag)
 
 
+class _LockThreads:
+    """The threads for work that takes a run's lock."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def turn(self, run: str) -> asyncio.Lock:
+        """Held by one of those that take turns in a run."""
+        return self._turns.setdefault(run, asyncio.Lock())
+
+    async def run(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """What `work` returns in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, functools.partial(work, *args, **named))
+
+    def close(self) -> None:
+        """Begin no more work."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
 class ServiceContext:
     """Settings, state directory and Redis of the API process."""
 
@@ -138,7 +160,7 @@ class ServiceContext:
         self.evidence = Evidence(self.live_rule, self.answers, self.store, self.pointer)
         self.disk = Disk(settings, self.layout, self.queue, self.dead)
         self._kept: dict[str, _KeptOfRun] = {}
-        self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
+        self._locking = _LockThreads()
 
     def run(self, run: str) -> RunRecord:
         """The record of a registered run; raises RunNotFound. It is read again when its file was replaced."""
@@ -213,8 +235,15 @@ class ServiceContext:
         The threads are separate from asyncio's: while another process keeps the lock, waiting requests could occupy all
         of those, and uploads need some.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._locking, functools.partial(work, *args, **named))
+        return await self._locking.run(work, *args, **named)
+
+    async def in_turn(self, run: str, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """As `locking`, with one thread for each run: where a stopped process keeps a run's lock, others find threads.
+
+        For what a trainer does by itself and again and again.
+        """
+        async with self._locking.turn(run):
+            return await self._locking.run(work, *args, **named)
 
     def forgetting(self, run: str) -> Callable[[int | None], bool]:
         """For a thread: delete a run's keys, in the event loop, which owns the Redis client (`Layout.fenced`)."""
@@ -250,7 +279,7 @@ class ServiceContext:
 
     def close(self) -> None:
         """Shut the pools of waiting threads down."""
-        self._locking.shutdown(wait=False, cancel_futures=True)
+        self._locking.close()
         self.looks.close()
 
     async def reap(self) -> int:

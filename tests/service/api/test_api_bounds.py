@@ -30,7 +30,7 @@ from service.api.rollouts import batches as rollouts_api
 from service.cli.valkey import EmbeddedValkey
 from service.monitor.events import Moved
 from service.storage.history import events
-from service.storage.layout import Layout
+from service.storage.layout import Layout, locked
 from service.storage.queue.keys import Keys
 from service.storage.queue.rollout_queue import parts
 from service.storage.ready import WriteTest
@@ -198,6 +198,20 @@ def test_heads_that_come_without_rollouts_are_bounded(serve: Callable[..., Runni
     assert {put_head(service, version).status_code for version in range(1, 41)} == {201}
     assert len(heads(service)) <= 8
     assert set(heads(service)) >= set(range(37, 41))
+
+
+def test_heads_of_a_run_whose_lock_a_stopped_process_keeps_hold_up_no_other_run(service: RunningService) -> None:
+    """They wait, and take no more than one of the threads that wait for locks."""
+    service.register()
+    service.register("other")
+    with ThreadPoolExecutor(8) as pool:
+        with locked(service.layout, "default"):
+            waiting = [pool.submit(put_head, service, version) for version in range(1, 9)]
+            service.wait_for_requests(8)
+            body = head_file(1)
+            assert service.client.put("/runs/other/head", content=body, headers=HEADERS).status_code == 201
+            assert not any(one.done() for one in waiting)
+        assert {one.result().status_code for one in waiting} == {201}
 
 
 def test_heads_that_queued_batches_need_stay_and_the_next_waits_until_the_worker_has_caught_up(

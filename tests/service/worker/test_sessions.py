@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,9 +27,11 @@ from hooks_fixtures import tiny_qwen3 as tiny
 from service_fixtures import HEADERS, RunningService
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from transformers import Qwen3ForCausalLM
-from worker_fixtures import Bench, joined
+from worker_fixtures import Bench, World
 
 import rl_hooks.trainer.session
+import service.api.runs
+import service.storage.runs
 from examples.demo import child, free_port
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
@@ -36,6 +39,7 @@ from rl_hooks.sending.features import as_wire
 from rl_hooks.trainer.session import Session
 from service.monitor.records import Return
 from service.storage.reports.store import AsyncStore
+from service.storage.runs import _sum_of, keep_head
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(300)
@@ -51,6 +55,17 @@ def _service(serve: Callable[..., RunningService]) -> RunningService:
 def _attach(service: RunningService) -> Iterator[Attach]:
     with attaching(service.url) as attach:
         yield attach
+
+
+@pytest.fixture(name="store_url")
+def _store_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of an object store that hosts share their state by."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto")
+    from object_fixtures import BUCKET, running_store
+
+    for _ in running_store(monkeypatch):
+        yield f"s3://{BUCKET}/state"
 
 
 def attempts_of(client: httpx.Client) -> list[tuple[int, int, int]]:
@@ -204,12 +219,7 @@ def test_a_head_that_a_trainer_sends_after_another_has_followed_it_hides_none_of
     bench.begin()
 
     def put_head(version: int, session: str) -> httpx.Response:
-        body = joined(
-            wire.encode(
-                {"lm_head": as_wire(bench.world.heads[version])},
-                {"format": wire.HEAD_FORMAT, "policy_version": str(version), "session": session},
-            )
-        )
+        body = bench.world.head_file(version, session=session)
         return service.client.put("/runs/default/head", content=body, headers=HEADERS)
 
     def post(name: str, version: int, session: str, began: int) -> str:
@@ -235,6 +245,76 @@ def test_a_head_that_a_trainer_sends_after_another_has_followed_it_hides_none_of
     assert put_head(2, SECOND).status_code == 201
     assert put_head(2, "").status_code == 201, "an engine's tap tells no session"
     bench.drain(worker)
+
+
+@pytest.mark.parametrize("kind", ["directory", "objects"])
+@pytest.mark.parametrize("begins", ["before the place", "amid the place"])
+def test_a_head_that_is_late_by_milliseconds_hides_none_of_the_next_attempt(
+    begins: str,
+    kind: str,
+    serve: Callable[..., RunningService],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next attempt begins, and sends its head to another replica, after this one has looked at the session."""
+    hosts = [{"state_dir": tmp_path / "one"}] * 2
+    if kind == "objects":
+        hosts = [{"state_dir": tmp_path / name, "state_url": request.getfixturevalue("store_url")} for name in "ab"]
+    one, other = (serve(**host) for host in hosts)
+    world, begun, queued = World(), list[threading.Thread](), threading.Event()
+    there_first = (kind, begins) == ("directory", "amid the place")  # then the other head waits for the run's lock
+    files = list[bytes]()
+    for session, by in ((FIRST, 0.01), (SECOND, 0.02)):
+        world.heads[1] = world.heads[0] + by
+        files.append(world.head_file(1, session=session))
+    first, second = files
+
+    def next_attempt() -> None:
+        answer = other.post(world.rollout_file("second", **told(SECOND)))
+        assert answer.status_code == 202, answer.text
+        queued.set()
+        assert other.client.put("/runs/default/head", content=second, headers=HEADERS).status_code == 201
+
+    def after_its_begin(work: Callable[..., Any]) -> Callable[..., Any]:
+        def late(*args: Any, **named: Any) -> Any:
+            if not begun:
+                begun.append(threading.Thread(target=next_attempt))
+                begun[0].start()
+                assert queued.wait(60)
+                if not there_first:
+                    begun[0].join()
+            return work(*args, **named)
+
+        return late
+
+    assert one.client.put("/runs/default", content=world.run_file(), headers=HEADERS).status_code == 201
+    assert one.post(world.rollout_file("first", **told(FIRST))).status_code == 202
+    if begins == "before the place":
+        monkeypatch.setattr(service.api.runs, "keep_head", after_its_begin(keep_head))
+    else:
+        monkeypatch.setattr(service.storage.runs, "_sum_of", after_its_begin(_sum_of))
+    late = one.client.put("/runs/default/head", content=first, headers=HEADERS)
+    begun[0].join()
+    assert late.status_code == (201 if there_first else 409), late.text
+    one.layout.pull("default")
+    assert one.layout.head("default", 1).read_bytes() == second
+
+
+def test_a_head_that_comes_while_its_run_is_deleted_is_not_there_for_the_next_run_of_its_name(
+    serve: Callable[..., RunningService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, world = serve(), World()
+
+    def keep(*args: Any, **named: Any) -> None:
+        assert api.client.delete("/runs/default").status_code == 204
+        keep_head(*args, **named)
+
+    assert api.client.put("/runs/default", content=world.run_file(), headers=HEADERS).status_code == 201
+    monkeypatch.setattr(service.api.runs, "keep_head", keep)
+    late = api.client.put("/runs/default/head", content=world.head_file(0), headers=HEADERS)
+    assert (late.status_code, late.json()["type"]) == (404, "urn:draftalign:no-such-run")
+    assert not api.layout.head("default", 0).exists()
 
 
 def test_a_trainer_that_loads_an_earlier_checkpoint_in_the_same_process_still_opens_an_attempt(
@@ -303,6 +383,23 @@ def test_a_hook_says_its_session_in_all_that_it_sends() -> None:
     assert all(wire.SESSION.fullmatch(one) for one in sessions)
     began_at = [one.get("session_began") for one in said]
     assert began_at == [None, "4", None, "4", None, "9", None, "9"]
+
+
+def test_ranks_that_nothing_tells_of_each_other_are_named_by_the_service(
+    attach: Attach, bench: Bench, service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is taken for a trainer of its own, and the last one to come goes on; the others hear why they do not."""
+    model = tiny()
+    hooks = [attach(model) for _ in range(3)]
+    for version in range(2):
+        for hook in hooks:
+            step(hook, model, version)
+    bench.drain(bench.worker())
+    counters = bench.queue.counters()
+    assert (counters["accepted_total"], counters["skipped_total"]) == (6, 2)
+    warned = [r.getMessage() for r in caplog.records if "rollouts of this trainer are not used" in r.getMessage()]
+    assert len(warned) == 2
+    assert all("if they are ranks of one trainer, tell each hook its rank and world_size" in text for text in warned)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (0, 2), (1, 2)])
