@@ -44,6 +44,7 @@ def part_of(batch: RolloutBatch, part: Part) -> RolloutBatch:
         logsumexp=batch.logsumexp[index],
         rollout_ids=tuple(batch.rollout_ids[at] for at in kept) if batch.rollout_ids else (),
         prompt_hashes=tuple(hashes[at] for at in kept),
+        strata=tuple(batch.strata[at] for at in kept) if batch.strata else (),
         rewards=None if batch.rewards is None else tuple(batch.rewards[at] for at in kept),
     )
 

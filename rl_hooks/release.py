@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import hashlib
 import json
 import math
@@ -44,6 +45,8 @@ NONCE_PATTERN: Final = "^[0-9a-f]{32,64}$"
 _PURPOSE: Final = b"draftalign manifest 1"
 #: Written last into a complete directory of an agent's cache: what was verified, and the digests after stripping.
 RECEIPT: Final = "draftalign-receipt.json"
+#: No receipt can be there: no such file, no directory, or the name of a model on a hub that is too long for a path.
+_NO_CACHE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _INSTALL: Final = "signatures need the package cryptography: pip install './rl_hooks[signing]'"
 
 
@@ -54,12 +57,16 @@ def check_receipt(directory: Path) -> None:
     """
     try:
         text = (directory / RECEIPT).read_bytes()
-    except OSError:
-        return
+    except OSError as error:
+        if error.errno in _NO_CACHE:
+            return
+        raise DigestError(f"{directory / RECEIPT} cannot be read, so its drafter is not loaded: {error}") from error
     try:
         named = {str(name): str(digest) for name, digest in json.loads(text)["sha256"].items()}
         other = [f"{name} has other bytes" for name, digest in named.items() if _digest_of(directory / name) != digest]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if len(named) < 2:
+            other = [f"{RECEIPT} must name config and model, and cannot be read so"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         other = [f"{RECEIPT} cannot be read, or a file that it names ({error})"]
     if other:
         raise DigestError(

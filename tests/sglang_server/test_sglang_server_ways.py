@@ -14,7 +14,7 @@ from sglang_server.test_sglang_server_swap import replayed, swap
 
 from drafter.model.eagle3 import Eagle3Drafter
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module", params=["overlap", "ranks"])

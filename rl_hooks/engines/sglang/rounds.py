@@ -134,10 +134,10 @@ class StepCounter:
 COUNTER: Final = StepCounter()
 
 
-def check_first_load(runner: Any, model_config: Any = None, *_: Any, **named: Any) -> None:
+def check_first_load(runner: Any, model_config: Any = None, *_: Any, **_named: Any) -> None:
     """Before SGLang loads a model: raise DigestError for a damaged drafter of an agent's cache. It ends the server."""
     del runner
-    path = getattr(named.get("model_config", model_config), "model_path", None)
+    path = getattr(model_config, "model_path", None)
     if isinstance(path, str):
         check_receipt(Path(path))
 

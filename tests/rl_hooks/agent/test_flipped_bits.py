@@ -166,10 +166,15 @@ def test_a_bit_that_flips_in_the_cache_is_refused_before_an_engine_loads_its_fir
         with pytest.raises(DigestError, match=f"{path.name} has other bytes"):
             check_receipt(directory)
         path.write_bytes(before)
-    for text in (b"", b"{", b"[]", b'{"sha256": 1}', b'{"sha256": {"other": ""}}'):
+    for text in (b"", b"{", b"[]", b'{"sha256": 1}', b'{"sha256": {"other": ""}}', b'{"sha256": {}}', b"[" * 100_000):
         (directory / RECEIPT).write_bytes(text)
         with pytest.raises(DigestError, match="cannot be read"):
             check_receipt(directory)
+    (directory / RECEIPT).unlink()
+    (directory / RECEIPT).mkdir()
+    with pytest.raises(DigestError, match="cannot be read"):
+        check_receipt(directory)
+    check_receipt(Path("x" * 300))  # no path that could be, but a model's name
 
 
 def test_a_bit_that_flips_before_an_engine_restarts_is_replaced_by_the_agent(
