@@ -364,7 +364,12 @@ CONTRACTS: dict[str, Contract] = {
                 ("model_config",),
                 ("self.model_config = model_config",),
             ),
-            Site(f"{_SGLANG}/configs/model_config.py", "ModelConfig.__init__", ("model_path",), ("self.model_path =",)),
+            Site(
+                f"{_SGLANG}/configs/model_config.py",
+                "ModelConfig.__init__",
+                ("model_path",),
+                ("self.model_path = model_path",),
+            ),
             Site(
                 f"{_SGLANG}/managers/scheduler_components/batch_result_processor.py",
                 "SchedulerBatchResultProcessor.process_batch_result_decode",

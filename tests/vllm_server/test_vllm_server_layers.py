@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -49,8 +49,16 @@ OTHERS: dict[str, Any] = {
 }
 
 
+class Served(NamedTuple):
+    """A server, the directory of its drafters, and what it said of the one that it began with."""
+
+    server: VllmServer
+    directory: Path
+    at_first: dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServer, Path]]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that starts with one drafter of the form, and the directory with another and with those that differ.
 
     All parts of the form at once, for a start costs half a minute, and each part shows in every state. The config of
@@ -64,27 +72,26 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServe
     server = VllmServer(tmp_path_factory.mktemp("vllm"), directory / "first", directory, **FORKED)
     try:
         server.wait_until_healthy()
-        yield server, directory
+        yield Served(server, directory, server.state())
     finally:
         server.stop()
 
 
-def test_a_drafter_whose_config_ends_before_the_policy_is_told_and_swapped(served: tuple[VllmServer, Path]) -> None:
+def test_a_drafter_whose_config_ends_before_the_policy_is_told_and_swapped(served: Served) -> None:
     """Else one request that is longer than 64 tokens ends drafting for its whole batch, and nobody says why."""
-    server, _ = served
-    state = server.state()
+    server, state = served.server, served.at_first
     assert "longer than 64 tokens, and it serves up to 256: write max_position_embeddings 256" in state["problem"]
     assert state["problem"] in server.log.read_text()
     assert (state["takes"], server.swap("second", "told").status_code) == ("eagle3", 200)
 
 
-def test_it_is_swapped_and_computes_what_ours_computes(served: tuple[VllmServer, Path], tmp_path: Path) -> None:
-    check_conformance(*served, tmp_path, "second")
+def test_it_is_swapped_and_computes_what_ours_computes(served: Served, tmp_path: Path) -> None:
+    check_conformance(served.server, served.directory, tmp_path, "second")
 
 
 @pytest.mark.parametrize("part", OTHERS)
-def test_another_form_is_refused_and_nothing_touched(served: tuple[VllmServer, Path], part: str) -> None:
-    server, _ = served
+def test_another_form_is_refused_and_nothing_touched(served: Served, part: str) -> None:
+    server = served.server
     before = server.state()
     refused = server.swap(part, part)
     assert refused.status_code == 409
