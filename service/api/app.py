@@ -41,7 +41,7 @@ from service.api.context.spare import SpareFile
 from service.api.drafters import tagged
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.port.free import check_port
-from service.api.problems import Problem
+from service.api.problems import Problem, in_units
 from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
 from service.api.rollouts import direct as direct_api
@@ -180,8 +180,10 @@ async def readyz(context: Context) -> dict[str, str]:
     await context.redis.writes.check()
     if context.layout.away is not None:
         raise ObjectStoreError(context.layout.away)
-    if context.disk.spool.free_bytes() < context.settings.spool_min_free_bytes:
-        raise Problem(503, "spool-low", "the spool's disk is nearly full", headers={"Retry-After": "10"})
+    free, least = context.disk.spool.free_bytes(), context.settings.spool_min_free_bytes
+    if free < least:
+        found = f"{in_units(free)} are free on the spool's disk; at least {in_units(least)} must be"
+        raise Problem(503, "spool-low", f"{found} (DRAFTALIGN_SPOOL_MIN_FREE_BYTES)", headers={"Retry-After": "10"})
     return {"status": "ready"}
 
 
