@@ -50,8 +50,13 @@ def fork_ranks(work: Callable[[int], None], world: int, before: Callable[[], Non
         dist.destroy_process_group()
 
     ranks = [multiprocessing.get_context("fork").Process(target=one, args=(rank,)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    finally:  # a test that took too long leaves nobody who shares this process's descriptors
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
     return int(any(process.exitcode for process in ranks))

@@ -199,6 +199,7 @@ def test_a_host_that_is_stopped_while_it_registers_a_run_deletes_nothing_of_anot
     replicas: tuple[RunningService, RunningService], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     one, other = replicas
+    one.client.timeout = httpx.Timeout(60)
     with Stopped(monkeypatch, where).meanwhile(one.register) as late:
         assert other.register().status_code == 201
         batch = accepted(other)
@@ -212,6 +213,7 @@ def test_a_host_that_is_stopped_while_it_deletes_a_run_deletes_nothing_of_the_ne
     replicas: tuple[RunningService, RunningService], monkeypatch: pytest.MonkeyPatch, store: Store, where: str
 ) -> None:
     one, other = replicas
+    one.client.timeout = httpx.Timeout(60)
     assert one.register().status_code == 201
     old = accepted(one)
     with Stopped(monkeypatch, where).meanwhile(lambda: one.client.delete("/runs/default")) as late:

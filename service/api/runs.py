@@ -151,10 +151,16 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
                 await asyncio.to_thread(head.write, part)
             crc32 = await asyncio.to_thread(crc32_of, head.path)
             version, as_of_ns = record.policy_version, joined.as_of_ns
-            await context.in_turn(record.run, keep_head, context.layout, record.run, version, head, crc32, as_of_ns)
+            await _keep_head(context, record.run, version, head, crc32, as_of_ns)
         if joined.as_of_ns is None:  # else a later one stays in force
             await context.redis.soon(context.store(record.run).note_head(record.policy_version))
     return joined.warning
+
+
+async def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, *rest: Any, **named: Any) -> None:
+    """`keep_head`. In an object store, where hosts have one, the file is before it takes one of few threads."""
+    await asyncio.to_thread(context.layout.announce, run, head.path)
+    await context.in_turn(run, keep_head, context.layout, run, version, head, *rest, **named)
 
 
 async def _check_session(context: ServiceContext, run: str, session: str) -> None:
@@ -416,7 +422,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
         def still_wanted() -> None:  # the next attempt may have begun while the file came
             asyncio.run_coroutine_threadsafe(_check_session(context, run, session), loop).result(10 * PROBE_SECONDS)
 
-        await context.in_turn(run, keep_head, context.layout, run, version, upload, crc32, check=still_wanted)
+        await _keep_head(context, run, version, upload, crc32, check=still_wanted)
     await context.redis.soon(context.store(run).note_head(version, went_back=went_back, session=session))
     return {"run": run, "policy_version": version, "latest_head": version}
 

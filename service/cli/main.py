@@ -110,8 +110,15 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     Under `torchrun` it is one of several ranks, which train one drafter together.
     """
     settings = _with_redis(_settings(state_dir, redis_url=redis_url))
-    from service.ranks import run_on_ranks  # torch: two seconds, for which no wrong setting waits
-
+    try:
+        from service.ranks import run_on_ranks  # torch: two seconds, for which no wrong setting waits
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigurationError(
+            "the worker needs torch, which is not installed here (nor in the image draftalign-api); take the image "
+            "draftalign, or install torch"
+        ) from error
     run_on_ranks(settings)
 
 

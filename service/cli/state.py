@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from service.errors import ConfigurationError
+from service.errors import ConfigurationError, RunConflict
 from service.settings import Settings
 from service.storage.layout import Layout
-from service.storage.mirror import Mirror, copy_run, state_of
+from service.storage.mirror import Mirror, copy_run, is_copy, state_of
 
 
 def copy_state(
@@ -22,22 +22,41 @@ def copy_state(
     """Copy all runs of one state into another: from a directory to an object store, or back.
 
     Stop all parts of both first. Where to is as for the service: DRAFTALIGN_STATE_DIR, DRAFTALIGN_STATE_URL. Not
-    copied: rollouts that wait, recent rollouts, the audit log, Redis.
+    copied: rollouts that wait, files of dead batches, recent rollouts, the audit log, Redis. Call it again after a
+    failure: runs that are there already are left as they are, and named; then the exit code is 1.
     """
     options: dict[str, Any] = {"state_dir": state_dir, "state_url": state_url}
     target = state_of(Settings(**{name: value for name, value in options.items() if value is not None}))
-    with tempfile.TemporaryDirectory(prefix="draftalign-") as copy:
+    if not isinstance(target, Mirror):
+        _check_no_copy(target.root)
+    target.root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".copied-", dir=target.root) as copy:  # not where a few GB may be too much
         found: Layout
         if origin.startswith("s3://"):
             found = Mirror(Path(copy), origin)
             found.refresh()
         else:
+            _check_no_copy(Path(origin))
             found = Layout(Path(origin))
         runs = found.run_names()
         if not runs:
             raise ConfigurationError(
                 f"{origin} holds no runs; give a state directory of draftalign, or s3://bucket/prefix"
             )
+        left = False
         for run in runs:
-            copy_run(found, target, run)
-            typer.echo(f"copied run {run}")
+            try:
+                copy_run(found, target, run)
+            except RunConflict as error:
+                typer.echo(str(error), err=True)
+                left = True
+            else:
+                typer.echo(f"copied run {run}")
+    if left:
+        raise typer.Exit(1)
+
+
+def _check_no_copy(directory: Path) -> None:
+    """Refuse the directory of a host that has an object store: checkpoints of other hosts are not in it."""
+    if is_copy(directory):
+        raise ConfigurationError(f"{directory} is a host's copy of an object store; give the store's URL")

@@ -65,6 +65,10 @@ _LEFTOVER_SECONDS: Final = 3600.0
 _TREE_BYTES: Final = 64 << 20
 #: So many changes are told of: an answer that was lost is asked for again before as many others are made.
 _CHANGES_TOLD: Final = 32
+#: Says of which URL a directory is a copy.
+_MARK: Final = "mirror.json"
+#: Of a tree: above what any clock shows in milliseconds, and with room left to count on.
+_NUMBERS: Final = 1 << 52
 #: Files that hosts share, within a run's directory. Names that begin with a dot are passing ones.
 _SHARED: Final = ("*.json", "*.json.deleted", "*.jsonl", "*.safetensors", "heads/*", "drafters/*/*")
 _CHECKPOINTS: Final = "worker/checkpoint-*/**/*"
@@ -102,6 +106,14 @@ class Tree(BaseModel):
     number: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
     changes: tuple[str, ...] = ()  # those before it, newest first
     files: dict[Annotated[str, AfterValidator(_shared_name)], FileEntry] = {}
+
+    @classmethod
+    def read(cls, body: bytes) -> Tree:
+        """What stands in the store; ValueError where it is none."""
+        tree = cls.model_validate_json(body)
+        if tree.number >= _NUMBERS:
+            raise ValueError(f"its number is {tree.number}, of a time that no clock shows")
+        return tree
 
     def after(self, files: dict[str, FileEntry]) -> Tree:
         """What a change makes of this one."""
@@ -183,7 +195,7 @@ class Mirror(Layout):
 
     def _claim(self, url: str) -> None:
         """A directory is one URL's: what another one's, or none's, has in it would be deleted as unknown."""
-        mark = self.root / "mirror.json"
+        mark = self.root / _MARK
         if not mark.exists():
             if self.runs.is_dir() and any(self.runs.iterdir()):
                 raise ConfigurationError(
@@ -297,7 +309,7 @@ class Mirror(Layout):
             if found is None:
                 return None
             body, tag = found
-            return _Known(Tree() if tag is None else Tree.model_validate_json(body), tag)
+            return _Known(Tree() if tag is None else Tree.read(body), tag)
         except ValueError as error:  # pydantic's too
             raise TreeDamaged(_tree(run), error) from error
 
@@ -318,6 +330,7 @@ class Mirror(Layout):
 
     def abandon(self, run: str) -> None:
         """As of `Layout`: where its tree is damaged. The sweep deletes what no tree names any more."""
+        self.run(run)  # a name that none can have ends here
         etag = self._store.tag(_tree(run))
         try:
             self._get(run)
@@ -501,7 +514,11 @@ class Mirror(Layout):
             if written < old:
                 found[key.split("/")[1]].append(key)
         for run, keys in found.items():
-            known = self._get(run) if RUN_NAME.fullmatch(run) else None
+            try:
+                known = self._get(run) if RUN_NAME.fullmatch(run) else None
+            except TreeDamaged as error:
+                log.warning("what no list of files names of run %s stays: %s", run, error)
+                continue
             if known is not None and known.etag is not None:  # else somebody deleted it, and may put it back
                 named = {_object(run, str(kept.object)) for kept in known.tree.files.values()}
                 gone = [key for key in keys if key not in named]
@@ -526,6 +543,11 @@ def state_of(settings: Settings) -> Layout:
     return Mirror(settings.state_dir, settings.state_url)
 
 
+def is_copy(state_dir: Path) -> bool:
+    """Whether a directory is a host's copy of an object store."""
+    return (state_dir / _MARK).exists()
+
+
 def copy_run(origin: Layout, target: Layout, run: str) -> None:
     """Copy what hosts share of a run, checkpoints too, from one state to another. Nobody may change the run. Blocks.
 
@@ -538,7 +560,7 @@ def copy_run(origin: Layout, target: Layout, run: str) -> None:
         if is_there(now.run_json(run)) or is_there(now.withdrawn(run)):
             raise RunConflict(f"run {run!r} is there already, and was not copied; delete it first, or leave it")
         now.make_run(run)
-        for name in sorted(names, key=_order):
+        for name in sorted(names, key=lambda name: (name == "run.json", name)):  # last: until then the run is not there
             path = now.run(run) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, path)  # with its time: that of heads is their order

@@ -38,7 +38,8 @@ def drafters(service: Service = LOCAL, run: Run = None, as_json: AsJson = False)
     served = (found["latest"] or {}).get("version")
     held = (found["held"] or {}).get("version")
     judged = {one.get("version"): one for one in found["history"] if one["event"] in ("published", "refused")}
-    outcome = {name: f"refused: {one['reason']}" for name, one in judged.items() if one["event"] == "refused"}
+    refused = {name: one.get("reason") for name, one in judged.items() if one["event"] == "refused"}
+    outcome = {name: f"refused: {reason or 'why was not written'}" for name, reason in refused.items()}
     outcome |= dict.fromkeys(found["waiting"], "waits for the gate")
     for one in reversed(found["versions"]):
         alpha = (one["gate"] or {}).get("alpha_candidate")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -438,6 +440,27 @@ def test_a_tree_that_names_what_is_no_runs_file_is_damaged(
     assert not list(tmp_path.rglob("evil"))
 
 
+def test_a_tree_of_a_number_that_no_clock_shows_can_be_deleted_and_keeps_no_other_from_being_swept(
+    two: tuple[Mirror, Mirror], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two
+    register(other, "sound")
+    orphans = [f"state/files/{run}/{'0' * 32}" for run in ("default", "sound")]
+    for key in orphans:
+        store.client().put_object(Bucket=BUCKET, Key=key, Body=LARGE)
+    body = json.dumps({"number": (1 << 53) - 1, "files": {"run.json": {"bytes": 2, "changed_ns": 1, "text": "{}"}}})
+    store.client().put_object(Bucket=BUCKET, Key="state/trees/default", Body=body.encode())
+    with pytest.raises(ObjectStoreError, match="trees/default in the object store is damaged: its number is"):
+        one.pull("default")
+    monkeypatch.setattr(mirror, "_LEFTOVER_SECONDS", -3600.0)
+    one.sweep()
+    assert [key in store.stored() for key in orphans] == [True, False]
+    withdraw_run(one, "default")
+    assert delete_run(one, "default")
+    other.refresh()
+    assert other.run_names() == ["sound"]
+
+
 def test_a_tree_that_is_too_large_is_not_read(
     two: tuple[Mirror, Mirror], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,6 +653,38 @@ def test_a_state_is_copied_to_an_object_store_and_back(store: Store, tmp_path: P
         assert second.sequence == first.sequence + 1
         with pytest.raises(RunConflict, match="run 'default' is there already, and was not copied"):
             copy_run(old, there, run)
+    register(old, "third")
+    again = CliRunner().invoke(app, ["copy-state", str(old.root), "--state-dir", str(tmp_path / "back")])
+    assert (again.exit_code, again.stdout) == (1, "copied run third\n")
+    for origin, target in ((tmp_path / "copy", tmp_path / "x"), (old.root, tmp_path / "host")):
+        refused = CliRunner().invoke(app, ["copy-state", str(origin), "--state-dir", str(target)])
+        assert refused.exit_code != 0
+        assert "is a host's copy of an object store" in str(refused.exception or refused.output)
+
+
+def test_a_copy_that_was_cut_short_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, run = Layout(tmp_path / "old"), Layout(tmp_path / "new"), "default"
+    register(old, run)
+    write(old, "target.safetensors", LARGE)
+    version = publish(Registry(old), instead_of=None).version
+    names = len([path for path in old.run(run).rglob("*") if path.is_file() and path.suffix != ".lock"])
+    real, left, done = shutil.copy2, [0], list[str]()
+
+    def copy2(source: Path, to: Path) -> object:
+        if len(done) == left[0]:
+            raise OSError(errno.ENOSPC, "no space")
+        done.append(to.name)
+        return real(source, to)
+
+    monkeypatch.setattr(shutil, "copy2", copy2)
+    for left[0] in range(names):
+        done.clear()
+        with pytest.raises(OSError, match="no space"):
+            copy_run(old, new, run)
+        assert new.run_names() == [], f"half a run after {done}"
+    monkeypatch.undo()
+    copy_run(old, new, run)
+    assert (Registry(new).latest(run) or pytest.fail("nothing is served")).version == version
 
 
 def test_the_setting_chooses(store: Store, tmp_path: Path) -> None:
