@@ -74,7 +74,8 @@ def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[
     served = copy.deepcopy(drafter)
     trainer = DrafterTrainer(drafter, TrainConfig(DEPTH, sizes.learning_rate, warmup_windows=30))
     with tempfile.TemporaryDirectory() as scratch:
-        recent, trial = RecentRollouts(Path(scratch), capacity_tokens=sizes.recent_tokens), Trial()  # never settled
+        recent = RecentRollouts(Path(scratch), capacity_tokens=sizes.recent_tokens, run="recorded")  # never settled
+        trial = Trial()
         for number, day in enumerate(days):
             row: dict[str, Any] = {"claim": number, "policy_version": day.batch.policy_version}
             if number:

@@ -138,7 +138,7 @@ class Interval:
     def __init__(self, world: World, scratch: Path, settings: Settings, every: int) -> None:
         self._world, self._settings, self._every = world, settings, every
         self._trainer = DrafterTrainer(copy.deepcopy(world.experts["A"]), TrainConfig(DEPTH, settings.learning_rate))
-        self._recent = RecentRollouts(scratch / "recent", capacity_tokens=settings.recent_tokens)
+        self._recent = RecentRollouts(scratch / "recent", capacity_tokens=settings.recent_tokens, run="case")
         self._names: dict[int, str] = {}
         self.drafter = copy.deepcopy(world.experts["A"])
         self.account = Account(says="nothing")

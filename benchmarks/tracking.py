@@ -88,7 +88,7 @@ def follow(recipe: Recipe, recording: Recording) -> Track:
     track = Track(recipe.name, recording.seed, list(recording.versions))
     with tempfile.TemporaryDirectory() as scratch:
         # The files stay where they are: it is never settled.
-        recent = RecentRollouts(Path(scratch), capacity_tokens=recipe.recent_tokens)
+        recent = RecentRollouts(Path(scratch), capacity_tokens=recipe.recent_tokens, run=recipe.name)
         for index, (version, batch) in enumerate(zip(recording.versions, recording.batches, strict=True)):
             for drafting in DRAFTINGS:
                 result = replay(drafter, batch, policies[version], depth=recipe.serving_depth, drafting=drafting)

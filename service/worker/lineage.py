@@ -162,7 +162,7 @@ class Lineage:
             return None
         evidence = offer.gate
         if offer.event == "published":  # an earlier service may have died before it wrote the event
-            evidence = evidence or latest.gate
+            evidence = latest.gate if evidence is None else evidence
         told = offer.written
         if told.get("previous", told.get("parent", latest.parent)) != before:
             return None

@@ -108,7 +108,7 @@ class LengthLimit:
 class RecentRollouts:
     """Newest batches of a run, oldest first. Its name is for the log."""
 
-    def __init__(self, directory: Path, *, capacity_tokens: int, run: str = "default") -> None:
+    def __init__(self, directory: Path, *, capacity_tokens: int, run: str) -> None:
         self._run = run
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)

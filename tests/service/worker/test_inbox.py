@@ -314,7 +314,7 @@ def test_a_claim_of_as_many_batches_as_a_queue_holds_is_booked_in_linear_time(be
     queue = mock.Mock(spec=RolloutQueue, run="default")
     queue.claim.return_value = entries
     inbox = Inbox(bench.settings, bench.layout, queue, VOCAB)
-    recent = RecentRollouts(tmp_path / "recent", capacity_tokens=1 << 30)
+    recent = RecentRollouts(tmp_path / "recent", capacity_tokens=1 << 30, run="default")
     began = time.process_time()
     for entry in inbox.claim():
         recent.add(tmp_path / entry.blob, batch)

@@ -377,7 +377,7 @@ def test_what_is_learnt_and_scored_from_mapped_files_is_what_copies_gave_to_the_
 
 def learnt_and_scored(bodies: Sequence[bytes], load: Callable[[Path], RolloutBatch], directory: Path) -> list[object]:
     """All that is computed from rollout files: training on the last of them and on those before, then its scores."""
-    world, recent = World(), RecentRollouts(directory, capacity_tokens=10_000)
+    world, recent = World(), RecentRollouts(directory, capacity_tokens=10_000, run="math")
     for number, body in enumerate(bodies):
         path = directory / f"{number}.safetensors"
         path.write_bytes(body)
