@@ -17,7 +17,7 @@ from rl_hooks.sending.registration import RunRegistration
 from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally, kind_of
 from rl_hooks.trainer.plan import RolloutChoice, RolloutIds, checked_version
-from rl_hooks.trainer.session import Session
+from rl_hooks.trainer.session import Session, untold
 
 #: Counted by a hook.
 COUNTERS: Final = (
@@ -112,6 +112,8 @@ class TrainerHook:
         )
         #: What tells this start of the trainer from others.
         self.session = Session(options.run, options.rank, options.world_size)
+        if told := self.guard(untold, options.rank, options.world_size):
+            self.tally.warn("ranks", told)
         self._options = options
         self._choice = RolloutChoice(options.sample_fraction, options.max_tokens_per_step, self.tally)
 

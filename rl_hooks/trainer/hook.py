@@ -198,7 +198,9 @@ class DrafterHook(TrainerHook):
             self.sender, self.tally, self.session, told, run.fingerprint, layers, run.logit_map, agreement
         )
         # Rank 0 registers the run, and sends the head for all.
-        registrar = None if told.rank else Registrar(model, run, self.sender, self.tally, told.head_tolerance)
+        registrar = (
+            None if told.rank else Registrar(model, run, self.sender, self.tally, self.session, told.head_tolerance)
+        )
         self._reader = ForwardReader(
             model, features, agreement, self._staging, registrar, own_log_probs=told.own_log_probs
         )

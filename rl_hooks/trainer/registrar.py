@@ -18,6 +18,7 @@ from rl_hooks.sending.registration import HeadWatch, RunRegistration, embedding_
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.plan import VersionOrder
+from rl_hooks.trainer.session import Session
 from rl_hooks.trainer.whole import WholeWeight
 
 
@@ -59,14 +60,20 @@ class Registrar:
     """Registers the run, and sends its head again after a relative change of more than `tolerance`."""
 
     def __init__(
-        self, model: nn.Module, registration: RunRegistration, sender: RolloutSender, tally: Tally, tolerance: float
+        self,
+        model: nn.Module,
+        registration: RunRegistration,
+        sender: RolloutSender,
+        tally: Tally,
+        session: Session,
+        tolerance: float,
     ) -> None:
         #: Until it is queued: it holds the embedding, the head and the initial drafter.
         self._registration: RunRegistration | None = registration
         self._sender = sender
         self._tally = tally
         self._tolerance = tolerance
-        self._session = registration.metadata.get("session", "")
+        self._session = session
         self._updates: HeadUpdates | None = None
         self._embedding: WholeWeight[None] | None = None
         if registration.complete:
@@ -108,7 +115,7 @@ class Registrar:
             return
         if not updates.is_due(head_VH, policy_version, joined=self._sender.joined):
             return
-        if self._sender.submit_job(updates.job(self._sender.run, head_VH, policy_version, self._session)):
+        if self._sender.submit_job(updates.job(self._sender.run, head_VH, policy_version, self._session.id)):
             updates.sent(head_VH)
             self._tally.add("head_updates")
 
@@ -119,5 +126,6 @@ class Registrar:
 
     def _register(self, complete: RunRegistration, head_VH: Tensor, policy_version: int) -> None:
         self._updates = HeadUpdates(head_VH, self._tolerance, policy_version)
+        complete.metadata |= self._session.of_run()
         self._sender.submit_job(complete.job(self._sender.run))
         self._registration = None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import httpx
 import pytest
@@ -385,6 +386,39 @@ def test_a_hook_says_its_session_in_all_that_it_sends() -> None:
     assert began_at == [None, "4", None, "4", None, "9", None, "9"]
 
 
+@pytest.mark.parametrize("told_by", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_ranks_that_no_process_group_joins_and_nobody_tells_their_rank_are_named_by_the_hook_and_all_are_used(
+    attach: Attach,
+    bench: Bench,
+    service: RunningService,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    told_by: str,
+) -> None:
+    monkeypatch.setenv(told_by, "2")
+    model = tiny()
+    hooks = [attach(model) for _ in range(2)]
+    for version in range(2):
+        for hook in hooks:
+            step(hook, model, version)
+    (said, again) = (r.getMessage() for r in caplog.records if "which this hook was not told" in r.getMessage())
+    assert said == again
+    assert f"{told_by}=2" in said
+    assert "rank= and world_size=" in said
+    bench.drain(bench.worker())
+    counters = bench.queue.counters()
+    assert (counters["accepted_total"], counters["skipped_total"], counters["dead_total"]) == (4, 0, 0)
+
+
+def test_a_hook_that_is_told_of_its_rank_is_not_warned_of_it(
+    service: RunningService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in range(2):
+        DrafterHook(tiny(), service.url, aux_layers=AUX, rank=rank, world_size=2).close(0.0)
+    assert "was not told" not in caplog.text
+
+
 def test_ranks_that_nothing_tells_of_each_other_are_named_by_the_service(
     attach: Attach, bench: Bench, service: RunningService, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -420,14 +454,11 @@ def test_a_process_group_that_is_made_again_over_the_same_store_begins_another_s
     monkeypatch: pytest.MonkeyPatch, restarted: bool
 ) -> None:
     """As under torchrun, whose store stays. The ids of before may be of earlier attempts: their files are skipped."""
-    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
     store = HashStore()
     found = list[str]()
-    for number in range(2):
+    for _ in range(2):
         if restarted:
-            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
-            monkeypatch.setattr(rl_hooks.trainer.session, "_had", set())
+            monkeypatch.setattr(rl_hooks.trainer.session, "_made", WeakKeyDictionary())
         dist.init_process_group("gloo", store=PrefixStore("same", store), rank=0, world_size=1)
         try:
             found += [_of_several("a").id for _ in range(2)]
