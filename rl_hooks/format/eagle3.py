@@ -177,7 +177,7 @@ class DrafterConfig:
             vocab_size=count(config, "vocab_size"),
             draft_vocab_size=int(draft_vocab_size or min(32_000, count(config, "vocab_size"))),
             aux_layers=tuple(int(i) for i in aux_layers),
-            rope_theta=number(config, "rope_theta", number(rope, "rope_theta", 10_000.0)),
+            rope_theta=rope_theta(config, rope),
             rms_norm_eps=eps,
             max_position_embeddings=count(config, "max_position_embeddings", 32_768),
             model_type=str(config.get("model_type") or "llama"),
@@ -198,6 +198,17 @@ def number(config: Mapping[str, Any], name: str, default: float | None = None) -
     if type(value) not in (int, float) or not (0 < value <= sys.float_info.max or value == default):
         raise DrafterError(f"{name} must be a positive number, got {config.get(name)!r:.80}")
     return float(value)
+
+
+def rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
+    """The base of rotary positions; `rope`: the config's `rope_fields`. Raises `DrafterError`.
+
+    Below 1 the frequencies of later pairs rise, up to infinity, and every state is NaN.
+    """
+    base = number(config, "rope_theta", number(rope, "rope_theta", 10_000.0))
+    if base < 1:
+        raise DrafterError(f"rope_theta must be a number of 1 or more, got {base!r}")
+    return base
 
 
 def rope_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -407,9 +418,11 @@ def _aux_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
 def _rope_theta(document: Mapping[str, Any]) -> float:
     places = (document, _mapping(document, "rope_parameters"), _mapping(document, "rope_scaling"))
     given = [x for place in places if (x := place.get("rope_theta")) is not None]
-    if not given or any(type(x) not in (int, float) or not 0 < x <= sys.float_info.max or x != given[0] for x in given):
+    if not given or any(
+        type(x) not in (int, float) or not 1 <= x <= sys.float_info.max or x != given[0] for x in given
+    ):
         raise CheckpointError(
-            "config.json: one positive rope_theta, the same in rope_parameters and rope_scaling, is expected; got "
+            "config.json: one rope_theta of 1 or more, the same in rope_parameters and rope_scaling, is expected; got "
             f"{given}"
         )
     return float(given[0])

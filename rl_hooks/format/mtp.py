@@ -21,6 +21,7 @@ from rl_hooks.format.eagle3 import (
     count,
     number,
     rope_fields,
+    rope_theta,
 )
 
 #: Copies of the policy's own that published checkpoints carry in this layer, and what they are copies of.
@@ -270,7 +271,7 @@ def _grouped(config: Mapping[str, Any]) -> GroupedSizes:
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     rope = rope_fields(config)
-    theta = number(config, "rope_theta", number(rope, "rope_theta", 10_000.0))
+    theta = rope_theta(config, rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None

@@ -70,8 +70,8 @@ class Lineage:
 
     def begin_from_scratch(self, counts: torch.Tensor) -> None:
         """Build and freeze the draft vocabulary from token counts [V]; random layers, the target's head."""
-        size = self._target.draft_vocab_size or self._settings.draft_vocab_size
-        vocabulary = DraftVocabulary.build(counts, min(size, int(counts.numel())), always=self._target.ending_tokens)
+        size = min(self._target.draft_vocab_size or self._settings.draft_vocab_size, int(counts.numel()))
+        vocabulary = DraftVocabulary.build(counts, size, always=self._target.ending_tokens[:size])
         share = 100 * vocabulary.coverage(counts)
         log.info("%s: draft vocabulary: %d tokens cover %.2f%%", self._run, len(vocabulary), share)
         config = DrafterConfig.from_target(self._target.config, self._target.aux_layers, len(vocabulary))

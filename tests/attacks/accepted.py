@@ -162,6 +162,16 @@ def the_coldest_temperature() -> Changes:
 
 
 @accepted
+def a_temperature_that_float32_takes_for_zero() -> Changes:
+    return {"temperature": 5e-324}
+
+
+@accepted
+def a_truncation_to_nothing() -> Changes:
+    return {"top_p": 0.0, "top_k": 999_999_999_999_999}
+
+
+@accepted
 def greedy_decoding() -> Changes:
     return {"temperature": 0.0}
 
@@ -177,6 +187,16 @@ def a_drafter_version_that_climbs() -> Changes:
 
 
 @accepted
+def a_drafter_version_of_a_zero_byte_and_half_a_surrogate_pair() -> Changes:
+    return {"drafter_version": "v\x00\ud800*"}
+
+
+@accepted
+def a_drafter_version_of_half_a_megabyte() -> Changes:
+    return {"drafter_version": "v" * 500_000}
+
+
+@accepted
 def a_drafter_version_that_never_was() -> Changes:
     return {"drafter_version": "v999999-00000000"}
 
@@ -184,6 +204,42 @@ def a_drafter_version_that_never_was() -> Changes:
 @accepted
 def the_newest_policy_of_all() -> Changes:
     return {"policy_version": 999_999_999_999_999}
+
+
+@accepted
+def an_end_of_policy_versions_far_above_their_begin() -> Changes:
+    return {"policy_version_max": 999_999_999_999_999}
+
+
+@accepted
+def a_session_that_began_at_the_newest_policy_of_all() -> Changes:
+    return {"extra": {"session": "a" * 32, "session_began": "999999999999999"}}
+
+
+@accepted
+def features_that_cancel_though_each_is_huge() -> Changes:
+    bits = np.tile(np.array([0x7F60, 0xFF60], np.uint16), (TOKENS, 12))  # 3e38 and -3e38
+    return {"tensors": {"aux_hidden": wire.Tensor.of(bits, "BF16")}}
+
+
+@accepted
+def one_huge_hidden_state() -> Changes:
+    bits = np.zeros((TOKENS, HIDDEN), np.uint16)
+    bits[3, 0] = 0x7F60
+    return {"tensors": {"last_hidden": wire.Tensor.of(bits, "BF16")}}
+
+
+@accepted
+def a_huge_log_probability_of_a_prompts_token() -> Changes:
+    logprobs = np.full(TOKENS, -np.log(VOCAB), np.float32)
+    logprobs[0] = 3e38
+    return {"tensors": {"logprobs": wire.Tensor.of(logprobs, "F32")}}
+
+
+@accepted
+def one_long_rollout_among_many_short_ones() -> Changes:
+    lengths = (3000, *(4,) * 200)
+    return {"ids": tuple(f"uneven/{i}" for i in range(201)), "lengths": lengths}
 
 
 @accepted

@@ -1,12 +1,14 @@
 """Hostile bodies of PUT /runs/{run}: configs and drafters that the worker cannot begin with.
 
 Each killed the worker, or made its run's name unusable, while the API took it. `RUNS` maps what is wrong to the body,
-the field at fault and words of the refusal.
+the field at fault and words of the refusal. `TAKEN` maps what is odd in a config that the worker can begin with to the
+fields of it, beside those of worker_fixtures.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -50,7 +52,7 @@ def with_drafter(config: Mapping[str, Any] | None = None, tensors: Mapping[str, 
 _CONFIGS: Final[dict[str, list[Any]]] = {
     "rope_scaling": ["x", 7, ["x"], True],
     "rope_parameters": ["x", [1], {"full_attention": "x"}, {"full_attention": {"rope_theta": []}}],
-    "rope_theta": ["x", [1], {}, {"a": 1}, -1.0, float("nan"), float("inf"), True, 10**400],
+    "rope_theta": ["x", [1], {}, {"a": 1}, -1.0, 1e-300, 0.99, float("nan"), float("inf"), True, 10**400],
     "rms_norm_eps": ["x", [1], {"a": 1}, -1e-6, 1.5, float("nan"), True],
     "num_key_value_heads": ["x", [1], -1, 3, 1.5, 1 << 40],
     "head_dim": ["x", [8], -8, 7, 1 << 40, (1 << 24) - 2, 1026, 8.0],
@@ -155,3 +157,14 @@ def _made() -> dict[str, HostileRun]:
 
 
 RUNS: Final = _made()
+
+TAKEN: Final[dict[str, dict[str, Any]]] = {
+    "more tokens end a response than the draft vocabulary has": {"eos_token_id": list(range(-500, 500))},
+    "what ends a response is no token": {"eos_token_id": [True, None, math.nan, 10**30, "x", [1]]},
+    "the largest rope_theta": {"rope_theta": 1e300},
+    "the smallest epsilon of a norm": {"rms_norm_eps": 5e-324},
+    "fewer positions than tokens": {"max_position_embeddings": 1},
+    "heads of two dimensions": {"head_dim": 2, "num_attention_heads": 1},
+    "an intermediate layer of one": {"intermediate_size": 1},
+    "a field 400 deep": {"x": json.loads("[" * 400 + "]" * 400)},
+}

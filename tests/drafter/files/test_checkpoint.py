@@ -182,7 +182,10 @@ def test_weights_of_several_dtypes_are_read_as_one(written: Path) -> None:
         ({"target_hidden_size": 32}, "hidden_size must be 32"),
         ({"rms_norm_eps": "absent"}, "rms_norm_eps"),
         ({"rope_theta": 1e4}, "rope_theta"),
-        ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}}, "one positive rope_theta"),  # engines take it
+        (
+            {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}},
+            "one rope_theta of 1 or more",
+        ),  # engines take it
         ({"rope_theta": "absent", "rope_parameters": "absent"}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "scaled rotary positions"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "different layers"),
@@ -195,8 +198,8 @@ def test_weights_of_several_dtypes_are_read_as_one(written: Path) -> None:
         ({"layer_types": 5}, "layer_types 5"),
         ({"layer_types": [["full_attention"]]}, "layer_types"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
-        ({"rope_theta": 10**400}, "one positive rope_theta"),
-        ({"rope_theta": "x"}, "one positive rope_theta"),
+        ({"rope_theta": 10**400}, "one rope_theta of 1 or more"),
+        ({"rope_theta": "x"}, "one rope_theta of 1 or more"),
         ({"architectures": ["PEagleDraftModel"]}, "'PEagleDraftModel'.* not those of an EAGLE-3 drafter"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "not those of an EAGLE-3 drafter"),
         ({"architectures": ["LlamaForCausalLMEagle"]}, "not those of an EAGLE-3 drafter"),

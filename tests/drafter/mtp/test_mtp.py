@@ -185,6 +185,7 @@ def test_yarn_that_vllm_and_transformers_scale_differently_is_refused(figures: d
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number"),
         ({"rope_parameters": 5}, "rope_parameters must be an object"),
         ({"rope_parameters": {"rope_theta": "x"}, "rope_theta": None}, "rope_theta must be"),
+        ({"rope_parameters": {"rope_theta": 1e-300}, "rope_theta": None}, "rope_theta must be a number of 1 or more"),
         ({"first_k_dense_replace": "x"}, "first_k_dense_replace must be"),
     ],
 )

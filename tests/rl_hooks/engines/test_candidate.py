@@ -137,7 +137,7 @@ def refusal(directory: Path, document: dict[str, Any]) -> str:
         ("num_hidden_layers", 2, "num_hidden_layers is 2 here, 1 there"),
         ("norm_before_residual", True, "norm_before_residual is True here, False there"),
         ("hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
-        ("rope_theta", 1e4, "one positive rope_theta"),
+        ("rope_theta", 1e4, "one rope_theta of 1 or more"),
         ("rms_norm_eps", 1e-5, "rms_norm_eps is 1e-05 here, 1e-06 there"),
         ("target_model_type", "llama", ""),  # a label
         ("max_position_embeddings", 64, ""),  # a limit

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 from attacks.accepted import ACCEPTED
-from attacks.runs import RUNS
+from attacks.runs import RUNS, TAKEN
 from attacks.sent import DRAFTERS, HEADS, REPORTS, Change, report
 from prometheus_client.parser import text_string_to_metric_families
 from service_fixtures import HEADERS, RunningService
 from service_fixtures import run_file as plain_run_file
 from storage_fixtures import RolloutQueue, Store
 from torch import Tensor
-from worker_fixtures import Bench, Nest, alive, joined
+from worker_fixtures import CONFIG, LAYERS, Bench, Nest, alive, joined
 
 from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import Eagle3Drafter
@@ -94,6 +94,30 @@ def test_a_drafter_with_the_largest_figures_that_are_taken_is_trained_beside_an_
     assert {b["state"] for run in posted for b in states(bench, run, posted[run]).values()} == {"trained"}
     assert alive(pid)
     assert errors(bench, list(posted)) == dict.fromkeys(posted)
+
+
+def test_every_odd_run_that_is_taken_is_trained_beside_the_honest_one(
+    bench: Bench, service: RunningService, workers: Nest
+) -> None:
+    """What PUT takes, the worker can begin with: that also depends on values, and on this service's settings."""
+    world, runs = bench.world, {"honest": dict[str, Any]()}
+    runs |= {f"odd-{number}": fields for number, fields in enumerate(TAKEN.values())}
+    pid = workers.start(bench)
+    for run, fields in runs.items():
+        config = CONFIG | fields
+        about = {"config": json.dumps(config), "target_fingerprint": wire.target_fingerprint(config, LAYERS)}
+        reply = service.client.put(f"/runs/{run}", content=world.run_file(metadata=about), headers=HEADERS)
+        assert reply.status_code == 201, reply.text
+    posted = {run: [bench.post_file(world.rollout_file(f"{run}{n}", run=run)) for n in range(2)] for run in runs}
+
+    def ended(run: str) -> bool:
+        return not any(b["state"] == "queued" for b in states(bench, run, posted[run]).values())
+
+    bench.wait(lambda: all(ended(run) or errors(bench, [run])[run] for run in runs), 90)
+    assert errors(bench, list(runs)) == dict.fromkeys(runs)
+    assert {b["state"] for run in runs for b in states(bench, run, posted[run]).values()} == {"trained"}
+    assert alive(pid)
+    assert "Traceback" not in workers.log.read_text()
 
 
 def test_a_worker_lives_through_every_hostile_batch_and_trains_the_honest_run(
