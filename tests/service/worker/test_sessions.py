@@ -37,6 +37,7 @@ from examples.demo import child, free_port
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import as_wire
+from rl_hooks.sending.registration import head_job
 from rl_hooks.trainer.session import Session
 from service.monitor.records import Return
 from service.storage.reports.store import AsyncStore
@@ -246,6 +247,30 @@ def test_a_head_that_a_trainer_sends_after_another_has_followed_it_hides_none_of
     assert put_head(2, SECOND).status_code == 201
     assert put_head(2, "").status_code == 201, "an engine's tap tells no session"
     bench.drain(worker)
+
+
+@pytest.mark.parametrize(("late", "dead"), [(0, 1), (1, 0), (9, 0)])
+def test_a_head_of_the_old_trainer_between_the_next_ones_registration_and_its_first_batch_costs_one_version_at_most(
+    attach: Attach, bench: Bench, service: RunningService, late: int, dead: int
+) -> None:
+    """It is taken: whether the next one will send anything is not known yet. What that sends itself hides it."""
+    model = tiny()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    old = attach(model)
+    worker = bench.worker()
+    for version in range(4):
+        step(old, model, version)
+        moved(model, version, by=0.2)
+    bench.drain(worker)
+    head = b"".join(map(bytes, head_job("default", model.lm_head.weight, late, session=old.session.id).body()))
+    model.load_state_dict(start)
+    new = attach(model)
+    assert new.flush(20.0), "it is registered, at version 0"
+    assert service.client.put("/runs/default/head", content=head, headers=HEADERS).status_code == 201
+    for version in range(3):
+        step(new, model, version)
+        bench.drain(worker)
+    assert bench.queue.counters()["dead_total"] == dead, "of the registered version alone, and with a reason"
 
 
 @pytest.mark.parametrize("kind", ["directory", "objects"])
