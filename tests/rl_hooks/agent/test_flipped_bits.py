@@ -37,7 +37,7 @@ from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.plugin import DrafterEndpoints
 from rl_hooks.engines.vllm.worker import RPC_METHODS, DrafterSwap
-from rl_hooks.errors import DigestError, OtherBytesError, SignatureError
+from rl_hooks.errors import DigestError, DownloadError, OtherBytesError, SignatureError
 from rl_hooks.release import (
     RECEIPT,
     PublicKeys,
@@ -134,6 +134,24 @@ def test_a_bit_that_flips_in_what_a_broken_download_left_is_not_resumed_from(
         # Cut off under way, or complete and then rotten before the next start.
         (staging / (f"{name}.part" if number % 2 else name)).write_bytes(left)
         assert is_published(service, fetch_release(client, manifest, cache))
+
+
+def test_a_file_that_was_cut_short_is_refused_in_a_download_and_replaced_in_the_cache(
+    service: Service, client: httpx.Client, tmp_path: Path, rng: random.Random
+) -> None:
+    version = service.publish(1)
+    manifest = manifest_of(service)
+    release = fetch_release(client, manifest, tmp_path / "cache")
+    for number in range(FLIPS):
+        name, cut = rng.choice(FILES), tmp_path / str(number)
+        whole = service.files[version, name]
+        service.files[version, name] = whole[: rng.randrange(len(whole))]
+        with pytest.raises(DownloadError, match=name):
+            fetch_release(client, manifest, cut)
+        assert not (cut / "default" / version).exists()
+        (release.path / name).write_bytes(service.files[version, name])
+        service.files[version, name] = whole
+        assert is_published(service, fetch_release(client, manifest, tmp_path / "cache"))
 
 
 def test_a_bit_that_flips_in_the_cache_is_replaced_before_a_load(
