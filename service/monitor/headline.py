@@ -341,7 +341,10 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
         text = " (initial_drafter=) does not wait; for a trial, start the service with DRAFTALIGN_VOCAB_MIN_TOKENS=500."
         yield _found("note", "gathering", "A run that brings its first drafter", text)
     elif facts.served_version is not None and facts.current is not None:
-        text = f": no rollout has come since {short_version(facts.served_version)} was published."
+        version = short_version(facts.served_version)
+        text = f": no rollout has come since {version} was published."
+        if facts.queued:
+            text = f": {version}; {_waits(facts.queued)} to be scored with it."
         yield _found("good", "published", "Published", text)
     elif facts.current is not None:
         yield _found(

@@ -72,6 +72,7 @@ def _tokens(line: str, tokenizer: Any, chat_template_kwargs: Mapping[str, Any], 
     """Token ids of one line's prompt. `rows`: it is a JSON object, and no text. Raises HookError among others."""
     prompt: Any = line
     options: dict[str, Any] = {}
+    ids: Sequence[int]
     if rows:
         try:
             prompt, options = _asked(json.loads(line))

@@ -346,6 +346,10 @@ STATES = [
         ("good", "published", "Published: no rollout has come since v000007 was published."),
     ),
     (
+        facts(current=Current(alpha_ngram=1.2), queued=18),
+        ("good", "published", "Published: v000007; 18 batches wait to be scored with it."),
+    ),
+    (
         facts(current=Current(live=LiveAlpha(2.5, 900))),
         ("good", "live", "Live: 2.50 tokens per round in the engines. No rollout is scored yet."),
     ),
