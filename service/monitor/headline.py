@@ -390,7 +390,12 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
     if facts.last_engine_report is None:
         yield _found("note", "no_engine", "No engine", " reports what it accepts.")
     elif (age := facts.now - facts.last_engine_report) > ENGINE_SILENT_SECONDS:
-        yield _found("note", "no_engine", "No engine", f" has reported for {duration(age)}.")
+        text = f" has reported for {duration(age)}: none drafts, or agents are away."
+        yield _found("note", "no_engine", "No engine", text)
+    elif facts.engines and not any(report.rounds for report in facts.engines):
+        first = facts.engines[0]
+        text = f" has drafted yet: {first.reporter} follows, with {short_version(first.drafter_version)}."
+        yield _found("note", "no_engine", "No engine", text + _more(facts.engines))
 
 
 def _of_unswapped(facts: RunFacts) -> Iterator[Headline]:

@@ -247,7 +247,7 @@ def test_engines_that_fell_silent_are_told_of_by_when_the_last_one_reported(
     Store(redis_client, "default").put_score("a" * 32, score(scored(time.time())))
     book(redis_url, [counted(500, 900, time.time() - 7200)])
     for document in (service.client.get("/runs/default").json(), service.client.get("/alpha").json()):
-        assert "No engine has reported for 2 h." in document["headline"]["also"]
+        assert "No engine has reported for 2 h: none drafts, or agents are away." in document["headline"]["also"]
 
 
 def book(url: str, reports: list[dict[str, Any]]) -> None:
