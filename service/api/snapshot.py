@@ -346,6 +346,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         cause=snapshot.cause,
         watch=snapshot.watch,
         engines=[found[0] for found in engines],
+        drafted=any(record.rounds for record in reports),
         contested=[r for r in recent_reports if r.reporter is not None and r.method == ANOTHERS_DRAFTER],
         moves=snapshot.moves,
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),

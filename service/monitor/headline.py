@@ -70,12 +70,12 @@ class RunFacts:
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
     seconds. `outdated`: a trainer that another one has followed goes on sending. `queue_fill`: of its bounds;
     `disk_fill`: of the run's share of the disk, where that bounds its queue, infinite where there is no room;
-    `redis_fill`: of its memory. `engines`: the newest report of each that has reported of late; `contested`: of each
-    that another client keeps on its own drafter; `moves`: of `latest`. `failed_pushes`: that did not revive the drafter
-    of the engine that is dead. `api_began`: when this API process did. `unjudged`: nothing is trained, for nothing that
-    comes can judge it; `no_memory`: for memory ran out. `for_memory`: that is what `worker_error` is about, and what
-    waits is tried again. `waiting`: versions that people sent and that are not judged yet, oldest first; `of_sent`: the
-    one that was looked at last, and what the gate found.
+    `redis_fill`: of its memory. `engines`: the newest report of each that has reported of late; `drafted`: they have
+    counted a round; `contested`: of each that another client keeps on its own drafter; `moves`: of `latest`.
+    `failed_pushes`: that did not revive the drafter of the engine that is dead. `api_began`: when this API process did.
+    `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out. `for_memory`:
+    that is what `worker_error` is about, and what waits is tried again. `waiting`: versions that people sent and that
+    are not judged yet, oldest first; `of_sent`: the one that was looked at last, and what the gate found.
     """
 
     now: float
@@ -112,6 +112,7 @@ class RunFacts:
     cause: Cause | None = None
     watch: Watch = field(default_factory=Watch)
     engines: Sequence[AcceptanceRecord] = ()
+    drafted: bool = True
     contested: Sequence[AcceptanceRecord] = ()
     moves: Moves = field(default_factory=Moves)
     failed_pushes: int = 0
@@ -392,7 +393,7 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
     elif (age := facts.now - facts.last_engine_report) > ENGINE_SILENT_SECONDS:
         text = f" has reported for {duration(age)}: none drafts, or agents are away."
         yield _found("note", "no_engine", "No engine", text)
-    elif facts.engines and not any(report.rounds for report in facts.engines):
+    elif facts.engines and not facts.drafted:
         first = facts.engines[0]
         text = f" has drafted yet: {first.reporter} follows, with {short_version(first.drafter_version)}."
         yield _found("note", "no_engine", "No engine", text + _more(facts.engines))
