@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# pip names each package as it comes, and shows a bar on a terminal; what is there already is not worth a line.
+PIP = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 ARGS ?=
 # Three processes run tests, on two cores too: most tests wait. Each holds one to three gigabytes, most of it torch.
 WORKERS ?= 3
@@ -16,11 +18,14 @@ help: ## Say what can be made
 $(VENV)/.ready: pyproject.toml constraints.txt tests/peers_requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "draftalign needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "setting up $(VENV) (once; a minute or two)"
+	@echo "setting up $(VENV), once: one to three minutes on a quiet machine, up to fifteen on a busy one"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/peers_requirements.txt
+	@echo "1 of 3: PyTorch, the largest part"
+	@$(PIP) torch
+	@echo "2 of 3: draftalign and what it needs, some 150 packages"
+	@$(PIP) -e '.[dev]'
+	@echo "3 of 3: other projects' packages that tests compare with"
+	@$(PIP) --no-deps -r tests/peers_requirements.txt
 	@touch $@
 
 setup: $(VENV)/.ready ## Make the virtual environment

@@ -78,6 +78,8 @@ class EngineBooks:
                 continue
             self.ledger.book(version, policy, new)
             verdict = self.canary.count(version, new, now) or verdict
+        if not self.ledger.buckets() and state.version not in (None, NO_VERSION, mistrusted, anothers):
+            self.ledger.book(str(state.version), after.policy_version, Counts())
         return verdict
 
     def set_aside(self, before: Snapshot | None, after: Snapshot | None) -> None:

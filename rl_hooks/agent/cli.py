@@ -14,7 +14,13 @@ import typer
 
 def agent(
     url: Annotated[list[str], typer.Option(help="URL of an inference engine; repeat for several.")],
-    engine: Annotated[str, typer.Option(help="What the engines are: protocol, vllm or sglang.")] = "protocol",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="`protocol` or `vllm`: vLLM with draftalign's plugin, or what else answers /drafter/state and "
+            "/drafter/swap. `sglang`: SGLang's own calls."
+        ),
+    ] = "protocol",
     service: Annotated[
         str, typer.Option(help="URL of the draftalign service.", envvar="DRAFTALIGN_URL")
     ] = "http://127.0.0.1:8400",
@@ -27,10 +33,17 @@ def agent(
     metrics_host: Annotated[str, typer.Option(help="Address of the agent's own /metrics.")] = "127.0.0.1",
     agent_id: Annotated[str | None, typer.Option(help="Name in reports; by default the host's.")] = None,
     canary_rounds: Annotated[
-        int | None, typer.Option(min=0, help="Rounds on which a new version is compared with the last; 0: none.")
+        int | None,
+        typer.Option(
+            min=0, help="Rounds on which a new version is compared with the last; 0: never swap back. Default: 2000."
+        ),
     ] = None,
 ) -> None:
     """Keep inference engines on the newest drafter, and report their acceptance counts to the service.
+
+    vLLM needs the plugin: `pip install ./rl_hooks` in its environment, VLLM_PLUGINS=draftalign, and
+    DRAFTALIGN_DRAFTER_DIR, under which --cache-dir lies. To have α watched and nothing swapped for now: `draftalign
+    hold VERSION`; later `draftalign release`. docs/guide/engines.md says more.
 
     DRAFTALIGN_TOKEN: token for the service, of scopes read and report. DRAFTALIGN_ENGINE_TOKEN: token for engines that
     ask for one. DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what none of them signed is then refused.

@@ -248,10 +248,11 @@ class Ledger:
         """Add counts that were made with `version` loaded throughout.
 
         A difference across a policy update is booked under the newer policy: with synchronous RL, rounds resume only
-        after the update; with asynchronous RL at most one scrape interval is misplaced.
+        after the update; with asynchronous RL at most one scrape interval is misplaced. The first counts are kept, also
+        those of no round: by their report the service knows that the engine is followed.
         """
         key = (self.life, method, version, policy_version)
-        if counts.rounds == 0 and key not in self._buckets:
+        if counts.rounds == 0 and self._buckets and key not in self._buckets:
             return
         if key in self._dropped:  # a trainer went far back; the service takes counts that fall for late ones of a life
             self.begin_life()

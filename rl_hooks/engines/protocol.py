@@ -30,6 +30,11 @@ TREES = "trees"
 REFUSALS = frozenset({400, 409, 413, 415, 422})
 #: Status with which it says that the files are not the ones whose digests it was told.
 OTHER_BYTES = 412
+_NOT_FOUND = 404
+_NO_PLUGIN = (
+    "Is that the engine's own address? vLLM knows this call with draftalign's plugin: `pip install ./rl_hooks` in its "
+    "environment, and VLLM_PLUGINS=draftalign when it starts. Give --engine sglang for SGLang"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +110,13 @@ class EngineHttp:
         fault: Callable[[int], type[EngineError]] = lambda _: EngineError,
         *,
         most_bytes: int = MAX_ANSWER_BYTES,
+        unknown: str = "",
         **options: Any,
     ) -> Answer:
-        """The answer 200. Raises EngineError where none comes, and what `fault` makes of another status."""
+        """The answer 200. Raises EngineError where none comes, and what `fault` makes of another status.
+
+        `unknown`: what to do where the engine does not know the call (404).
+        """
         url = self.url + path
         try:
             answer = await ask(self._client, method, url, most_bytes=most_bytes, headers=self._headers, **options)
@@ -116,7 +125,8 @@ class EngineHttp:
         except AnswerError as error:
             raise EngineError(str(error)) from error
         if (status := answer.status_code) != 200:
-            raise fault(status)(f"{method} {url} answered {status}: {answer.text[:400]}")
+            helps = f". {unknown}" if unknown and status == _NOT_FOUND else ""
+            raise fault(status)(f"{method} {url} answered {status}: {answer.text[:400]}{helps}")
         return answer
 
     async def _page(self) -> str:
@@ -147,7 +157,8 @@ class SwapEngine(EngineHttp):
 
     async def state(self) -> EngineState:
         """What is loaded now."""
-        state = engine_state(f"{self.url}/drafter/state", await self._object("GET", "/drafter/state"))
+        found = await self._object("GET", "/drafter/state", unknown=_NO_PLUGIN)
+        state = engine_state(f"{self.url}/drafter/state", found)
         self._verifies = state.verifies
         return state
 

@@ -97,7 +97,10 @@ class PackedRollouts:
         if self.packed and self.shape[0] == 1 and values.ndim == 1:
             values = values[None]
         if tuple(values.shape) != self.shape:
-            raise RolloutError(f"{name} must be {list(self.shape)} like input_ids, got {list(values.shape)}")
+            shifted = values.ndim == len(self.shape) and values.shape[-1] == self.shape[-1] - 1
+            why = "; column s is of token s, so put a column in front of what belongs to input_ids[:, 1:]"
+            got = f"{list(values.shape)}{why if shifted else ''}"
+            raise RolloutError(f"{name} must be {list(self.shape)} like input_ids, got {got}")
         return host(values, dtype).reshape(-1)
 
     def generated(self, loss_mask: Tensor | None) -> npt.NDArray[np.bool_]:

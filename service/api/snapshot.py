@@ -23,7 +23,7 @@ from service.monitor.alpha import Attempt, alpha_series, attempts, placed
 from service.monitor.counts import servers, sound
 from service.monitor.current import current
 from service.monitor.drift.cause import Cause, as_fraction
-from service.monitor.headline import ENGINE_SILENT_SECONDS, RECENT_BATCHES, Headline, RunFacts, headline
+from service.monitor.headline import ENGINE_SILENT_SECONDS, RECENT_BATCHES, Headline, RunFacts, headline, waits_for
 from service.monitor.headroom import longest_pause
 from service.monitor.live.watch import EngineVerdict, failed_pushes
 from service.monitor.metrics import RunSnapshot, advice_of
@@ -159,6 +159,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         registered=context.run(run).created,
         state=read_state(context.layout, run),
         held=context.registry.held(run),
+        waiting=list(digest.sent),
     )
 
 
@@ -187,6 +188,8 @@ async def read_standing(context: ServiceContext, run: str) -> dict[str, Any]:
     letters = snapshot.dead_letters
     return {
         "headline": to_jsonable_python(headline(facts)),
+        # Of the sent drafters: which one waits for what.
+        "waits_for": waits_for(facts),
         "rollouts": {
             "accepted_total": counts["accepted_total"],
             "trained_total": counts["acked_total"] - counts["skipped_total"],
@@ -343,6 +346,7 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         cause=snapshot.cause,
         watch=snapshot.watch,
         engines=[found[0] for found in engines],
+        drafted=any(record.rounds for record in reports),
         contested=[r for r in recent_reports if r.reporter is not None and r.method == ANOTHERS_DRAFTER],
         moves=snapshot.moves,
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
@@ -350,6 +354,8 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         headroom=advice_of(snapshot),
         state=snapshot.state,
         held=snapshot.held,
+        waiting=snapshot.waiting,
+        of_sent=worker.sent,
     )
 
 

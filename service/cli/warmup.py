@@ -208,6 +208,7 @@ def _load(policy: str, device: str, prompts: Path, template: Mapping[str, Any]) 
     """The policy and the prompts' tokens. The prompts are read first: they are what is mistyped."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from rl_hooks.errors import HookError
     from service.cli.drafters.answers import read_prompts
 
     if (
@@ -220,8 +221,8 @@ def _load(policy: str, device: str, prompts: Path, template: Mapping[str, Any]) 
         raise ConfigurationError(f"the policy {policy} cannot be loaded: {error}") from error
     try:
         texts = read_prompts(prompts, tokenizer, template)
-    except Exception as error:  # a HookError, or whatever a chat template raises
-        raise ConfigurationError(f"{prompts}: {error}") from error
+    except (HookError, OSError) as error:
+        raise ConfigurationError(str(error)) from error
     try:
         return AutoModelForCausalLM.from_pretrained(policy, dtype="auto").to(device).eval(), texts
     except (OSError, ValueError, RuntimeError) as error:

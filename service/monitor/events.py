@@ -79,6 +79,7 @@ class Moved(Event):
     """`latest` moved to a version, or got another sequence number. `gate`: why the gate wanted it.
 
     `parent`: of a new version. `previous`: what was served before. `recovered`: by the next move, after a crash.
+    `to_hold`: a person holds the version from then on.
     """
 
     event: Literal["published", "rolled_back", "pushed_again"] = "published"
@@ -89,6 +90,7 @@ class Moved(Event):
     gate: GateEvidence | None = None
     by: str | None = None
     recovered: bool = False
+    to_hold: bool = False
 
 
 class DrafterSent(Event):

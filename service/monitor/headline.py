@@ -30,6 +30,8 @@ _REFUSED_SECONDS: Final = 75.0
 _START_SECONDS: Final = 30.0
 #: An engine that has reported nothing for this time is not spoken of.
 ENGINE_SILENT_SECONDS: Final = 600.0
+#: Rollouts that came longer ago are not the next ones.
+_ARRIVAL_SECONDS: Final = 60.0
 #: After a publish every engine has the version by then (the alert `DraftalignEngineBehind` says so too).
 _UNSWAPPED_SECONDS: Final = 600.0
 #: So many dead batches in a row, the newest, are a trouble however many before them were good.
@@ -66,13 +68,14 @@ class RunFacts:
     `recent_batches`, `recent_dead`: of the batches that arrived last and have ended or were scored; `newest_dead`: how
     many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
     while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
-    seconds. `outdated`: files come of a trainer that another one has followed. `queue_fill`: of its bounds;
+    seconds. `outdated`: a trainer that another one has followed goes on sending. `queue_fill`: of its bounds;
     `disk_fill`: of the run's share of the disk, where that bounds its queue, infinite where there is no room;
-    `redis_fill`: of its memory. `engines`: the newest report of each that has reported of late; `contested`: of each
-    that another client keeps on its own drafter; `moves`: of `latest`. `failed_pushes`: that did not revive the drafter
-    of the engine that is dead. `api_began`: when this API process did. `unjudged`: nothing is trained, for nothing that
-    comes can judge it; `no_memory`: for memory ran out. `for_memory`: that is what `worker_error` is about, and what
-    waits is tried again.
+    `redis_fill`: of its memory. `engines`: the newest report of each that has reported of late; `drafted`: they have
+    counted a round; `contested`: of each that another client keeps on its own drafter; `moves`: of `latest`.
+    `failed_pushes`: that did not revive the drafter of the engine that is dead. `api_began`: when this API process did.
+    `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out. `for_memory`:
+    that is what `worker_error` is about, and what waits is tried again. `waiting`: versions that people sent and that
+    are not judged yet, oldest first; `of_sent`: the one that was looked at last, and what the gate found.
     """
 
     now: float
@@ -109,6 +112,7 @@ class RunFacts:
     cause: Cause | None = None
     watch: Watch = field(default_factory=Watch)
     engines: Sequence[AcceptanceRecord] = ()
+    drafted: bool = True
     contested: Sequence[AcceptanceRecord] = ()
     moves: Moves = field(default_factory=Moves)
     failed_pushes: int = 0
@@ -116,6 +120,8 @@ class RunFacts:
     headroom: Advice | None = None
     state: RunState = field(default_factory=RunState)
     held: HeldVersion | None = None
+    waiting: Sequence[str] = ()
+    of_sent: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +180,35 @@ def _of_people(facts: RunFacts) -> Iterator[Headline]:
         who = _who(held.by, held.since, facts.now, held.reason)
         text = f" at {short_version(held.version)}{who}: nothing is published until it is released."
         yield _found("wait", "version_held", "Held", text)
+    if (why := waits_for(facts)) is not None:
+        yield _found("note", "sent_waits", "A sent drafter waits", f" for the gate: {why}.")
+
+
+def waits_for(facts: RunFacts) -> str | None:
+    """What the sent drafter that has waited longest waits for; None where none does."""
+    if not facts.waiting:
+        return None
+    version, *others = facts.waiting
+    more = f" ({len(others)} more behind it)" if others else ""
+    return f"{short_version(version)}{more}: {_why_unjudged(facts, version)}"
+
+
+def _why_unjudged(facts: RunFacts, version: str) -> str:
+    if not facts.state.worked_on:
+        return f"the run is {facts.state.state}, and nothing is judged until `draftalign state active`"
+    if facts.held is not None:
+        return f"{short_version(facts.held.version)} is held, and nothing is judged until `draftalign release`"
+    if facts.watch.hold is not None:
+        return f"nothing may be published: {facts.watch.hold}"
+    silent = facts.heartbeat is None or abs(facts.now - facts.heartbeat) > _REFUSED_SECONDS
+    if silent or facts.worker_error:
+        return "no worker works on the run"
+    if not facts.queued and (facts.last_arrival is None or facts.now - facts.last_arrival > _ARRIVAL_SECONDS):
+        age = "" if facts.last_arrival is None else f" for {duration(facts.now - facts.last_arrival)}"
+        return f"it is judged on rollouts that come, and none has come{age}"
+    if facts.of_sent is not None and facts.of_sent[0] == version:
+        return f"so far the gate says: {_short(facts.of_sent[1])}"
+    return "it is judged on the next rollouts"
 
 
 def _who(by: str | None, since: float | None, now: float, reason: str) -> str:
@@ -307,7 +342,10 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
         text = " (initial_drafter=) does not wait; for a trial, start the service with DRAFTALIGN_VOCAB_MIN_TOKENS=500."
         yield _found("note", "gathering", "A run that brings its first drafter", text)
     elif facts.served_version is not None and facts.current is not None:
-        text = f": no rollout has come since {short_version(facts.served_version)} was published."
+        version = short_version(facts.served_version)
+        text = f": no rollout has come since {version} was published."
+        if facts.queued:
+            text = f": {version}; {_waits(facts.queued)} to be scored with it."
         yield _found("good", "published", "Published", text)
     elif facts.current is not None:
         yield _found(
@@ -353,7 +391,12 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
     if facts.last_engine_report is None:
         yield _found("note", "no_engine", "No engine", " reports what it accepts.")
     elif (age := facts.now - facts.last_engine_report) > ENGINE_SILENT_SECONDS:
-        yield _found("note", "no_engine", "No engine", f" has reported for {duration(age)}.")
+        text = f" has reported for {duration(age)}: none drafts, or agents are away."
+        yield _found("note", "no_engine", "No engine", text)
+    elif facts.engines and not facts.drafted:
+        first = facts.engines[0]
+        text = f" has drafted yet: {first.reporter} follows, with {short_version(first.drafter_version)}."
+        yield _found("note", "no_engine", "No engine", text + _more(facts.engines))
 
 
 def _of_unswapped(facts: RunFacts) -> Iterator[Headline]:

@@ -60,9 +60,9 @@ class RunSnapshot:
     a headline, which is read without the records of engines that fell silent; None where those are here. `watch`: live
     beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest first. `worth`: what acceptance
     is worth in time. `dead_letters`: the newest ones.
-    `outdated`: files come of a trainer that another one has followed.
+    `outdated`: a trainer that another one has followed goes on sending.
     `oldest_queued`, `last_arrival`, `registered`, `api_began`: Unix seconds. `state`, `held`: what a person wants of
-    the run, and of what it serves.
+    the run, and of what it serves. `waiting`: versions that people sent and that wait for the gate, oldest first.
     """
 
     now: float
@@ -90,6 +90,7 @@ class RunSnapshot:
     worth: Worth = field(default_factory=Worth)
     state: RunState = field(default_factory=RunState)
     held: HeldVersion | None = None
+    waiting: Sequence[str] = ()
 
     @property
     def newest(self) -> Newest:

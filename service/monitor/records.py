@@ -322,7 +322,8 @@ class WorkerGauges(BaseModel):
     records are bounded in number and a counter must never fall. `drift`: by lane, absent until the monitor's warm-up is
     over. `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out in each
     training; `undrafted`: for engines spend no time in rounds with drafts. `error`: None while there is none, "" where
-    the worker has not said; `for_memory`: it waits for memory.
+    the worker has not said; `for_memory`: it waits for memory. `sent`: version of the sent drafter that was looked at
+    last, and what the gate found then.
     """
 
     model_config = ConfigDict(frozen=True, **_CHECKED)
@@ -346,6 +347,7 @@ class WorkerGauges(BaseModel):
     unjudged: bool = False
     no_memory: bool = False
     undrafted: bool = False
+    sent: tuple[str, str] | None = None
     error: str | None = ""
     for_memory: bool = False
     refused: tuple[int, int] | None = None

@@ -278,7 +278,7 @@ class Registry(Versions):
             pointer = now._pointer(run)
             manifest = now.get(run, version)
             if pointer is None or pointer.version != version:
-                manifest = now._repoint(run, manifest, reason, "rolled_back", held=hold)
+                manifest = now._repoint(run, manifest, reason, "rolled_back", held=hold, more={"to_hold": True})
             else:
                 now._recover_history(run)
                 replace_file(now._layout.latest(run), json.dumps(replace(pointer, held=hold).written).encode())

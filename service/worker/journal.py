@@ -356,8 +356,9 @@ class Journal:
         draft_vocab_size: int,
         curve: LearningCurve,
         outcome: Contest | None = None,
+        of_sent: tuple[str, str] | None = None,
     ) -> None:
-        """Say in one line what was done, and set the gauges."""
+        """Say in one line what was done, and set the gauges. `of_sent`: `WorkerGauges.sent`."""
         served = newest.record.sums("served")
         log.info(
             "%s: policy %d  served α %s  draftable %s  %s: %s%s",
@@ -369,7 +370,7 @@ class Journal:
             decision.reason,
             "" if outcome is None else f"; gate: {outcome.verdict.reason}",
         )
-        self._set_gauges(decision, draft_vocab_size, curve.headroom(self._pace.busy))
+        self._set_gauges(decision, draft_vocab_size, curve.headroom(self._pace.busy), of_sent)
 
     def heed_people(self) -> bool:
         """Acknowledge or reset the drift alarm where somebody asked for it; returns whether it was."""
@@ -377,7 +378,9 @@ class Journal:
             self._store.set_worker(self.drift.gauges)
         return new
 
-    def _set_gauges(self, decision: Decision, draft_vocab_size: int, headroom: Headroom | None) -> None:
+    def _set_gauges(
+        self, decision: Decision, draft_vocab_size: int, headroom: Headroom | None, of_sent: tuple[str, str] | None
+    ) -> None:
         drift = self.drift.gauges
         gauges = WorkerGauges.model_construct(  # unchecked: a figure that is no number is nobody's fault here
             action=decision.action.value,
@@ -394,6 +397,7 @@ class Journal:
             unjudged=decision == UNJUDGED,
             no_memory=decision == NO_MEMORY,
             undrafted=decision.undrafted,
+            sent=of_sent,
             drift_alpha=drift.drift_alpha,
             drift_level=drift.drift_level,
             drift_change=drift.drift_change,

@@ -323,7 +323,7 @@ class Learner:
         size = len(self.lineage.candidate.vocabulary)
         # While the learning rate rises, small gains do not say that little is left to gain.
         curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.controller.curve
-        self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest)
+        self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest, self.gate.of_sent)
 
     def _finish(self, scored: Sequence[Scored], fates: Fates, decision: Decision, seconds: float = 0.0) -> None:
         """Leave batches to the next checkpoint, and record their scores. `seconds`: of the training."""

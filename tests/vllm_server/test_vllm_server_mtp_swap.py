@@ -308,7 +308,9 @@ def counted(
 
 def reported(service: RunningService, version: str) -> bool:
     document = service.client.get("/alpha").json()
-    return any(version in (one.get("drafter_version"), one.get("method")) for one in document["servers"])
+    return any(
+        version in (one.get("drafter_version"), one.get("method")) and one["rounds"] for one in document["servers"]
+    )
 
 
 def publish(service: RunningService, directory: Path) -> str:

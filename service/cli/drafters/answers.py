@@ -52,39 +52,47 @@ def read_prompts(path: Path, tokenizer: Any, chat_template_kwargs: Mapping[str, 
     A `.jsonl` line is an object whose `prompt` (or `messages`) is a text, taken as it stands, or a list of chat
     messages, to which the tokenizer's chat template is applied, with `chat_template_kwargs` and the line's own `tools`
     and `chat_template_kwargs`. An answer that `messages` ends with, as in files for SFT, is left out. A line of any
-    other file is a text. Raises HookError.
+    other file is a text. Raises HookError, which names the line.
     """
     found = []
-    for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        prompt: Any = line
-        options: dict[str, Any] = {}
-        if path.suffix == ".jsonl":
-            try:
-                prompt, options = _asked(json.loads(line))
-            except (ValueError, KeyError, TypeError):
-                raise HookError(
-                    f"{path}, line {number}: expected an object with a prompt or messages, got {line[:60]!r}"
-                ) from None
-        if isinstance(prompt, str):
-            ids = tokenizer.encode(prompt)
-        elif not prompt or prompt[-1]["role"] == "assistant":
-            raise HookError(
-                f"{path}, line {number}: expected a chat that ends with a message to the policy, got {line[:60]!r}. "
-                "Leave the answer out of the prompt"
-            )
-        else:
-            options = {**(chat_template_kwargs or {}), **options}
-            ids = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **options
-            )
-        if not ids:
-            raise HookError(f"{path}, line {number}: the prompt has no tokens")
-        found.append([int(token) for token in ids])
+    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
+        try:
+            line = raw.decode().removesuffix("\r")
+            if line.strip():
+                ids = _tokens(line, tokenizer, chat_template_kwargs or {}, rows=path.suffix == ".jsonl")
+                found.append([int(token) for token in ids])
+        except Exception as error:  # a chat template may raise anything
+            raise HookError(f"{path}, line {number}: {error}") from error
     if not found:
         raise HookError(f"{path} holds no prompts; expected one in each line")
     return found
+
+
+def _tokens(line: str, tokenizer: Any, chat_template_kwargs: Mapping[str, Any], *, rows: bool) -> Sequence[int]:
+    """Token ids of one line's prompt. `rows`: it is a JSON object, and no text. Raises HookError among others."""
+    prompt: Any = line
+    options: dict[str, Any] = {}
+    ids: Sequence[int]
+    if rows:
+        try:
+            prompt, options = _asked(json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            raise HookError(f"expected an object with a prompt or messages, got {line[:60]!r}") from None
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt)
+    elif not prompt or prompt[-1]["role"] == "assistant":
+        raise HookError(
+            f"expected a chat that ends with a message to the policy, got {line[:60]!r}. "
+            "Leave the answer out of the prompt"
+        )
+    else:
+        options = {**chat_template_kwargs, **options}
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **options
+        )
+    if not ids:
+        raise HookError("the prompt has no tokens")
+    return ids
 
 
 def _asked(row: Any) -> tuple[Any, dict[str, Any]]:

@@ -58,7 +58,7 @@ def state(
     run: Run = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what state a run is in, or change it; worker and API obey within seconds.
+    """Say what state a run is in and what is true of it, worst first, or change it; worker and API obey within seconds.
 
     active: all goes on. paused: rollouts are queued, nothing is scored or trained, the worker frees its memory.
     draining: rollouts are refused and trainers stop sending; the queue is worked off. archived: drafters can be
@@ -73,8 +73,8 @@ def state(
     else:
         body = {"state": wanted, "reason": reason, "by": whoami()}
         found = call("PATCH", service, path, json=body).json()
-    said = f"run {run} is {found['state']['state']}: {found['headline']['text']}"
-    typer.echo(json.dumps(found) if as_json else said)
+    said = [f"run {run} is {found['state']['state']}: {found['headline']['text']}", *found["headline"]["also"]]
+    typer.echo(json.dumps(found) if as_json else "\n  ".join(said))
 
 
 def dead(

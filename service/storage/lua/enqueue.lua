@@ -6,7 +6,7 @@
 --       of the death that was seen; else ''. max_rollouts: that may wait: each is a key of Redis. ended_seconds,
 --       remembered_bytes: for how long, and how much, is remembered of batches that ended.
 --       session, began: of the trainer that sends, and the first policy version that it had rollouts of; or ''
---       outdated_seconds: for how long it is said that another one's are not used
+--       outdated_seconds: for how long it is known since when another one's are not used
 -- Returns {"accepted", entry_id, dead_total, newest death's reason, known rollouts, a damaged blob, if this one replaces it}
 --       | {"duplicate", state, dead_total, newest death's reason, known rollouts}
 --       | {"full", items, bytes, rollouts} | {"disowned"} | {"gone"}: the dead batch's file is not kept
@@ -109,7 +109,10 @@ elseif session ~= '' then
         'policy_version_max', policy_max, 'rollout_ids', rollout_ids, 'known_rollouts', #known, 'attempt', own)
       remember(prefix, counters, batch_id, ended_seconds, remembered_bytes)
     end
-    redis.call('SET', prefix .. 'outdated', session, 'EX', outdated_seconds)
+    local now = redis.call('TIME')[1]
+    local first, of = string.match(redis.call('GET', prefix .. 'outdated') or '', '^(%d+) %d+ (.*)$')
+    if of ~= session then first = now end
+    redis.call('SET', prefix .. 'outdated', first .. ' ' .. now .. ' ' .. session, 'EX', outdated_seconds)
     return { 'outdated', 'skipped', total, reason }
   end
 end

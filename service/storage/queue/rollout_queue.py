@@ -20,7 +20,9 @@ from redis.exceptions import ResponseError
 
 from service.storage.queue.keys import (
     ENDED_SECONDS,
+    GOES_ON_SECONDS,
     GROUP,
+    OUTDATED_KEPT_SECONDS,
     OUTDATED_SECONDS,
     REMEMBERED_BYTES,
     Keys,
@@ -170,8 +172,13 @@ class AsyncRolloutQueue:
         return Arrivals(None if first is None else _seconds(first[0]), _seconds(newest or stream["last-generated-id"]))
 
     async def outdated(self) -> bool:
-        """Whether a file has come of late whose session a later attempt has followed: it is not used."""
-        return bool(await self._redis.exists(self._keys.outdated))
+        """Whether a session that a later attempt has followed goes on sending, and has sent of late: in vain."""
+        told = await self._redis.get(self._keys.outdated)
+        if told is None:
+            return False
+        first, last = map(int, text(told).split()[:2])
+        ago = OUTDATED_KEPT_SECONDS - await self._redis.ttl(self._keys.outdated)
+        return last - first >= GOES_ON_SECONDS and ago < OUTDATED_SECONDS
 
     async def dead_letters(self, count: int) -> list[dict[str, str]]:
         """The newest dead letters, newest first."""
@@ -205,7 +212,7 @@ class AsyncRolloutQueue:
             self._max_rollouts,
             batch.session,
             batch.session_began,
-            OUTDATED_SECONDS,
+            OUTDATED_KEPT_SECONDS,
         ]
         of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
         reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]

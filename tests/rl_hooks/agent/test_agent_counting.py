@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 
+from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.counters import (
     ACCEPTED,
@@ -29,6 +30,7 @@ from rl_hooks.engines.counters import (
     Ledger,
     Snapshot,
 )
+from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import MetricsError
 from rl_hooks.release import _replayed_alpha
 from rl_hooks.wire import COUNTED_PROMPTS
@@ -304,6 +306,28 @@ def _on_trial(service: Service, engine: Engine) -> tuple[str, str]:
     eventually(lambda: engine.version == second)
     settle(engine)
     return first, second
+
+
+def test_an_engine_that_drafts_nothing_yet_is_reported_once(service: Service, engine: Engine, tmp_path: Path) -> None:
+    """So the service knows that it is followed."""
+    with running_agent(service, engine, cache=tmp_path):
+        first = service.publish(1)
+        eventually(lambda: service.reports)
+        settle(engine, 6)
+        assert [(r["drafter_version"], r["rounds"]) for r in service.reports] == [(first, 0)]
+        engine.play(50, 3)
+        eventually(lambda: service.reports[-1]["rounds"] == 50)
+
+
+def test_an_engine_that_counts_exactly_and_drafts_nothing_yet_is_reported() -> None:
+    books = EngineBooks(SMALL)
+    after, state = Snapshot.of_exact((), Counts(), 4), EngineState("v1", True, 1)
+    assert books.book_exact(None, after, state, 1.0, 0.0) is None
+    books.book_exact(after, after, state, 1.0, 1.0)
+    assert [(b.drafter_version, b.policy_version, b.counts.rounds) for b in books.ledger.buckets()] == [("v1", 4, 0)]
+    unknown = EngineBooks(SMALL)
+    unknown.book_exact(None, after, EngineState(None, True, 0), 1.0, 0.0)
+    assert not unknown.ledger.buckets(), "a drafter without a name"
 
 
 def _trial(service: Service, engine: Engine, alpha_accepted: int) -> tuple[str, str]:

@@ -208,6 +208,25 @@ def test_an_engine_that_shows_no_counters_still_gets_its_drafters(
     engine.down()
 
 
+def test_an_engine_without_the_swap_calls_is_named_with_what_it_needs(
+    service: BadService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A vLLM without the plugin, or an SGLang."""
+
+    class Plain(Engine):
+        def answer(self, handler: BaseHTTPRequestHandler, path: str, query: dict[str, str], body: Any) -> None:
+            if path.startswith("/drafter/"):
+                self.send_json(handler, 404, {"detail": "Not Found"})
+            else:
+                super().answer(handler, path, query, body)
+
+    engine = Plain()
+    with running_agent(service, engine, cache=tmp_path):
+        eventually(lambda: "VLLM_PLUGINS=draftalign" in caplog.text)
+    assert "--engine sglang" in caplog.text
+    engine.down()
+
+
 def test_an_engine_whose_page_is_too_long_still_gets_its_drafters(
     service: BadService, bad: BadEngine, tmp_path: Path
 ) -> None:

@@ -498,7 +498,7 @@ def test_what_the_caller_gets_wrong_raises_only_when_strict(
     model, batch = tiny(), padded_batch(LENGTHS)
     bad: dict[str, Any] = {"loss_mask": batch.loss_mask[:, 1:]}
     strict = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
-    with pytest.raises(RolloutError, match=r"loss_mask must be \[4, 19\] like input_ids, got \[4, 18\]"):
+    with pytest.raises(RolloutError, match=r"got \[4, 18\]; column s is of token s, so put a column in front"):
         run_once(strict, model, batch, **bad)
     strict.close()
     lenient = DrafterHook(model, service.url, aux_layers=(1, 2, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import re
 import shlex
 import time
 from collections import Counter
@@ -404,6 +405,14 @@ def test_registration_is_sent_before_the_first_step_and_describes_the_trainers_m
     assert json.loads(file.header.metadata["config"])["model_type"] == "qwen3"
     assert torch.equal(as_float(file, "embed_tokens"), trainer.model.model.embed_tokens.weight)
     attachment.detach()
+
+
+def test_the_guide_names_all_that_stats_has(tmp_path: Path) -> None:
+    attachment = attach(make_trainer(tmp_path), f"http://127.0.0.1:{free_port()}", aux_layers=AUX)
+    guide = (Path(__file__).parents[3] / "docs" / "guide" / "trainers.md").read_text(encoding="utf-8")
+    table = guide.partition("\n`stats()` has, of this process:\n")[2].partition("\n\nLog lines")[0]
+    assert set(re.findall(r"`([a-z_]+)`", table)) == attachment.stats().keys()
+    attachment.detach(0.5)
 
 
 def test_the_guides_server_for_trl_has_the_options_that_trl_gives_it() -> None:

@@ -504,7 +504,13 @@ def test_what_a_person_does_with_a_version_is_drawn_where_the_run_was_then(brows
     }
     kept = {"event": "held", "time": 1.0075, "version": "v000005-aaaaaaaa", "policy_version": 1, "by": "ann"}
     freed = {"event": "released", "time": 1.0075, "version": "v000005-aaaaaaaa", "policy_version": 1, "by": "ann"}
-    page = show(stored([came(1000 + v, v, 3.0) for v in range(8)], (), [event, kept, freed]), browser)
+    moved = event | {"time": 1.0072, "version": "v000004-cccccccc", "reason": "odd", "to_hold": True}
+    gates = event | {"time": 1.0074, "version": "v000003-dddddddd", "reason": "it fits again", "gate": {"gain": 0.1}}
+    told = [event, moved, gates, kept, freed]
+    page = show(stored([came(1000 + v, v, 3.0) for v in range(8)], (), told), browser)
+    assert "1 rollback" in page.texts["detail"], "neither a hold nor the gate is one"
+    assert "moved to v000004 at policy 7" in page.texts["events"]
+    assert "v000003 promoted again at policy 7" in page.texts["events"]
     assert "rolled back to v000005 at policy 6" in page.texts["events"]
     assert "from v000007; worse on long prompts" in page.texts["events"]
     assert "v000005 held at policy 7" in page.texts["events"]

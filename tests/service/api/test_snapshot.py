@@ -247,7 +247,22 @@ def test_engines_that_fell_silent_are_told_of_by_when_the_last_one_reported(
     Store(redis_client, "default").put_score("a" * 32, score(scored(time.time())))
     book(redis_url, [counted(500, 900, time.time() - 7200)])
     for document in (service.client.get("/runs/default").json(), service.client.get("/alpha").json()):
-        assert "No engine has reported for 2 h." in document["headline"]["also"]
+        assert "No engine has reported for 2 h: none drafts, or agents are away." in document["headline"]["also"]
+
+
+def test_an_engine_that_is_followed_and_has_drafted_nothing_is_told_of_until_it_drafts(
+    service: RunningService, redis_url: str, redis_client: Redis
+) -> None:
+    def told() -> list[bool]:
+        documents = (service.client.get(path).json() for path in ("/runs/default", "/alpha"))
+        return ["No engine has drafted yet: e follows" in " ".join(d["headline"]["also"]) for d in documents]
+
+    now = time.time()
+    Store(redis_client, "default").put_score("a" * 32, score(scored(now)))
+    book(redis_url, [counted(0, 0, now - 9)])
+    assert told() == [True, True]
+    book(redis_url, [counted(500, 900, now - 8), counted(0, 0, now - 1, policy_version=2)])
+    assert told() == [False, False]
 
 
 def book(url: str, reports: list[dict[str, Any]]) -> None:

@@ -228,6 +228,9 @@ def test_a_run_s_state_is_said_and_changed(service: RunningService, state: str) 
     service.publish()
     assert typed(service, "state").startswith("run default is active: ")
     assert typed(service, "state", state, "--reason", "a test").startswith(f"run default is {state}: ")
+    told = service.client.get("/runs/default").json()["headline"]
+    lines = typed(service, "state").rstrip("\n").splitlines()
+    assert len(lines) == 1 + len(told["also"]), "and all else that is true of it"
     found = service.client.get("/runs/default").json()["state"]
     assert found["state"] == state
     assert typed(service, "state").startswith(f"run default is {state}: ")

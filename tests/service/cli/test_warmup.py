@@ -89,6 +89,22 @@ def test_a_chat_is_put_to_the_policy_as_the_rl_run_puts_it(tokenizer: Any, tmp_p
     assert warmup._load(str(POLICY), "cpu", file, given)[1] == [tokenizer.encode(text)] * 2
 
 
+def test_what_a_chat_template_or_an_encoding_refuses_is_named_by_its_line(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') if messages[0].role == 'tool' else 'a' }}"
+    file = tmp_path / "a.jsonl"
+    good, bad = ({"prompt": [{"role": role, "content": "q"}]} for role in ("user", "tool"))
+    file.write_text(f"{json.dumps(good)}\r\n{json.dumps(bad)}\r\n")
+    with pytest.raises(HookError, match=re.escape("a.jsonl, line 2: roles must alternate")):
+        read_prompts(file, tokenizer)
+    text = recall.sample_prompts(1, 0)[0]
+    plain = tmp_path / "a.txt"
+    plain.write_bytes(f"{text}\r\n".encode() + b"\xff\n")
+    with pytest.raises(HookError, match=re.escape("a.txt, line 2: 'utf-8' codec can't decode byte 0xff")):
+        read_prompts(plain, tokenizer)
+    plain.write_bytes(f"{text}\r\n{text}".encode())
+    assert read_prompts(plain, tokenizer) == [tokenizer.encode(text)] * 2, "a carriage return is no part of a prompt"
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -20,6 +20,7 @@ from service.monitor.headline import (
     RunFacts,
     duration,
     headline,
+    waits_for,
 )
 from service.monitor.headroom import Advice
 from service.monitor.live.engine import Stretch
@@ -65,6 +66,32 @@ def test_what_the_headroom_means_is_said_beside_the_headline_and_harm_first() ->
     assert (hurt.level, hurt.text) == ("warn", "Training hurts: each training loses 2.0 %.")
     for state in ("learning", "starved", "behind", "unknown"):  # said elsewhere, or nothing to say
         assert headline(facts(headroom=Advice(state, "x"))) == headline(facts())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"state": RunState("paused", "x")},
+            "the run is paused, and nothing is judged until `draftalign state active`",
+        ),
+        ({"held": HeldVersion("v000007-a", "x")}, "v000007 is held, and nothing is judged until `draftalign release`"),
+        ({"watch": Watch((), "they disagree")}, "nothing may be published: they disagree"),
+        ({"heartbeat": None}, "no worker works on the run"),
+        ({"heartbeat": NOW - 100}, "no worker works on the run"),
+        ({"worker_error": "no"}, "no worker works on the run"),
+        ({"last_arrival": NOW - 1200}, "it is judged on rollouts that come, and none has come for 20 min"),
+        ({"last_arrival": None}, "it is judged on rollouts that come, and none has come"),
+        ({"last_arrival": NOW - 1200, "queued": 3}, "it is judged on the next rollouts"),
+        ({"of_sent": ("v000008-a", "too little evidence")}, "so far the gate says: too little evidence"),
+        ({"of_sent": ("v000006-a", "of another")}, "it is judged on the next rollouts"),
+    ],
+)
+def test_what_a_sent_drafter_waits_for_is_said(changes: dict[str, Any], why: str) -> None:
+    told = facts(waiting=("v000008-a", "v000009-b"), **changes)
+    assert waits_for(told) == f"v000008 (1 more behind it): {why}"
+    assert f"A sent drafter waits for the gate: v000008 (1 more behind it): {why}." in headline(told).also
+    assert waits_for(facts(**changes)) is None
 
 
 def test_an_engine_that_is_not_lossless_is_said_with_how_much() -> None:
@@ -319,6 +346,10 @@ STATES = [
         ("good", "published", "Published: no rollout has come since v000007 was published."),
     ),
     (
+        facts(current=Current(alpha_ngram=1.2), queued=18),
+        ("good", "published", "Published: v000007; 18 batches wait to be scored with it."),
+    ),
+    (
         facts(current=Current(live=LiveAlpha(2.5, 900))),
         ("good", "live", "Live: 2.50 tokens per round in the engines. No rollout is scored yet."),
     ),
@@ -462,6 +493,15 @@ def test_what_is_no_trouble_is_said_beside_the_headline_only() -> None:
         "No engine reports what it accepts.",
         "Worker behind: 14 batches queued, of which the newest policy's are trained on.",
     )
+
+
+def test_an_engine_that_is_followed_and_drafts_nothing_is_told_from_none() -> None:
+    idle = AcceptanceRecord(reporter="agent http://e:8000", drafter_version="v000007-a", rounds=0, created=NOW - 2)
+    told = "No engine has drafted yet: agent http://e:8000 follows, with v000007."
+    assert told in headline(facts(engines=[idle], drafted=False)).also
+    assert not headline(facts(engines=[idle])).also, "what came first counts too: its newest report may be of no round"
+    gone = headline(facts(engines=[idle], last_engine_report=NOW - 7200)).also
+    assert gone == ("No engine has reported for 2 h: none drafts, or agents are away.",)
 
 
 def test_an_engine_that_its_prompts_may_explain_is_no_trouble() -> None:

@@ -146,8 +146,10 @@ def test_holding_what_is_served_moves_no_engine_and_holding_another_does(service
     assert (held.version, held.reason) == (first.version, "better"), "also after it was pushed again"
     assert service.client.delete(f"/drafter/{first.version}/hold").status_code == 200
     assert service.client.delete(f"/drafter/{first.version}/hold").status_code == 409
-    events = [e["event"] for e in service.client.get("/drafters").json()["history"]]
-    assert events == ["published", "published", "held", "rolled_back", "held", "pushed_again", "released"]
+    history = service.client.get("/drafters").json()["history"]
+    events = ["published", "published", "held", "rolled_back", "held", "pushed_again", "released"]
+    assert [e["event"] for e in history] == events
+    assert [e["event"] for e in history if e.get("to_hold")] == ["rolled_back"], "a hold moved it: it is no rollback"
     service.publish(content=b"fourth")
 
 

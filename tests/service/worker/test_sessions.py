@@ -205,8 +205,16 @@ def test_what_a_trainer_that_was_followed_by_another_sends_late_is_skipped_and_i
     assert bench.queue.counters()["skipped_total"] == 1
     assert bench.spooled() == []
     said = service.client.get("/runs/default").json()["headline"]
+    assert "not used" not in " ".join([said["text"], *said["also"]]), "it may have ended, and this was under way"
+    key = "da:{default}:outdated"
+    first, last, session = bench.redis.get(key).decode().split()
+    bench.redis.set(key, f"{int(first) - 60} {last} {session}", keepttl=True)  # as if that had been a minute ago
+    step(old, model, 4)
+    said = service.client.get("/runs/default").json()["headline"]
     assert (said["level"], said["state"]) == ("warn", "outdated"), "for nobody else may read that trainer's log"
     assert "give each a run name of its own" in said["text"]
+    bench.redis.expire(key, bench.redis.ttl(key) - 600)  # as if that had been ten minutes ago
+    assert service.client.get("/runs/default").json()["headline"]["state"] != "outdated"
     warnings = [r.getMessage() for r in caplog.records if "are not used any more" in r.getMessage()]
     assert len(warnings) == 1
     assert "give each a run name of its own" in warnings[0]
