@@ -1,6 +1,6 @@
 """What the tests add to the vLLM server, inside its processes. Never shipped.
 
-* the repair of sampling on a CPU that the demo's plugin has too;
+* the repair of sampling on a CPU, and sleeps where vLLM spins, which the demo's plugin has too;
 * a model's class is looked into where it is, and not in a process that imports all of vLLM, as where CUDA must wait;
 * a recorder of what the engine's drafter read and answered, for numeric conformance;
 * faults: weights that change behind the engine's back, a load that fails half-way;
@@ -20,7 +20,7 @@ import torch
 from fastapi import FastAPI, Request
 from safetensors.torch import load_file, save_file
 
-from examples.vllm_plugin import load_policy, repair_sampling
+from examples.vllm_plugin import load_policy, repair_sampling, sleep_between_polls
 
 
 def register() -> None:
@@ -46,6 +46,7 @@ def register() -> None:
     ):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
+    sleep_between_polls()
     register_files()
 
 
