@@ -43,6 +43,7 @@ def register() -> None:
         fail_a_rank,
         fail_a_core,
         plain_requests,
+        sleeps_between_polls,
     ):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
@@ -90,6 +91,14 @@ def plain_requests(_: Any) -> dict[str, Any]:
     known = set(SamplingParams.__struct_fields__)  # an older vLLM has no watermarks
     found = {str(one): plain(SamplingParams(**one)) for one in said if one.keys() <= known}
     return {"none": [plain(params) for params in same], **found}
+
+
+def sleeps_between_polls(_: Any) -> bool:
+    """Whether this worker sleeps where vLLM spins."""
+    from vllm.distributed import utils
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    return shm_broadcast.sched_yield is not utils.sched_yield
 
 
 # --- recording
