@@ -93,7 +93,7 @@ class LlmProcess:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            self.process.wait(60)
+            self.process.wait(300)
         finally:
             self.process.kill()
             self.process.wait()
