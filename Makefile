@@ -46,8 +46,15 @@ machine: $(VENV)/.ready
 	  >/dev/null 2>&1 || echo "no Chromium or promtool here: tests of the page and of the alert rules are skipped"; fi
 	@command -v kubectl >/dev/null || $(MAKE) --no-print-directory .venv-kubectl/.ready || echo "no kubectl here: the tests of deploy/kubernetes fail in CI, and are skipped elsewhere"
 	@$(MAKE) --no-print-directory .venv-sbom/.ready || echo "no cyclonedx-bom here: the test of the list of packages is skipped"
+	@$(MAKE) --no-print-directory -j3 try-vllm try-sglang types
+
+# Each is brought by one process, which mostly waits or unpacks: side by side, and beside mypy, whose cache `types` finds.
+.PHONY: try-vllm try-sglang
+try-vllm:
 	@timeout 1200 $(MAKE) --no-print-directory vllm || echo "no vLLM here: its tests are skipped"
-	@timeout 900 $(MAKE) --no-print-directory sglang || echo "no SGLang here: its tests are skipped"
+
+try-sglang:
+	@timeout 1200 $(MAKE) --no-print-directory sglang || echo "no SGLang here: its tests are skipped"
 
 lint: $(VENV)/.ready ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && echo "lint: ok"
@@ -56,7 +63,7 @@ types: $(VENV)/.ready ## Strict types, of tests and benchmarks too
 	@$(BIN)/mypy --no-error-summary && echo "types: ok"
 
 unit: $(VENV)/.ready ## The tests (ARGS="-k replay")
-	@$(BIN)/python -m pytest $(PARALLEL) --ignore tests/stacks $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) --durations 30 --ignore tests/stacks $(ARGS)
 
 quick: $(VENV)/.ready ## Some 3,800 tests that take less than 0.1 s each (one to four minutes, by load)
 	@$(BIN)/python -m pytest $(PARALLEL) -m quick --ignore tests/vllm_server --ignore tests/sglang_server --ignore tests/stacks $(ARGS)

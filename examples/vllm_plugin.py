@@ -2,6 +2,8 @@
 
 * a repair of sampling: on a CPU, vLLM 0.32 and 0.33 write the expanded temperatures into a copy that is thrown away
   (`_ensure_int64` of a float tensor), so every request with a temperature samples garbage while a drafter runs;
+* sleeps where vLLM spins: its core and its workers poll each other with a whole CPU core each, for a second after each
+  message, which leaves the rest of a small machine nothing;
 * `POST /policy {"path", "version"}`: the trainer's weights, from a directory under DRAFTALIGN_POLICY_DIR. RL frameworks
   have ways of their own; the demo's trainer and server share a disk, so a file will do, without development mode;
 * `POST /rounds?request=ID`: how many rounds each completion of a request took; vLLM itself counts them all together;
@@ -11,6 +13,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,14 @@ def register() -> None:
     WorkerBase.examples_count_rounds = count_rounds
     WorkerBase.examples_take_rounds = take_rounds
     repair_sampling()
+    sleep_between_polls()
+
+
+def sleep_between_polls() -> None:
+    """Have vLLM's processes wait for each other half a millisecond at a time; a step takes some ten of these."""
+    import vllm.distributed.device_communicators.shm_broadcast as queues
+
+    queues.sched_yield = lambda: time.sleep(0.0005)
 
 
 def repair_sampling() -> None:

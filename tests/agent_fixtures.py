@@ -478,12 +478,16 @@ def start_agent(service_url: str, *engines: HasUrl, cache: Path, **changes: Any)
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Wait until `condition` is true, and return its value."""
-    deadline = time.monotonic() + seconds
+    """Wait until `condition` is true, and return its value.
+
+    Long waits ask less often: to ask may cost ten milliseconds of CPU, here and in the service.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.01
     while not (value := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not so within {seconds} s: {condition}")
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.05)
     return value
 
 

@@ -37,8 +37,12 @@ os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("authority.pem"))
 _NOT_QUICK = frozenset(Path(__file__).with_name("not_quick.txt").read_text().split())  # written by seconds.py
 _LONG = "chaos", "demo", "slow"
 _ENGINES = "vllm_server", "sglang_server"
-#: Files with the `server` of tests/vllm_server/conftest.py: each process that has one of them starts it, for a minute.
-_ONE_SERVER = frozenset(f"tests/vllm_server/test_vllm_server_{name}.py" for name in ("agent", "conformance", "swap"))
+#: Files with the `server` of an engine's conftest.py: each process that has one of them starts it, for a minute.
+_ONE_SERVER = {
+    f"tests/{engine}_server/test_{engine}_server_{name}.py": engine
+    for engine, names in (("vllm", ("agent", "conformance", "swap")), ("sglang", ("agent", "swap")))
+    for name in names
+}
 #: A file of which each test goes to whichever process is free: three of its tests take a minute each.
 _APART = "tests/examples/test_demo.py"
 #: What takes longest is begun first: begun last, one of them would leave all processes but its own idle.
@@ -127,7 +131,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByServer(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "vllm_server" if file in _ONE_SERVER else nodeid if file == _APART else file
+            return nodeid if file == _APART else _ONE_SERVER.get(file, file)
 
     return ByServer(config, log)
 

@@ -28,8 +28,8 @@ def trained() -> Eagle3Drafter:
     return trained_drafter()
 
 
-@pytest.fixture(scope="module")  # not for the session: tests of other rooms need the cores
+@pytest.fixture(scope="session")
 def server(drafters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
-    """One server for a file's tests: a start costs half a minute."""
+    """One server for the session: a start costs half a minute, and idle it sleeps."""
     with SGLangProcess.ready(tmp_path_factory.mktemp("sglang"), drafters) as server:
         yield server

@@ -27,7 +27,7 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.counters import Counts
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def rounds_of(follower: EngineFollower, version: str) -> int:

@@ -30,7 +30,7 @@ from rl_hooks.errors import OtherBytesError, SwapRefusedError
 from rl_hooks.format.eagle3 import Llama3Rope
 from rl_hooks.release import Release, VerifiedManifest
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def release(drafters: Path, source: Path, version: str, **digests: str) -> Release:

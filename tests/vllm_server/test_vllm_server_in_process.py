@@ -93,7 +93,7 @@ class LlmProcess:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            self.process.wait(60)
+            self.process.wait(300)
         finally:
             self.process.kill()
             self.process.wait()
@@ -237,6 +237,8 @@ def test_an_llm_whose_engine_core_is_a_process_of_its_own_is_attached_in_code(
             booked = eventually(lambda: _booked(store, version, 0), 30)
         assert booked[:2] == (after[0] - first[0], after[1] - first[1])
         assert 1 + booked[1] / booked[0] < 1.5
+        llm.generate([[5]])  # a step, which is told that the requests before it have ended
+        eventually(lambda: _rollouts(service) == Counter({0: 2 * len(_PROMPTS)}), 60)
     finally:
         llm.stop()
     assert llm.process.returncode == 0, llm.text()[-3000:]

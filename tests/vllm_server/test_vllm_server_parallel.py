@@ -18,7 +18,7 @@ from service_fixtures import RunningService
 from storage_fixtures import RolloutQueue, Store
 from vllm_server.test_vllm_server_in_process import _PROMPTS, LlmProcess, moved
 from vllm_server.test_vllm_server_tap import TOLERANCE, expected
-from vllm_server.vllm_process import DEPTH
+from vllm_server.vllm_process import DEPTH, FORKED
 
 from service.storage.layout import Layout
 from service.worker.loop import RunWorker
@@ -41,6 +41,7 @@ def llm(service: RunningService, drafters: Path, tmp_path: Path) -> Iterator[Llm
         DRAFTALIGN_SAMPLE_FRACTION="1.0",
         DRAFTALIGN_TOKENS_PER_MINUTE="10000000",
         DRAFTALIGN_DRAFTER_DIR=str(tmp_path / "cache"),
+        **FORKED,
     )
     try:
         yield made

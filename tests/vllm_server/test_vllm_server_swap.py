@@ -241,3 +241,8 @@ def test_of_vllm_s_own_sampling_parameters_those_that_change_the_distribution_ar
 def test_nothing_of_development_mode_is_open(server: VllmServer) -> None:
     for path in ("/collective_rpc", "/start_draft_weight_update", "/pause"):
         assert server.client.post(path, json={}).status_code == 404
+
+
+def test_a_worker_sleeps_between_polls(server: VllmServer) -> None:
+    """Else it takes a whole core for a second after each message, from all that runs beside it."""
+    assert server.rpc("sleeps_between_polls") is True

@@ -36,7 +36,7 @@ def test_the_drafter_is_the_same_function_as_ours(v2: VllmServer, drafters: Path
 
 
 def test_a_swap_changes_alpha_as_replay_says_and_no_text(v2: VllmServer, trained: Eagle3Drafter) -> None:
-    prompts, texts, alphas = elicit_prompts(24, seed=41), {}, {}
+    prompts, texts, alphas = elicit_prompts(12, seed=41), {}, {}
     for name in ("random", "trained"):
         assert v2.swap(name, f"v2-{name}").status_code == 200
         before = v2.counters()

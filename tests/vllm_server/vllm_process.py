@@ -28,8 +28,8 @@ _START_SECONDS = 420.0
 #: vLLM's V2 model runner on a CPU, its Triton kernels in the interpreter (`plugin/sitecustomize.py`).
 V2_RUNNER: dict[str, Any] = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
-#: Its processes are forked: half the time of a start. vLLM spawns them, as under the tap's tests with the V1 runner,
-#: those of the demo, and those of an LLM in a script.
+#: Its processes are forked: half the time of a start. vLLM spawns them, as those of the demo, and those of the
+#: LLM that a script attaches.
 FORKED: dict[str, Any] = {"DRAFTALIGN_TESTS_FORK": "1"}
 
 #: Not an installed distribution: found by its metadata on PYTHONPATH, in the server's processes only.

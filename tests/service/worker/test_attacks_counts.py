@@ -24,8 +24,8 @@ from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Release
 
-#: Gauges that tell the time, and what the API's process did.
-_OF_THE_CLOCK = re.compile(r"heartbeat|_seconds|_timestamp|_age")
+#: Gauges that tell the time, what the API's process did, and how much of the disk other processes leave.
+_OF_THE_HOST = re.compile(r"heartbeat|_seconds|_timestamp|_age|queue_limit_bytes")
 
 
 def is_trained(queue: Any, batch: str) -> bool:
@@ -91,7 +91,7 @@ class Runs:
             "drafters": client.get("/drafters", params={"run": run}).json(),
             "latest": client.get("/drafter/latest", params={"run": run}).json(),
             "run": client.get(f"/runs/{run}").json(),
-            "gauges": sorted(line for line in lines if not _OF_THE_CLOCK.search(line)),
+            "gauges": sorted(line for line in lines if not _OF_THE_HOST.search(line)),
         }
 
 

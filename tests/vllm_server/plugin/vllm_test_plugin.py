@@ -1,6 +1,6 @@
 """What the tests add to the vLLM server, inside its processes. Never shipped.
 
-* the repair of sampling on a CPU that the demo's plugin has too;
+* the repair of sampling on a CPU, and sleeps where vLLM spins, which the demo's plugin has too;
 * a model's class is looked into where it is, and not in a process that imports all of vLLM, as where CUDA must wait;
 * a recorder of what the engine's drafter read and answered, for numeric conformance;
 * faults: weights that change behind the engine's back, a load that fails half-way;
@@ -20,7 +20,7 @@ import torch
 from fastapi import FastAPI, Request
 from safetensors.torch import load_file, save_file
 
-from examples.vllm_plugin import load_policy, repair_sampling
+from examples.vllm_plugin import load_policy, repair_sampling, sleep_between_polls
 
 
 def register() -> None:
@@ -43,9 +43,11 @@ def register() -> None:
         fail_a_rank,
         fail_a_core,
         plain_requests,
+        sleeps_between_polls,
     ):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
+    sleep_between_polls()
     register_files()
 
 
@@ -89,6 +91,14 @@ def plain_requests(_: Any) -> dict[str, Any]:
     known = set(SamplingParams.__struct_fields__)  # an older vLLM has no watermarks
     found = {str(one): plain(SamplingParams(**one)) for one in said if one.keys() <= known}
     return {"none": [plain(params) for params in same], **found}
+
+
+def sleeps_between_polls(_: Any) -> bool:
+    """Whether this worker sleeps where vLLM spins."""
+    from vllm.distributed import utils
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    return shm_broadcast.sched_yield is not utils.sched_yield
 
 
 # --- recording
