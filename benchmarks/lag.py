@@ -12,7 +12,8 @@ version's rollouts with the served drafter and with the candidate.
 
 `--oracle` puts in the gate's place one that knows each candidate's true gain: on all rollouts of the next four policy
 versions, which the worker has not seen. What it does not reach, no gate can. The last column is of any test at all: the
-first step that it could let a new version draft in half of the runs, at an error of 5 % a run (`Played.earliest`).
+first step that it could let a new version draft in half of the runs, at an error of 5 % a run (`Played.earliest`): by
+the prompts' errors alone, and where an equal candidate's gain varies by `CLAIM_SD` from claim to claim, too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.tracking import initial_drafter
 from benchmarks.worker_run import WorkerRun
 from drafter.policy import Policy, TargetHead
 from drafter.replay.acceptance import Replay, log_ratio
-from drafter.replay.gate import Look, compare
+from drafter.replay.gate import CLAIM_SD, Look, compare
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer
 from examples.demo import PROMPTS_PER_STEP, SERVICE_SETTINGS
@@ -90,7 +91,7 @@ class Played:
     alphas: list[float] = field(default_factory=list)  # of the served drafter, one for each batch
     train_seconds: float = 0.0
     refused: int = 0
-    looks: list[LookAt] = field(default_factory=list)  # at the candidate
+    looks: list[LookAt] = field(default_factory=list)
     kept: float | None = None  # realised to promised gain, logarithms added up over the publishes that were measured
 
     @property
@@ -104,9 +105,10 @@ class Played:
         """The first RL step that a new version drafted."""
         return next((step for step, version in enumerate(self.served) if version in self.trained_to), None)
 
-    @property
-    def earliest(self) -> int | None:
+    def earliest(self, spread: float = 0.0) -> int | None:
         """The first step that any test could let a new version draft in half of the runs.
+
+        `spread`: standard deviation of an equal candidate's gain from claim to claim, which more prompts do not reduce.
 
         Whatever publishes by a given look, and an equal candidate in 5 % of runs, is a test on the looks so far. None
         has more power than Neyman and Pearson's, which here knows truth and errors: one half where the truth is as many
@@ -114,7 +116,7 @@ class Played:
         """
         known = 0.0
         for look in self.looks:
-            known += (max(0.0, look.truth) / look.error) ** 2 if look.error > 0 else 0.0
+            known += max(0.0, look.truth) ** 2 / (look.error**2 + spread**2) if look.error > 0 else 0.0
             if known >= _DISTANCE**2 and look.truth > 0:
                 return look.drafts
         return None
@@ -267,7 +269,8 @@ def row(name: str, played: Played) -> str:
         f"| {name} | {len(played.trained_to)} / {played.refused} | {played.first_step} | "
         f"{median(found) if found else '–'} ({max(found, default='–')}) | {fmean(played.lags):.3f} | "
         f"{fmean(played.alphas):.3f} ({', '.join(f'{t:.2f}' for t in thirds)}) | {played.train_seconds:.0f} | "
-        f"{'–' if played.kept is None else f'{played.kept:.2f}'} | {played.earliest or '–'} |"
+        f"{'–' if played.kept is None else f'{played.kept:.2f}'} | "
+        f"{played.earliest() or '–'} / {played.earliest(CLAIM_SD) or '–'} |"
     )
 
 
