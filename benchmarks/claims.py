@@ -1,7 +1,7 @@
 """What α owes to the features that a hook sends, and published claims that a CPU can show, on `examples.recall`.
 
     python -m benchmarks.claims --out DIR [--seeds 0 1 2] [--steps 48]     # records each seed's RL run once, into DIR
-    python -m benchmarks.claims --quick                                    # one seed, base policy only; a minute
+    python -m benchmarks.claims --quick --seeds 0 [--depth 7]              # base policy only; a minute a seed
 
 For the base policy ("start") and for the policy that RL ended with ("after RL"), on its rollouts: three in four train a
 drafter from scratch (the project's `DrafterTrainer`), the others are replayed (`drafter.replay`, depth 4, so α is 5
@@ -150,9 +150,9 @@ def train(
     return drafter
 
 
-def alpha(drafter: Eagle3Drafter, batch: RolloutBatch, policy: Policy) -> float:
-    """Replay α at depth 4."""
-    return replay(drafter, batch, policy, depth=DEPTH).alpha
+def alpha(drafter: Eagle3Drafter, batch: RolloutBatch, policy: Policy, depth: int = DEPTH) -> float:
+    """Replay α, of chains of 4 drafts unless said otherwise."""
+    return replay(drafter, batch, policy, depth=depth).alpha
 
 
 @cache
@@ -167,14 +167,15 @@ def features_table(
     seed: int,
     rows: Collection[str] = (*ONE_LAYER, *BROKEN),
     steps: int = TRAIN_STEPS,
+    depth: int = DEPTH,
 ) -> Table:
     """α by what the hook sends; `right` was trained on `stage.train` as it is. Each row is a training."""
 
     def trained(batch: RolloutBatch, layers: int = len(AUX_LAYERS)) -> Eagle3Drafter:
-        return train(batch, stage.policy, layers=layers, seed=seed, steps=steps)
+        return train(batch, stage.policy, layers=layers, seed=seed, steps=steps, depth=depth)
 
     def scored(drafter: Eagle3Drafter, batch: RolloutBatch) -> float:
-        return alpha(drafter, batch, stage.policy)
+        return alpha(drafter, batch, stage.policy, depth)
 
     table: Table = {"three layers": {"both": scored(right, stage.test)}}
     for name, of in ((name, of) for name, of in ONE_LAYER.items() if name in rows):
@@ -189,7 +190,7 @@ def features_table(
             "served": scored(right, to_serve),
             "trained": scored(drafter, stage.test),
         }
-    table["n-gram, no drafter"] = {"both": ngram_replay(stage.test, depth=DEPTH).alpha}
+    table["n-gram, no drafter"] = {"both": ngram_replay(stage.test, depth=depth).alpha}
     return table
 
 
@@ -247,11 +248,18 @@ def quick_stage(count: int, seed: int) -> Stage:
     return Stage.of(batch_of(policy, [r for r in rollouts if len(r.token_ids) > 1]), policy.lm_head.weight.detach())
 
 
-def quick_table(rows: Collection[str] = (*ONE_LAYER, *BROKEN), seed: int = 0, *, steps: int = TRAIN_STEPS) -> Table:
+def quick_table(
+    rows: Collection[str] = (*ONE_LAYER, *BROKEN),
+    seed: int = 0,
+    *,
+    steps: int = TRAIN_STEPS,
+    depth: int = DEPTH,
+    rollouts: int = 400,
+) -> Table:
     """The table of the base policy, on few rollouts."""
-    stage = quick_stage(400, seed)
-    right = train(stage.train, stage.policy, layers=len(AUX_LAYERS), seed=seed, steps=steps)
-    return features_table(stage, right, seed=seed, rows=rows, steps=steps)
+    stage = quick_stage(rollouts, seed)
+    right = train(stage.train, stage.policy, layers=len(AUX_LAYERS), seed=seed, steps=steps, depth=depth)
+    return features_table(stage, right, seed=seed, rows=rows, steps=steps, depth=depth)
 
 
 def measure(directory: Path, *, seed: int, steps: int, every: int) -> dict[str, Any]:
@@ -306,7 +314,7 @@ def show(title: str, tables: Sequence[Table]) -> None:
     for row in tables[0]:
         cells = [_span([t[row][c] for t in tables]) if c in tables[0][row] else "" for c in columns]
         print(f"| {row} | {' | '.join(cells)} |")
-    for row, bar in BARS.items():
+    for row, bar in ((row, bar) for row, bar in BARS.items() if row in tables[0]):
         ratios = [t["three layers"]["both"] / t[row]["both"] for t in tables]
         print(f"three layers / {row}: {_span(ratios)} (bar {bar}: {'holds' if min(ratios) >= bar else 'MISSED'})")
 
@@ -324,10 +332,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=48, help="RL steps; the task shifts half-way")
     parser.add_argument("--every", type=int, default=4, help="policy versions between two that trackers see")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--depth", type=int, default=DEPTH, help="drafts of a chain, with --quick")
+    parser.add_argument("--rollouts", type=int, default=400, help="with --quick")
+    parser.add_argument("--rows", nargs="+", default=[*ONE_LAYER, *BROKEN], help="with --quick")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.quick:
-        show("start", [quick_table()])
+        few = {"depth": options.depth, "rollouts": options.rollouts}
+        show("start", [quick_table(options.rows, seed, **few) for seed in options.seeds])
         return
     if options.out is None:
         parser.error("--out is needed, or --quick")

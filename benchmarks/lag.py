@@ -9,6 +9,11 @@ step the next policy version's rollouts arrive, whatever the worker does. The en
 next RL step begins. A recording with more prompts a step (`--prompts 32`) is played with as many times the rollouts of
 a look, tokens of an optimizer step and recent tokens. `--events` prints what was done when, and α of each policy
 version's rollouts with the served drafter and with the candidate.
+
+`--oracle` puts in the gate's place one that knows each candidate's true gain: on all rollouts of the next four policy
+versions, which the worker has not seen. What it does not reach, no gate can. The last column is of any test at all: the
+first step that it could let a new version draft in half of the runs, at an error of 5 % a run (`Played.earliest`): by
+the prompts' errors alone, and where an equal candidate's gain varies by `CLAIM_SD` from claim to claim, too.
 """
 
 from __future__ import annotations
@@ -19,24 +24,36 @@ import logging
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 from typing import Any, Final
 from unittest import mock
 
 import torch
 
+from benchmarks.recipes import SERVING_DEPTH
 from benchmarks.recording import Recording, open_recording
 from benchmarks.tracking import initial_drafter
 from benchmarks.worker_run import WorkerRun
+from drafter.policy import Policy, TargetHead
+from drafter.replay.acceptance import Replay, log_ratio
+from drafter.replay.gate import CLAIM_SD, Look, compare
+from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer
 from examples.demo import PROMPTS_PER_STEP, SERVICE_SETTINGS
 from examples.demo_report import kept_promises
 from examples.policy import AUX_LAYERS, load
 from service.settings import Settings
+from service.worker.lineage import CANDIDATE
+from service.worker.promotion import gate as judged_by
+from service.worker.promotion.gate import Contest
 from service.worker.recent import KeptBatch
 
+#: Policy versions on whose rollouts a candidate's true gain is measured: about as many as it will serve.
+_AHEAD: Final = 4
+#: Standard errors from 0 at which the best test of 5 % has a power of one half.
+_DISTANCE: Final = NormalDist().inv_cdf(0.95)
 #: Settings that are sized for the rollouts of one RL step.
 _PER_STEP: Final = ("gate_rollouts", "train_step_tokens", "recent_tokens")
 
@@ -55,6 +72,15 @@ class Costs:
         return Costs(*(pace * getattr(self, one.name) for one in fields(self)))
 
 
+@dataclass(frozen=True)
+class LookAt:
+    """One look at the candidate, and the truth."""
+
+    drafts: int  # the RL step that it would draft first, were it published now
+    truth: float  # log of its α over the served drafter's on the next policy versions' rollouts
+    error: float  # standard error of what the look says of that, by its prompts alone; nan: it says nothing
+
+
 @dataclass
 class Played:
     """What came of a run, by RL step and by version."""
@@ -65,6 +91,7 @@ class Played:
     alphas: list[float] = field(default_factory=list)  # of the served drafter, one for each batch
     train_seconds: float = 0.0
     refused: int = 0
+    looks: list[LookAt] = field(default_factory=list)
     kept: float | None = None  # realised to promised gain, logarithms added up over the publishes that were measured
 
     @property
@@ -77,6 +104,22 @@ class Played:
     def first_step(self) -> int | None:
         """The first RL step that a new version drafted."""
         return next((step for step, version in enumerate(self.served) if version in self.trained_to), None)
+
+    def earliest(self, spread: float = 0.0) -> int | None:
+        """The first step that any test could let a new version draft in half of the runs.
+
+        `spread`: standard deviation of an equal candidate's gain from claim to claim, which more prompts do not reduce.
+
+        Whatever publishes by a given look, and an equal candidate in 5 % of runs, is a test on the looks so far. None
+        has more power than Neyman and Pearson's, which here knows truth and errors: one half where the truth is as many
+        standard errors from 0 as 5 % are. A look at a candidate that is worse in truth says nothing for it.
+        """
+        known = 0.0
+        for look in self.looks:
+            known += max(0.0, look.truth) ** 2 / (look.error**2 + spread**2) if look.error > 0 else 0.0
+            if known >= _DISTANCE**2 and look.truth > 0:
+                return look.drafts
+        return None
 
 
 class Clock:
@@ -102,8 +145,8 @@ class Clock:
         return True
 
 
-def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = False) -> Played:
-    """Play a recording."""
+def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = False, oracle: bool = False) -> Played:
+    """Play a recording. `oracle`: a candidate is published where it is better in truth by a swap's worth."""
     policy, _ = load(recording.task.base_policy)
     drafter = copy.deepcopy(initial_drafter(recording.directory))
     played = Played()
@@ -166,9 +209,44 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
                 print(f"step {clock.now:6.1f}: serves {manifest.version}, trained to {newest}")
             return manifest
 
+        gate, errors = learner.gate, [math.nan]
+        take = gate._take
+
+        def compared(ours: Replay, theirs: Replay, groups: Any = None) -> Look:
+            errors.append(log_ratio(theirs.rounds, ours.rounds, groups).error)
+            return compare(ours, theirs, groups)
+
+        def true_gain() -> float:
+            first = min(clock.arrived, len(recording.batches) - 1)
+            drafters = {"ours": learner.lineage.candidate, "theirs": learner.lineage.version(str(gate.served))}
+            rounds = {}
+            for name, drafter in drafters.items():
+                found = [
+                    replay(drafter, recording.batches[v], Policy(v, head, TargetHead(head)), depth=SERVING_DEPTH)
+                    for v, head in list(enumerate(recording.heads))[first : first + _AHEAD]
+                ]
+                rounds[name] = sum(float(one.rounds.sum()) for one in found)
+            return math.log(rounds["theirs"] / rounds["ours"])
+
+        def taken(version: str, look: Look) -> Contest:
+            contest: Contest = take(version, look)
+            if version != CANDIDATE or gate.training.trained_to is None:
+                return contest
+            truth = true_gain()
+            played.looks.append(LookAt(clock.arrived + 1, truth, math.nan if look.fault else errors[-1]))
+            if events:
+                print(f"step {clock.now:6.1f}: gain {truth:+.1%}, look {look.gain:+.1%} ± {played.looks[-1].error:.1%}")
+            if not oracle:
+                return contest
+            gain = math.expm1(truth)
+            known = replace(contest.verdict, promote=gain > run.settings.gate_min_gain, gain=gain, low=gain, high=gain)
+            return replace(contest, verdict=known)
+
+        gate._take = taken  # type: ignore[method-assign]
         learner.train, learner.scorer.score = trained, scored  # type: ignore[method-assign, assignment]
         learner.lineage.promote = promoted  # type: ignore[method-assign, assignment]
-        with mock.patch.object(DrafterTrainer, "step", stepped):
+        judging = mock.patch.object(judged_by, "compare", compared)
+        with mock.patch.object(DrafterTrainer, "step", stepped), judging:
             clock.spend(0.0)
             while run.worker.cycle() or clock.wait():
                 pass
@@ -191,7 +269,8 @@ def row(name: str, played: Played) -> str:
         f"| {name} | {len(played.trained_to)} / {played.refused} | {played.first_step} | "
         f"{median(found) if found else '–'} ({max(found, default='–')}) | {fmean(played.lags):.3f} | "
         f"{fmean(played.alphas):.3f} ({', '.join(f'{t:.2f}' for t in thirds)}) | {played.train_seconds:.0f} | "
-        f"{'–' if played.kept is None else f'{played.kept:.2f}'} |"
+        f"{'–' if played.kept is None else f'{played.kept:.2f}'} | "
+        f"{played.earliest() or '–'} / {played.earliest(CLAIM_SD) or '–'} |"
     )
 
 
@@ -202,6 +281,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, nargs="+", default=[1.0, 0.5])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--events", action="store_true")
+    parser.add_argument("--oracle", action="store_true")
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -212,11 +292,18 @@ def main() -> None:
         "first new version drafts step",
         "data to engine, steps (most)",
     )
-    headings += ("mean publication lag", "mean α (by thirds)", "training s", "realised / promised")
+    headings += (
+        "mean publication lag",
+        "mean α (by thirds)",
+        "training s",
+        "realised / promised",
+        "any test's first step",
+    )
     print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
     for pace in chosen.pace:
         with tempfile.TemporaryDirectory() as scratch:
-            print(row(f"{pace:g}", play(recording, Path(scratch), Costs().at(pace), events=chosen.events)), flush=True)
+            played = play(recording, Path(scratch), Costs().at(pace), events=chosen.events, oracle=chosen.oracle)
+            print(row(f"{pace:g}", played), flush=True)
 
 
 if __name__ == "__main__":

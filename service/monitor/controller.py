@@ -274,6 +274,7 @@ class Controller:
             return None
         self.probes -= 1.0
         self.probing = True
+        self.level.evidence = 0.0  # whatever it was due for, it answers this
         return Decision(Action.PROBE, reason)
 
     def learn(
