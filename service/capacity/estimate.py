@@ -36,10 +36,15 @@ PUSH_CPU: Final = 0.00013
 #: An engine reports so often.
 REPORT_SECONDS: Final = 5.0
 #: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days within
-#: `remembered_bytes`; of a batch's scores, of which 4,608 batches are kept.
+#: `remembered_bytes`.
 FATE_BYTES: Final = 106
 BATCH_BYTES: Final = 94 * 8
-SCORE_BYTES: Final = 162 * 8
+#: Measured (docs/guide/capacity.md): of a batch's scores by three or four drafters, of which 4,608 batches are kept,
+#: and for each prompt of it. Where it has more than 64 prompts, 16 shares of them are kept instead.
+SCORE_BYTES: Final = 2600
+PROMPT_BYTES: Final = 93
+_PROMPTS: Final = 64
+_SHARES: Final = 16
 _SCORES_KEPT: Final = 4608
 _KEPT_DAYS: Final = 7
 #: `maxmemory` of the Redis that `draftalign up`, compose and Kubernetes start.
@@ -66,6 +71,8 @@ class Traffic:
         self.files = batches(plan)
         self.file_tokens = tokens_a_file(plan)
         rollouts = max(1, round(self.file_tokens / plan.tokens))
+        prompts = math.ceil(rollouts / plan.group)
+        self.score_bytes = SCORE_BYTES + PROMPT_BYTES * (prompts if prompts <= _PROMPTS else _SHARES)  # in Redis
         self.file_bytes = file_bytes(plan.drafter, rollouts, plan.tokens, plan.dtype, plan.prompt_share, plan.group)
         self.step_bytes = self.files * self.file_bytes
         self.line = plan.network_gbit * 1e9 / 8  # bytes a second
@@ -305,7 +312,7 @@ def _redis_bytes(traffic: Traffic, settings: Settings) -> float:
     plan, week = traffic.plan, _KEPT_DAYS * _DAY_SECONDS / traffic.plan.step_seconds  # steps of a run
     fates = plan.sent_tokens / plan.tokens * FATE_BYTES + traffic.files * BATCH_BYTES
     remembered = min(plan.runs * min(week * fates, settings.remembered_bytes), 2 * settings.remembered_bytes)
-    return remembered + plan.runs * min(_SCORES_KEPT, traffic.files * week) * SCORE_BYTES
+    return remembered + plan.runs * min(_SCORES_KEPT, traffic.files * week) * traffic.score_bytes
 
 
 def _waiting(runs: int, load: float) -> float:

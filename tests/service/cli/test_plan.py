@@ -129,7 +129,9 @@ def test_what_redis_remembers_of_all_runs_is_bounded_and_compared_with_the_embed
 ) -> None:
     given = replace(GIVEN, runs=10)
     bounded = estimate(given, Settings())["redis"]
-    assert 256 << 20 < bounded.value < 320 << 20
+    assert 2 * (128 << 20) < bounded.value < 512 << 20
+    in_a_file = [estimate(replace(given, rollouts=8 * n, tokens=64), Settings())["redis"].value for n in (64, 65)]
+    assert in_a_file[1] < in_a_file[0], "of more than 64 prompts a batch's scores keep 16 shares"
     assert bounded.load == bounded.value / REDIS_BYTES
     monkeypatch.setenv("DRAFTALIGN_REMEMBERED_BYTES", str(1 << 30))
     more = estimate(given, Settings())["redis"]
