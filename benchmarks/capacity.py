@@ -1,10 +1,12 @@
 """Are the figures of `draftalign plan` right? A simulation of whole deployments, and a real service on two cores.
 
-    python -m benchmarks.capacity [--deployments 30] [--plot docs/lab/capacity.png]   simulated; seeded; minutes
-    python -m benchmarks.capacity --real 75                                           a real `draftalign up`
-    python -m benchmarks.capacity --api                                               CPU of a real API by file size
+    python -m benchmarks.capacity --seed 3 [--plot docs/lab/capacity.png]   simulated; two minutes of a core
+    python -m benchmarks.capacity --largest even burst                      simulated at full size; a minute a world
+    python -m benchmarks.capacity --real 100                                a real `draftalign up`; seconds of a part
+    python -m benchmarks.capacity --api                                     CPU of a real API by file size
 
-The simulation is `benchmarks.deployment`. What a GPU does is the plan's own count there.
+The simulation is `benchmarks.deployment`. What a GPU does is the plan's own count there. `LARGEST` is the size that the
+service is meant for: 1,000 ranks of each of 100 runs, 10,000 engines in all.
 
 Worlds. `even`: the plan's own (equal rollouts, files spread over a part of a step); `told`: all files at a step's end,
 and the plan is told so. The plan is not told of: `burst` (all files at a step's end), `slow` (one worker GPU at half
@@ -15,24 +17,26 @@ Deployments whose `hook` does not fit by the plan are left out. A drafter is pub
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import itertools
 import math
 import os
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import httpx
 import numpy as np
 
 from benchmarks.deployment import Found, World
 from rl_hooks.format.eagle3 import DrafterConfig
-from service.capacity.estimate import estimate
-from service.capacity.sizes import POLICIES, Deployment, batches, file_bytes
+from service.capacity.estimate import BATCH_BYTES, FATE_BYTES, Traffic, estimate
+from service.capacity.sizes import POLICIES, Deployment, batches
 from service.capacity.work import GPU_TFLOPS
 from service.settings import Settings
 
@@ -78,6 +82,7 @@ def deployments(count: int, seed: int) -> Iterable[tuple[Deployment, float, int]
         yield given, wanted * between(0.4, 2.5), number
 
 
+@functools.cache
 def compare(given: Deployment, gpus: float, seed: int, world: str) -> tuple[dict[str, float], Found]:
     """The plan's figures and the simulation's, the latter with a queue large enough to be measured."""
     settings = Settings(queue_max_bytes=1 << 50)
@@ -98,9 +103,35 @@ def error(plan: float, true: float) -> float:
     return abs(plan - true) / max(abs(true), 1e-12) if max(plan, true) > 1e-9 else 0.0
 
 
-def report(count: int, seed: int) -> tuple[list[str], dict[str, list[tuple[Deployment, dict[str, float], Found]]]]:
+#: A rank sends one file a step: one rollout of the eight that it has.
+LARGEST: Final = Deployment(
+    DrafterConfig.from_target(POLICIES["8b"], (2, 18, 33), 32_000),
+    step_seconds=300.0,
+    rollouts=8000,
+    tokens=1024,
+    sampled_share=0.125,
+    ranks=1000,
+    runs=100,
+    engines=100,
+    network_gbit=400.0,
+)
+Rows = dict[str, list[tuple[Deployment, dict[str, float], Found]]]
+
+
+def largest(worlds: Iterable[str]) -> Iterator[str]:
+    """The plan beside the simulation at the full size."""
+    yield "| plan, simulated | " + " | ".join(COMPARED) + " | dropped |"
+    yield "|---" * (len(COMPARED) + 2) + "|"
+    gpus = estimate(LARGEST, Settings())["worker_gpus"].value * 1.3
+    for world in worlds:
+        plan, found = compare(LARGEST, gpus, 0, world)
+        cells = [f"{plan[name]:.3g}, {found.facts[name]:.3g}" for name in COMPARED]
+        yield f"| {world} | " + " | ".join(cells) + f" | {found.dropped:.1%} |"
+
+
+def report(count: int, seed: int) -> tuple[list[str], Rows]:
     """The table of errors by world, and all rows."""
-    rows: dict[str, list[tuple[Deployment, dict[str, float], Found]]] = {world: [] for world in WORLDS}
+    rows: Rows = {world: [] for world in WORLDS}
     for given, gpus, number in deployments(count, seed):
         for world in WORLDS:
             rows[world].append((given, *compare(given, gpus, seed * 1000 + number, world)))
@@ -125,36 +156,34 @@ def report(count: int, seed: int) -> tuple[list[str], dict[str, list[tuple[Deplo
 
 
 def exponents(seed: int) -> tuple[list[str], list[tuple[str, list[int], list[float]]]]:
-    """How the simulated figures grow along one axis, the others held: slopes in log-log."""
-    drafter = DrafterConfig.from_target(POLICIES["8b"], (2, 18, 33), 32_000)
-    base = Deployment(drafter, 120.0, 256, 2048, sampled_share=0.25, engines=4, network_gbit=400.0)
+    """How the simulated figures grow along one axis of `LARGEST`, the others held: slopes in log-log."""
     lines = ["| axis | sizes | figure | exponent, simulated | of the plan |", "|---|---|---|---|---|"]
     curves = []
     axes: dict[str, tuple[str, list[int]]] = {
         "ranks": ("wire", [1, 10, 100, 1000]),
-        "engines": ("lag", [100, 1000, 10_000]),
+        "engines": ("lag", [100, 1000, 10_000]),  # of one run of 8 ranks
         "runs": ("busy", [1, 10, 100]),
     }
     for axis, (name, sizes) in axes.items():
         seen, said = [], []
         for size in sizes:
-            given = replace(base, **{axis: size})  # type: ignore[arg-type]
-            if axis == "ranks":
-                given = replace(given, rollouts=32 * size, sampled_share=0.1)
-            gpus = estimate(replace(base, runs=100), Settings())["worker_gpus"].value * 1.3
-            if axis != "runs":
-                gpus = estimate(given, Settings())["worker_gpus"].value * 1.3
-            p, found = compare(given, gpus, seed, "even")
-            seen.append(found.facts[name])
-            said.append(p[name])
+            given = replace(LARGEST, ranks=8, runs=1) if axis == "engines" else LARGEST
+            given = replace(given, **{axis: size})  # type: ignore[arg-type]
+            given = replace(given, rollouts=8 * given.ranks)
+            gpus = estimate(given, Settings())["worker_gpus"].value * 1.3
+            planned, found = compare(given, gpus, seed, "even")
+            each = gpus if name == "busy" else 1.0  # GPUs at work
+            seen.append(found.facts[name] * each)
+            said.append(planned[name] * each)
         slopes = [np.polyfit(np.log(sizes), np.log(values), 1)[0] for values in (seen, said)]
-        lines.append(f"| {axis} | {', '.join(map(str, sizes))} | {name} | {slopes[0]:.2f} | {slopes[1]:.2f} |")
-        curves.append((f"{name} by {axis}: exponent {slopes[0]:.2f}", sizes, [*seen, *said]))
+        said_name = {"wire": "wire, Gbit/s", "lag": "lag, steps", "busy": "GPUs at work"}[name]
+        lines.append(f"| {axis} | {', '.join(map(str, sizes))} | {said_name} | {slopes[0]:.2f} | {slopes[1]:.2f} |")
+        curves.append((f"{said_name}, by {axis}: exponent {slopes[0]:.2f}", sizes, [*seen, *said]))
     return lines, curves
 
 
 def draw(
-    rows: dict[str, list[tuple[Deployment, dict[str, float], Found]]],
+    rows: Rows,
     curves: list[tuple[str, list[int], list[float]]],
     path: Path,
 ) -> None:
@@ -184,72 +213,127 @@ def draw(
     figure.savefig(path, dpi=90)
 
 
+#: Of a step of the real trial: seconds, files, and rollouts and tokens of one by part. The first part gives the rate.
+_STEP, _RANKS, _POST_SHARE = 20.0, 4, 0.25
+_REAL: Final = {"warm-up": (32, 200), "the rate is of this": (32, 200), "twice the rollouts": (64, 200)} | {
+    "twice as long": (32, 400)
+}
+
+
 def real(seconds: float) -> list[str]:
-    """A real service at two rates: what the plan says from the first about the second, and of bytes and Redis."""
-    import httpx
+    """A real service beside the plan, which is given what this machine does a second in the first part.
+
+    The policy moves at each step and sends its head. So that training pays, and the worker does not rest, it learns
+    fast; the gate's bounds are low, so that it agrees soon. All this the plan assumes.
+    """
     import redis as client
 
-    from benchmarks import soak
-    from benchmarks.soak import ROLLOUTS, processes, ready, service
+    from benchmarks import soak  # it makes tests/ importable
+
+    # isort: split
+    from worker_fixtures import CONFIG, DRAFT, HIDDEN, LAYERS, VOCAB
+
     from service.cli.valkey import EmbeddedValkey
 
-    tokens, ticks, seen = 200, os.sysconf("SC_CLK_TCK"), []
-    world = soak.World()  # type: ignore[attr-defined]
-    headers = {"Content-Type": "application/x-safetensors"}
-
-    def cpu(pid: int) -> float:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / ticks
-
+    drafter = DrafterConfig.from_target(CONFIG, LAYERS, DRAFT)
+    world, headers = soak.World(), {"Content-Type": "application/x-safetensors"}  # type: ignore[attr-defined]
+    steps, rng, version = max(2, round(seconds / _STEP)), np.random.default_rng(0), 0
+    work: dict[str, list[tuple[int, bytes, list[bytes]]]] = {}
+    for part, (rollouts, tokens) in _REAL.items():  # all files first: making them takes the cores
+        lengths, work[part] = [tokens] * (rollouts // _RANKS), []
+        for _ in range(steps):
+            version += 1
+            moved = world.heads[0].new_tensor(rng.normal(size=(VOCAB, HIDDEN)))
+            world.heads[version] = 0.9 * world.heads[version - 1] + 0.44 * moved
+            named = [f"{version}-{rank}" for rank in range(_RANKS)]
+            files = [
+                world.rollout_file(n, lengths=lengths, policy_version=version, last_rows="predicting") for n in named
+            ]
+            work[part].append((version, world.head_file(version), files))
+    given = {"GATE_MIN_GAIN": "0", "GATE_CONFIDENCE": "0.51", "WORKER_COST": "0", "WARMUP_STEPS": "0"}
+    given |= {"LEARNING_RATE": "0.01", "TRAIN_STEP_TOKENS": "1024"}
+    settings = Settings(train_step_tokens=1024)
     with (
         tempfile.TemporaryDirectory() as folder,
-        service(Path(folder)) as (process, url),
-        httpx.Client(base_url=url, timeout=60) as sender,
+        soak.service(Path(folder), {f"DRAFTALIGN_{name}": value for name, value in given.items()}) as (process, url),
+        httpx.Client(base_url=url, timeout=60, headers=headers) as sender,
     ):
-        ready(url, process)
-        httpx.put(f"{url}/runs/default", content=world.run_file(), headers=headers).raise_for_status()
+        soak.ready(url, process)
+        sender.put("/runs/default", content=world.run_file()).raise_for_status()
         store = client.Redis.from_url(EmbeddedValkey(Path(folder) / "state").url, decode_responses=True)
-        number = size = 0
-        idle = dict.fromkeys(("api", "worker"), 0.0)
-        for rate in (2.0, 0.0, 4.0, 1.0, 2.0):  # files of 8 rollouts a second: a warm-up, nothing, and three rates
-            length = seconds / 5
-            pids, began = processes(process.pid), time.monotonic()
-            before = {name: cpu(pids[name]) for name in idle}
-            memory, first, most, due = store.info("memory")["used_memory"], number, 0, began
-            while time.monotonic() - began < length:
-                if rate:
-                    name, lengths = f"b-{number}", [tokens] * ROLLOUTS
-                    body = world.rollout_file(name, lengths=lengths, policy_version=number // 8, last_rows="predicting")
-                    with contextlib.suppress(httpx.HTTPError):
-                        sender.post("/rollouts?run=default", content=body, headers=headers)
-                    number, size = number + 1, len(body)
-                most = max(most, int((store.get("da:{default}:held") or b"0 0").split()[1]))
-                due += 1 / (rate or 2.0)
-                time.sleep(max(0.0, due - time.monotonic()))
-            while store.xlen("da:{default}:queue") and time.monotonic() - began < length + 30:
+        found: dict[str, dict[str, float]] = {}
+        made: dict[int, float] = {}
+        came: list[tuple[float, int]] = []
+        stop = threading.Event()
+        engine = threading.Thread(target=_newest, args=(url, came, stop))
+        engine.start()
+        for part in ("idle", *_REAL):
+            pids, began, most, sent = soak.processes(process.pid), time.monotonic(), 0, 0
+            before = {name: _cpu(pids[name]) for name in ("api", "worker")}
+            memory = store.info("memory")["used_memory"]
+            for number, (version, head, files) in enumerate(work.get(part, [(-1, b"", [])])):
+                due = began + number * _STEP
+                while time.monotonic() < due:
+                    most = max(most, int((store.get("da:{default}:held") or "0 0").split()[1]))
+                    time.sleep(0.1)
+                made[version] = time.monotonic()
+                if head:
+                    sender.put("/runs/default/head", content=head).raise_for_status()
+                for place, body in enumerate(files):
+                    time.sleep(max(0.0, due + place * _STEP * _POST_SHARE / _RANKS - time.monotonic()))
+                    sender.post("/rollouts?run=default", content=body).raise_for_status()
+                    sent += len(body)
+            while time.monotonic() < began + (steps if files else 1) * _STEP:
+                most = max(most, int((store.get("da:{default}:held") or "0 0").split()[1]))
                 time.sleep(0.1)
-            spent, files = time.monotonic() - began, number - first
-            used = {name: (cpu(pids[name]) - before[name]) / spent for name in before}
-            if not rate:
-                idle = used
-            else:
-                kept = (store.info("memory")["used_memory"] - memory) / (files * ROLLOUTS)
-                api = (used["api"] - idle["api"]) * spent / files
-                seen.append((files / spent, used["worker"], api, most, kept))
+            spent = time.monotonic() - began
+            used = {name: (_cpu(pids[name]) - before[name]) / spent for name in before}
+            kept = (store.info("memory")["used_memory"] - memory) / steps
+            found[part] = {"busy": used["worker"], "queue": most, "api_cores": used["api"], "redis": kept}
+            found[part] |= {"wire": sent * 8e-9 / spent}
+        time.sleep(_STEP)  # for the last version
+        stop.set()
+        engine.join()
         store.close()
-    drafter = DrafterConfig(16, 16, 32, 2, 1, 8, 40, 30, (1, 2, 3))
-    planned = file_bytes(drafter, ROLLOUTS, tokens, "bfloat16", prompt_share=3 / tokens)
-    lines = [f"bytes of a file: {size} measured, {planned} planned"]
-    lines.append(f"without posts: API {idle['api']:.4f} cores, worker {idle['worker']:.3f}")
-    r0, w0, *_ = seen[1]
-    for rate, busy, api, most, kept in seen[1:]:
+    idle, lines = found["idle"]["busy"], [f"without posts: worker {found['idle']['busy']:.3f}"]
+    rate = 1.0  # TFLOP/s, by the seconds of the processor that the worker took
+    for part, (rollouts, tokens) in _REAL.items():
+        versions, lags, seen = [version for version, _, _ in work[part]], [], -1
+        for when, trained_to in came:
+            lags += [when - made[v] for v in versions if seen < v <= trained_to]
+            seen = max(seen, trained_to)
+        measured = found[part] | {"busy": found[part]["busy"] - idle}
+        measured["lag"] = statistics.fmean(lags) / _STEP if lags else math.nan
+        plan = Deployment(drafter, _STEP, rollouts, tokens, 3 / tokens, ranks=_RANKS, engines=1, post_share=_POST_SHARE)
+        if part == list(_REAL)[1]:
+            rate = (estimate(plan, settings, tflops=1.0, worker_gpus=1)["worker_gpus"].load or 0.0) / measured["busy"]
+        said = {name: fact.value for name, fact in estimate(plan, settings, tflops=rate, worker_gpus=1).items()}
+        said["redis"] = rollouts * FATE_BYTES + _RANKS * (BATCH_BYTES + Traffic(plan).score_bytes)  # of a step
+        cells = [f"{name} {said[name]:.4g}, {measured[name]:.4g}" for name in measured]
         lines.append(
-            f"{rate:.2f} files/s: worker busy {busy:.2f}, planned from the first rate {w0 * rate / r0:.2f},"
-            f" with the idle share {idle['worker'] + (w0 - idle['worker']) * rate / r0:.2f};"
-            f" API {1000 * api:.1f} ms a file;"
-            f" largest queue {most} bytes = {most / size:.1f} files; Redis {kept:.0f} bytes a rollout"
+            f"{part} (plan, measured): " + "; ".join(cells) + f"; {len(lags)} of {len(versions)} versions came"
         )
     return lines
+
+
+def _cpu(pid: int) -> float:
+    """Seconds of the processor that a process took, with threads that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _newest(url: str, came: list[tuple[float, int]], stop: threading.Event) -> None:
+    """As an engine: when a drafter came, and to which policy version it was trained."""
+    etag = ""
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while not stop.is_set():
+            reply = client.get("/drafter/latest?run=default&wait=5", headers={"If-None-Match": etag})
+            if reply.status_code == 200:
+                etag, manifest = reply.headers["etag"], reply.json()
+                client.get(f"/drafter/{manifest['version']}/model.safetensors?run=default").raise_for_status()
+                came.append((time.monotonic(), (manifest.get("gate") or {}).get("trained_to") or -1))
+            else:
+                stop.wait(0.2)
 
 
 def api_cpu() -> list[str]:
@@ -297,10 +381,11 @@ def api_cpu() -> list[str]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deployments", type=int, default=36)
+    parser.add_argument("--deployments", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--real", type=float, metavar="SECONDS")
+    parser.add_argument("--largest", nargs="+", choices=WORLDS, help="the full size alone, in these worlds")
+    parser.add_argument("--real", type=float, metavar="SECONDS", help="of each part; 100 at least for five steps")
     parser.add_argument("--api", action="store_true", help="CPU of the API by size of a file")
     given = parser.parse_args()
     if given.api:
@@ -308,6 +393,10 @@ def main() -> None:
         return
     if given.real:
         print("\n".join(real(given.real)))
+        return
+    if given.largest:
+        for line in largest(given.largest):
+            print(line, flush=True)
         return
     lines, rows = report(given.deployments, given.seed)
     print("\n".join(lines), flush=True)

@@ -43,6 +43,8 @@ ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_token
 KUBERNETES = DEPLOY / "kubernetes"
 #: What a user applies; the other folders are parts of these.
 OVERLAYS = ("one-pod", "replicas", "hosts", "ranks", "keda", "engine")
+#: Of API and agent, without torch; of the worker.
+IMAGES = ("draftalign-api", "draftalign")
 SERVICE = tuple(name for name in OVERLAYS if name != "engine")
 
 #: Of the machine, or as `make machine` brings it.
@@ -263,10 +265,11 @@ def test_manifests_name_commands_settings_and_each_other(overlay: str) -> None:
         mounted = [m["name"] for c in pod["containers"] for m in c.get("volumeMounts", [])]
         assert set(mounted) == volumes
         assert all("limits" in container["resources"] for container in pod["containers"])
-    ours = [c for c in containers(overlay) if c["image"].startswith("draftalign:")]
+    ours = [c for c in containers(overlay) if c["image"].partition(":")[0] in IMAGES]
     assert {command_of(c)[0] for c in ours} == ({"agent"} if overlay == "engine" else {"serve", "worker"})
     for container in ours:
         check_command(command_of(container))
+        assert container["image"].partition(":")[0] == IMAGES[command_of(container)[0] == "worker"]
         variables = environment(overlay, container)
         check_environment(set(variables))
         Settings.model_validate(
@@ -289,20 +292,29 @@ def test_manifests_name_commands_settings_and_each_other(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_image_and_namespace_are_set_at_one_place(overlay: str, tmp_path: Path) -> None:
+def test_images_and_namespace_are_set_at_one_place(overlay: str, tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
     place = tmp_path / "kubernetes" / "settings" / "kustomization.yaml"
     text = place.read_text()
     changed = text.replace("namespace: draftalign", "namespace: elsewhere")
-    changed = changed.replace("newName: draftalign, newTag: latest", "newName: registry.example/x, newTag: v7")
+    for image in IMAGES:
+        assert f"-t {image} " in (DEPLOY / "Dockerfile").read_text()
+        changed = changed.replace(f"newName: {image}, newTag: latest", f"newName: registry.example/{image}, newTag: v7")
     assert changed != text
     place.write_text(changed)
     before, after = manifests(overlay), rendered(tmp_path / "kubernetes" / overlay)
     assert {d["metadata"]["namespace"] for d in before} == {"draftalign"}
     assert {d["metadata"]["namespace"] for d in after} == {"elsewhere"}
-    expected = json.dumps(before).replace('"draftalign:latest"', '"registry.example/x:v7"')
+    expected = re.sub(r'"(draftalign(?:-api)?):latest"', r'"registry.example/\1:v7"', json.dumps(before))
     assert json.dumps(after) == expected.replace('"namespace": "draftalign"', '"namespace": "elsewhere"')
-    assert "registry.example/x:v7" in expected
+    named = {
+        c["image"].removeprefix("registry.example/")
+        for d in after
+        if "template" in d.get("spec", {})
+        for c in d["spec"]["template"]["spec"]["containers"]
+        if c["image"].startswith("registry.example/")
+    }
+    assert named == {f"{image}:v7" for image in (IMAGES[:1] if overlay == "engine" else IMAGES)}
 
 
 def test_engine_and_agent_see_the_cache_under_one_path() -> None:

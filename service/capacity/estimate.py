@@ -36,10 +36,15 @@ PUSH_CPU: Final = 0.00013
 #: An engine reports so often.
 REPORT_SECONDS: Final = 5.0
 #: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days within
-#: `remembered_bytes`; of a batch's scores, of which 4,608 batches are kept.
+#: `remembered_bytes`.
 FATE_BYTES: Final = 106
 BATCH_BYTES: Final = 94 * 8
-SCORE_BYTES: Final = 162 * 8
+#: Measured (docs/guide/capacity.md): of a batch's scores by three or four drafters, of which 4,608 batches are kept,
+#: and for each prompt of it. Where it has more than 64 prompts, 16 shares of them are kept instead.
+SCORE_BYTES: Final = 2600
+PROMPT_BYTES: Final = 93
+_PROMPTS: Final = 64
+_SHARES: Final = 16
 _SCORES_KEPT: Final = 4608
 _KEPT_DAYS: Final = 7
 #: `maxmemory` of the Redis that `draftalign up`, compose and Kubernetes start.
@@ -66,6 +71,8 @@ class Traffic:
         self.files = batches(plan)
         self.file_tokens = tokens_a_file(plan)
         rollouts = max(1, round(self.file_tokens / plan.tokens))
+        prompts = math.ceil(rollouts / plan.group)
+        self.score_bytes = SCORE_BYTES + PROMPT_BYTES * (prompts if prompts <= _PROMPTS else _SHARES)  # in Redis
         self.file_bytes = file_bytes(plan.drafter, rollouts, plan.tokens, plan.dtype, plan.prompt_share, plan.group)
         self.step_bytes = self.files * self.file_bytes
         self.line = plan.network_gbit * 1e9 / 8  # bytes a second
@@ -305,13 +312,22 @@ def _redis_bytes(traffic: Traffic, settings: Settings) -> float:
     plan, week = traffic.plan, _KEPT_DAYS * _DAY_SECONDS / traffic.plan.step_seconds  # steps of a run
     fates = plan.sent_tokens / plan.tokens * FATE_BYTES + traffic.files * BATCH_BYTES
     remembered = min(plan.runs * min(week * fates, settings.remembered_bytes), 2 * settings.remembered_bytes)
-    return remembered + plan.runs * min(_SCORES_KEPT, traffic.files * week) * SCORE_BYTES
+    return remembered + plan.runs * min(_SCORES_KEPT, traffic.files * week) * traffic.score_bytes
 
 
 def _waiting(runs: int, load: float) -> float:
-    """Pieces of work of other runs that one waits for: the Pollaczek-Khinchine mean of equal ones; all at full load."""
-    others = load * (runs - 1) / runs
-    return float(runs - 1) if load >= 1 else min((runs - 1) / 2, others / (2 * (1 - others)))
+    """Pieces of work of other runs that one waits for; all at full load.
+
+    Each run asks once a step, at a time of its own: the mean queue of N periodic streams, by a Brownian bridge (the
+    N D / D / 1 queue in heavy traffic). Streams at random would wait far longer where the load is near 1.
+    """
+    others = runs - 1
+    if load >= 1:
+        return float(others)
+    idle = (1 - load) * math.sqrt(others / 2)
+    few = others / (others + 2)  # found by simulation: the bridge is of many
+    bridge = few * load * math.sqrt(math.pi * others / 8) * math.exp(idle**2) * math.erfc(idle)
+    return max(load * others / runs / 2, bridge)  # at light load, half of the piece at work
 
 
 def worst_first(facts: Mapping[str, Fact]) -> list[tuple[str, Fact]]:

@@ -1,7 +1,8 @@
-"""Checks before anything starts: the given Redis, and misspelt variables."""
+"""Checks before anything starts: torch, the given Redis, and misspelt variables."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import time
@@ -23,6 +24,15 @@ _OTHER_VARIABLES = {
     *("DRAFTALIGN_VLLM_PYTHON", "DRAFTALIGN_CA_FILE", "DRAFTALIGN_PUBLIC_KEYS"),
     *("DRAFTALIGN_INITIAL_DRAFTER", "DRAFTALIGN_AUX_LAYERS", "DRAFTALIGN_HOOK_OPTIONS"),
 }
+
+
+def check_torch() -> None:
+    """ConfigurationError where torch is not installed, as in the image of the API; it is not loaded."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigurationError(
+            "the worker needs torch, which is not installed here (nor in the image draftalign-api); take the image "
+            "draftalign, or install torch"
+        )
 
 
 def check_redis(url: str, *, may_be_away: bool = False) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rl_hooks.agent.cli import agent
 from service.cli.access import audit, token
-from service.cli.checks import check_redis, checked_redis, given_path, unknown_variables
+from service.cli.checks import check_redis, check_torch, checked_redis, given_path, unknown_variables
 from service.cli.drafters.commands import convert, evaluate, inspect
 from service.cli.plan import plan
 from service.cli.remote.drafters import download, drafters, hold, publish, release, rollback
@@ -109,16 +109,10 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
 
     Under `torchrun` it is one of several ranks, which train one drafter together.
     """
+    check_torch()
     settings = _with_redis(_settings(state_dir, redis_url=redis_url))
-    try:
-        from service.ranks import run_on_ranks  # torch: two seconds, for which no wrong setting waits
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ConfigurationError(
-            "the worker needs torch, which is not installed here (nor in the image draftalign-api); take the image "
-            "draftalign, or install torch"
-        ) from error
+    from service.ranks import run_on_ranks  # torch: two seconds, for which no wrong setting waits
+
     run_on_ranks(settings)
 
 

@@ -12,7 +12,7 @@ from service.access.tokens import Tokens
 from service.api.auth import check_binding
 from service.api.port.connections import tls_context
 from service.api.port.free import check_port
-from service.cli.checks import check_redis
+from service.cli.checks import check_redis, check_torch
 from service.cli.supervisor import Child, Supervisor
 from service.cli.valkey import EmbeddedValkey
 from service.errors import ConfigurationError
@@ -49,7 +49,8 @@ def _check_device(name: str, ranks: int = 1) -> None:
 
 def run_up(settings: Settings) -> None:
     """Run until SIGINT or SIGTERM, then stop every part in order."""
-    check_binding(settings)  # here too: else `up` would restart a refusing child again and again
+    check_torch()  # here too: else `up` would restart a refusing child again and again
+    check_binding(settings)  # likewise, as what follows
     Tokens(settings)
     signing_key(settings.signing_key_file)
     check_port(settings.host, settings.port)

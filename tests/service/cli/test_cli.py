@@ -488,17 +488,19 @@ def test_drift_asks_the_service_and_says_what_it_answered(tmp_path: Path) -> Non
     assert run("drift", "silence", cwd=tmp_path).returncode == 2
 
 
-def test_a_worker_without_torch_says_which_image_to_take(tmp_path: Path) -> None:
-    """As in the image of the API alone."""
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
+@pytest.mark.parametrize("part", ["worker", "up"])
+def test_without_torch_worker_and_up_end_and_say_which_image_to_take(part: str, tmp_path: Path) -> None:
+    """As in the image of the API alone; `up` would restart such a worker for ever."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "DRAFTALIGN_REDIS_URL": "redis://127.0.0.1:1"}
-    command = [sys.executable, "-m", "service.cli", "worker", "--state-dir", str(tmp_path / "state")]
+    command = [sys.executable, "-m", "service.cli", part, "--state-dir", str(tmp_path / "state")]
     done = subprocess.run(
         command, env=clean_environment(**environment), capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert "the worker needs torch" in done.stderr
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(

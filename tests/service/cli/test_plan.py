@@ -29,7 +29,7 @@ from rl_hooks.sending.features import Captured, PackedIndex, StagedRollouts
 from rl_hooks.sending.sender import RolloutSender
 from rl_hooks.trainer.base import HookOptions
 from service.api.context.disk import Disk
-from service.capacity.estimate import REDIS_BYTES, estimate, money, worst_first
+from service.capacity.estimate import REDIS_BYTES, _waiting, estimate, money, worst_first
 from service.capacity.sizes import (
     GIB,
     HOOK_BYTES,
@@ -129,7 +129,9 @@ def test_what_redis_remembers_of_all_runs_is_bounded_and_compared_with_the_embed
 ) -> None:
     given = replace(GIVEN, runs=10)
     bounded = estimate(given, Settings())["redis"]
-    assert 256 << 20 < bounded.value < 320 << 20
+    assert 2 * (128 << 20) < bounded.value < 512 << 20
+    in_a_file = [estimate(replace(given, rollouts=8 * n, tokens=64), Settings())["redis"].value for n in (64, 65)]
+    assert in_a_file[1] < in_a_file[0], "of more than 64 prompts a batch's scores keep 16 shares"
     assert bounded.load == bounded.value / REDIS_BYTES
     monkeypatch.setenv("DRAFTALIGN_REMEMBERED_BYTES", str(1 << 30))
     more = estimate(given, Settings())["redis"]
@@ -226,6 +228,22 @@ def test_the_plan_agrees_with_the_simulation(seed: int, factor: float) -> None:
     for name, most in {"busy": 0.08, "trained": 0.12, "wire": 0.08, "api_cores": 0.12, "queue": 0.5}.items():
         assert error(plan[name], found.facts[name]) <= most, (name, plan, found.facts)
     assert not found.refused
+
+
+@pytest.mark.parametrize("runs", [2, 4, 30, 100])
+@pytest.mark.parametrize("load", [0.3, 0.7, 0.98])
+def test_a_run_waits_for_others_as_periodic_streams_do(runs: int, load: float) -> None:
+    """Against Lindley's recursion over two steps of streams whose phases are drawn."""
+    rng, waits = np.random.default_rng(0), []
+    for _ in range(300):
+        wait, before = 0.0, 0.0
+        for when in np.concatenate([phases := np.sort(rng.uniform(size=runs)), 1 + phases]):
+            wait = max(0.0, wait + load / runs - (when - before)) if before else 0.0
+            before = float(when)
+            if when >= 1:
+                waits.append(wait * runs / load)  # in pieces of work
+    assert _waiting(runs, load) == pytest.approx(statistics.fmean(waits), rel=0.25)
+    assert _waiting(1, load) == 0
 
 
 def test_where_the_queue_is_too_small_posts_are_refused_and_the_plan_says_so() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from service_fixtures import RunningService
 from torch import Tensor
-from worker_fixtures import Bench, World
+from worker_fixtures import CONFIG, DRAFT, LAYERS, Bench, World
 
 from drafter.batch import load_batch
 from drafter.replay.gate import CLAIM_SD, Look, compare
@@ -21,8 +21,11 @@ from drafter.replay.lossless import drafters_favour
 from drafter.replay.replay import replay
 from drafter.training.trainer import DrafterTrainer, _Outcome
 from rl_hooks import wire
+from rl_hooks.format.eagle3 import DrafterConfig
 from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.standing import Standing
+from service.capacity.estimate import Traffic
+from service.capacity.sizes import Deployment
 from service.monitor.controller import Controller, Decision, Economy
 from service.monitor.records import DrafterSums, ScoreRecord, read, written
 from service.storage.registry import Registry
@@ -55,6 +58,24 @@ def test_a_batch_is_scored_before_it_is_trained_on(bench: Bench, tmp_path: Path)
         assert record.favour is not None
         assert expected is not None
         assert [record.favour.excess, record.favour.variance] == pytest.approx([expected.excess, expected.variance])
+
+
+@pytest.mark.parametrize("rollouts", [8, 32])
+def test_what_redis_keeps_of_a_batchs_scores_is_what_the_plan_counts(rollouts: int, bench: Bench) -> None:
+    """Of batches whose rollouts each have a prompt of their own, while versions are published."""
+    asked = {"gate_min_gain": 0.0, "gate_confidence": 0.51, "learning_rate": 1e-2, "train_passes": 4.0}
+    bench.settings = bench.settings.model_copy(update=asked)
+    bench.begin()
+    worker = bench.worker()
+    for version in range(1, 11):
+        bench.world.move_head(version, seed=version // 3)
+        bench.put_head(version)
+        bench.post(f"file-{version}", rollouts=rollouts, policy_version=version)
+        bench.drain(worker)
+    kept = bench.redis.memory_usage("da:{default}:scores", samples=0) / len(bench.store.scores())
+    drafter = DrafterConfig.from_target(CONFIG, LAYERS, DRAFT)
+    planned = Traffic(Deployment(drafter, 20.0, rollouts, 15, ranks=1)).score_bytes
+    assert planned / 1.5 < kept < 1.5 * planned
 
 
 def nan_features(t: dict[str, Tensor]) -> None:
