@@ -88,9 +88,16 @@ class _Parts:
 
     def run(self, *command: str) -> str:
         """Run a program to its end, and return what it printed."""
-        done = subprocess.run(command, check=False, env=self._environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, check=False, env=self._environment, capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
+
+    def says(self, wanted: str, *command: str) -> bool:
+        """Whether a program ends well by now, and prints this: the monitor knows no one at first."""
+        self._alive()
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            return wanted in self.run(*command)
+        return False
 
     def start(self, *command: str) -> None:
         """Start a program, which is killed at the end."""
@@ -101,11 +108,14 @@ class _Parts:
         self._stack.callback(process.kill)
         print(f"{command[0]}: process {process.pid}", file=sys.stderr)
 
-    def answer(self, url: str) -> bool:
-        """Whether this store answers; AssertionError where a part of it has ended."""
+    def _alive(self) -> None:
         for process in self._started:
             said = (self.place / "out").read_text(errors="replace")[-2000:]
             assert process.poll() is None, f"{process.args!r} ended: {said}"
+
+    def answer(self, url: str) -> bool:
+        """Whether this store answers; AssertionError where a part of it has ended."""
+        self._alive()
         with contextlib.suppress(httpx.TransportError):
             return bool(httpx.get(url).status_code)
         return False
@@ -126,10 +136,11 @@ def ceph(parts: _Parts) -> str:
     made_of = ("--monmap", str(place / "map"), "--keyring", str(place / "keyring"))
     parts.run("ceph-mon", *here, "--mkfs", "-i", "a", *made_of)
     parts.start("ceph-mon", *here, "-i", "a", "-f")
+    until(lambda: parts.says("1 daemons, quorum a", "ceph", *here, "status"), "the monitor is in charge")
     parts.run("ceph", *here, "osd", "new", osd)
     parts.run("ceph-osd", *here, "-i", "0", "--mkfs", "--osd-uuid", osd)
     parts.start("ceph-osd", *here, "-i", "0", "-f")
-    until(lambda: "1 up" in parts.run("ceph", *here, "osd", "stat"), "the OSD is up")
+    until(lambda: parts.says("1 up", "ceph", *here, "osd", "stat"), "the OSD is up")
     keys = ("--access-key", KEYS["AWS_ACCESS_KEY_ID"], "--secret-key", KEYS["AWS_SECRET_ACCESS_KEY"])
     parts.run("radosgw-admin", *here, "user", "create", "--uid", "tests", "--display-name", "tests", *keys)
     parts.start("radosgw", *here, "-n", "client.admin", "-f")
