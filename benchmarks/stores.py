@@ -48,9 +48,6 @@ fsid = {fsid}
 mon host = v1:127.0.0.1:{mon}
 public addr = 127.0.0.1
 ms bind msgr2 = false
-auth cluster required = none
-auth service required = none
-auth client required = none
 keyring = {place}/keyring
 run dir = {place}
 log file = {place}/$name.log
@@ -130,8 +127,9 @@ def ceph(parts: _Parts) -> str:
     (place / "ceph.conf").write_text(settings)
     here = ("-c", str(place / "ceph.conf"))
     allowed = [word for part in ("mon", "osd", "mgr") for word in ("--cap", part, "allow *")]
-    for name in ("mon.", "client.admin"):
-        parts.run("ceph-authtool", str(place / "keyring"), "--create-keyring", "--gen-key", "-n", name, *allowed)
+    (place / "keyring").touch()
+    for name in ("mon.", "client.admin", "osd.0"):
+        parts.run("ceph-authtool", str(place / "keyring"), "--gen-key", "-n", name, *allowed)
     parts.run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v1:127.0.0.1:{mon}]", str(place / "map"))
     made_of = ("--monmap", str(place / "map"), "--keyring", str(place / "keyring"))
     parts.run("ceph-mon", *here, "--mkfs", "-i", "a", *made_of)
