@@ -95,6 +95,7 @@ include make/vllm.mk
 include make/sglang.mk
 include make/stacks.mk
 include make/containers.mk
+include make/stores.mk
 
 clean: ## Remove what was made here, the demo's output excepted
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info rl_hooks/*.egg-info rl_hooks/build .draftalign

@@ -1,24 +1,37 @@
-"""An object store on loopback: moto's S3 behind a door that records every request and can misbehave."""
+"""An object store on loopback: moto's S3 behind a door that records every request and can misbehave.
+
+`DRAFTALIGN_TEST_S3=http://127.0.0.1:7480` with `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` puts another store
+behind that door (CONTRIBUTING.md). It sees each request as it was sent, `Host` too, so it checks our signatures. A
+store of `https://` answers to its own name alone: it is used without the door, and tests that need one are skipped.
+"""
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
+import functools
 import hashlib
 import hmac
+import http.client
 import io
+import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from urllib.parse import parse_qsl, quote
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import boto3
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-BUCKET, SECRET = "drafters", "store-secret"
+OTHER = os.environ.get("DRAFTALIGN_TEST_S3", "")
+#: Another store's is made for this process, and deleted at its end.
+BUCKET = f"draftalign-test-{uuid.uuid4().hex[:12]}" if OTHER else "drafters"
+SECRET = os.environ.get("AWS_SECRET_ACCESS_KEY", "") if OTHER else "store-secret"
 #: What answers a request in place of the store; None leaves it to the store.
 Fault = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes] | None]
 
@@ -28,17 +41,73 @@ class _Quiet(WSGIRequestHandler):
         """Print nothing."""
 
 
+def _forwarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    """What the other store answers to this request."""
+    headers = {name[5:].replace("_", "-"): value for name, value in environ.items() if name.startswith("HTTP_")}
+    if (size := environ.get("CONTENT_LENGTH")) is not None:
+        headers["Content-Length"] = size
+    if kind := environ.get("CONTENT_TYPE"):
+        headers["Content-Type"] = kind
+    body = None if size is None else environ["wsgi.input"].read(int(size))
+    headers.pop("EXPECT", None)  # it has been answered: the body is here
+    connection = http.client.HTTPConnection(urlsplit(OTHER).netloc, timeout=60.0)
+    with contextlib.closing(connection):
+        connection.request(environ["REQUEST_METHOD"], environ["RAW_URI"], body=body, headers=headers)
+        reply = connection.getresponse()
+        content = reply.read()
+    hop = {"connection", "keep-alive", "transfer-encoding", "date", "server"}
+    found = [(name, value) for name, value in reply.getheaders() if name.lower() not in hop]
+    if reply.getheader("Content-Length") is None:
+        found.append(("Content-Length", str(len(content))))
+    start(f"{reply.status} {reply.reason}", found)
+    return [content]
+
+
 class Store:
     """A real HTTP server with one bucket."""
 
     def __init__(self) -> None:
-        self.requests: list[tuple[str, str]] = []
-        self.headers: list[dict[str, str]] = []
-        self.fault: Fault | None = None
+        self._door = not OTHER.startswith("https://")
+        self._requests: list[tuple[str, str]] = []
+        self._headers: list[dict[str, str]] = []
+        self._fault: Fault | None = None
         self._one_put = threading.Lock()  # moto looks at a put's condition, and puts, in two steps
-        self.app = DomainDispatcherApplication(create_backend_app)
+        self.app: Any = _forwarded if OTHER else DomainDispatcherApplication(create_backend_app)
         self.port = 0
-        self.up()
+        if self._door:
+            self.up()
+
+    def _at_the_door(self) -> None:
+        if not self._door:
+            pytest.skip("it needs a door before the store, and a store of https:// is used without")
+
+    @property
+    def requests(self) -> list[tuple[str, str]]:
+        """Method and path of each request so far."""
+        self._at_the_door()
+        return self._requests
+
+    @property
+    def headers(self) -> list[dict[str, str]]:
+        """Their headers."""
+        self._at_the_door()
+        return self._headers
+
+    @property
+    def fault(self) -> Fault | None:
+        """What is asked before the store."""
+        return self._fault
+
+    @fault.setter
+    def fault(self, fault: Fault | None) -> None:
+        if fault is not None:
+            self._at_the_door()
+        self._fault = fault
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return f"http://127.0.0.1:{self.port}" if self._door else OTHER
 
     def up(self) -> None:
         """Listen, on the port of before."""
@@ -49,16 +118,17 @@ class Store:
 
     def down(self) -> None:
         """Refuse connections. What is stored stays."""
+        self._at_the_door()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
-        self.headers.append({name: value for name, value in environ.items() if name.startswith("HTTP_")})
+        self._requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
+        self._headers.append({name: value for name, value in environ.items() if name.startswith("HTTP_")})
         if self.fault is not None and (answer := self.fault(environ, start)) is not None:
             return answer
-        with self._one_put if environ["REQUEST_METHOD"] == "PUT" else contextlib.nullcontext():
+        with self._one_put if environ["REQUEST_METHOD"] == "PUT" and not OTHER else contextlib.nullcontext():
             answered: Iterable[bytes] = self.app(environ, start)
         return answered
 
@@ -68,11 +138,12 @@ class Store:
 
     def client(self) -> Any:
         """A client of another library, to look and to meddle."""
-        return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", region_name="us-east-1")
+        return boto3.client("s3", endpoint_url=self.url)
 
     def stored(self) -> list[str]:
         """Everything that is stored."""
-        return sorted(one["Key"] for one in self.client().list_objects_v2(Bucket=BUCKET).get("Contents", []))
+        pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+        return sorted(one["Key"] for page in pages for one in page.get("Contents", []))
 
 
 def failing(method: str, status: str = "500 Internal Server Error", end: str = "") -> Fault:
@@ -107,8 +178,12 @@ def losing_answers(store: Store, method: str, part: str, times: int = 1) -> Faul
     def fault(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes] | None:
         if environ["REQUEST_METHOD"] != method or part not in environ["PATH_INFO"] or not left[0]:
             return None
+        told: list[tuple[str, Any]] = []
+        content = b"".join(store.app(environ, lambda *answer: told.append(answer[:2])))
+        if not told[0][0].startswith("2"):  # nothing was done
+            start(*told[0])
+            return [content]
         left[0] -= 1
-        b"".join(store.app(environ, lambda *_: None))
         start("500 Internal Server Error", [("Content-Length", "4")])
         return [b"lost"]
 
@@ -164,25 +239,38 @@ def signed_only() -> Fault:
     return fault
 
 
+@functools.cache
+def _make_bucket() -> None:
+    """Make the bucket, once for this process."""
+    client = boto3.client("s3", **({"endpoint_url": OTHER} if OTHER else {}))
+    client.create_bucket(Bucket=BUCKET)
+    if OTHER:
+
+        def delete() -> None:
+            for upload in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []):
+                client.abort_multipart_upload(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
+            client.delete_bucket(Bucket=BUCKET)
+
+        atexit.register(delete)
+
+
 def running_store(monkeypatch: pytest.MonkeyPatch, fault: Fault | None = None) -> Iterator[Store]:
     """A store with an empty bucket, and the environment that leads to it. `fault`: from then on."""
     store = Store()
-    environment = {
-        "AWS_ACCESS_KEY_ID": "store-key",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{store.port}",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    store.client().create_bucket(Bucket=BUCKET)
-    store.fault = fault
+    if not OTHER:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "store-key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", region := os.environ.get("AWS_REGION", "us-east-1"))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", region)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
     try:
+        _make_bucket()
+        store.fault = fault
         yield store
     finally:
         store.fault = None
         bucket = store.client()
         for key in store.stored():
             bucket.delete_object(Bucket=BUCKET, Key=key)
-        bucket.delete_bucket(Bucket=BUCKET)
-        store.down()
+        if store.port:
+            store.down()

@@ -469,10 +469,10 @@ class Mirror(Layout):
 
         A run whose tree is damaged stays as it was known here; the others are followed.
         """
-        if not self._store.keeps_conditions(f"tried/{uuid.uuid4().hex}"):
+        if (trouble := self._store.trouble_with_conditions(f"tried/{uuid.uuid4().hex}")) is not None:
             raise ConfigurationError(
-                "state_url: this object store ignores the condition of a put (If-Match, If-None-Match), so hosts would "
-                "undo what others did; use a store that has conditional writes, or share a directory"
+                f"state_url: this object store {trouble} (If-Match, If-None-Match), and hosts would undo what others "
+                "did, or change nothing; use a store that has conditional writes, or share a directory"
             )
         self.tidy()
         try:

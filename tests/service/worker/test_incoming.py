@@ -149,7 +149,7 @@ from service.storage.layout import Layout
 from service.storage.queue import incoming
 from service.storage.queue.incoming import Incoming
 from service.storage.spool import Spool, Upload
-state, blob, size, where, at = sys.argv[1:]
+url, state, blob, size, where, at = sys.argv[1:]
 owner = Incoming if hasattr(Incoming, where) else Upload
 objects._PIECE_BYTES, objects.FETCHED_BYTES, incoming.FETCHED_BYTES = 100, 200, 200
 found, calls = getattr(owner, where), []
@@ -162,7 +162,7 @@ def killed(*args):
     return found(*args)
 setattr(owner, where, killed)
 spool = Spool(Layout(Path(state)))
-Incoming("s3://drafters/in").bring("default", blob, int(size), spool, least_free_bytes=0, sync=True)
+Incoming(url).bring("default", blob, int(size), spool, least_free_bytes=0, sync=True)
 """
 
 
@@ -184,7 +184,7 @@ def test_a_worker_that_is_killed_while_it_brings_a_file_loses_nothing(
 ) -> None:
     batch, blob = put(bench, store, "a")
     (entry,) = inbox.claim()
-    command = [sys.executable, "-c", _KILLED, str(bench.layout.root), blob, str(entry.bytes), where, at]
+    command = [sys.executable, "-c", _KILLED, URL, str(bench.layout.root), blob, str(entry.bytes), where, at]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(command, env=environment).returncode == -9
     assert [*bench.layout.spool("default").glob(blob), *store.stored()], "in one place at least"
@@ -345,8 +345,8 @@ from pathlib import Path
 from service.storage.layout import Layout
 from service.storage.queue.incoming import Incoming
 from service.storage.spool import Spool
-state, small, large = sys.argv[1:]
-incoming, spool = Incoming("s3://drafters/in"), Spool(Layout(Path(state)))
+url, state, small, large = sys.argv[1:]
+incoming, spool = Incoming(url), Spool(Layout(Path(state)))
 def peak():  # of this program alone: ru_maxrss may be the parent's
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 def bring(name):
@@ -367,7 +367,8 @@ def test_a_large_file_is_brought_in_pieces_of_which_memory_holds_few(store: Stor
         store.client().put_object(Bucket=BUCKET, Key=key(blob), Body=bytes(size))
         names.append(f"{blob}:{size}")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", _BROUGHT, str(tmp_path), *names], env=environment, capture_output=True)
+    command = [sys.executable, "-c", _BROUGHT, URL, str(tmp_path), *names]
+    done = subprocess.run(command, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 96 << 10, "KiB"
     assert Layout(tmp_path).blob("default", names[1].split(":")[0]).stat().st_size == 160 << 20
