@@ -507,8 +507,9 @@ class Mirror(Layout):
             thread.join(1.0)
 
     def sweep(self) -> None:
-        """Delete objects that no tree names."""
+        """Delete objects that no tree names, and those of trials that died."""
         old = time.time() - _LEFTOVER_SECONDS
+        self._store.delete([key for key, written in self._store.listed("tried/") if written < old])
         found = defaultdict[str, list[str]](list)
         for key, written in self._store.listed("files/"):
             if written < old:

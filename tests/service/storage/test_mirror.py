@@ -498,12 +498,13 @@ def test_objects_that_no_tree_names_go(
     write(one, "target.safetensors", LARGE)
     write(one, "target.safetensors", LARGE[1:])
     (left,) = (key for key in store.stored() if "/files/" in key)
-    store.client().put_object(Bucket=BUCKET, Key=f"state/files/default/{'0' * 32}", Body=b"of one that died")
+    for key in (f"files/default/{'0' * 32}", f"tried/{'0' * 32}"):
+        store.client().put_object(Bucket=BUCKET, Key=f"state/{key}", Body=b"of one that died")
     other.sweep()
-    assert len(store.stored()) == 3, "it may be of a change that is being made"
+    assert len(store.stored()) == 4, "it may be of a change that is being made"
     monkeypatch.setattr(mirror, "_LEFTOVER_SECONDS", -3600.0)
     other.sweep()
-    assert [key for key in store.stored() if "/files/" in key] == [left]
+    assert store.stored() == [left, "state/trees/default"]
     assert seen(other, "target.safetensors") == LARGE[1:]
 
 
@@ -652,6 +653,52 @@ def test_a_store_that_knows_tags_without_their_quotes_alone_is_used(two: tuple[M
         write(other, "latest.json", b"3")
         assert store.count("PUT") - before == 1, "it learns which form it is"
     assert seen(one, "latest.json") == b"3"
+
+
+@pytest.mark.parametrize("answer", ["done", "400 Bad Request"])
+def test_a_store_that_takes_a_tag_without_quotes_for_none_or_for_a_fault_is_used(
+    two: tuple[Mirror, Mirror], store: Store, answer: str
+) -> None:
+    def quoted_alone(environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes] | None:
+        if environ.get("HTTP_IF_MATCH", '"').startswith('"'):
+            return None
+        body, headers = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])), [("Content-Length", "0")]
+        if answer == "done":
+            headers += [("ETag", store.client().put_object(Bucket=BUCKET, Key=_key(environ), Body=body)["ETag"])]
+        start("200 OK" if answer == "done" else answer, headers)
+        return []
+
+    one, other = two
+    store.fault = quoted_alone
+    with one.followed():
+        register(one)
+        known = one._get("default")
+        assert known is not None
+        write(other, "latest.json", b"theirs")
+        assert one._put("default", known.tree.after({}), known.etag) is None, "it is another by now"
+        write(one, "drafting.json", b"ours")
+    assert (seen(other, "latest.json"), seen(other, "drafting.json")) == (b"theirs", b"ours")
+
+
+def test_a_store_that_knows_tags_without_their_quotes_alone_and_ignores_them_is_refused(
+    two: tuple[Mirror, Mirror], store: Store
+) -> None:
+    def heedless(environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes] | None:
+        if "HTTP_IF_MATCH" not in environ:
+            return None
+        body, headers = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])), [("Content-Length", "0")]
+        quoted = environ["HTTP_IF_MATCH"].startswith('"')
+        if not quoted:
+            headers += [("ETag", store.client().put_object(Bucket=BUCKET, Key=_key(environ), Body=body)["ETag"])]
+        start("412 Precondition Failed" if quoted else "200 OK", headers)
+        return []
+
+    store.fault = heedless
+    with (
+        pytest.raises(ConfigurationError, match="this object store does a put whose condition is not met"),
+        two[0].followed(),
+    ):
+        pass
 
 
 def test_a_directory_that_has_other_runs_is_refused(store: Store, tmp_path: Path) -> None:
