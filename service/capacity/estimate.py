@@ -326,7 +326,9 @@ def _waiting(runs: int, load: float) -> float:
         return float(others)
     idle = (1 - load) * math.sqrt(others / 2)
     few = others / (others + 2)  # found by simulation: the bridge is of many
-    bridge = few * load * math.sqrt(math.pi * others / 8) * math.exp(idle**2) * math.erfc(idle)
+    # exp(x^2) erfc(x), and what it tends to: exp overflows at some 1,400 runs that do little
+    tail = math.exp(idle**2) * math.erfc(idle) if idle < 20 else 1 / (idle * math.sqrt(math.pi))
+    bridge = few * load * math.sqrt(math.pi * others / 8) * tail
     return max(load * others / runs / 2, bridge)  # at light load, half of the piece at work
 
 

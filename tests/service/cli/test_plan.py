@@ -246,6 +246,12 @@ def test_a_run_waits_for_others_as_periodic_streams_do(runs: int, load: float) -
     assert _waiting(1, load) == 0
 
 
+def test_thousands_of_runs_that_do_little_wait_as_random_arrivals_do() -> None:
+    waits = [_waiting(runs, 0.1) for runs in (900, 1800, 100_000)]
+    assert waits == sorted(waits)
+    assert waits == pytest.approx([0.05 / 0.9] * 3, rel=0.01)
+
+
 def test_where_the_queue_is_too_small_posts_are_refused_and_the_plan_says_so() -> None:
     for limit, fits in ((1 << 40, True), (1 << 30, False)):
         settings = Settings(queue_max_bytes=limit, max_body_bytes=1 << 29)
