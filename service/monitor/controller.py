@@ -244,10 +244,7 @@ class Controller:
         if not self.idle:
             self.idle, self.probes = True, min(self.probes, _PROBES_AT_FIRST)
         if economy.may_pay and self.probes >= _MOST_PROBES:
-            self.probes, self.probing = self.probes - 1.0, True
-            return Decision(
-                Action.PROBE, "engines draft nothing with this drafter; training it now and then all the same"
-            )
+            return self._probed("engines draft nothing with this drafter; training it now and then all the same")
         return self._probe(price) or Decision(Action.IDLE, expected, undrafted=economy.assumed_share == 0.0)
 
     def _train(self, reason: str) -> Decision:
@@ -272,6 +269,9 @@ class Controller:
             return None
         if self.gain + 2.0 * math.sqrt(self.variance) <= price:
             return None
+        return self._probed(reason)
+
+    def _probed(self, reason: str) -> Decision:
         self.probes -= 1.0
         self.probing = True
         self.level.evidence = 0.0  # whatever it was due for, it answers this

@@ -185,12 +185,22 @@ def test_a_small_fall_is_a_reason_to_expect_three_percent() -> None:
     assert controller.variance == pytest.approx(1e-6 + 0.003**2 + 0.03**2)
 
 
-@pytest.mark.parametrize("due", [{"probes": 2.0}, {"gain": 0.02}], ids=["credit", "promise"])
-def test_a_probe_for_another_reason_answers_the_fall_that_was_nearly_shown(due: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("due", "economy"),
+    [
+        ({"probes": 2.0}, ECONOMY),
+        ({"gain": 0.02}, ECONOMY),
+        ({"probes": 2.0}, replace(ECONOMY, drafting_share=0.0, may_pay=True)),
+    ],
+    ids=["credit", "promise", "engines draft nothing"],
+)
+def test_a_probe_for_another_reason_answers_the_fall_that_was_nearly_shown(
+    due: dict[str, float], economy: Economy
+) -> None:
     """Else the next claim would be trained on too, although this probe has just shown that it hurts."""
     controller = idle(variance=0.02**2, **due)
     controller.level.evidence = 5.0
-    assert controller.decide(ECONOMY, 2.97).action is Action.PROBE
+    assert controller.decide(economy, 2.97).action is Action.PROBE
     controller.learn(gain=-0.1, error=0.004, promoted=False, train_seconds=1.0)
     controller.probes = 1.5
     assert controller.decide(ECONOMY, 2.0).action is Action.IDLE  # one claim counts for four deviations at most
