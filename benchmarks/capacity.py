@@ -265,7 +265,7 @@ def real(seconds: float) -> list[str]:
         made: dict[int, float] = {}
         came: list[tuple[float, int]] = []
         stop = threading.Event()
-        engine = threading.Thread(target=_newest, args=(url, came, stop))
+        engine = threading.Thread(target=_newest, args=(url, came, stop), daemon=True)
         engine.start()
         for part in ("idle", *_REAL):
             pids, began, most, sent = soak.processes(process.pid), time.monotonic(), 0, 0

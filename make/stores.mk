@@ -13,7 +13,9 @@ stores: $(VENV)/.ready $(STORES:%=.stores/%/.ready) ## The tests of object stora
 .stores/ceph/.ready: make/stores.mk
 	@rm -rf $(@D) && mkdir -p $(@D)/packages
 	@cd $(@D)/packages && wanted=$$(apt-get -s install --no-install-recommends radosgw ceph-mon ceph-osd ceph-common | awk '/^Inst/ { print $$2 }') \
-	  && { test -z "$$wanted" || apt-get -qq download $$wanted; } && for package in *.deb; do test ! -e "$$package" || dpkg -x "$$package" ..; done
+	  && { test -z "$$wanted" || apt-get -qq download $$wanted; } && for package in *.deb; do test ! -e "$$package" || dpkg -x "$$package" .. || exit 1; done
+	@PATH="$(CURDIR)/$(@D)/usr/bin:$$PATH"; for program in ceph-mon ceph-osd ceph radosgw; do command -v $$program >/dev/null \
+	  || { echo "$$program did not come: \`make stores STORES=ceph\` needs apt-get, and Debian's packages of Ceph"; exit 1; }; done
 	@rm -r $(@D)/packages && touch $@
 
 .stores/seaweedfs/.ready: make/stores.mk
