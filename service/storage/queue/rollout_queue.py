@@ -174,9 +174,9 @@ class AsyncRolloutQueue:
     async def outdated(self) -> bool:
         """Whether a session that a later attempt has followed goes on sending, and has sent of late: in vain."""
         told = await self._redis.get(self._keys.outdated)
-        if told is None:
+        if told is None or len(words := text(told).split()) < 3:  # earlier releases noted a session alone
             return False
-        first, last = map(int, text(told).split()[:2])
+        first, last = map(int, words[:2])
         ago = OUTDATED_KEPT_SECONDS - await self._redis.ttl(self._keys.outdated)
         return last - first >= GOES_ON_SECONDS and ago < OUTDATED_SECONDS
 
