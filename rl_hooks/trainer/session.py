@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -24,8 +26,11 @@ from rl_hooks import wire
 _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 #: Policy versions at which a rank looks whether its id is still that of all. At the second one each has its hook.
 _LOOKS: Final = 2
-#: What says, in the environment of a process, that it is one of several: torchrun, Slurm's srun, Open MPI, other MPIs.
-_TOLD_BY: Final = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+#: Seconds that a hook waits for the store, whose host may be stopped: at its start, and at each look.
+_WAIT_SECONDS: Final = 2.0
+#: What says, in the environment of a process, that it is one of several: torchrun and Open MPI. Slurm's variables do
+#: not: srun also starts Ray's nodes, and engines beside one trainer.
+_TOLD_BY: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
 class Session:
@@ -39,9 +44,11 @@ class Session:
                 self.id = uuid.uuid4().hex
             elif _grouped() >= _processes(rank, world_size):
                 self._agreed = _Agreed(run)
-                self.id = self._agreed.join()
-        except Exception:  # noqa: BLE001 - a store that cannot do it, or whose host is gone: the trainer goes on without
+                self.id = _within_the_wait(self._agreed.join)
+        except Exception:  # noqa: BLE001 - a store that cannot do it: the trainer goes on without
             self.id = ""
+        if not self.id:
+            self._agreed = None
         self._began: int | None = None
         self._seen = set[int]()
 
@@ -51,8 +58,8 @@ class Session:
             self._began = policy_version
         if self._agreed is not None and len(self._seen) < _LOOKS and policy_version not in self._seen:
             self._seen.add(policy_version)
-            with contextlib.suppress(Exception):  # as above
-                self.id = self._agreed.look(self.id)
+            agreed, joined = self._agreed, self.id
+            self.id = _within_the_wait(lambda: agreed.look(joined)) or joined
 
     def of_run(self) -> dict[str, str]:
         """Its entry in the metadata of a registration or a head."""
@@ -94,6 +101,20 @@ class _Agreed:
         if not wire.SESSION.fullmatch(text := kept.decode()):
             raise ValueError(f"{key} holds {text[:40]!r}, which is no session")
         return text
+
+
+def _within_the_wait(ask: Callable[[], str]) -> str:
+    """What the store answers, empty where it cannot or does not in time: a forward must not wait for its host."""
+    answers = list[str]()
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=work, name="draftalign-session", daemon=True)
+    thread.start()
+    thread.join(_WAIT_SECONDS)
+    return answers[0] if answers else ""
 
 
 def untold(rank: int, world_size: int) -> str:

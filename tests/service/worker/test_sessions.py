@@ -423,7 +423,7 @@ def test_a_hook_says_its_session_in_all_that_it_sends() -> None:
     assert began_at == [None, "4", None, "4", None, "9", None, "9"]
 
 
-@pytest.mark.parametrize("told_by", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("told_by", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_ranks_that_no_process_group_joins_and_nobody_tells_their_rank_are_named_by_the_hook_and_all_are_used(
     attach: Attach,
     bench: Bench,
