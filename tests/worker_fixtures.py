@@ -37,11 +37,14 @@ from torch import Tensor
 
 from drafter.batch import load_batch
 from drafter.files.checkpoint import export_config
+from drafter.files.mtp import export_mtp_config
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.mtp.module import MtpDrafter
 from drafter.policy import Policy, TargetHead
 from drafter.training.trainer import DrafterTrainer, Prepared, StepReport, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
+from rl_hooks.format.mtp import prefix
 from rl_hooks.sending.features import as_wire
 from service.settings import Settings
 from service.storage.mirror import state_of
@@ -124,7 +127,7 @@ class World:
         return self.heads[policy_version]
 
     # --- files
-    def run_file(self, *, drafter: Eagle3Drafter | None = None, metadata: dict[str, str] | None = None,
+    def run_file(self, *, drafter: Eagle3Drafter | MtpDrafter | None = None, metadata: dict[str, str] | None = None,
                  drafter_config: dict[str, Any] | None = None) -> bytes:  # fmt: skip
         """Body of PUT /runs/{run}."""
         meta = {
@@ -138,8 +141,12 @@ class World:
         if not self.tied:
             tensors["lm_head"] = as_wire(self.heads[0])
         if drafter is not None:
-            tensors |= {f"drafter.{n}": as_wire(t.detach()) for n, t in drafter.state_dict().items()}
-            meta["drafter_config"] = json.dumps(drafter_config or export_config(drafter.config))
+            if isinstance(drafter, MtpDrafter):
+                where, own = prefix(drafter.config), export_mtp_config(drafter.config)
+            else:
+                where, own = "", export_config(drafter.config)
+            tensors |= {f"drafter.{where}{n}": as_wire(t.detach()) for n, t in drafter.state_dict().items()}
+            meta["drafter_config"] = json.dumps(drafter_config or own)
         return joined(wire.encode(tensors, meta | (metadata or {})))
 
     def head_file(self, policy_version: int, **extra: str) -> bytes:

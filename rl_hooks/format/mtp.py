@@ -31,6 +31,24 @@ _SWITCHES: Final = ("zero_first_embedding", "normed_feedback")
 #: Of one module: that of Kimi K2 has some 17 billion.
 _MAX_PARAMETERS: Final = 1 << 35
 _MAX_EXPERTS: Final = 4096
+#: Figure of a config -> the least and the most that is taken: far outside what any policy has (routed_scaling_factor 1
+#: to 16, YaRN's factor up to 128, rotations 1 and 32, mscale up to 1), far inside where float32 or the ramp overflows.
+_BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
+    "routed_scaling_factor": (0.0, 1024.0),
+    "factor": (1.0, 1 << 20),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "mscale": (0.0, 128.0),
+    "mscale_all_dim": (0.0, 128.0),
+}
+
+
+def _check_bounds(**figures: float) -> None:
+    """Raise `DrafterError` for a figure with which every state would be NaN."""
+    for name, value in figures.items():
+        least, most = _BOUNDS[name]
+        if not least <= value <= most:
+            raise DrafterError(f"{name} must be {least:g} to {most:g}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,9 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 0.0  # 0: absent
     mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_bounds(**{name: value for name, value in asdict(self).items() if name in _BOUNDS})
 
     def magnitude(self, mscale: float) -> float:
         """0.1 mscale ln(factor) + 1."""
@@ -82,6 +103,8 @@ class LatentSizes:
                 f"qk_rope_head_dim must be even and v_head_dim at most qk_nope_head_dim + qk_rope_head_dim, got "
                 f"{self.rope}, {self.value} and {self.width}"
             )
+        if self.yarn is not None and self.rope_theta <= 1:  # its ramp divides by log(rope_theta)
+            raise DrafterError(f"YaRN needs a rope_theta above 1, got {self.rope_theta!r}")
 
     @property
     def width(self) -> int:
@@ -124,6 +147,7 @@ class ExpertSizes:
     scaling: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_bounds(routed_scaling_factor=self.scaling)
         if self.routed > _MAX_EXPERTS:
             raise DrafterError(f"n_routed_experts must be at most {_MAX_EXPERTS}, got {self.routed}")
         per_group = self.routed // max(self.groups, 1)

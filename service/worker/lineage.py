@@ -13,18 +13,21 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
-from drafter.device import working_dtype
+from drafter.batch import RolloutBatch
+from drafter.device import is_device_fault, is_out_of_memory, working_dtype
+from drafter.errors import DrafterError
 from drafter.files.checkpoint import config_fingerprint
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.replay.replay import replay
 from drafter.training.ranks import current
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.durable import AtomicDirectory
 from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import reaching, with_layers
-from service.errors import RegistryError, RunDamaged, WorkerError
+from service.errors import RegistryError, RunDamaged, ServiceError, WorkerError
 from service.monitor.events import Event, GateEvidence, Realised, Refused
 from service.settings import Settings
 from service.storage.drafters.versions import Manifest
@@ -93,7 +96,32 @@ class Lineage:
                 config = reaching(with_layers(config, self._target.aux_layers), self._target.config)
             (staged / "config.json").write_text(json.dumps(config, indent=1))
             drafter = read_kind(staged, self._target.registered)  # refuses the unservable
+            self._try(self._scored(drafter))
             return self._announce(drafter, staged, self._target.policy_version, None, "initial drafter", None)
+
+    def _try(self, drafter: DraftModel) -> None:
+        """Raise `DrafterError` unless a drafter can draft: once published it would cost the run every batch."""
+        vocabulary, policy, tokens = drafter.vocabulary, self._target.registered, self._settings.depth + 8
+        width = policy.embed_tokens.shape[1]
+        some = torch.Generator().manual_seed(0)
+        made_up = RolloutBatch(
+            input_ids=vocabulary.ids[torch.arange(tokens) % len(vocabulary)].cpu(),
+            cu_seqlens=torch.tensor([0, tokens]),
+            loss_mask=torch.arange(tokens) >= 2,
+            aux_hidden=torch.randn(tokens, len(self._target.aux_layers) * width, generator=some),
+            logprobs=torch.full((tokens,), -1.0),
+            last_hidden=torch.randn(tokens, width, generator=some),
+            logsumexp=torch.zeros(tokens),
+        )
+        try:
+            replay(drafter, made_up, policy, depth=self._settings.depth)
+        except Exception as error:
+            if is_device_fault(error) or is_out_of_memory(error) or isinstance(error, OSError | ServiceError):
+                raise
+            raise DrafterError(
+                f"the drafter that came with the run cannot draft {tokens} made-up tokens ({error}). Put its weights "
+                "and its config's figures right, and PUT the run again"
+            ) from error
 
     def set_candidate(self, drafter: DraftModel) -> DrafterTrainer:
         """Make a drafter the candidate, with a fresh trainer."""

@@ -16,9 +16,11 @@ import numpy as np
 from service_fixtures import CONFIG, LAYERS, f32, run_file
 
 from drafter.files.checkpoint import export_config
+from drafter.files.mtp import export_mtp_config
 from drafter.model.eagle3 import DrafterConfig
 from rl_hooks import wire
 from rl_hooks.format.eagle3 import tensor_shapes
+from rl_hooks.format.mtp import MtpConfig, mtp_shapes, prefix
 
 #: A drafter that fits the target of service_fixtures.
 SIZES: Final = DrafterConfig.from_target(CONFIG, LAYERS, 20)
@@ -46,6 +48,26 @@ def with_drafter(config: Mapping[str, Any] | None = None, tensors: Mapping[str, 
     return run_file(
         tensors=drafter_tensors() if tensors is None else tensors, metadata={"drafter_config": json.dumps(document)}
     )
+
+
+#: An MTP module that fits that target.
+_MODULE: Final = MtpConfig.from_target(
+    CONFIG
+    | {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 4, "moe_intermediate_size": 8}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2}
+)
+
+
+def _with_module(**fields: Any) -> bytes:
+    """A run that brings an MTP module, which is sound but for these fields of its config."""
+    tensors = {f"drafter.{prefix(_MODULE)}{name}": f32(*shape) for name, shape in mtp_shapes(_MODULE).items()}
+    return with_drafter(export_mtp_config(_MODULE) | fields, tensors)
+
+
+def _with_yarn(theta: float = 10_000.0, **figures: float) -> bytes:
+    """The same, its positions stretched by YaRN with these figures in place of its."""
+    yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, **figures}
+    return _with_module(rope_theta=theta, rope_parameters=None, rope_scaling=yarn)
 
 
 #: Field of the target's config -> values of it that no drafter from scratch can be sized by.
@@ -152,6 +174,18 @@ def _made() -> dict[str, HostileRun]:
             with_drafter(tensors=drafter_tensors(**{"norm.weight": wire.Tensor.of(np.zeros(8, np.int32), "I32")})),
             "norm.weight must be F32 or BF16 or F16, got I32",
         ),
+        "an MTP module whose experts are multiplied beyond all bounds": (
+            _with_module(routed_scaling_factor=1e300),
+            "routed_scaling_factor",
+        ),
+        "an MTP module whose experts are multiplied to float32's end": (
+            _with_module(routed_scaling_factor=1e38),
+            "routed_scaling_factor",
+        ),
+        "YaRN of positions that all turn alike": (_with_yarn(1.0), "rope_theta above 1"),
+        "YaRN that divides by next to nothing": (_with_yarn(factor=1e-300), "factor"),
+        "YaRN of no rotation": (_with_yarn(beta_slow=5e-324), "beta_slow"),
+        "YaRN of a magnitude beyond float32": (_with_yarn(mscale=1e300, mscale_all_dim=1e300), "mscale"),
     }
     return found | {name: HostileRun(body, "drafter_config", words) for name, (body, words) in bad.items()}
 

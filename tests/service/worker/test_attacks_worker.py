@@ -7,15 +7,18 @@ the rollouts are those that the API takes: it never looks at the features.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from attacks.accepted import ACCEPTED
 from attacks.runs import RUNS, TAKEN
 from attacks.sent import DRAFTERS, HEADS, REPORTS, Change, report
+from command_fixtures import LATENT
 from prometheus_client.parser import text_string_to_metric_families
 from service_fixtures import HEADERS, RunningService
 from service_fixtures import run_file as plain_run_file
@@ -25,8 +28,10 @@ from worker_fixtures import CONFIG, LAYERS, Bench, Nest, alive, joined
 
 from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import Eagle3Drafter
+from drafter.mtp.module import MtpDrafter
 from rl_hooks import wire
 from rl_hooks.format.eagle3 import Llama3Rope
+from rl_hooks.format.mtp import LatentSizes, MtpConfig, Yarn
 from rl_hooks.sending.features import as_wire
 
 
@@ -75,25 +80,68 @@ def test_a_worker_lives_through_every_hostile_run_and_trains_the_honest_one(
 def test_a_drafter_with_the_largest_figures_that_are_taken_is_trained_beside_an_honest_one(
     bench: Bench, service: RunningService, workers: Nest
 ) -> None:
-    """Of stretched positions, and with a norm before `fc`: what the API takes is nothing that the worker dies of."""
+    """Stretched positions, a norm before `fc`, an MTP module: what the API takes is nothing that the worker dies of."""
     world = bench.world
     plain = world.drafter()
     figures = Llama3Rope(1e300, low_freq_factor=1e-300, high_freq_factor=1e300, original_max_position_embeddings=1)
     config = replace(plain.config, rope_scaling=figures, norm_before_fc=True)
     extreme = Eagle3Drafter(config, plain.vocabulary)
     extreme.init_from_target(world.heads[0][plain.vocabulary.ids])
-    for run, drafter in (("honest", plain), ("extreme", extreme)):
+    yarn = Yarn(1 << 20, 1, beta_fast=1e6, beta_slow=1e-3, mscale=128.0, mscale_all_dim=128.0)
+    sizes = MtpConfig.from_target(CONFIG | LATENT | {"routed_scaling_factor": 1024.0})
+    assert isinstance(sizes.attention, LatentSizes)
+    attention = replace(sizes.attention, rope_theta=math.nextafter(1.0, 2.0), yarn=yarn)
+    torch.manual_seed(0)
+    module = MtpDrafter(replace(sizes, attention=attention))
+    for run, drafter in (("honest", plain), ("extreme", extreme), ("module", module)):
         reply = service.client.put(f"/runs/{run}", content=world.run_file(drafter=drafter), headers=HEADERS)
         assert reply.status_code == 201, reply.text
     pid = workers.start(bench)
     posted = {
         run: [bench.post_file(world.rollout_file(f"{run}{number}", run=run)) for number in range(3)]
-        for run in ("honest", "extreme")
+        for run in ("honest", "extreme", "module")
     }
     bench.wait(lambda: not any(b["state"] == "queued" for r in posted for b in states(bench, r, posted[r]).values()))
     assert {b["state"] for run in posted for b in states(bench, run, posted[run]).values()} == {"trained"}
     assert alive(pid)
     assert errors(bench, list(posted)) == dict.fromkeys(posted)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_drafter_that_drafts_nan_is_never_published_and_a_sound_one_takes_its_place(
+    bench: Bench, service: RunningService, workers: Nest, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The API lets in what overflows, as it does what no bound of its own foresees, so that the worker meets it."""
+    monkeypatch.setattr("service.api.runs.check_finite", lambda _: None)
+    world = bench.world
+
+    def made() -> Eagle3Drafter | MtpDrafter:
+        torch.manual_seed(0)
+        return world.drafter() if kind == "eagle3" else MtpDrafter(MtpConfig.from_target(CONFIG | LATENT))
+
+    poisoned = made()
+    for weight in poisoned.parameters():
+        weight.data.fill_(1e30)
+    bodies = {"honest": world.run_file(drafter=made()), "evil": world.run_file(drafter=poisoned)}
+    for run, body in bodies.items():
+        assert service.client.put(f"/runs/{run}", content=body, headers=HEADERS).status_code == 201
+    pid = workers.start(bench)
+    posted = {run: [bench.post_file(world.rollout_file(f"{run}{n}", run=run)) for n in range(2)] for run in bodies}
+    bench.wait(lambda: errors(bench, ["evil"])["evil"] and "queued" not in ended(bench, posted, "honest"))
+    assert "cannot draft" in errors(bench, ["evil"])["evil"]
+    assert service.client.get("/drafter/latest", params={"run": "evil"}).status_code == 404
+    reply = service.client.put("/runs/evil", content=bodies["honest"], headers=HEADERS)
+    assert reply.status_code == 201, "it replaces the file"
+    bench.wait(lambda: "queued" not in ended(bench, posted, "evil"))
+    assert ended(bench, posted, "honest") == ended(bench, posted, "evil") == {"trained"}
+    assert errors(bench, list(bodies)) == dict.fromkeys(bodies)
+    assert alive(pid)
+    assert "Traceback" not in workers.log.read_text()
+
+
+def ended(bench: Bench, posted: dict[str, list[str]], run: str) -> set[str]:
+    """The states of a run's batches."""
+    return {batch["state"] for batch in states(bench, run, posted[run]).values()}
 
 
 def test_every_odd_run_that_is_taken_is_trained_beside_the_honest_one(
@@ -110,10 +158,7 @@ def test_every_odd_run_that_is_taken_is_trained_beside_the_honest_one(
         assert reply.status_code == 201, reply.text
     posted = {run: [bench.post_file(world.rollout_file(f"{run}{n}", run=run)) for n in range(2)] for run in runs}
 
-    def ended(run: str) -> bool:
-        return not any(b["state"] == "queued" for b in states(bench, run, posted[run]).values())
-
-    bench.wait(lambda: all(ended(run) or errors(bench, [run])[run] for run in runs), 90)
+    bench.wait(lambda: all("queued" not in ended(bench, posted, run) or errors(bench, [run])[run] for run in runs), 90)
     assert errors(bench, list(runs)) == dict.fromkeys(runs)
     assert {b["state"] for run in runs for b in states(bench, run, posted[run]).values()} == {"trained"}
     assert alive(pid)
