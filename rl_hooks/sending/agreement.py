@@ -108,7 +108,8 @@ class Agreement:
                 f"{self._named} gives other logits than logit_map(last state @ lm_head.weight^T) with "
                 f"{self._logit_map}: they are {times:.1f} times as far apart as rounding can bring them, so the "
                 "drafter would learn another policy. A model that scales or soft-caps its logits is served with "
-                "logit_map=LogitMap(scale=..., softcap=...) (rl_hooks.wire); a head that computes anything else is not"
+                "logit_map=LogitMap(scale=..., softcap=...) (rl_hooks.wire), under another run name (run=), since this "
+                "one is registered without it; a head that computes anything else is not"
             )
 
 

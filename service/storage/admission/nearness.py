@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
-from rl_hooks.wire import HEAD_FORMAT, MappedFile, Tensor, WireError, encode
+from rl_hooks.wire import HEAD_FORMAT, LogitMap, MappedFile, Tensor, WireError, encode
 from service.errors import RunConflict
 from service.storage.layout import Layout
 
@@ -64,6 +64,7 @@ def join_run(layout: Layout, run: str, registered: MappedFile, path: Path) -> Jo
     with the next version, and that one hides the others.
     """
     offered = MappedFile(path)
+    _check_map(run, registered, offered)
     head = _Head.of(offered, int(offered.header.metadata["policy_version"]))
     kept = _kept_heads(layout, run, registered)
     config = differences(_config(registered), _config(offered))
@@ -78,6 +79,16 @@ def join_run(layout: Layout, run: str, registered: MappedFile, path: Path) -> Jo
     is_kept = apart[0] == 0.0 and not went_back
     as_of_ns = in_force.changed_ns if ahead and not went_back else None
     return Joined(_ignored(layout, run, registered, offered), None if is_kept else head.as_file(), as_of_ns)
+
+
+def _check_map(run: str, registered: MappedFile, offered: MappedFile) -> None:
+    """Raise RunConflict for another map of the logits: under the run's own, every batch of this trainer would die."""
+    own, other = (LogitMap.from_metadata(file.header.metadata) for file in (registered, offered))
+    if own != other:
+        raise RunConflict(
+            f"run {run!r} is registered with {own}, this one has {other} (metadata logit_scale, logit_softcap). "
+            "Use another run name (the hook's run=), or delete the run first (`draftalign runs --delete`)"
+        )
 
 
 def check_head(layout: Layout, run: str, registered: MappedFile, path: Path) -> None:

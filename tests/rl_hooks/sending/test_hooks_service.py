@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hooks_fixtures import AUX, Attach, attaching, padded_batch, step
 from hooks_fixtures import tiny_qwen3 as tiny
 from redis import Redis
 from service_fixtures import RunningService
+from storage_fixtures import RolloutQueue, Store
 from worker_fixtures import Bench
 
 from rl_hooks import wire
@@ -24,6 +26,7 @@ from service.monitor.alpha import attempts
 from service.monitor.events import GateEvidence
 from service.storage.queue.lease import Leases
 from service.worker.lineage import CANDIDATE
+from service.worker.loop import RunWorker
 
 
 @pytest.fixture(name="attach")
@@ -284,6 +287,32 @@ def test_another_policy_under_a_runs_name_is_turned_away_and_costs_the_run_nothi
     bench.drain(worker)
     counters = bench.queue.counters()
     assert (counters["accepted_total"], counters["acked_total"], counters["dead_total"]) == (2, 2, 0)
+
+
+def test_another_map_of_the_logits_under_a_runs_name_is_turned_away_with_both_and_another_name_trains(
+    attach: Attach, bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of an unknown kind scales its logits. The hook says so when the run is registered already."""
+    model, scaled = tiny(tied=False), wire.LogitMap(scale=0.4)
+    forward = model.forward
+
+    def scaling(*args: Any, **named: Any) -> Any:
+        output = forward(*args, **named)
+        output.logits = output.logits * scaled.scale
+        return output
+
+    monkeypatch.setattr(model, "forward", scaling)
+    step(attach(model), model, 0)
+    assert said(caplog, "under another run name (run=), since this one is registered without it") == 1
+    step(attach(model, logit_map=scaled), model, 0)
+    assert said(caplog, "registered with LogitMap(scale=1.0, softcap=None), this one has LogitMap(scale=0.4,") == 1
+    hook = attach(model, logit_map=scaled, run="scaled")
+    step(hook, model, 0)
+    step(hook, model, 1)
+    queue, store = RolloutQueue(bench.redis, "scaled"), Store(bench.redis, "scaled")
+    bench.drain(RunWorker(bench.settings, bench.layout, queue, store, "scaled"))
+    counters = queue.counters()
+    assert (counters["acked_total"], counters["dead_total"]) == (2, 0)
 
 
 def test_a_trainer_that_begins_while_a_run_of_its_name_is_deleted_waits_for_the_name(
