@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,11 +85,16 @@ def join_run(layout: Layout, run: str, registered: MappedFile, path: Path) -> Jo
 def _check_map(run: str, registered: MappedFile, offered: MappedFile) -> None:
     """Raise RunConflict for another map of the logits: under the run's own, every batch of this trainer would die."""
     own, other = (LogitMap.from_metadata(file.header.metadata) for file in (registered, offered))
-    if own != other:
+    # Two stacks may compute one scale in another order.
+    if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(_figures(own), _figures(other), strict=True)):
         raise RunConflict(
             f"run {run!r} is registered with {own}, this one has {other} (metadata logit_scale, logit_softcap). "
             "Use another run name (the hook's run=), or delete the run first (`draftalign runs --delete`)"
         )
+
+
+def _figures(one: LogitMap) -> tuple[float, float]:
+    return one.scale, math.inf if one.softcap is None else one.softcap
 
 
 def check_head(layout: Layout, run: str, registered: MappedFile, path: Path) -> None:

@@ -401,3 +401,17 @@ def test_the_drift_alarm_is_acknowledged_or_reset_by_a_request_that_is_kept(
         assert reply.json()["alarm"] is (statistic > 9.5)
     assert service.client.post("/runs/default/drift/silence").status_code == 422
     assert service.client.post("/runs/nobody/drift/reset").status_code == 404
+
+
+def test_another_map_of_the_logits_is_refused_with_both_and_one_that_is_rounded_otherwise_is_not(
+    service: RunningService,
+) -> None:
+    """Under the run's map every batch of that trainer would die: its log p are of other logits."""
+    own, tensors = {"logit_scale": repr(1 / 3), "logit_softcap": "30.0"}, policy(weights())
+    assert put_policy(service, tensors, **own).status_code == 201
+    for other in ({}, own | {"logit_scale": "0.3334"}, {"logit_scale": repr(1 / 3)}, own | {"logit_softcap": "50.0"}):
+        refused = put_policy(service, tensors, **other)
+        assert (refused.status_code, refused.json()["type"]) == (409, "urn:draftalign:run-conflict")
+        assert "registered with LogitMap(scale=0.333333" in refused.json()["detail"]
+        assert str(wire.LogitMap.from_metadata(other)) in refused.json()["detail"]
+    assert put_policy(service, tensors, **own | {"logit_scale": "0.33333334"}).status_code == 200
