@@ -42,8 +42,8 @@ def agent(
     """Keep inference engines on the newest drafter, and report their acceptance counts to the service.
 
     vLLM needs the plugin: `pip install ./rl_hooks` in its environment, VLLM_PLUGINS=draftalign, and
-    DRAFTALIGN_DRAFTER_DIR, under which --cache-dir lies. To have α watched and nothing swapped for now: `draftalign
-    hold VERSION`; later `draftalign release`. docs/guide/engines.md says more.
+    DRAFTALIGN_DRAFTER_DIR, under which --cache-dir lies. To have α watched for now: `draftalign hold VERSION`. Each
+    engine gets that version once, and no other until `draftalign release`. docs/guide/engines.md says more.
 
     DRAFTALIGN_TOKEN: token for the service, of scopes read and report. DRAFTALIGN_ENGINE_TOKEN: token for engines that
     ask for one. DRAFTALIGN_PUBLIC_KEYS: public keys of the service; what none of them signed is then refused.

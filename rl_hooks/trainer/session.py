@@ -44,10 +44,8 @@ class Session:
                 self.id = uuid.uuid4().hex
             elif _grouped() >= _processes(rank, world_size):
                 self._agreed = _Agreed(run)
-                self.id = _within_the_wait(self._agreed.join)
-        except Exception:  # noqa: BLE001 - a store that cannot do it: the trainer goes on without
-            self.id = ""
-        if not self.id:
+                self._ask(self._agreed.join)
+        except Exception:  # noqa: BLE001 - no store that can do it: the trainer goes on without
             self._agreed = None
         self._began: int | None = None
         self._seen = set[int]()
@@ -59,7 +57,7 @@ class Session:
         if self._agreed is not None and len(self._seen) < _LOOKS and policy_version not in self._seen:
             self._seen.add(policy_version)
             agreed, joined = self._agreed, self.id
-            self.id = _within_the_wait(lambda: agreed.look(joined)) or joined
+            self._ask(lambda: agreed.look(joined) if joined else agreed.join())
 
     def of_run(self) -> dict[str, str]:
         """Its entry in the metadata of a registration or a head."""
@@ -68,6 +66,18 @@ class Session:
     def of_rollouts(self) -> dict[str, str]:
         """Its entries in the metadata of a rollout file."""
         return {"session": self.id, "session_began": str(self._began or 0)} if self.id else {}
+
+    def _ask(self, ask: Callable[[], str]) -> None:
+        """Take the id that the store answers with, now or when it answers: a forward must not wait for its host."""
+
+        def work() -> None:
+            with contextlib.suppress(Exception):  # it cannot do it, or its host is gone
+                self.id = ask()
+
+        thread = threading.Thread(target=work, name="draftalign-session", daemon=True)
+        with contextlib.suppress(RuntimeError):  # this process may begin no more threads
+            thread.start()
+            thread.join(_WAIT_SECONDS)
 
 
 class _Agreed:
@@ -101,20 +111,6 @@ class _Agreed:
         if not wire.SESSION.fullmatch(text := kept.decode()):
             raise ValueError(f"{key} holds {text[:40]!r}, which is no session")
         return text
-
-
-def _within_the_wait(ask: Callable[[], str]) -> str:
-    """What the store answers, empty where it cannot or does not in time: a forward must not wait for its host."""
-    answers = list[str]()
-
-    def work() -> None:
-        with contextlib.suppress(Exception):
-            answers.append(ask())
-
-    thread = threading.Thread(target=work, name="draftalign-session", daemon=True)
-    thread.start()
-    thread.join(_WAIT_SECONDS)
-    return answers[0] if answers else ""
 
 
 def untold(rank: int, world_size: int) -> str:

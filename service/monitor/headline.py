@@ -203,12 +203,13 @@ def _why_unjudged(facts: RunFacts, version: str) -> str:
     silent = facts.heartbeat is None or abs(facts.now - facts.heartbeat) > _REFUSED_SECONDS
     if silent or facts.worker_error:
         return "no worker works on the run"
+    gate = ""
+    if facts.of_sent is not None and facts.of_sent[0] == version:
+        gate = f"so far the gate says: {_short(facts.of_sent[1])}; "
     if not facts.queued and (facts.last_arrival is None or facts.now - facts.last_arrival > _ARRIVAL_SECONDS):
         age = "" if facts.last_arrival is None else f" for {duration(facts.now - facts.last_arrival)}"
-        return f"it is judged on rollouts that come, and none has come{age}"
-    if facts.of_sent is not None and facts.of_sent[0] == version:
-        return f"so far the gate says: {_short(facts.of_sent[1])}"
-    return "it is judged on the next rollouts"
+        return f"{gate}it is judged on rollouts that come, and none has come{age}"
+    return f"{gate}it is judged on the next rollouts"
 
 
 def _who(by: str | None, since: float | None, now: float, reason: str) -> str:
@@ -395,7 +396,8 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
         yield _found("note", "no_engine", "No engine", text)
     elif facts.engines and not facts.drafted:
         first = facts.engines[0]
-        text = f" has drafted yet: {first.reporter} follows, with {short_version(first.drafter_version)}."
+        version = "" if first.final else f", with {short_version(first.drafter_version)}"  # else it has another by now
+        text = f" has drafted yet: {first.reporter} follows{version}."
         yield _found("note", "no_engine", "No engine", text + _more(facts.engines))
 
 

@@ -137,7 +137,7 @@ def publish(
 def _waits_for(service: str, run: str) -> str | None:
     """What the sent drafters of a run wait for; None where none does, or the token may not read that."""
     try:
-        why: str | None = call("GET", service, f"/runs/{quote(run, safe='')}").json()["waits_for"]
+        why: str | None = call("GET", service, f"/runs/{quote(run, safe='')}").json().get("waits_for")
     except ConfigurationError:
         return None
     return why

@@ -14,7 +14,7 @@
 local max_items, max_bytes, prefix, batch_id, blob, size, tokens, rollouts, policy, policy_max, rollout_ids,
   letter_seen, ended_seconds, remembered_bytes, max_rollouts, session, began, outdated_seconds = unpack(ARGV)
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
-local KEPT_SESSIONS, KEPT_RETURNS = 256, 64
+local KEPT_SESSIONS, KEPT_RETURNS, KEPT_OUTDATED = 256, 64, 64
 local bytes, back, file = tonumber(size), letter_seen ~= '', blob .. ':' .. size
 
 -- All strings that matter here, in one command up to 1,000 rollouts, since each costs as much as many keys of one: the
@@ -110,9 +110,13 @@ elseif session ~= '' then
       remember(prefix, counters, batch_id, ended_seconds, remembered_bytes)
     end
     local now = redis.call('TIME')[1]
-    local first, of = string.match(redis.call('GET', prefix .. 'outdated') or '', '^(%d+) %d+ (.*)$')
-    if of ~= session then first = now end
-    redis.call('SET', prefix .. 'outdated', first .. ' ' .. now .. ' ' .. session, 'EX', outdated_seconds)
+    local first, others = now, {}
+    for line in string.gmatch(redis.call('GET', prefix .. 'outdated') or '', '[^\n]+') do
+      local began, of = string.match(line, '^(%d+) %d+ (.*)$')
+      if of == session then first = began elseif of and #others < KEPT_OUTDATED - 1 then others[#others + 1] = line end
+    end
+    table.insert(others, 1, first .. ' ' .. now .. ' ' .. session) -- the last one first
+    redis.call('SET', prefix .. 'outdated', table.concat(others, '\n'), 'EX', outdated_seconds)
     return { 'outdated', 'skipped', total, reason }
   end
 end

@@ -174,11 +174,13 @@ class AsyncRolloutQueue:
     async def outdated(self) -> bool:
         """Whether a session that a later attempt has followed goes on sending, and has sent of late: in vain."""
         told = await self._redis.get(self._keys.outdated)
-        if told is None or len(words := text(told).split()) < 3:  # earlier releases noted a session alone
+        lines = [line.split() for line in text(told or b"").splitlines()]
+        # Earlier releases noted a session alone.
+        times = [(int(words[0]), int(words[1])) for words in lines if len(words) > 2]
+        if not times:
             return False
-        first, last = map(int, words[:2])
-        ago = OUTDATED_KEPT_SECONDS - await self._redis.ttl(self._keys.outdated)
-        return last - first >= GOES_ON_SECONDS and ago < OUTDATED_SECONDS
+        now = times[0][1] + OUTDATED_KEPT_SECONDS - await self._redis.ttl(self._keys.outdated)
+        return any(last - first >= GOES_ON_SECONDS and now - last < OUTDATED_SECONDS for first, last in times)
 
     async def dead_letters(self, count: int) -> list[dict[str, str]]:
         """The newest dead letters, newest first."""

@@ -83,7 +83,10 @@ def test_what_the_headroom_means_is_said_beside_the_headline_and_harm_first() ->
         ({"last_arrival": NOW - 1200}, "it is judged on rollouts that come, and none has come for 20 min"),
         ({"last_arrival": None}, "it is judged on rollouts that come, and none has come"),
         ({"last_arrival": NOW - 1200, "queued": 3}, "it is judged on the next rollouts"),
-        ({"of_sent": ("v000008-a", "too little evidence")}, "so far the gate says: too little evidence"),
+        (
+            {"of_sent": ("v000008-a", "too little evidence")},
+            "so far the gate says: too little evidence; it is judged on the next rollouts",
+        ),
         ({"of_sent": ("v000006-a", "of another")}, "it is judged on the next rollouts"),
     ],
 )

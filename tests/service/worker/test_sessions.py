@@ -471,6 +471,13 @@ def test_ranks_that_nothing_tells_of_each_other_are_named_by_the_service(
     warned = [r.getMessage() for r in caplog.records if "rollouts of this trainer are not used" in r.getMessage()]
     assert len(warned) == 2
     assert all("if they are ranks of one trainer, tell each hook its rank and world_size" in text for text in warned)
+    key = "da:{default}:outdated"
+    lines = [line.split() for line in bench.redis.get(key).decode().splitlines()]
+    ago = "\n".join(f"{int(first) - 60} {last} {session}" for first, last, session in lines)  # as if since a minute
+    bench.redis.set(key, ago, keepttl=True)
+    for hook in hooks:  # they send in turn
+        step(hook, model, 2)
+    assert service.client.get("/runs/default").json()["headline"]["state"] == "outdated"
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (0, 2), (1, 2)])
