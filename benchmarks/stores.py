@@ -31,8 +31,9 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
 
-from failover_fixtures import free_port, until  # noqa: E402 - the path must be set first
+from failover_fixtures import until  # noqa: E402 - the path must be set first
 from object_fixtures import Store  # noqa: E402
+from ports import free_port  # noqa: E402
 
 from service.storage.layout import Layout  # noqa: E402
 from service.storage.mirror import Mirror  # noqa: E402

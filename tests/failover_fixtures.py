@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -12,16 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from ports import free_port
 from redis import Redis
 from redis.exceptions import RedisError
 
 from service.cli.valkey import find_binary
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> None:

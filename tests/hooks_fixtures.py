@@ -184,12 +184,6 @@ def receiver(port: int = 0) -> Iterator[Receiver]:
         thread.join()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def mapped(request: Received, directory: Path) -> wire.MappedFile:
     """A received body, as the worker would see it."""
     path = directory / f"{len(list(directory.iterdir()))}.safetensors"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 
 def call_the_cpu_an_accelerator() -> None:
@@ -35,9 +35,7 @@ def run_two_ranks(work: Callable[[int], None], before: Callable[[], None] = lamb
 def fork_ranks(work: Callable[[int], None], world: int, before: Callable[[], None] = lambda: None) -> int:
     """Call `work(rank)` on all, in a gloo group; `before` the group begins, in each process. Not 0: one failed."""
     import_module("torch._dynamo")  # or each rank would, with its first optimizer
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
 
     def one(rank: int) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}

@@ -16,12 +16,13 @@ from typing import Any
 
 import httpx
 import pytest
+from ports import free_port
 
 pytest.importorskip("obstore")
 pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
-from failover_fixtures import free_port, until
+from failover_fixtures import until
 from object_fixtures import BUCKET, Store, running_store
 from service_fixtures import HEADERS, RunningService, rollout_file
 from test_replicas import answers, upload, upload_with_a_pause

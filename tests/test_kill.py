@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ports import free_port
 from redis import Redis
 from service_fixtures import HEADERS, rollout_file, run_file
 from storage_fixtures import RolloutQueue
@@ -40,12 +40,6 @@ def api(state_dir: Path, url: str, port: int) -> Iterator[subprocess.Popen[bytes
             yield process
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until_ready(port: int) -> None:

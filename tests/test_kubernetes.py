@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from deploy_fixtures import (
     read_yaml,
     run,
 )
+from ports import free_port
 from service_fixtures import RunningService
 from worker_fixtures import Bench, states
 
@@ -516,9 +516,7 @@ class _Node:
 @pytest.mark.timeout(400)
 def test_ranks_on_two_nodes_train_on_when_one_is_replaced(tmp_path: Path, redis_url: str) -> None:
     """Two pods as the manifest starts them. `torchrun` waits a minute for one that is gone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     with Bench(tmp_path, redis_url, **ADAMW) as bench:
         bench.begin()
         given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hooks_fixtures import free_port
+from ports import free_port
 from service_fixtures import CONFIG, HEADERS, LAYERS, RunningService, f32, joined, run_file
 
 from rl_hooks import wire

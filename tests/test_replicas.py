@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from failover_fixtures import free_port
+from ports import free_port
 from redis import Redis
 from service_fixtures import HEADERS, publish, rollout_file, run_file
 from storage_fixtures import RolloutQueue

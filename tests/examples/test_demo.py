@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from examples import elicit
-from examples.demo import DemoConfig, LiveCount, Session, _warm_up_prompts, free_port, scored_points
+from examples.demo import DemoConfig, LiveCount, Session, _warm_up_prompts, scored_points
 from examples.demo_report import StepRow, _part_reach, _table, features_verdict, kept_promises, plot_title
 from service.errors import ServiceError
 from service.monitor.records import DrafterSums

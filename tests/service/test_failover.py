@@ -13,7 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from failover_fixtures import Cluster, Sentinels, Servers, free_port
+from failover_fixtures import Cluster, Sentinels, Servers
+from ports import free_port
 from service_fixtures import HEADERS
 from storage_fixtures import RolloutQueue
 from worker_fixtures import ONE_BY_ONE, World

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 from engine_fixtures import EOS_ID
-from hooks_fixtures import free_port
+from ports import free_port
 from server_load import REPOSITORY, write_entry_points
 
 from examples.policy import BASE_POLICY

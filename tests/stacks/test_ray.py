@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from failover_fixtures import free_port
+from ports import free_port
 from stacks_fixtures import Stack
 
 STACK = Stack("ray", "ray_service.py", "Ray", {"RAY_USAGE_STATS_ENABLED": "0"})

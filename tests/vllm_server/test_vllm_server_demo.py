@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
-from examples.demo import free_port
 from examples.demo_report import StepRow
 
 STEPS = 12

@@ -11,7 +11,7 @@ import pytest
 import torch
 from decode_fixtures import policy_of
 from engine_fixtures import base_policy, elicit_prompts, trained_drafter, write
-from hooks_fixtures import free_port
+from ports import free_port
 
 from drafter.replay.replay import replay
 from examples import elicit

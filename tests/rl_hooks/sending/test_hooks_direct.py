@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-from hooks_fixtures import Answer, Received, free_port, receiver
+from hooks_fixtures import Answer, Received, receiver
+from ports import free_port
 
 pytest.importorskip("obstore")
 pytest.importorskip("botocore")

@@ -29,7 +29,8 @@ from async_grpo_fixtures import (
     save_policy,
     watch,
 )
-from hooks_fixtures import Receiver, as_float, free_port, mapped, receiver
+from hooks_fixtures import Receiver, as_float, mapped, receiver
+from ports import free_port
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError

@@ -16,8 +16,9 @@ import pytest
 import safetensors.numpy
 import torch
 from capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
-from hooks_fixtures import HIDDEN, VOCAB, Padded, Receiver, as_float, free_port, mapped, padded_batch, receiver
+from hooks_fixtures import HIDDEN, VOCAB, Padded, Receiver, as_float, mapped, padded_batch, receiver
 from hooks_fixtures import tiny_qwen3 as tiny
+from ports import free_port
 from torch import nn
 
 from rl_hooks import wire

@@ -18,7 +18,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hooks_fixtures import VOCAB, Receiver, as_float, free_port, mapped, receiver
+from hooks_fixtures import VOCAB, Receiver, as_float, mapped, receiver
+from ports import free_port
 from trl_fixtures import make_trainer, reward_of_even_tokens
 
 from rl_hooks import wire

@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch.distributed as dist
+from ports import free_port
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 import rl_hooks.trainer.session
-from examples.demo import free_port
 from rl_hooks.trainer.session import Session
 
 ROOT = Path(__file__).parents[3]

@@ -20,6 +20,7 @@ import httpx
 import pytest
 import torch
 from agent_fixtures import eventually
+from ports import free_port
 from pydantic import SecretStr
 from typer.models import OptionInfo
 from typer.testing import CliRunner
@@ -56,12 +57,6 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         text=True,
         timeout=60,
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def last_line(text: str) -> str:

@@ -19,6 +19,7 @@ import httpx
 import pytest
 import torch
 from hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
+from ports import free_port
 from transformers import AutoTokenizer, GenerationConfig
 
 from drafter.batch import load_batch
@@ -26,7 +27,7 @@ from drafter.files.checkpoint import read_drafter
 from drafter.policy import Policy, TargetHead
 from drafter.replay.replay import replay
 from examples import recall
-from examples.demo import SERVICE_SETTINGS, child, free_port
+from examples.demo import SERVICE_SETTINGS, child
 from examples.policy import load
 from rl_hooks.errors import HookError
 from rl_hooks.hook import DrafterHook

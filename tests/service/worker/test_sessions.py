@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from hooks_fixtures import AUX, Attach, attaching, receiver, step
 from hooks_fixtures import tiny_qwen3 as tiny
+from ports import free_port
 from service_fixtures import HEADERS, RunningService
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from transformers import Qwen3ForCausalLM
@@ -33,7 +34,7 @@ from worker_fixtures import Bench, World
 import rl_hooks.trainer.session
 import service.api.runs
 import service.storage.runs
-from examples.demo import child, free_port
+from examples.demo import child
 from rl_hooks import wire
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import as_wire
