@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from redis import Redis
 from service_fixtures import RunningService, rollout_file
 from typer.testing import CliRunner
 
@@ -211,13 +212,16 @@ def test_a_service_that_restarts_is_asked_again_for_as_long_as_the_command_has_p
             thread.join()
 
 
-def test_runs_in_trouble_are_listed_first(service: RunningService) -> None:
+def test_runs_in_trouble_are_listed_first(service: RunningService, redis_client: Redis) -> None:
     for run in ("code", "math"):
         service.register(run)
     for version, session in enumerate(("1" * 32, "2" * 32, "1" * 32)):
         told = {"session": session, "session_began": "0"}
         file = rollout_file(policy_version=version, run="math", raw_metadata=told)
         assert service.post(file).status_code == 202
+    key = "da:{math}:outdated"
+    since, last, session = redis_client.get(key).decode().split()  # type: ignore[union-attr]
+    redis_client.set(key, f"{int(since) - 60} {last} {session}", keepttl=True)  # as if that had been a minute ago
     first, *others = typed(service, "runs").splitlines()
     assert first.startswith("math  no drafter yet  A trainer's rollouts are not used: ")
     assert [line.split()[0] for line in others] == ["code", "default"]
