@@ -212,6 +212,7 @@ _EAGLE3: Final[dict[str, Case]] = {
     "contradictory rope_theta": _odd(rope_theta=1e4),
     "no rope_theta": _odd(rope_theta=ABSENT, rope_parameters=ABSENT),
     "a negative rope_theta": _odd(rope_theta=-1.0, rope_parameters=ABSENT),
+    "a rope_theta whose positions overflow": _odd(rope_theta=1e-300, rope_parameters=ABSENT),
     "rope_theta true": _odd(rope_theta=True, rope_parameters=ABSENT),
     "rope scaling llama3 of the factor alone": _odd(
         rope_parameters=ABSENT, rope_scaling={"rope_type": "llama3", "factor": 8.0}
@@ -314,6 +315,13 @@ _MTP_CASES: Final[dict[str, Case]] = {
     "DeepSeek's, YaRN without a factor": _odd("deepseek_v3", rope_parameters={"rope_type": "yarn"}),
     "DeepSeek's, one of YaRN's two figures": _odd("deepseek_v3", rope_parameters=_YARN | {"mscale": 0.707}),
     "DeepSeek's, scaled positions": _odd("deepseek_v3", rope_parameters=_YARN | {"rope_type": "linear"}),
+    "DeepSeek's, experts scaled until they overflow": _odd("deepseek_v3", routed_scaling_factor=1e38),
+    "DeepSeek's, YaRN by nearly nothing": _odd("deepseek_v3", rope_parameters=_YARN | {"factor": 1e-300}),
+    "DeepSeek's, YaRN with a ramp that overflows": _odd("deepseek_v3", rope_parameters=_YARN | {"beta_fast": 1e-300}),
+    "DeepSeek's, YaRN with a magnitude that overflows": _odd(
+        "deepseek_v3", rope_parameters=_YARN | {"mscale": 1e300, "mscale_all_dim": 1e300}
+    ),
+    "DeepSeek's, YaRN of base 1": _odd("deepseek_v3", rope_theta=1.0, rope_parameters=_YARN | {"rope_theta": 1.0}),
     "DeepSeek's, odd rotary width": _odd("deepseek_v3", qk_rope_head_dim=3),
     "DeepSeek's, no kv_lora_rank": _odd("deepseek_v3", kv_lora_rank=ABSENT),
     "DeepSeek's, dense to vLLM alone": _odd("deepseek_v3", first_k_dense_replace=9),
