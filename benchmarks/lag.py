@@ -36,6 +36,7 @@ from benchmarks.recipes import SERVING_DEPTH
 from benchmarks.recording import Recording, open_recording
 from benchmarks.tracking import initial_drafter
 from benchmarks.worker_run import WorkerRun
+from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy, TargetHead
 from drafter.replay.acceptance import Replay, log_ratio
 from drafter.replay.gate import CLAIM_SD, Look, compare
@@ -145,6 +146,51 @@ class Clock:
         return True
 
 
+class _Truths:
+    """Notes the truth beside each look of the gate at the candidate. `oracle`: the gate then goes by it."""
+
+    def __init__(self, recording: Recording, run: WorkerRun, clock: Clock, *, events: bool, oracle: bool) -> None:
+        self.looks: list[LookAt] = []
+        self._recording, self._run, self._clock = recording, run, clock
+        self._events, self._oracle = events, oracle
+        self._take = run.worker.learner.gate._take
+        self._error = math.nan  # of the look in hand
+
+    def compared(self, ours: Replay, theirs: Replay, groups: Any = None) -> Look:
+        """In `compare`'s place, which keeps the error that the prompts alone make to itself."""
+        self._error = log_ratio(theirs.rounds, ours.rounds, groups).error
+        return compare(ours, theirs, groups)
+
+    def taken(self, version: str, look: Look) -> Contest:
+        """In the place of the gate's own, which takes a look in."""
+        contest: Contest = self._take(version, look)
+        if version != CANDIDATE or self._run.worker.learner.gate.training.trained_to is None:
+            return contest
+        noted = LookAt(self._clock.arrived + 1, self._gain(), math.nan if look.fault else self._error)
+        self.looks.append(noted)
+        if self._events:
+            said = f"gain {noted.truth:+.1%}, look {look.gain:+.1%} ± {noted.error:.1%}"
+            print(f"step {self._clock.now:6.1f}: {said}")
+        if not self._oracle:
+            return contest
+        gain = math.expm1(noted.truth)
+        promote = gain > self._run.settings.gate_min_gain
+        return replace(contest, verdict=replace(contest.verdict, promote=promote, gain=gain, low=gain, high=gain))
+
+    def _gain(self) -> float:
+        """Log of the candidate's α over the served drafter's on the next policy versions' rollouts."""
+        batches, learner = self._recording.batches, self._run.worker.learner
+        first = min(self._clock.arrived, len(batches) - 1)
+        ahead = list(enumerate(self._recording.heads))[first : first + _AHEAD]
+
+        def rounds(drafter: DraftModel) -> float:
+            found = [replay(drafter, batches[v], Policy(v, h, TargetHead(h)), depth=SERVING_DEPTH) for v, h in ahead]
+            return sum(float(one.rounds.sum()) for one in found)
+
+        served = learner.lineage.version(str(learner.gate.served))
+        return math.log(rounds(served) / rounds(learner.lineage.candidate))
+
+
 def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = False, oracle: bool = False) -> Played:
     """Play a recording. `oracle`: a candidate is published where it is better in truth by a swap's worth."""
     policy, _ = load(recording.task.base_policy)
@@ -209,43 +255,11 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
                 print(f"step {clock.now:6.1f}: serves {manifest.version}, trained to {newest}")
             return manifest
 
-        gate, errors = learner.gate, [math.nan]
-        take = gate._take
-
-        def compared(ours: Replay, theirs: Replay, groups: Any = None) -> Look:
-            errors.append(log_ratio(theirs.rounds, ours.rounds, groups).error)
-            return compare(ours, theirs, groups)
-
-        def true_gain() -> float:
-            first = min(clock.arrived, len(recording.batches) - 1)
-            drafters = {"ours": learner.lineage.candidate, "theirs": learner.lineage.version(str(gate.served))}
-            rounds = {}
-            for name, drafter in drafters.items():
-                found = [
-                    replay(drafter, recording.batches[v], Policy(v, head, TargetHead(head)), depth=SERVING_DEPTH)
-                    for v, head in list(enumerate(recording.heads))[first : first + _AHEAD]
-                ]
-                rounds[name] = sum(float(one.rounds.sum()) for one in found)
-            return math.log(rounds["theirs"] / rounds["ours"])
-
-        def taken(version: str, look: Look) -> Contest:
-            contest: Contest = take(version, look)
-            if version != CANDIDATE or gate.training.trained_to is None:
-                return contest
-            truth = true_gain()
-            played.looks.append(LookAt(clock.arrived + 1, truth, math.nan if look.fault else errors[-1]))
-            if events:
-                print(f"step {clock.now:6.1f}: gain {truth:+.1%}, look {look.gain:+.1%} ± {played.looks[-1].error:.1%}")
-            if not oracle:
-                return contest
-            gain = math.expm1(truth)
-            known = replace(contest.verdict, promote=gain > run.settings.gate_min_gain, gain=gain, low=gain, high=gain)
-            return replace(contest, verdict=known)
-
-        gate._take = taken  # type: ignore[method-assign]
+        truths = _Truths(recording, run, clock, events=events, oracle=oracle)
+        learner.gate._take = truths.taken  # type: ignore[method-assign]
         learner.train, learner.scorer.score = trained, scored  # type: ignore[method-assign, assignment]
         learner.lineage.promote = promoted  # type: ignore[method-assign, assignment]
-        judging = mock.patch.object(judged_by, "compare", compared)
+        judging = mock.patch.object(judged_by, "compare", truths.compared)
         with mock.patch.object(DrafterTrainer, "step", stepped), judging:
             clock.spend(0.0)
             while run.worker.cycle() or clock.wait():
@@ -255,6 +269,7 @@ def play(recording: Recording, directory: Path, costs: Costs, *, events: bool = 
                 played.lags.append(record.best.alpha - record.served.alpha)
             if record.served is not None:
                 played.alphas.append(record.served.alpha)
+        played.looks = truths.looks
         played.train_seconds = learner.journal.totals.train_seconds
         played.refused = learner.journal.totals.refused
         played.kept = kept_promises(run.events())["realised_to_promised"]
