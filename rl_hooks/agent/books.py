@@ -78,7 +78,7 @@ class EngineBooks:
                 continue
             self.ledger.book(version, policy, new)
             verdict = self.canary.count(version, new, now) or verdict
-        idle = not any(counts.rounds for _, _, counts in after.exact or ())  # none of another's, or set aside
+        idle = not any(counts.rounds for _, _, counts in after.exact or ())  # also rounds that are set aside are drafts
         if idle and not self.ledger.buckets() and state.version not in (None, NO_VERSION, mistrusted, anothers):
             self.ledger.book(str(state.version), after.policy_version, Counts())
         return verdict

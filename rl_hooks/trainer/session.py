@@ -3,8 +3,8 @@
 All ranks of a start have one id, which the store of their process group keeps: no collective, and no rank waits for
 another. Where ranks have no such group in common they have no session, and the service guesses.
 
-torchrun's store outlives a start of its ranks, and has the ids of those before. So each rank joins an id, once: one
-that a process of its rank has joined already is of an earlier start, and another id takes its place.
+torchrun's store outlives a start of its ranks, and has the ids of those before. So each rank notes in the store which
+id it has joined. An id that another process of the same rank has joined is of an earlier start: a new one replaces it.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ GROUP: Final = "workers"
 ENDED_SECONDS: Final = 7 * 86_400
 #: Redis' memory for that, of one run; those that ended first are forgotten sooner where it is full: 128 MiB.
 REMEMBERED_BYTES: Final = 128 * 2**20
-#: It is said that a trainer's rollouts are not used for so long after its last file,
+#: The headline names a trainer whose rollouts are skipped until so long after its last file.
 OUTDATED_SECONDS: Final = 600
-#: where files came over so many seconds: what a start that has ended had under way comes at once.
+#: It does so only if the files came over at least this time: what an ended start had under way comes at once.
 GOES_ON_SECONDS: Final = 60
-#: For so long after its last file it is known when the first one came: longer than an RL step takes.
+#: Redis keeps the times of a trainer's first and last file for so long: longer than an RL step takes.
 OUTDATED_KEPT_SECONDS: Final = 6 * 3600
 #: What an entry, a batch's state and a dead letter say in numbers.
 NUMBERS: Final = ("bytes", "tokens", "rollouts", "policy_version", "policy_version_max")
