@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import numpy as np
@@ -220,99 +220,120 @@ _REAL: Final = {"warm-up": (32, 200), "the rate is of this": (32, 200), "twice t
 }
 
 
+#: Of a step: policy version, head, and a file of each rank.
+_Step = tuple[int, bytes, list[bytes]]
+
+
 def real(seconds: float) -> list[str]:
     """A real service beside the plan, which is given what this machine does a second in the first part.
 
     The policy moves at each step and sends its head. So that training pays, and the worker does not rest, it learns
     fast; the gate's bounds are low, so that it agrees soon. All this the plan assumes.
     """
-    import redis as client
-
     from benchmarks import soak  # it makes tests/ importable
 
-    # isort: split
-    from worker_fixtures import CONFIG, DRAFT, HIDDEN, LAYERS, VOCAB
+    world: Any = soak.World()  # type: ignore[attr-defined]
+    steps = max(2, round(seconds / _STEP))
+    work = _work(world, steps)  # all files first: making them takes the cores
+    given = {"GATE_MIN_GAIN": "0", "GATE_CONFIDENCE": "0.51", "WORKER_COST": "0", "WARMUP_STEPS": "0"}
+    given |= {"LEARNING_RATE": "0.01", "TRAIN_STEP_TOKENS": "1024"}
+    found: dict[str, dict[str, float]] = {}
+    made: dict[int, float] = {}
+    came: list[tuple[float, int]] = []
+    stop = threading.Event()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        soak.service(Path(folder), {f"DRAFTALIGN_{name}": value for name, value in given.items()}) as (process, url),
+        httpx.Client(base_url=url, timeout=60, headers={"Content-Type": "application/x-safetensors"}) as sender,
+    ):
+        soak.ready(url, process)
+        sender.put("/runs/default", content=world.run_file()).raise_for_status()
+        pids = soak.processes(process.pid)
+        engine = threading.Thread(target=_newest, args=(url, came, stop), daemon=True)
+        engine.start()
+        for part, of_steps in [("idle", []), *work.items()]:
+            found[part] = _measured(of_steps, sender, pids, Path(folder), made)
+        time.sleep(_STEP)  # for the last version
+        stop.set()
+        engine.join()
+    lags: dict[str, list[float]] = {part: [] for part in work}
+    seen = -1
+    for when, trained_to in came:
+        for part, of_steps in work.items():
+            lags[part] += [when - made[version] for version, _, _ in of_steps if seen < version <= trained_to]
+        seen = max(seen, trained_to)
+    return _beside_the_plan(found, lags, steps)
 
-    from service.cli.valkey import EmbeddedValkey
 
-    drafter = DrafterConfig.from_target(CONFIG, LAYERS, DRAFT)
-    world, headers = soak.World(), {"Content-Type": "application/x-safetensors"}  # type: ignore[attr-defined]
-    steps, rng, version = max(2, round(seconds / _STEP)), np.random.default_rng(0), 0
-    work: dict[str, list[tuple[int, bytes, list[bytes]]]] = {}
-    for part, (rollouts, tokens) in _REAL.items():  # all files first: making them takes the cores
-        lengths, work[part] = [tokens] * (rollouts // _RANKS), []
+def _work(world: Any, steps: int) -> dict[str, list[_Step]]:
+    """What is sent in each part, while the policy moves."""
+    from worker_fixtures import HIDDEN, VOCAB
+
+    rng, version = np.random.default_rng(0), 0
+    work: dict[str, list[_Step]] = {part: [] for part in _REAL}
+    for part, (rollouts, tokens) in _REAL.items():
         for _ in range(steps):
             version += 1
             moved = world.heads[0].new_tensor(rng.normal(size=(VOCAB, HIDDEN)))
             world.heads[version] = 0.9 * world.heads[version - 1] + 0.44 * moved
-            named = [f"{version}-{rank}" for rank in range(_RANKS)]
-            files = [
-                world.rollout_file(n, lengths=lengths, policy_version=version, last_rows="predicting") for n in named
-            ]
+            of_file = {"lengths": [tokens] * (rollouts // _RANKS), "policy_version": version, "last_rows": "predicting"}
+            files = [world.rollout_file(f"{version}-{rank}", **of_file) for rank in range(_RANKS)]
             work[part].append((version, world.head_file(version), files))
-    given = {"GATE_MIN_GAIN": "0", "GATE_CONFIDENCE": "0.51", "WORKER_COST": "0", "WARMUP_STEPS": "0"}
-    given |= {"LEARNING_RATE": "0.01", "TRAIN_STEP_TOKENS": "1024"}
-    settings = Settings(train_step_tokens=1024)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        soak.service(Path(folder), {f"DRAFTALIGN_{name}": value for name, value in given.items()}) as (process, url),
-        httpx.Client(base_url=url, timeout=60, headers=headers) as sender,
-    ):
-        soak.ready(url, process)
-        sender.put("/runs/default", content=world.run_file()).raise_for_status()
-        store = client.Redis.from_url(EmbeddedValkey(Path(folder) / "state").url, decode_responses=True)
-        found: dict[str, dict[str, float]] = {}
-        made: dict[int, float] = {}
-        came: list[tuple[float, int]] = []
-        stop = threading.Event()
-        engine = threading.Thread(target=_newest, args=(url, came, stop), daemon=True)
-        engine.start()
-        for part in ("idle", *_REAL):
-            pids, began, most, sent = soak.processes(process.pid), time.monotonic(), 0, 0
-            before = {name: _cpu(pids[name]) for name in ("api", "worker")}
-            memory = store.info("memory")["used_memory"]
-            for number, (version, head, files) in enumerate(work.get(part, [(-1, b"", [])])):
-                due = began + number * _STEP
-                while time.monotonic() < due:
-                    most = max(most, int((store.get("da:{default}:held") or "0 0").split()[1]))
-                    time.sleep(0.1)
-                made[version] = time.monotonic()
-                if head:
-                    sender.put("/runs/default/head", content=head).raise_for_status()
-                for place, body in enumerate(files):
-                    time.sleep(max(0.0, due + place * _STEP * _POST_SHARE / _RANKS - time.monotonic()))
-                    sender.post("/rollouts?run=default", content=body).raise_for_status()
-                    sent += len(body)
-            while time.monotonic() < began + (steps if files else 1) * _STEP:
+    return work
+
+
+def _measured(
+    steps: list[_Step], sender: httpx.Client, pids: dict[str, int], folder: Path, made: dict[int, float]
+) -> dict[str, float]:
+    """Send one part, each step at its time, and measure; without steps one idle step. `made`: when versions came."""
+    import redis as client
+
+    from service.cli.valkey import EmbeddedValkey
+
+    began, most, sent = time.monotonic(), 0, 0
+    with client.Redis.from_url(EmbeddedValkey(folder / "state").url, decode_responses=True) as store:
+
+        def wait(until: float) -> None:
+            nonlocal most
+            while time.monotonic() < until:
                 most = max(most, int((store.get("da:{default}:held") or "0 0").split()[1]))
                 time.sleep(0.1)
-            spent = time.monotonic() - began
-            used = {name: (_cpu(pids[name]) - before[name]) / spent for name in before}
-            kept = (store.info("memory")["used_memory"] - memory) / steps
-            found[part] = {"busy": used["worker"], "queue": most, "api_cores": used["api"], "redis": kept}
-            found[part] |= {"wire": sent * 8e-9 / spent}
-        time.sleep(_STEP)  # for the last version
-        stop.set()
-        engine.join()
-        store.close()
+
+        before, memory = {name: _cpu(pids[name]) for name in ("api", "worker")}, store.info("memory")["used_memory"]
+        for number, (version, head, files) in enumerate(steps):
+            due = began + number * _STEP
+            wait(due)
+            made[version] = time.monotonic()
+            sender.put("/runs/default/head", content=head).raise_for_status()
+            for place, body in enumerate(files):
+                time.sleep(max(0.0, due + place * _STEP * _POST_SHARE / _RANKS - time.monotonic()))
+                sender.post("/rollouts?run=default", content=body).raise_for_status()
+                sent += len(body)
+        wait(began + max(1, len(steps)) * _STEP)
+        spent = time.monotonic() - began
+        used = {name: (_cpu(pids[name]) - before[name]) / spent for name in before}
+        kept = (store.info("memory")["used_memory"] - memory) / max(1, len(steps))
+    wire = sent * 8e-9 / spent
+    return {"busy": used["worker"], "queue": most, "api_cores": used["api"], "redis": kept, "wire": wire}
+
+
+def _beside_the_plan(found: dict[str, dict[str, float]], lags: dict[str, list[float]], steps: int) -> list[str]:
+    """Plan and measurement of each part. `lags`: seconds from a version to its drafter in the engine."""
+    from worker_fixtures import CONFIG, DRAFT, LAYERS
+
+    drafter, settings = DrafterConfig.from_target(CONFIG, LAYERS, DRAFT), Settings(train_step_tokens=1024)
     idle, lines = found["idle"]["busy"], [f"without posts: worker {found['idle']['busy']:.3f}"]
     rate = 1.0  # TFLOP/s, by the seconds of the processor that the worker took
     for part, (rollouts, tokens) in _REAL.items():
-        versions, lags, seen = [version for version, _, _ in work[part]], [], -1
-        for when, trained_to in came:
-            lags += [when - made[v] for v in versions if seen < v <= trained_to]
-            seen = max(seen, trained_to)
         measured = found[part] | {"busy": found[part]["busy"] - idle}
-        measured["lag"] = statistics.fmean(lags) / _STEP if lags else math.nan
+        measured["lag"] = statistics.fmean(lags[part]) / _STEP if lags[part] else math.nan
         plan = Deployment(drafter, _STEP, rollouts, tokens, 3 / tokens, ranks=_RANKS, engines=1, post_share=_POST_SHARE)
         if part == list(_REAL)[1]:
             rate = (estimate(plan, settings, tflops=1.0, worker_gpus=1)["worker_gpus"].load or 0.0) / measured["busy"]
         said = {name: fact.value for name, fact in estimate(plan, settings, tflops=rate, worker_gpus=1).items()}
         said["redis"] = rollouts * FATE_BYTES + _RANKS * (BATCH_BYTES + Traffic(plan).score_bytes)  # of a step
         cells = [f"{name} {said[name]:.4g}, {measured[name]:.4g}" for name in measured]
-        lines.append(
-            f"{part} (plan, measured): " + "; ".join(cells) + f"; {len(lags)} of {len(versions)} versions came"
-        )
+        lines.append(f"{part} (plan, measured): " + "; ".join(cells) + f"; {len(lags[part])} of {steps} versions came")
     return lines
 
 
