@@ -61,6 +61,12 @@ def test_a_constant_is_flat_and_a_short_run_is_refused() -> None:
         trend([0.0, 1.0], [1.0, 1.0])
 
 
+def test_a_small_level_is_not_asked_to_hold_within_a_share_of_itself() -> None:
+    """0.5 MiB an hour on 4 MiB is flat, 2 MiB an hour grows; a unit that is not known has a share of the level alone."""
+    for slope, unit, verdict in ((0.5, "MiB", "flat"), (2.0, "MiB", "grows"), (0.5, "", "grows"), (9.0, "ms", "flat")):
+        assert trend(list(HOURS), list(4.0 + slope * HOURS), unit).verdict == verdict, (slope, unit)
+
+
 def test_posts_that_become_slower_show_in_the_quantile_that_did() -> None:
     """A minute's p99 rises from 100 to 160 ms in the hour, and its median stays."""
     recording = Recording(640.0, 60.0, 200)
@@ -82,11 +88,11 @@ def test_the_table_says_what_was_recorded() -> None:
     ]
     kept = Recording(**json.loads(json.dumps(asdict(recording))))
     said = table(kept)
-    assert "5120 rollouts; 1 were not accepted; 1 processes were restarted" in said
+    assert "5120 rollouts (0 files before the clock started); 1 were not accepted; 1 processes were restarted" in said
     assert "p50 20 ms, p99 20 ms, longest 500 ms" in said
-    assert "| api MiB | 80.0 | +0.0 (+0.0 to +0.0) | flat |" in said
+    assert "| api MiB | 80.0 | 80.0 | +0.0 (+0.0 to +0.0) | flat |" in said
     assert "| grows |" in said.partition("worker MiB")[2]
-    assert "| POST p50, ms | 20.0 | +0.0 (+0.0 to +0.0) | flat |" in said
+    assert "| POST p50, ms | 20.0 | 20.0 | +0.0 (+0.0 to +0.0) | flat |" in said
     assert warm_up_seconds(480) == 120
     assert warm_up_seconds(3600) == 900
     assert quantile([3.0, 1.0, 2.0], 0.99) == 3.0
