@@ -85,7 +85,7 @@ def test_three_apis_give_the_alerts_and_the_figures_of_one(tmp_path: Path) -> No
 @promtool
 def test_an_api_that_is_added_reports_old_dead_letters_without_an_alert(tmp_path: Path) -> None:
     series = [
-        {"series": f'draftalign_rollouts_dead_total{{run="a",instance="{name}"}}', "values": values}
+        {"series": f'draftalign_batches_dead_total{{run="a",instance="{name}"}}', "values": values}
         for name, values in (("old", "5x200"), ("new", "_x80 5x120"))
     ]
     quiet = [{"eval_time": at, "alertname": "DraftalignDeadLetters"} for at in ("20m15s", "21m", "30m")]
@@ -388,7 +388,7 @@ def test_the_list_of_packages_has_every_package_with_its_version(tmp_path: Path)
 
 def test_all_that_is_deployed_speaks_of_settings_that_exist() -> None:
     """In comments and examples too: somebody copies them."""
-    own = {"DRAFTALIGN_TOKEN", "DRAFTALIGN_URL", "DRAFTALIGN_RUN"}  # of agents and engines
+    own = {"DRAFTALIGN_TOKEN", "DRAFTALIGN_URL", "DRAFTALIGN_RUN", "DRAFTALIGN_SAMPLE_FRACTION"}  # of agents and engines
     own.add("DRAFTALIGN_READ_TOKEN")  # of compose, for Prometheus
     known = own | {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields}
     paths = [

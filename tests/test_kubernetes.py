@@ -203,7 +203,7 @@ def test_the_query_wants_a_worker_for_each_run_that_has_work(tmp_path: Path) -> 
             for run_name, (entries, arrival, state) in runs.items():
                 own = f'{labels},run="{run_name}"'
                 series[f"draftalign_queue_entries{{{own}}}"] = entries
-                series[f"draftalign_rollouts_last_arrival_timestamp_seconds{{{own}}}"] = arrival
+                series[f"draftalign_batches_last_arrival_timestamp_seconds{{{own}}}"] = arrival
                 if state:
                     series[f'draftalign_run_state{{{own},state="{state}"}}'] = "1"
         samples = [] if wanted is None else [{"labels": "workers", "value": wanted}]

@@ -348,9 +348,9 @@ def _add_service(families: _Families, run: str, snapshot: RunSnapshot) -> None:
         ("put_back", "put_back_total", "Dead rollout batches that were put back into the queue."),
         ("rejected", "rejected_total", "Rollout batches refused because the queue was full."),
     ):
-        families.counter(f"draftalign_rollouts_{name}_total", text, counters.get(key), run=run)
+        families.counter(f"draftalign_batches_{name}_total", text, counters.get(key), run=run)
     text = "Unix time at which the last rollout batch arrived."
-    families.gauge("draftalign_rollouts_last_arrival_timestamp_seconds", text, snapshot.last_arrival, run=run)
+    families.gauge("draftalign_batches_last_arrival_timestamp_seconds", text, snapshot.last_arrival, run=run)
     vocabulary = worker.vocabulary or Vocabulary()
     text = "Response tokens gathered for the draft vocabulary of a run that begins from scratch."
     families.gauge("draftalign_vocabulary_tokens", text, vocabulary.tokens, run=run)

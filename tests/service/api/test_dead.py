@@ -132,7 +132,7 @@ def test_batches_that_are_put_back_are_of_their_own_time(bench: Bench, serve: Se
 
 
 def last_arrival(text: str) -> str:
-    (line,) = [line for line in text.splitlines() if line.startswith("draftalign_rollouts_last_arrival_")]
+    (line,) = [line for line in text.splitlines() if line.startswith("draftalign_batches_last_arrival_")]
     return line
 
 

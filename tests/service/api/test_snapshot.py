@@ -116,7 +116,7 @@ def test_a_run_says_what_it_waits_for(service: RunningService) -> None:
 def test_when_batches_came_is_told_also_after_they_ended(service: RunningService, redis_client: Redis) -> None:
     def arrived() -> float | None:
         for line in service.client.get("/metrics").text.splitlines():
-            if line.startswith("draftalign_rollouts_last_arrival_timestamp_seconds{"):
+            if line.startswith("draftalign_batches_last_arrival_timestamp_seconds{"):
                 return float(line.rpartition(" ")[2])
         return None
 
