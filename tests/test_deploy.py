@@ -388,8 +388,8 @@ def test_the_list_of_packages_has_every_package_with_its_version(tmp_path: Path)
 
 def test_all_that_is_deployed_speaks_of_settings_that_exist() -> None:
     """In comments and examples too: somebody copies them."""
-    own = {"DRAFTALIGN_TOKEN", "DRAFTALIGN_URL", "DRAFTALIGN_RUN", "DRAFTALIGN_SAMPLE_FRACTION"}  # of agents and engines
-    own.add("DRAFTALIGN_READ_TOKEN")  # of compose, for Prometheus
+    own = {"DRAFTALIGN_TOKEN", "DRAFTALIGN_URL", "DRAFTALIGN_RUN"}  # of agents and engines
+    own |= {"DRAFTALIGN_SAMPLE_FRACTION", "DRAFTALIGN_READ_TOKEN"}  # of engines; of compose, for Prometheus
     known = own | {f"DRAFTALIGN_{name.upper()}" for name in Settings.model_fields}
     paths = [
         ROOT / "docker-compose.yml",

@@ -62,7 +62,7 @@ def test_a_constant_is_flat_and_a_short_run_is_refused() -> None:
 
 
 def test_a_small_level_is_not_asked_to_hold_within_a_share_of_itself() -> None:
-    """0.5 MiB an hour on 4 MiB is flat, 2 MiB an hour grows; a unit that is not known has a share of the level alone."""
+    """0.5 MiB an hour on 4 MiB is flat, 2 MiB an hour grows; an unknown unit has a share of the level alone."""
     for slope, unit, verdict in ((0.5, "MiB", "flat"), (2.0, "MiB", "grows"), (0.5, "", "grows"), (9.0, "ms", "flat")):
         assert trend(list(HOURS), list(4.0 + slope * HOURS), unit).verdict == verdict, (slope, unit)
 

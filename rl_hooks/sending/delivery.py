@@ -8,6 +8,7 @@
 | `run-closed` to anything | a person drains or archived the run: the same |
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
+| 401, 403 or another's 404 to what is kept | the same without an end: a token may be added, a proxy may be starting |
 | `StoreUnreachable` from an upload by the object store | the same file through the API, and all for five minutes |
 | any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
 """
@@ -44,7 +45,13 @@ _SMALLEST_DIRECT_BYTES: Final = 8 << 20
 _STORE_AWAY_SECONDS: Final = 300.0
 _THROUGH: Final = "Rollouts go through the service's API for five minutes, then it is tried again"
 _STOPPED: Final = "This process sends nothing until it is attached again; its own work goes on"
+_AGAIN: Final = "It is tried again, and training goes on"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
+
+
+def _is_ours(kind: object) -> bool:
+    """Whether the type of a problem document is one of the service's."""
+    return isinstance(kind, str) and kind.startswith("urn:draftalign:")
 
 
 @dataclass
@@ -94,10 +101,7 @@ class ServiceClient:
                 continue
             except OSError as error:
                 up = "Is `draftalign up` running there? " if isinstance(error, ConnectionRefusedError) else ""
-                text = (
-                    f"{self._name(job)}: {error or type(error).__name__}. {up}It is tried again, and training goes on"
-                )
-                self.tally.note("connection", text)
+                self.tally.note("connection", f"{self._name(job)}: {error or type(error).__name__}. {up}{_AGAIN}")
             else:
                 if direct is not None:
                     self.tally.add("bytes_sent", direct.take_bytes_put())
@@ -161,6 +165,9 @@ class ServiceClient:
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
             text += f". {_STOPPED}"
+        elif job.keep and (reply.status in (401, 403) or (reply.status == 404 and not _is_ours(kind))):
+            self.tally.note(f"{job.method} {job.path} {reply.status}", f"{text}. {_AGAIN}")
+            return None
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
         if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
             return None

@@ -112,6 +112,37 @@ def test_nothing_ends_for_good_where_the_run_may_be_registered(statuses: tuple[i
         sender.close()
 
 
+def test_a_registration_outlasts_a_token_that_is_missing_at_first_and_a_proxy_that_is_starting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    statuses = [401, 403, 404, 201, 202]
+    with receiver() as service, caplog.at_level(logging.WARNING, "rl_hooks"):
+        service.answer = lambda _request: (statuses.pop(0), {"Retry-After": "0"}, {"detail": "not yet"})
+        sender = RolloutSender(service.url, run="r", patience_seconds=0.0)
+        sender.submit_job(Job("PUT", run_path("r"), lambda: [b"0"], 1, keep=True))
+        sender.submit([b"1"])
+        stats = finished(sender)
+        assert (stats["sent"], stats["retries"], stats["dropped_error"]) == (2, 3, 0)
+        assert not sender.refused
+        sender.close()
+    assert [record.getMessage().partition(" was answered ")[2][:3] for record in caplog.records] == [
+        "401",
+        "403",
+        "404",
+    ]
+    assert all("It is tried again, and training goes on" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", ["urn:draftalign:not-found", NO_SUCH_RUN])
+def test_a_404_of_the_service_to_what_is_kept_is_final(kind: str) -> None:
+    with receiver() as service:
+        service.answer = lambda _request: (404, {}, {"type": kind})
+        sender = RolloutSender(service.url, run="r")
+        sender.submit_job(Job("PUT", run_path("r"), lambda: [b"0"], 1, keep=True))
+        assert finished(sender)["dropped_error"] == 1
+        sender.close()
+
+
 @pytest.mark.parametrize(
     ("variable", "given", "sent"),
     [("s3cret", None, "Bearer s3cret"), ("s3cret", "own", "Bearer own"), ("", None, None), (None, None, None)],
