@@ -135,7 +135,7 @@ class Settings(BaseSettings):
         1024,
         ge=1,
         description="Engines of a run whose counts are kept. A new one takes the place of one that was silent for an"
-        " hour, or gets 429.",
+        " hour, or of one that never had a round, else it gets 429.",
     )
     remembered_bytes: int = Field(
         128 * MIB,

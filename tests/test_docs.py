@@ -251,7 +251,7 @@ def test_no_other_redis_key_is_built_from_the_prefix() -> None:
     known = {"queue", "counters", "held", "last_death", "outdated", "dead", "dead_files", "batch", "orphan", "rollout"}
     assert built == known
     assert [getattr(StoreKeys("r"), name) for name in REPORT_KEYS] == [Keys("r").prefix + name for name in REPORT_KEYS]
-    assert len(REPORT_KEYS) == 20
+    assert len(REPORT_KEYS) == 21
 
 
 def test_every_counter_and_field_that_is_stored_is_documented() -> None:

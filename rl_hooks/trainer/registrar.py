@@ -2,6 +2,11 @@
 
 One rank does this for all. Where the trainer shards the weights before the hook is attached, they are taken from the
 first captured forward.
+
+The run is registered before anything is known of `Agreement`, whose verdict needs a captured forward. In most trainers
+rollouts are generated before that: engines have the first drafter by then, and other ranks and an engine's tap have a
+run to send to. What the service refuses (another policy, a drafter that does not fit) is said before a step was paid
+for. Where the verdict is bad, no rollout of this hook is sent. What an engine's tap sends is checked against this head.
 """
 
 from __future__ import annotations

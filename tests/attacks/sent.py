@@ -77,9 +77,16 @@ DRAFTERS: Final[dict[str, Change]] = {
     "whose input layer is huge": _all(3e38, "fc."),
 }
 
+NO_ROUND: Final[Mapping[str, Any]] = {"rounds": 0, "accepted_tokens": 0, "drafted_tokens": 0}
 REPORTS: Final[dict[str, Mapping[str, Any]]] = {
     "the largest counts": {"rounds": MOST, "accepted_tokens": MOST, "drafted_tokens": MOST},
-    "no round": {"rounds": 0, "accepted_tokens": 0, "drafted_tokens": 0},
+    "no round": NO_ROUND,
+    "no round but positions": {**NO_ROUND, "accepted_per_position": [MOST] * 64},
+    "no round but prompts": {**NO_ROUND, "by_prompt": {"0" * 8: (MOST, MOST)}},
+    "no round but emitted tokens": {**NO_ROUND, "emitted_tokens": MOST},
+    "no round but drafts": {**NO_ROUND, "drafted_tokens": MOST, "depth": 64},
+    "no round in an endless window": {**NO_ROUND, "window_seconds": 1.7e308, "final": True},
+    "no round of another reporter": {**NO_ROUND, "reporter": "idle", "life": "first", "policy_version": None},
     "fewer than before": {"rounds": 1, "accepted_tokens": 0, "drafted_tokens": 1},
     "64 positions of the largest counts": {"accepted_per_position": [MOST] * 64},
     "positions that rise": {"accepted_per_position": list(range(0, 400, 100))},
@@ -139,6 +146,12 @@ def reports_by_prompt(prompts: Mapping[str, Sequence[float]]) -> dict[str, dict[
         "half of them unlike the others": fields(
             {p: [r * (5 if n % 2 else 1), r] for n, (p, r) in enumerate(rounds.items())}
         ),
+        "no round but positions": {**NO_ROUND, "accepted_per_position": [MOST] * 64},
+        "no round but prompts": {**NO_ROUND, "by_prompt": {"0" * 8: (MOST, MOST)}},
+        "no round but emitted tokens": {**NO_ROUND, "emitted_tokens": MOST},
+        "no round but drafts": {**NO_ROUND, "drafted_tokens": MOST, "depth": 64},
+        "no round in an endless window": {**NO_ROUND, "window_seconds": 1.7e308, "final": True},
+        "no round of another reporter": {**NO_ROUND, "reporter": "idle", "life": "first", "policy_version": None},
         "fewer than before": fields({p: [1, 1] for p in rounds}, 2),
         "none at all": fields({}),
         "of a policy that is to come": fields({p: [r, r] for p, r in rounds.items()}) | {"policy_version": MOST},

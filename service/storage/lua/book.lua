@@ -1,9 +1,10 @@
 -- Compare-and-set: write the effect of one report, unless its reporter's account has changed. Redis 6.2 commands only.
 -- KEYS: 1 reporters  2 acceptance records  3 unplaced reports  4 times of reports  5 live sums  6 their order
---       7 names of what changed, for readers that follow (`follow.lua`)
+--       7 names of what changed, for readers that follow (`follow.lua`)  8 reporters without a round, by last report
 -- ARGV: 1 reporter  2 its account as it was read ('' for none)  3 its account now ('' to forget it)  4 Unix seconds
 --       5 live sums kept  6 changes as JSON: set {field, record}, del {field}, unplaced {field, record},
 --         forget {field}, live {name, rounds, tokens, Unix seconds}  7 names of changes kept
+--       8 '1' where the account has no round
 -- Returns 1 if it was written, 0 if the account had changed: read it again.
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 local changes = cjson.decode(ARGV[6])
@@ -35,8 +36,14 @@ end
 if ARGV[3] == '' then
   redis.call('HDEL', KEYS[1], ARGV[1])
   redis.call('ZREM', KEYS[4], ARGV[1])
+  redis.call('ZREM', KEYS[8], ARGV[1])
 else
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
   redis.call('ZADD', KEYS[4], ARGV[4], ARGV[1])
+  if ARGV[8] == '1' then
+    redis.call('ZADD', KEYS[8], ARGV[4], ARGV[1])
+  else
+    redis.call('ZREM', KEYS[8], ARGV[1])
+  end
 end
 return 1

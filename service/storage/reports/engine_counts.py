@@ -40,7 +40,8 @@ KEPT_APART: Final = 64
 #: Drafter versions of a reporter with sums of their own; the agent's 32 pairs cannot name more.
 KEPT_DRAFTERS: Final = 32
 #: For one reporter too many, the one that was silent longest is dropped, if it was silent for so long. If it came back,
-#: its cumulative counts would count twice, so an active reporter is never dropped.
+#: its cumulative counts would count twice, so an active reporter that has rounds is never dropped. One without rounds
+#: has nothing that could count twice: it gives way at once to one that has some.
 _SILENT_SECONDS: Final = 3600.0
 #: Pairs of drafter and policy version, in each attempt, whose live sums over all reporters are kept.
 MAX_LIVE: Final = 4096
@@ -69,6 +70,11 @@ class Account:
     steps: tuple[StepSample, ...] = ()
     lives: tuple[str, ...] = ()
     behind: tuple[str, float, float] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it never counted a round, as far as is known: of one with as many drafters as are kept, it is not."""
+        return len(self.sums) < KEPT_DRAFTERS and not any(rounds for rounds, _ in self.sums.values())
 
     @classmethod
     def read(cls, text: str | bytes) -> Account:
@@ -264,7 +270,7 @@ class EngineCounts:
             account.add(record, previous, more)
             changes.set[name] = record
             await self._shrink(reporter, account, changes, returns)
-        booked = await self._write(reporter, known, account.text(), report.reported, changes)
+        booked = await self._write(reporter, known, account, report.reported, changes)
         return account.blocks if booked else None
 
     async def _part(self, reporter: str, record: AcceptanceRecord, changes: _Changes, returns: Sequence[int]) -> None:
@@ -301,11 +307,14 @@ class EngineCounts:
             return
         ((silent, last),) = await self._redis.zrange(self._keys.reported, 0, 0, withscores=True)
         if report.reported - last < _SILENT_SECONDS:
-            raise TooManyReporters(
-                f"the run has {self._most} reporters already, as many as it may, and all of them have reported "
-                f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, raise "
-                "DRAFTALIGN_MAX_REPORTERS, or split the engines over several runs"
-            )
+            idle = await self._redis.zrange(self._keys.idle, 0, 0) if report.rounds else []
+            if not idle:
+                raise TooManyReporters(
+                    f"the run has {self._most} reporters already, as many as it may, and all of them have reported "
+                    f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, raise "
+                    "DRAFTALIGN_MAX_REPORTERS, or split the engines over several runs"
+                )
+            (silent,) = idle
         await self._forget(silent.decode(), returns)
 
     async def _forget(self, reporter: str, returns: Sequence[int]) -> None:
@@ -318,13 +327,16 @@ class EngineCounts:
             if record is not None:
                 changes.pool(record, returns)
         changes.delete = [*names, *(older_key(reporter, drafter) for drafter in (*account.sums, None))]
-        await self._write(reporter, known, "", 0.0, changes)
+        await self._write(reporter, known, None, 0.0, changes)
 
-    async def _write(self, reporter: str, known: bytes | None, now: str, created: float, changes: _Changes) -> bool:
+    async def _write(
+        self, reporter: str, known: bytes | None, now: Account | None, created: float, changes: _Changes
+    ) -> bool:
         keys = self._keys
         names = [keys.reporters, keys.acceptance, keys.unplaced, keys.reported, keys.live, keys.live_order]
-        names.append(keys.changes)
-        arguments = [reporter, known or "", now, created, MAX_LIVE, changes.text(), KEPT_CHANGES]
+        names += [keys.changes, keys.idle]
+        text, idle = ("", False) if now is None else (now.text(), now.idle)
+        arguments = [reporter, known or "", text, created, MAX_LIVE, changes.text(), KEPT_CHANGES, int(idle)]
         return bool(await self._book(keys=names, args=arguments))
 
     async def _record(self, name: str) -> AcceptanceRecord | None:

@@ -46,7 +46,7 @@ from service.storage.queue.lease import Leases
 from service.storage.ready import is_of_one_key, why_unusable
 from service.storage.reports.drafting import Drafting, settings_of
 from service.storage.reports.store import Store
-from service.storage.runs import read_state
+from service.storage.runs import read_state, untouched
 from service.worker.checkpoint import CheckpointSuperseded
 from service.worker.inbox import CONSUMER
 from service.worker.loop import LeaseLost, RegisteredAgain, RunWorker
@@ -75,6 +75,9 @@ _LOOK_AT_ARCHIVED_SECONDS = 60.0
 _ERROR_CHARACTERS = 2000
 #: After an exception that nobody foresaw; twice as long after each further one, up to `REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
+#: A run that nothing but its file is known of, and that cannot begin with it, is tried again after this. Each try reads
+#: the file and writes the drafter in it. Another file, and a run that a person makes active, are tried at once.
+_USELESS_SECONDS = 3600.0
 _NO_ROOM = "memory ran out, and to close idle runs did not help, or none was idle"
 
 
@@ -417,11 +420,15 @@ class Worker:
             log.info("serving run %s", run)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
             unreadable_now = isinstance(error.__cause__, OSError) or is_out_of_memory(error)
-            if isinstance(error, DrafterError | WorkerError) and not unreadable_now:  # what was registered is at fault
+            refused = isinstance(error, DrafterError | WorkerError) and not unreadable_now
+            if refused:  # what was registered is at fault
                 store.set_worker(WorkerGauges(refused=file))
             if not is_device_fault(error):
                 self._deaths.end(run)  # before the run is given back: another worker may begin to open it then
-            self._handle_error(run, error)
+            if refused and untouched(self._layout, run):
+                self._close_until(run, _USELESS_SECONDS, str(error))
+            else:
+                self._handle_error(run, error)
         else:
             self._deaths.end(run)
 

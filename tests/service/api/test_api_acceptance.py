@@ -321,6 +321,9 @@ def test_a_canary_verdict_is_kept_once(engine: Engine) -> None:
         ({"rounds": True}, "rounds"),
         ({"rounds": 1 << 60}, "rounds"),
         ({"accepted_tokens": 10_000}, "body"),
+        ({"rounds": 0}, "body"),
+        ({"rounds": 0, "accepted_tokens": -1}, "accepted_tokens"),
+        ({"rounds": 0, "accepted_tokens": 1, "drafted_tokens": 0}, "body"),
         ({"reporter": ""}, "reporter"),
         ({"reporter": "a\nb"}, "reporter"),
         ({"drafter_version": None}, "drafter_version"),
@@ -343,6 +346,15 @@ def test_a_bad_report_is_refused_by_the_name_of_its_fault(engine: Engine, change
     reply = engine.report(10, 5, **changes)
     assert (reply.status_code, reply.json()["field"]) == (422, field)
     assert engine.service.client.get("/alpha").json()["points"][0]["alpha_live"] is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["rounds", "window_seconds"])
+def test_a_figure_that_is_no_number_is_refused(engine: Engine, name: str, value: str) -> None:
+    sound = {"run": "default", "reporter": "e", "drafter_version": engine.version, "rounds": 0, "accepted_tokens": 0}
+    body = json.dumps(sound | {"drafted_tokens": 0, name: "?"}).replace('"?"', value)
+    reply = engine.service.client.post("/acceptance", content=body, headers={"Content-Type": "application/json"})
+    assert (reply.status_code, reply.json()["field"]) == (422, name)
 
 
 def test_replay_alpha_is_of_the_newest_batches_in_whatever_order_they_were_scored(

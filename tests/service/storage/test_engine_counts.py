@@ -255,6 +255,32 @@ def test_a_reporter_that_was_silent_for_an_hour_gives_way_and_its_rounds_stay(
     assert redis_client.zcard(KEYS.reported) == 3
 
 
+def test_reporters_without_a_round_keep_none_out_that_has_some(redis_url: str, redis_client: Redis) -> None:
+    """Of an idle one nothing is lost; it comes in again once it has rounds, or another one goes."""
+    book(redis_url, report("a", "v1", 7), *(report(name, "v1", 7, rounds=0) for name in ("x", "y", "z", "x")), most=4)
+    assert redis_client.zrange(KEYS.idle, 0, -1) == [b"y", b"z", b"x"]
+    with pytest.raises(TooManyReporters):
+        book(redis_url, report("w", "v1", 7, rounds=0), most=4)
+    book(redis_url, report("b", "v1", 7), report("z", "v1", 7), report("c", "v1", 7), most=4)
+    assert set(redis_client.hkeys(KEYS.reporters)) == {b"a", b"b", b"c", b"z"}
+    assert redis_client.hlen(KEYS.acceptance) == redis_client.zcard(KEYS.reported) == 4
+    assert not redis_client.exists(KEYS.idle)
+    for name in ("x", "d"):
+        with pytest.raises(TooManyReporters):
+            book(redis_url, report(name, "v1", 7), most=4)
+    assert by_drafter(Store(redis_client, "default").acceptances())["v1"].rounds == 40
+
+
+def test_a_reporter_that_had_rounds_is_not_idle_with_another_drafter_or_life(
+    redis_url: str, redis_client: Redis
+) -> None:
+    idle = (report("a", "v2", 8, rounds=0), report("a", "v2", 9, rounds=0, life="second"))
+    book(redis_url, report("a", "v1", 7, life="first"), *idle, most=1)
+    with pytest.raises(TooManyReporters):
+        book(redis_url, report("b", "v2", 9), most=1)
+    assert of_reporters(Store(redis_client, "default").acceptances()) == {"a": (10, 20)}
+
+
 def test_reporters_beyond_the_bound_are_refused_and_no_round_is_counted_twice(
     redis_url: str, redis_client: Redis
 ) -> None:

@@ -461,6 +461,23 @@ def test_a_tree_of_a_number_that_no_clock_shows_can_be_deleted_and_keeps_no_othe
     assert other.run_names() == ["sound"]
 
 
+def test_of_a_deleted_run_the_store_keeps_a_list_of_no_files(two: tuple[Mirror, Mirror], store: Store) -> None:
+    """Of the most changes that a list tells of; the number of the next run of the name is higher (decision 54)."""
+    one, other = two
+    register(one)
+    for number in range(40):
+        write(one, f"heads/{number % 3}.safetensors", LARGE + bytes([number]))
+    withdraw_run(one, "default")
+    assert delete_run(other, "default")
+    assert [key for key in store.stored() if not key.startswith("state/tried/")] == ["state/trees/default"]
+    body = store.client().get_object(Bucket=BUCKET, Key="state/trees/default")["Body"].read()
+    assert len(body) < 1300
+    last = mirror.Tree.read(body)
+    register(one)
+    body = store.client().get_object(Bucket=BUCKET, Key="state/trees/default")["Body"].read()
+    assert mirror.Tree.read(body).number > last.number
+
+
 def test_a_tree_that_is_too_large_is_not_read(
     two: tuple[Mirror, Mirror], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

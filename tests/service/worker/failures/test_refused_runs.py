@@ -19,7 +19,9 @@ import service.worker.inbox
 import service.worker.process.worker
 from drafter.errors import CheckpointError, DrafterError
 from drafter.files.checkpoint import export_config
-from service.storage.runs import untouched
+from rl_hooks import wire
+from service.storage.registry import Registry
+from service.storage.runs import commit_run, read_run_header, untouched
 from service.worker.learner import Learner
 from service.worker.lineage import Lineage
 from service.worker.process.worker import Worker
@@ -74,6 +76,42 @@ def test_a_refused_run_that_is_registered_anew_is_tried_at_once(
         assert service.client.put("/runs/zz", content=good, headers=HEADERS).status_code == 200
     finally:
         service.stop()
+
+
+def test_a_first_drafter_that_cannot_draft_is_tried_once_not_every_minute(
+    bench: Bench, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each try writes the whole drafter. A run that failed otherwise is tried again in a minute, as before."""
+    bad = bench.world.drafter()
+    for weight in bad.parameters():
+        weight.data.fill_(1e30)
+    bench.register(bench.world.run_file(drafter=bad), run="zz")
+    staged: list[str] = []
+    real = Registry.stage
+
+    def counted(self: Registry, run: str) -> Path:
+        staged.append(run)
+        return real(self, run)
+
+    monkeypatch.setattr(Registry, "stage", counted)
+    now = time.monotonic
+    for minute in range(30):
+        monkeypatch.setattr(time, "monotonic", lambda minute=minute: now() + 61.0 * minute)
+        worker._turn()
+    assert staged.count("zz") == 1
+    assert caplog.text.count("cannot draft") == 1
+    assert "cannot draft" in (error_of(bench, "zz") or "")
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 3700.0)
+    worker._turn()
+    assert staged.count("zz") == 2, "a passing fault may have been taken for the drafter's"
+    good = bench.world.run_file(drafter=bench.world.drafter())
+    with bench.spool.upload() as upload:
+        upload.write(good)
+        record = read_run_header("zz", wire.parse_header(good))
+        assert commit_run(bench.layout, record, upload, refused=bench.layout.target_id("zz"))
+    worker._turn()
+    assert staged.count("zz") == 3
+    assert bench.layout.latest("zz").exists(), "another file is tried at once"
 
 
 def test_only_a_file_that_the_worker_cannot_begin_with_is_refused_and_only_until_it_can(
