@@ -164,6 +164,38 @@ class Senders:
         return [b for b, state in list(self.acknowledged.items()) if state not in DONE]
 
 
+# --- images
+
+#: Run inside, with a file system that cannot be written to: uid, places that can be written to, whether torch is there.
+_LOOK: Final = """
+import importlib.util, json, os, sys
+places = [place for place in ("/", sys.prefix, os.path.expanduser("~"), "/tmp", "/state") if os.access(place, os.W_OK)]
+print(json.dumps([os.getuid(), places, importlib.util.find_spec("torch") is not None]))
+"""
+
+
+def look(image: str) -> str:
+    """What an image of ours is; RuntimeError where it is not what compose and the manifests take it for."""
+    bare = ("run", "--rm", "--pull", "never", "--read-only", "--tmpfs", "/tmp:exec", "--cap-drop", "ALL")  # noqa: S108 - the container's
+    bare += ("--security-opt", "no-new-privileges:true", "--network", "none", "-e", "DRAFTALIGN_REDIS_URL=redis://x")
+    uid, places, has_torch = json.loads(docker(*bare, "--entrypoint", "python", image, "-c", _LOOK))
+    size = int(docker("image", "inspect", "-f", "{{.Size}}", image)) / 1e6
+    for_api = image == "draftalign-api"
+    if uid == 0 or places != ["/tmp", "/state"] or has_torch == for_api:  # noqa: S108 - the container's
+        raise RuntimeError(f"{image} runs as user {uid}, can write to {places}, has torch: {has_torch}")
+    if "draftalign runs" not in docker(*bare, image, "--help"):
+        raise RuntimeError(f"{image} does not say what it can do")
+    for part in ("up", "worker") if for_api else ():
+        try:
+            docker(*bare, image, part, seconds=60.0)
+        except RuntimeError as error:
+            if "take the image draftalign" in str(error):
+                continue
+            raise
+        raise RuntimeError(f"{image} {part} ended well, without torch")
+    return f"{image}: {size:.0f} MB, user {uid}, writes to {' and '.join(places)}, torch: {has_torch}"
+
+
 # --- faults
 
 
@@ -320,8 +352,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="leave the containers running")
     args = parser.parse_args()
-    for image in ("draftalign", "draftalign-api", "draftalign-debian"):
-        print(f"{image}: {int(docker('image', 'inspect', '-f', '{{.Size}}', image)) / 1e6:.0f} MB")
+    for image in ("draftalign", "draftalign-api"):
+        print(look(image))
     try:
         began = time.monotonic()
         compose("up", "-d", "--no-build")

@@ -293,28 +293,36 @@ def test_manifests_name_commands_settings_and_each_other(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_images_and_namespace_are_set_at_one_place(overlay: str, tmp_path: Path) -> None:
-    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
-    place = tmp_path / "kubernetes" / "settings" / "kustomization.yaml"
-    text = place.read_text()
-    changed = text.replace("namespace: draftalign", "namespace: elsewhere")
-    for image in IMAGES:
-        assert f"-t {image} " in (DEPLOY / "Dockerfile").read_text()
-        changed = changed.replace(f"newName: {image}, newTag: latest", f"newName: registry.example/{image}, newTag: v7")
-    assert changed != text
-    place.write_text(changed)
-    before, after = manifests(overlay), rendered(tmp_path / "kubernetes" / overlay)
+    """By the commands of the guide, which build and push what is named then."""
+    place = tmp_path / "deploy" / "kubernetes"
+    shutil.copytree(KUBERNETES, place)
+    settings = place / "settings" / "kustomization.yaml"
+    settings.write_text(settings.read_text().replace("namespace: draftalign", "namespace: elsewhere"))
+    block = re.search(r"^R=.*?(?=^```)", (DEPLOY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    (tmp_path / "docker").write_text('#!/bin/sh\necho "$@" >>docker.log\n')
+    (tmp_path / "docker").chmod(0o755)
+    for _ in range(2):  # again with the next tag
+        shell = run("sh", "-ec", f'PATH="$PWD:$PATH"\n{block[0]}', cwd=tmp_path)
+        assert shell.returncode == 0, shell.stderr
+    said = (tmp_path / "docker.log").read_text().splitlines()
+    built = {re.findall(r"-t (\S+)", line)[0]: "--target api" in line for line in said if line.startswith("build ")}
+    assert built == {f"registry.example/rl/{image}:v1": image == "draftalign-api" for image in IMAGES}
+    assert {line.removeprefix("push ") for line in said if line.startswith("push ")} == built.keys()
+    before, after = manifests(overlay), rendered(place / overlay)
     assert {d["metadata"]["namespace"] for d in before} == {"draftalign"}
     assert {d["metadata"]["namespace"] for d in after} == {"elsewhere"}
-    expected = re.sub(r'"(draftalign(?:-api)?):latest"', r'"registry.example/\1:v7"', json.dumps(before))
+    # Not `latest`, for which a node would ask a registry each time, also where the image was loaded into the cluster.
+    expected = re.sub(r'"(draftalign(?:-api)?):v1"', r'"registry.example/rl/\1:v1"', json.dumps(before))
     assert json.dumps(after) == expected.replace('"namespace": "draftalign"', '"namespace": "elsewhere"')
     named = {
-        c["image"].removeprefix("registry.example/")
+        c["image"]
         for d in after
         if "template" in d.get("spec", {})
         for c in d["spec"]["template"]["spec"]["containers"]
         if c["image"].startswith("registry.example/")
     }
-    assert named == {f"{image}:v7" for image in (IMAGES[:1] if overlay == "engine" else IMAGES)}
+    assert named == {image for image, of_api in built.items() if of_api or overlay != "engine"}
 
 
 def test_engine_and_agent_see_the_cache_under_one_path() -> None:

@@ -30,7 +30,7 @@ def check_torch() -> None:
     """ConfigurationError where torch is not installed, as in the image of the API; it is not loaded."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigurationError(
-            "the worker needs torch, which is not installed here (nor in the image draftalign-api); take the image "
+            "this command needs torch, which is not installed here (nor in the image draftalign-api); take the image "
             "draftalign, or install torch"
         )
 

@@ -195,6 +195,15 @@ for _panel, _commands in _COMMANDS.items():
         app.command("eval" if _command is evaluate else None, rich_help_panel=_panel)(_command)
 
 
+def _run() -> None:
+    """The command that was asked for; ConfigurationError where it lacks torch."""
+    try:
+        app()
+    except ModuleNotFoundError:
+        check_torch()  # torch, or what comes with it
+        raise
+
+
 def main() -> None:
     """Entry point. An error that a user can act on ends in one line; only a bug shows a traceback."""
     name = os.environ.get("DRAFTALIGN_CHILD", "draftalign")
@@ -204,7 +213,7 @@ def main() -> None:
     logging.basicConfig(level=level, format=f"%(asctime)s {name:<8} %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        app()
+        _run()
     except ValidationError as error:
         first = error.errors()[0]
         named = ".".join(str(part) for part in first["loc"])

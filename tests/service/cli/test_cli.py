@@ -483,18 +483,19 @@ def test_drift_asks_the_service_and_says_what_it_answered(tmp_path: Path) -> Non
     assert run("drift", "silence", cwd=tmp_path).returncode == 2
 
 
-@pytest.mark.parametrize("part", ["worker", "up"])
-def test_without_torch_worker_and_up_end_and_say_which_image_to_take(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", ["worker", "up", "inspect drafter", "eval one two", "demo"])
+def test_without_torch_what_needs_it_ends_and_says_which_image_to_take(given: str, tmp_path: Path) -> None:
     """As in the image of the API alone; `up` would restart such a worker for ever."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "DRAFTALIGN_REDIS_URL": "redis://127.0.0.1:1"}
-    command = [sys.executable, "-m", "service.cli", part, "--state-dir", str(tmp_path / "state")]
+    environment |= {"DRAFTALIGN_STATE_DIR": str(tmp_path / "state")}
+    command = [sys.executable, "-m", "service.cli", *given.split()]
     done = subprocess.run(
         command, env=clean_environment(**environment), capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode != 0
+    assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "the worker needs torch" in done.stderr
+    assert "needs torch, which is not installed here (nor in the image draftalign-api)" in last_line(done.stderr)
     assert not (tmp_path / "state").exists()
 
 
