@@ -4,6 +4,7 @@
     python -m benchmarks.tracking record --out DIR --seeds 0 --steps 60         # the demo's RL run; two minutes
     python -m benchmarks.headroom recorded --recording DIR/seed-0 --out FILE [--every 2]
     python -m benchmarks.headroom report --out FILE ...
+    python -m benchmarks.headroom simulated                                     # the truth is exact; seconds
 
 A walk does as a worker does: each claim's rollouts first judge the candidate against the served drafter (the shipped
 gate), then are trained on (the shipped trainer and memory). A copy of the candidate goes on training on the rollouts of
@@ -11,6 +12,10 @@ that day, and is measured against the served drafter on rollouts that it never s
 small world, those of the next two versions in the recording. `curve` has that gain before and after each further
 training; its best is what was to be had. `report` runs the shipped `LearningCurve` over the verdicts and compares;
 claims with nothing to gain it simulates, as verdicts that are nothing but noise.
+
+`simulated` trains nothing. A training closes a share of the candidate's distance to what today's rollouts can teach,
+and the policy opens it again. So what was to be had is known exactly. Beside it stands what a walk would measure of it
+on two claims' rollouts. The last column is a headroom that is always right, judged by what a walk measures.
 
 The small world is a Markov policy: the next token depends on the last one through a head. The head is new at first,
 jumps after 15 claims, moves from the 28th to the 42nd, and stands still until the 60th.
@@ -21,6 +26,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +42,7 @@ from benchmarks.tracking import initial_drafter
 from drafter.batch import RolloutBatch
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
-from drafter.replay.gate import Look, Trial, compare
+from drafter.replay.gate import CLAIM_SD, Look, Trial, compare
 from drafter.replay.replay import prompt_groups, replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
@@ -249,15 +255,101 @@ def stationary(error: float, claims: int = 2000, seed: int = 0) -> float:
     return held / claims
 
 
+# --- the truth is exact
+@dataclass(frozen=True)
+class World:
+    """Distances are logs of α. `closes`: share of the distance that a training closes. `error`: of a look."""
+
+    closes: float
+    distance: float
+    moves: Callable[[int], float]  # how much the policy adds to the distance, by claim
+    error: float
+    luck: float = 0.01  # sd of what a training gains beside that
+    understated: float = 1.0  # how many times larger the true error is
+
+
+WORLDS: Final = {
+    "a new drafter, looks of 2 %": World(0.3, 0.6, lambda _: 0.01, 0.02, 0.005),
+    "a policy that moves, 2 %": World(0.3, 0.15, lambda _: 0.02, 0.02, 0.005),
+    "the same, eight prompts, 8 %": World(0.3, 0.3, lambda _: 0.03, 0.08, 0.02),
+    "slow, eight prompts, 8 %": World(0.15, 0.2, lambda _: 0.01, 0.08, 0.02),
+    "a jump, 4 %": World(0.3, 0.1, lambda claim: 0.3 if claim == 20 else 0.002, 0.04),
+    "set aside: returns every 12 claims, 3 %": World(
+        0.4, 0.2, lambda claim: {6: 0.25, 0: -0.2}.get(claim % 12, 0.004), 0.03
+    ),
+    "set aside: siblings, 4 %": World(0.25, 0.3, lambda _: 0.02, 0.04, understated=1.6),
+    "set aside: slower, far, 5 %": World(0.1, 0.8, lambda _: 0.01, 0.05),
+}
+
+
+def simulated(world: World, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows as a walk's; `there` is what was to be had, and `measured` what two claims' rollouts would say of it."""
+    rng = np.random.default_rng(seed)
+    trial, candidate, served = Trial(), world.distance, world.distance
+    for claim in range(CLAIMS):
+        moved = world.moves(claim) if claim else 0.0
+        candidate, served = max(candidate + moved, 0.0), served + moved
+        row: dict[str, Any] = {}
+        if claim:
+            trial.trained()
+            gain = math.expm1(served - candidate + world.error * world.understated * rng.standard_normal())
+            error = world.error * math.sqrt(rng.chisquare(7) / 7)
+            trial.take(Look(gain, error, PROMPTS_PER_STEP, 8 * PROMPTS_PER_STEP, 1.0, 1.0))
+            row = {"gain": gain, "error": math.hypot(error, CLAIM_SD), "promoted": trial.verdict().promote}
+            if row["promoted"]:
+                served, trial = candidate, Trial(promise=trial.promise.next().known())
+        best = served - candidate * (1 - world.closes) ** FURTHER
+        row["there"] = math.expm1(best)
+        row["measured"] = math.expm1(best + world.error * world.understated * rng.standard_normal() / math.sqrt(2))
+        yield row
+        candidate = candidate * (1 - world.closes) + world.luck * rng.standard_normal()
+
+
+def print_simulated(seeds: int = 10) -> None:
+    """The shipped headroom, and a perfect one, by the truth and by what a walk measures of it."""
+    print(
+        "| world | claims | within a factor of two | median ratio | in the interval | by what a walk measures "
+        "| one that is always right |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name, world in WORLDS.items():
+        ratios, inside, told, perfect = [], [], [], []
+        for seed in range(seeds):
+            curve = LearningCurve()
+            for row in simulated(world, seed):
+                if "gain" not in row:
+                    continue
+                curve.learn(row["gain"], row["error"], promoted=row["promoted"])
+                found = curve.headroom()
+                assert found is not None
+                assert found.gain is not None
+                assert found.low is not None
+                assert found.high is not None
+                if row["there"] > 0.02:
+                    ratios.append(found.gain / row["there"])
+                    inside.append(found.low <= row["there"] <= found.high)
+                if row["measured"] > 0.02:
+                    told.append(0.5 <= found.gain / row["measured"] <= 2.0)
+                    perfect.append(0.5 <= row["there"] / row["measured"] <= 2.0)
+        near = np.mean([0.5 <= ratio <= 2.0 for ratio in ratios])
+        ours = f"{near:.0%} | {np.median(ratios):.2f} | {np.mean(inside):.0%} | {np.mean(told):.0%}"
+        print(f"| {name} | {len(ratios)} | {ours} | {np.mean(perfect):.0%} |", flush=True)
+
+
 def main() -> None:
-    """Walk or report."""
+    """Walk, report or simulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("markov", "recorded", "report"))
-    parser.add_argument("--out", type=Path, nargs="+", required=True)
+    parser.add_argument("command", choices=("markov", "recorded", "report", "simulated"))
+    parser.add_argument("--out", type=Path, nargs="+", default=[])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--recording", type=Path)
     parser.add_argument("--every", type=int, default=2)
     chosen = parser.parse_args()
+    if chosen.command == "simulated":
+        print_simulated()
+        return
+    if not chosen.out:
+        parser.error(f"{chosen.command} expects --out: where its rows are, or go")
     if chosen.command == "report":
         report(chosen.out)
         return

@@ -31,6 +31,8 @@ _REMEMBERED_TICKS: Final = 128
 _QUIET_WINDOW_TICKS: Final = 16
 #: A smaller fall (log) is named for nothing.
 _LEAST_FALL: Final = 0.01
+#: Standard errors that a version must have lost to be named before there is an alarm: each publish is one more chance.
+_SURE: Final = 3.0
 #: Change of log entropy from which a policy is called sharper or flatter.
 _SHARPER: Final = 0.25
 #: Live rounds that a live α needs, before the change and after it.
@@ -124,8 +126,9 @@ class Cause:
     """What changed α since the baseline. `terms`: changes of log α by name, which add up.
 
     `cause`: the name of the largest fall among them, if it is beyond chance. While the alarm is on it is one of those
-    that the alarm sees; else it is the prompts or the engine, which move α without an alarm. `fall`: its change of log
-    α. `text`: that in words.
+    that the alarm sees; else it is the prompts or the engine, which move α without an alarm, or the drafter: what a
+    version has lost is known from one tick's rollouts, dozens of ticks before the alarm. `fall`: its change of log α.
+    `text`: that in words.
     """
 
     cause: str | None
@@ -166,8 +169,10 @@ def cause_of(change: Change, engine: Estimate | None = None) -> Cause:
         terms["policy"] = Estimate(held.value - unseen, both if unseen else held.variance)
         terms["engine"] = Estimate(engine.value + unseen, both if unseen else engine.variance)
     terms["drafter"] = change.drafter
-    asked = ("policy", "features", "drafter") if change.alarm else ("prompts", "engine")
+    asked = ("policy", "features", "drafter") if change.alarm else ("prompts", "engine", "drafter")
     falls = {n: e for n, e in terms.items() if n in asked and e.high < 0 and e.value < -_LEAST_FALL}
+    if not change.alarm and change.drafter.value > -_SURE * math.sqrt(change.drafter.variance):
+        falls.pop("drafter", None)
     worst = min(falls, key=lambda name: falls[name].value, default=None)
     if worst is None:
         return Cause(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.alarms import TROUBLES, Bank, Trouble, make_bank, named
+from benchmarks.alarms import TROUBLES, Bank, Trouble, config, make_bank, named, tick_values
 from service.monitor.drift.cause import Cause, RecentTicks, Row, cause_of, engine_change
 from service.monitor.drift.monitor import DriftMonitor
 from service.monitor.records import AcceptanceRecord, Change, DrafterSums, Estimate, ScoreRecord
@@ -79,6 +79,15 @@ def test_prompts_and_engines_are_named_where_there_is_no_alarm_and_only_there() 
     assert cause_of(fell(held=-0.1, alarm=False)).cause is None
 
 
+def test_a_version_that_lost_beyond_chance_is_named_before_the_alarm() -> None:
+    """Beyond three standard errors: each publish is one more chance of being wrong."""
+    assert cause_of(fell(drafter=-0.035, alarm=False)).cause == "drafter"
+    assert cause_of(fell(drafter=-0.025, alarm=False)).cause is None, "2.5 standard errors"
+    assert cause_of(fell(drafter=-0.025)).cause == "drafter", "the alarm says that there is a fall"
+    small = replace(fell(alarm=False), drafter=Estimate(-0.005, SMALL / 100))
+    assert cause_of(small).cause is None, "five standard errors, but half a percent"
+
+
 def test_the_largest_fall_is_named_and_chance_is_not() -> None:
     assert cause_of(fell(held=-0.1, drafter=-0.2)).cause == "drafter"
     assert cause_of(fell(held=-0.2, drafter=0.1), Estimate(0.0, SMALL)).cause == "policy moved"
@@ -140,6 +149,30 @@ def test_a_damaged_drafter_is_named_though_it_lost_little(bank: Bank, loss: floa
     found = Counter(named(bank, Trouble(version=1 - loss), seed) for seed in range(6))
     assert set(found) <= {"drafter", None}, found
     assert found["drafter"] >= 4
+
+
+@pytest.mark.parametrize("loss", [0.03, 0.04])
+def test_a_drafter_that_lost_too_little_for_an_early_alarm_is_named(bank: Bank, loss: float) -> None:
+    found = Counter(named(bank, Trouble(version=1 - loss), seed) for seed in range(6))
+    assert found["drafter"] >= 5, found
+
+
+@pytest.mark.parametrize(("every", "error"), [(64, 0.007), (8, 0.03)])
+def test_equal_versions_are_not_named_however_often_one_is_published(bank: Bank, every: int, error: float) -> None:
+    rng = np.random.default_rng(every)
+    monitor, level, asked, blamed = DriftMonitor(config()), 0.0, 0, 0
+    for tick, value in enumerate(tick_values(bank, 1200, rng).tolist()):
+        level += (value - level) / (tick + 1)
+        if tick and tick % every == 0:
+            measured = (error * level) ** 2 * float(rng.chisquare(7)) / 7
+            monitor.rebase(float(rng.normal(0, error * level)), measured, decided=False)
+        monitor.tick(value)
+        change = monitor.change() if tick % 4 == 0 else None
+        if change is not None:
+            asked += 1
+            blamed += cause_of(change).cause == "drafter"
+    assert asked > 250
+    assert blamed <= 0.01 * asked
 
 
 def test_each_part_has_the_variance_of_a_mean_over_the_ticks() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from record_fixtures import stored
 
+from benchmarks.headroom import World, simulated
 from service.monitor.headroom import STATES, Advice, LearningCurve, advise, trainer_silent
 from service.monitor.live.watch import Watch
 from service.monitor.metrics import RunSnapshot, advice_of
@@ -62,6 +63,22 @@ def test_with_nothing_to_gain_zero_is_in_the_interval(error: float, promoted: fl
         assert reckoned.high is not None
         inside.append(reckoned.low <= 0.0 <= reckoned.high)
     assert np.mean(inside) >= 0.95
+
+
+def test_where_the_policy_stands_still_and_looks_are_sharp_headroom_is_near_the_truth() -> None:
+    """A training closes three tenths of the distance. The benchmark's truth is what five more trainings then bring."""
+    found, ratios = LearningCurve(), []
+    rows = list(simulated(World(0.3, 0.3, lambda _: 0.0, 0.001, luck=0.0), seed=0))
+    assert rows[0]["there"] == pytest.approx(np.expm1(0.3 * (1 - 0.7**5)))
+    for row in rows[1:]:
+        found.learn(row["gain"], row["error"], promoted=row["promoted"])
+        reckoned = found.headroom()
+        assert reckoned is not None
+        assert reckoned.gain is not None
+        if row["there"] > 0.02:
+            ratios.append(reckoned.gain / row["there"])
+    assert len(ratios) >= 8
+    assert np.mean([0.5 <= ratio <= 2.0 for ratio in ratios]) >= 0.8
 
 
 def test_a_gain_that_was_refused_is_still_to_be_had() -> None:
