@@ -176,10 +176,8 @@ print(json.dumps([os.getuid(), places, importlib.util.find_spec("torch") is not 
 
 def look(image: str) -> str:
     """What an image of ours is; RuntimeError where it is not what compose and the manifests take it for."""
-    bare = [
-        *("run", "--rm", "--pull", "never", "--read-only", "--tmpfs", "/tmp:exec", "--cap-drop", "ALL"),  # noqa: S108 - the container's
-        *("--security-opt", "no-new-privileges:true", "--network", "none", "-e", "DRAFTALIGN_REDIS_URL=redis://x"),
-    ]
+    bare = [*("run", "--rm", "--pull", "never", "--read-only", "--tmpfs", "/tmp:exec"), "--cap-drop", "ALL"]  # noqa: S108
+    bare += ["--security-opt", "no-new-privileges:true", "--network", "none", "-e", "DRAFTALIGN_REDIS_URL=redis://x"]
     uid, places, has_torch = json.loads(docker(*bare, "--entrypoint", "python", image, "-c", _LOOK))
     size = int(docker("image", "inspect", "-f", "{{.Size}}", image)) / 1e6
     for_api = image == "draftalign-api"
