@@ -161,6 +161,8 @@ class ServiceClient:
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
             text += f". {_STOPPED}"
+        elif kind == NO_SUCH_RUN and reply.status in job.retry_statuses:
+            text += ". It is tried again: rank 0 registers the run in its first forward"
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
         if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
             return None
