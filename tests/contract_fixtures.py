@@ -423,7 +423,8 @@ CONTRACTS: dict[str, Contract] = {
         "openrlhf",
         "openrlhf",
         "rl_hooks.trainer.stacks.openrlhf wraps `forward` of what the strategy prepares. Tokens and mask: its "
-        "arguments; version: how often it was trained between two passes without gradients",
+        "arguments; version: how often it was trained between two passes without gradients, from the "
+        "`global_step` on that `load_ckpt` returns",
         (
             Site(
                 "openrlhf/models/actor.py",
@@ -435,6 +436,12 @@ CONTRACTS: dict[str, Contract] = {
                 "openrlhf/utils/deepspeed/deepspeed.py", "DeepspeedStrategy.prepare", does=("isinstance(arg, tuple)",)
             ),
             Site("openrlhf/utils/deepspeed/deepspeed.py", "DeepspeedStrategy.get_rank"),
+            Site(
+                "openrlhf/utils/deepspeed/deepspeed.py",
+                "DeepspeedStrategy.load_ckpt",
+                ("model", "load_dir"),
+                ("model.load_checkpoint",),
+            ),
         ),
     ),
     "OpenRLHF PolicyModelActor": Contract(
@@ -447,7 +454,14 @@ CONTRACTS: dict[str, Contract] = {
                 _RAY_ACTOR,
                 "PolicyModelActor.init_model_from_pretrained",
                 ("strategy", "pretrain"),
-                ("Actor", "strategy.prepare((actor, actor_cfg))", "ActorPPOTrainer"),
+                (
+                    *(
+                        "Actor",
+                        "strategy.prepare((actor, actor_cfg))",
+                        "strategy.load_ckpt(self.actor.model, ckpt_path)",
+                    ),
+                    "ActorPPOTrainer",
+                ),
             ),
             Site(
                 _RAY_ACTOR,

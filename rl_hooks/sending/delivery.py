@@ -168,6 +168,8 @@ class ServiceClient:
         elif job.keep and (reply.status in (401, 403) or (reply.status == 404 and not _is_ours(kind))):
             self.tally.note(f"{job.method} {job.path} {reply.status}", f"{text}. {_AGAIN}")
             return None
+        elif kind == NO_SUCH_RUN and reply.status in job.retry_statuses:
+            text += ". It is tried again: rank 0 registers the run in its first forward"
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
         if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
             return None

@@ -425,15 +425,17 @@ def test_an_exploding_body_does_not_end_the_thread() -> None:
         sender.close()
 
 
-def test_a_rank_that_did_not_register_waits_for_the_run_to_appear() -> None:
+def test_a_rank_that_did_not_register_waits_for_the_run_to_appear(caplog: pytest.LogCaptureFixture) -> None:
     with receiver() as service:
-        answers: list[Answer] = [(404, {}, {"detail": "unknown run"})] * 2 + [(202, {}, {})]
+        answers: list[Answer] = [(404, {}, {"type": NO_SUCH_RUN, "detail": "unknown run"})] * 2 + [(202, {}, {})]
         service.answer = lambda _request: answers.pop(0)
         sender = RolloutSender(service.url, retry_statuses=frozenset({404}))
         sender.submit([b"z"])
         stats = finished(sender)
         assert (stats["sent"], stats["retries"]) == (1, 2)
         sender.close()
+    (said,) = [record.message for record in caplog.records]
+    assert "unknown run. It is tried again: rank 0 registers the run in its first forward" in said
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -11,11 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hooks_fixtures import padded_batch, receiver
+from openrlhf_fixtures import Actor
 
+from rl_hooks import wire
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.trainer.stacks import on_ray
 
 MODULE = "openrlhf.utils.deepspeed.deepspeed"
+STRATEGY = """
+class DeepspeedStrategy:
+    world_size = 1
+    def get_rank(self):
+        return 0
+    def prepare(self, *models):
+        return models
+    def load_ckpt(self, model, load_dir, tag=None):
+        return load_dir, {"global_step": 7}
+"""
 
 
 @pytest.fixture(name="package")
@@ -58,7 +72,7 @@ def test_it_is_installed_once_and_gone_once_the_module_was_imported(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:1")
-    package.write_text("class DeepspeedStrategy:\n    def prepare(self, *models):\n        return models\n")
+    package.write_text(STRATEGY)
     on_ray.install()
     on_ray.install()
     assert finders() == 1
@@ -83,7 +97,7 @@ def test_an_actor_that_cannot_be_attached_to_is_prepared_all_the_same(
     package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:1")
-    package.write_text("class DeepspeedStrategy:\n    def prepare(self, *models):\n        return models\n")
+    package.write_text(STRATEGY)
     on_ray.install()
     strategy: Any = importlib.import_module(MODULE).DeepspeedStrategy()
     actor = importlib.import_module("openrlhf.models").Actor()
@@ -92,17 +106,41 @@ def test_an_actor_that_cannot_be_attached_to_is_prepared_all_the_same(
     assert "draftalign is OFF" in caplog.text
 
 
+def test_a_policy_that_goes_on_from_a_checkpoint_goes_on_counting_there(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package.write_text(STRATEGY)
+    monkeypatch.setenv("DRAFTALIGN_AUX_LAYERS", "1,2,3")
+    batch = padded_batch([(3, 9), (7, 4)])
+    with receiver() as service:
+        monkeypatch.setenv("DRAFTALIGN_URL", service.url)
+        on_ray.install()
+        strategy: Any = importlib.import_module(MODULE).DeepspeedStrategy()
+        monkeypatch.setattr(importlib.import_module("openrlhf.models"), "Actor", Actor)
+        actor = Actor()
+        strategy.prepare((actor, {}))
+        assert strategy.load_ckpt(object(), "critic") == ("critic", {"global_step": 7})
+        for loads in (False, True, False):
+            if loads:
+                strategy.load_ckpt(actor.model, "actor")
+            for trains in (False, True):
+                with torch.set_grad_enabled(trains):
+                    actor.forward(batch.input_ids, batch.loss_mask, batch.attention_mask)
+        assert strategy.draftalign.hook.flush(20)
+        sent = [int(wire.parse_header(one.body).metadata["policy_version"]) for one in service.rollouts()]
+        strategy.draftalign.hook.close()
+    assert sent == [0, 7, 8]
+
+
 def test_an_actors_class_that_ray_has_copied_the_methods_into_inherits_the_extended_ones(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ray 2.60's decorator leaves it; tests/stacks/test_ray.py has a real one."""
     monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:1")
     package.write_text(
-        """
+        f"""
 from types import SimpleNamespace
-class DeepspeedStrategy:
-    def prepare(self, *models):
-        return models
+{STRATEGY}
 class Made(DeepspeedStrategy):
     prepare = DeepspeedStrategy.prepare
     __init__ = DeepspeedStrategy.__init__

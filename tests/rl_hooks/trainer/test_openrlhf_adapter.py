@@ -7,29 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hooks_fixtures import padded_batch, receiver, tiny_qwen3
+from hooks_fixtures import padded_batch, receiver
+from openrlhf_fixtures import Actor
 
 from rl_hooks import wire
 from rl_hooks.trainer.stacks.openrlhf import attach
-
-
-class Actor:
-    """What the adapter reads of an Actor; `forward` has its signature."""
-
-    packing_samples, temperature = False, 1.0
-
-    def __init__(self) -> None:
-        self.model = tiny_qwen3()
-
-    def forward(
-        self,
-        sequences: Any,
-        action_mask: Any = None,  # noqa: ARG002
-        attention_mask: Any = None,
-        ring_attn_group: Any = None,  # noqa: ARG002
-        **_: Any,
-    ) -> Any:
-        return self.model(sequences, attention_mask=attention_mask).logits
 
 
 def passes(version: Callable[[], int] | None, *kinds: dict[str, Any] | None) -> list[int]:
