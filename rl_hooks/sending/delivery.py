@@ -68,6 +68,8 @@ class ServiceClient:
     joined: bool = False
     #: Rows that the run wants of the last state, as the service said last; all until it has said so.
     last_rows: wire.LastRows = "all"
+    #: Tensors that the service takes besides the format's own (`wire.OPTIONAL_TENSORS`); none until it has said so.
+    optional_tensors: frozenset[str] = frozenset()
     #: Whether the service takes rollout files by an object store; not until it has said so.
     direct_uploads: bool = False
     #: Why the worker refused the newest dead batch of the run.
@@ -147,9 +149,13 @@ class ServiceClient:
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
                 self.tally.note(f"warning {kind_of(warning)}", f"the drafter service says: {warning}")
+            if type(known := fields.get("known_rollouts")) is int:
+                self.tally.add("known_rollouts", known)
             self.read_deaths(fields)
             if (wanted := fields.get("last_rows")) in ("all", "predicting"):  # the answer to a head does not say
                 self.last_rows = wanted
+            if isinstance(taken := fields.get("optional_tensors"), list):
+                self.optional_tensors = frozenset(name for name in taken if isinstance(name, str))
             self.direct_uploads = fields.get("direct_uploads", self.direct_uploads) is True
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
