@@ -126,12 +126,12 @@ class RolloutSender:
     @property
     def last_rows(self) -> wire.LastRows:
         """Rows of the last state that the service wants in the run's files (`wire.LastRows`)."""
-        return self._delivery.last_rows
+        return self._delivery.wanted.last_rows
 
     @property
     def optional_tensors(self) -> frozenset[str]:
         """Tensors that the service takes besides the format's own, as it said last."""
-        return self._delivery.optional_tensors
+        return self._delivery.wanted.optional_tensors
 
     def standing(self) -> dict[str, float | str]:
         """How the run stands, as the service said last (`Standing.facts`); what is not known is left out."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -21,13 +21,15 @@ from hooks_fixtures import tiny_qwen3 as tiny
 from ports import free_port
 from torch import nn
 
-from rl_hooks import wire
+import rl_hooks
+from rl_hooks import trl, wire
 from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.base import COUNTERS, HookKeywords, HookOptions
 from rl_hooks.trainer.hook import DrafterKeywords, DrafterOptions
+from rl_hooks.trainer.megatron import hook as megatron
 from rl_hooks.trainer.plan import CaptureArguments, CaptureKeywords, RolloutChoice, VersionOrder
 
 
@@ -363,6 +365,27 @@ def test_a_misspelt_option_or_argument_is_an_error_at_once(service: Receiver) ->
 )
 def test_editors_are_told_of_every_option_and_argument(keywords: type, fields: type) -> None:
     assert get_type_hints(keywords) == get_type_hints(fields)
+
+
+@pytest.mark.parametrize(
+    ("attach", "own"),
+    [
+        (trl.attach, {"policy_version", "rank", "world_size", "own_log_probs"}),
+        (megatron.attach, {"rank", "world_size"}),
+    ],
+)
+def test_editors_are_told_of_every_option_of_attach(attach: Callable[..., Any], own: set[str]) -> None:
+    """All but those that the trainer says itself; and `wait_seconds`, which is Megatron's own."""
+    (keywords,) = get_args(get_type_hints(attach)["options"])
+    fields = HookOptions if attach is megatron.attach else DrafterOptions
+    known = {name: kind for name, kind in get_type_hints(fields).items() if name not in own}
+    assert {n: k for n, k in get_type_hints(keywords).items() if n != "wait_seconds"} == known
+
+
+def test_what_a_loop_of_ones_own_needs_is_in_the_package() -> None:
+    assert [getattr(rl_hooks, name).__name__.rpartition(".")[2] for name in rl_hooks.__all__] == rl_hooks.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = rl_hooks.nothing
 
 
 def test_a_capture_after_close_is_said_once_and_is_no_failure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def sent(
     service.requests.clear()
     model, batch = tiny_qwen3(), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), dtype=dtype, strict=True, **options)
-    hook._staging.sender._delivery.last_rows = last_rows
+    delivery = hook._staging.sender._delivery
+    delivery.wanted = replace(delivery.wanted, last_rows=last_rows)
     run_once(
         hook, model, batch, rollout_ids=list(NAMES), rewards=[0.0, 1.0, 2.0, 3.0], strata=[f"kind {n}" for n in NAMES]
     )
