@@ -236,8 +236,8 @@ def direct(mib: int, pairs: int, base: Path, redis_url: str) -> None:
         for turn in range(2 * pairs + 4):
             body.renew()
             parts, by_store = body.parts(), bool(turn % 2)
-            delivery, store.fault = sender._delivery, count
-            delivery.wanted = replace(delivery.wanted, direct_uploads=by_store)
+            client, store.fault = sender._delivery, count
+            client.wanted = replace(client.wanted, direct_uploads=by_store)
             read.clear()
             begun, cpu = time.perf_counter(), cpu_seconds(pid)
             assert sender.submit(parts)

@@ -167,6 +167,7 @@ def test_a_service_that_names_no_optional_tensors_gets_none(service: Receiver, t
 
 
 def test_a_hook_sends_the_states_of_a_prompt_once(service: Receiver, tmp_path: Path) -> None:
+    service.answer = lambda _request: (202, {}, {"duplicate": False, "optional_tensors": ["aux_rows"]})
     model = tiny_qwen3()
     hook = DrafterHook(model, service.url, run="r", aux_layers=AUX, patience_seconds=0.5)
     try:
