@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -235,7 +236,8 @@ def direct(mib: int, pairs: int, base: Path, redis_url: str) -> None:
         for turn in range(2 * pairs + 4):
             body.renew()
             parts, by_store = body.parts(), bool(turn % 2)
-            sender._delivery.direct_uploads, store.fault = by_store, count
+            client, store.fault = sender._delivery, count
+            client.wanted = replace(client.wanted, direct_uploads=by_store)
             read.clear()
             begun, cpu = time.perf_counter(), cpu_seconds(pid)
             assert sender.submit(parts)

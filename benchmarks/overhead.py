@@ -160,7 +160,7 @@ class Alternate:
             self.steps.append(Step(self._before.on, *spent))
         on = self._begun % 4 in (1, 2)
         self._begun += 1
-        self._attachment._active = on  # its own switch, which `detach` turns off too
+        self._attachment._active = on  # its own switch, which `close` turns off too
         self._before = self._clocks(on=on)
 
 
@@ -211,7 +211,7 @@ def train(setting: Setting, url: str, pairs: int) -> tuple[list[Step], dict[str,
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         said = attachment.stats()
-        attachment.detach()
+        attachment.close()
     assert not said["failures"], said["last_failure"]
     return alternate.steps, said
 

@@ -20,14 +20,15 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch import Tensor
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.hook import DrafterHook
-from rl_hooks.trainer.base import left_out_for_images
+from rl_hooks.trainer.base import AttachKeywords, left_out_for_images
+from rl_hooks.trainer.hook import PathKeywords
 from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
 from rl_hooks.trainer.stacks.attachment import Attachment as Attachment
 
@@ -45,19 +46,18 @@ _ORIGIN_KEY: Final = "draftalign_origin"
 _REWARD_KEY: Final = "draftalign_reward"
 
 
-def attach(
-    trainer: Any,
-    url: str,
-    *,
-    strata: str | None = None,
-    **options: Any,
-) -> Attachment:
+class TrlKeywords(AttachKeywords, PathKeywords, total=False):
+    """The names and types of the options of `attach`."""
+
+
+def attach(trainer: Any, url: str, *, strata: str | None = None, **options: Unpack[TrlKeywords]) -> Attachment:
     """Send this trainer's rollouts and features to the service at `url`.
 
     `strata`: the column of the training data that says of which kind a prompt is (its source, say), so that another
     mix of kinds is no drift; of GRPO and RLOO. `options` are those of `DrafterHook`: `run`, `token`, `aux_layers`,
-    `initial_drafter`, `strict`, and so on. Raises `UnsupportedTrainerError` for a trainer it cannot wrap,
-    `UnsupportedModelError` and `AuxLayersError` for a model it cannot read; nothing is raised later unless `strict`.
+    `initial_drafter`, `strict`, and so on; policy version, rank and world size are the trainer's. Raises
+    `UnsupportedTrainerError` for a trainer it cannot wrap, `UnsupportedModelError` and `AuxLayersError` for a model it
+    cannot read; nothing is raised later unless `strict`.
     """
     asynchronous = any(base.__name__ == "AsyncGRPOTrainer" for base in type(trainer).__mro__)
     kind: type[Attachment] = AsyncAttachment if asynchronous else GrpoAttachment

@@ -15,7 +15,9 @@ is read for an EAGLE-3 drafter. An MTP module reads `last_hidden` of prompts too
 which rows a run wants, as `last_rows` of its answers; a sender that has not heard it sends all.
 
 A file may hold the states of a prompt that several of its rollouts share once: then `aux_rows` says which row of
-`aux_hidden` (and of its scales) each token has.
+`aux_hidden` (and of its scales) each token has. That is an optional tensor: one may change how the others are read, so
+a reader refuses those that it does not know. A service says which it takes, as `optional_tensors` of its answers
+(`OPTIONAL_TENSORS`); a sender uses none that it has not heard of.
 
 A trainer may say which of its starts sends: `session`, the same in the registration, in heads and in the rollouts of
 all ranks, and in rollouts `session_began`, the first policy version that the start had rollouts of. Then the service
@@ -52,6 +54,8 @@ from rl_hooks.format.container import parts_bytes as parts_bytes
 #: Rows that `last_hidden` and `logsumexp` have: of all tokens, or of `predicting_rows`.
 LastRows = Literal["all", "predicting"]
 FORMATS: Final[Mapping[LastRows, str]] = {"all": "draftalign.rollouts.v1", "predicting": "draftalign.rollouts.v2"}
+#: Tensors that a rollout file of any format may hold or not, and that older readers do not know.
+OPTIONAL_TENSORS: Final = ("aux_rows",)
 #: Names of runs: no braces (they mark Redis hash tags), no slashes, no leading dot, at most 64 characters.
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Identity of one start of a trainer, the same on all of its ranks: a random one.

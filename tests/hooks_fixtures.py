@@ -115,6 +115,11 @@ class Receiver:
             time.sleep(0.01)
 
 
+def names_of(header: wire.RolloutHeader) -> tuple[str, ...]:
+    """What the trainer called the rollouts of a file: their ids without the digest of their tokens."""
+    return tuple(name.rpartition("-")[0] for name in header.rollout_ids)
+
+
 @contextmanager
 def receiver(port: int = 0) -> Iterator[Receiver]:
     class Handler(BaseHTTPRequestHandler):
@@ -218,7 +223,7 @@ def of_every_token(file: wire.MappedFile, name: str) -> torch.Tensor:
 
 def only_predicting_rows(_request: Received) -> Answer:
     """The answer of a service that reads no other last states."""
-    return 202, {}, {"duplicate": False, "last_rows": "predicting"}
+    return 202, {}, {"duplicate": False, "last_rows": "predicting", "optional_tensors": ["aux_rows"]}
 
 
 def step(

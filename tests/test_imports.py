@@ -256,7 +256,7 @@ def test_wire_needs_numpy_and_nothing_else() -> None:
         ("service.cli.up", {"torch", "drafter"}),
         ("rl_hooks.format.engines", {"numpy", "fastapi", "redis", "transformers", "torch", "service", "drafter"}),
         ("rl_hooks.format.run", {"numpy", "fastapi", "redis", "transformers", "torch", "service", "drafter"}),
-        ("rl_hooks", {"fastapi", "redis", "transformers", "service", "drafter"}),
+        ("rl_hooks", {"fastapi", "redis", "transformers", "torch", "service", "drafter"}),
         ("rl_hooks.wire", {"fastapi", "redis", "transformers", "torch", "service", "drafter"}),
         ("drafter", {"redis", "fastapi", "service", "httpx"}),
     ],

@@ -59,7 +59,7 @@ def main() -> None:
     trainer.train()
     attachment.flush(30.0)
     print(attachment.stats())
-    attachment.detach()
+    attachment.close()
 
 
 if __name__ == "__main__":

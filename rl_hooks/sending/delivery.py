@@ -20,7 +20,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rl_hooks import wire
@@ -54,6 +54,27 @@ def _is_ours(kind: object) -> bool:
     return isinstance(kind, str) and kind.startswith("urn:draftalign:")
 
 
+@dataclass(frozen=True, slots=True)
+class FilesWanted:
+    """What the service said last of the run's files; until it has said so, what any takes."""
+
+    #: Rows that the run wants of the last state.
+    last_rows: wire.LastRows = "all"
+    #: Tensors that it takes besides the format's own (`wire.OPTIONAL_TENSORS`).
+    optional_tensors: frozenset[str] = frozenset()
+    #: Whether it takes files by an object store.
+    direct_uploads: bool = False
+
+    def heard(self, fields: Mapping[str, object]) -> FilesWanted:
+        """With what this answer says; the answer to a head says nothing of it."""
+        rows, named = fields.get("last_rows"), fields.get("optional_tensors")
+        return FilesWanted(
+            "predicting" if rows == "predicting" else "all" if rows == "all" else self.last_rows,
+            frozenset(map(str, named)) if isinstance(named, list) else self.optional_tensors,
+            fields.get("direct_uploads", self.direct_uploads) is True,
+        )
+
+
 @dataclass
 class ServiceClient:
     """How requests of one run reach the service. `deliver` is called by one thread."""
@@ -66,10 +87,8 @@ class ServiceClient:
     refused: bool = False
     #: The service has answered the registration: the run existed.
     joined: bool = False
-    #: Rows that the run wants of the last state, as the service said last; all until it has said so.
-    last_rows: wire.LastRows = "all"
-    #: Whether the service takes rollout files by an object store; not until it has said so.
-    direct_uploads: bool = False
+    #: What the run's next files may be.
+    wanted: FilesWanted = FilesWanted()
     #: Why the worker refused the newest dead batch of the run.
     last_dead_reason: str = field(init=False, default="")
     #: Why the service refused to register the run; empty while it has not.
@@ -122,7 +141,7 @@ class ServiceClient:
 
     def _direct(self, job: Job, parts: Parts, headers: Mapping[str, str]) -> DirectUpload | None:
         """The file's way by the object store; None: it goes through the API."""
-        if not (self.direct_uploads and job.path.startswith("/rollouts?")):
+        if not (self.wanted.direct_uploads and job.path.startswith("/rollouts?")):
             return None
         if wire.parts_bytes(parts) < _SMALLEST_DIRECT_BYTES or time.monotonic() < self._store_away_until:
             return None
@@ -147,10 +166,10 @@ class ServiceClient:
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
                 self.tally.note(f"warning {kind_of(warning)}", f"the drafter service says: {warning}")
+            if type(known := fields.get("known_rollouts")) is int:
+                self.tally.add("known_rollouts", known)
             self.read_deaths(fields)
-            if (wanted := fields.get("last_rows")) in ("all", "predicting"):  # the answer to a head does not say
-                self.last_rows = wanted
-            self.direct_uploads = fields.get("direct_uploads", self.direct_uploads) is True
+            self.wanted = self.wanted.heard(fields)
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         if reply.status == 401:
@@ -174,7 +193,7 @@ class ServiceClient:
         if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
             return None
         if job.method == "POST":  # a run of this name with another kind of drafter, maybe
-            self.last_rows = "all"
+            self.wanted = replace(self.wanted, last_rows="all")
         return "dropped_error"
 
     def read_deaths(self, fields: Mapping[str, object]) -> None:

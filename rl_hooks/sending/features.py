@@ -205,11 +205,11 @@ class StagedRollouts:
         #: Size of the file's tensors, without the header.
         self.data_bytes = sum(t.numel() * t.element_size() for t in tensors.values()) + 5 * N + 4 * (R + 1)
 
-    def encode(self, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    def encode(self, metadata: Mapping[str, str], *, once: bool) -> list[bytes | memoryview]:
         """Lay out the rollout file as parts that can be sent without another copy.
 
-        The auxiliary states of a prompt that several rollouts share are there once, where they are alike; that takes a
-        copy of those that are left.
+        `once`: the auxiliary states of a prompt that several rollouts share are there once, where they are alike; that
+        takes a copy of those that are left. Only for a service that takes `aux_rows`.
         """
         index, host = self.index, self._copies.wait()
         # An engine may fail to score a token (NaN, -inf): then the value of the trainer's own forward is taken.
@@ -223,7 +223,7 @@ class StagedRollouts:
             "logprobs": wire.Tensor.of(known.astype(np.float32), "F32"),
         }
         scale = host.get("aux_hidden_scale")
-        rows = shared_rows(index, host["aux_hidden"], scale, self._layers)
+        rows = shared_rows(index, host["aux_hidden"], scale, self._layers) if once else None
         if rows is not None:
             file["aux_rows"] = wire.Tensor.of(rows.places, "I32")
             aux = {name: host[name] for name in ("aux_hidden", "aux_hidden_scale") if name in host}

@@ -4,7 +4,7 @@ One daemon thread sends jobs in the order in which they were submitted, so that 
 its policy version. What waits is bounded (`rl_hooks.sending.jobs`); in RL stale data is worth little, so the oldest
 rollouts go first. Which answers are retried: `rl_hooks.sending.delivery`.
 
-Nothing is written to disk. Rollouts still queued when the process ends are lost: call `flush` first.
+Nothing is written to disk. Rollouts still queued when the process ends are lost: call `close` or `flush` first.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ _LARGEST_FILE_BYTES: Final = 511 << 20
 #: A file is to hold at most this share of the queue: the rollouts of one forward may be more than fit into it.
 _FILES_IN_QUEUE: Final = 4
 
+#: How often whoever waits for the queue says so; and how long for how the run stands after that, by default.
+_SAY_SECONDS: Final = 10.0
+_LAST_ANSWER_SECONDS: Final = 5.0
+
 _COUNTERS: Final = (
     *("submitted", "sent", "duplicates", "dropped_full", "dropped_error", "dropped_closed", "retries"),
-    *("bytes_sent", "dead"),
+    *("bytes_sent", "dead", "known_rollouts"),
 )
 
 
@@ -122,7 +126,12 @@ class RolloutSender:
     @property
     def last_rows(self) -> wire.LastRows:
         """Rows of the last state that the service wants in the run's files (`wire.LastRows`)."""
-        return self._delivery.last_rows
+        return self._delivery.wanted.last_rows
+
+    @property
+    def optional_tensors(self) -> frozenset[str]:
+        """Tensors that the service takes besides the format's own, as it said last."""
+        return self._delivery.wanted.optional_tensors
 
     def standing(self) -> dict[str, float | str]:
         """How the run stands, as the service said last (`Standing.facts`); what is not known is left out."""
@@ -193,7 +202,8 @@ class RolloutSender:
         """Counters since the start; `queue_bytes` and `queue_items` are now; `last_error` is the newest error.
 
         `dead`: batches of the run (of all its senders) that the worker has refused since the first answer, by the
-        newest answer; `last_dead_reason`: why it refused the newest of them.
+        newest answer; `last_dead_reason`: why it refused the newest of them. `known_rollouts`: those that came in an
+        earlier batch, by their ids, and were not used again.
         """
         with self._guard():
             return {
@@ -204,23 +214,56 @@ class RolloutSender:
                 "last_dead_reason": self._delivery.last_dead_reason,
             }
 
-    def flush(self, timeout_seconds: float) -> bool:
+    def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until everything queued was sent or dropped; False if that took longer than `timeout_seconds`.
 
-        A sender that asks how the run stands asks once more then, within the same time, if there is any left.
+        None: as long as files arrive, and no longer than `patience_seconds` for the next one. Every 10 s the log says
+        what is waited for. A sender that asks how the run stands asks once more then, within the same time, if there is
+        any left.
         """
-        seconds = min(timeout_seconds, threading.TIMEOUT_MAX)
-        deadline = time.monotonic() + seconds
+        limit = None if timeout_seconds is None else min(timeout_seconds, threading.TIMEOUT_MAX)
+        began = time.monotonic()
         with self._guard():
-            flushed = self._changed.wait_for(lambda: not len(self._queue), seconds)
-            left, asked = deadline - time.monotonic(), self._asked
+            flushed = self._wait_until_empty(limit)
+            left = _LAST_ANSWER_SECONDS if limit is None else began + limit - time.monotonic()
+            asked = self._asked
             if flushed and left > 0 and self._asks and self._thread is not None and self._standing.hurry():
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._asked > asked or self._closed, left)
             return flushed
 
-    def close(self, timeout_seconds: float = 5.0) -> bool:
-        """Flush for at most `timeout_seconds`, then drop the rest (`dropped_closed`). True if nothing was lost."""
+    def _wait_until_empty(self, limit: float | None) -> bool:
+        """Wait for the queue, whose lock is held, as `flush` says."""
+        began = heard = time.monotonic()
+        patience, arrived, tally = self._delivery.patience_seconds, self._arrived(), self._delivery.tally
+        while len(self._queue):
+            now = time.monotonic()
+            if self._arrived() != arrived:
+                heard, arrived = now, self._arrived()
+            left = heard + patience - now if limit is None else began + limit - now
+            if left <= 0:
+                return False
+            if (
+                not self._changed.wait_for(lambda: not len(self._queue), min(left, _SAY_SECONDS))
+                and left > _SAY_SECONDS
+            ):
+                logger.warning(
+                    "draftalign: %d requests (%.1f MB of rollouts) are still to be sent to the service; at most %.0f s "
+                    "more%s. %s",
+                    len(self._queue),
+                    self._queue.rollout_bytes / 1e6,
+                    left - _SAY_SECONDS,
+                    " without one that arrives" if limit is None else "",
+                    tally.last_error,
+                )
+        return True
+
+    def _arrived(self) -> int:
+        tally = self._delivery.tally
+        return tally["sent"] + tally["duplicates"]
+
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """Flush as `flush` does, then drop the rest (`dropped_closed`) and say so. True if nothing was lost."""
         flushed = self.flush(timeout_seconds)
         with self._guard():
             self._closed = True
@@ -231,7 +274,7 @@ class RolloutSender:
         if lost:
             self._delivery.tally.warn("closed", f"closed with {lost} files that were not sent: they are lost")
         if thread is not None:
-            thread.join(min(timeout_seconds, 1.0))
+            thread.join(1.0 if timeout_seconds is None else min(timeout_seconds, 1.0))
         return flushed
 
     # --- the sender's thread ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypedDict, TypeVar
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar
 
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError
@@ -66,27 +66,32 @@ class HookOptions:
         checked_dtype(self.dtype)
 
 
-class HookKeywords(TypedDict, total=False):
-    """The names and types of `HookOptions`, for editors and type checkers: of a call with `**` they ask for these."""
+class AttachKeywords(TypedDict, total=False):
+    """Names and types of the options that every `attach` takes: `HookOptions` but for what the trainer says itself."""
 
     run: str
     token: str | None
     aux_layers: Sequence[int] | Literal["eagle3"]
     initial_drafter: Path | str | None
     draft_vocab_size: int | None
-    policy_version: int
     sample_fraction: float
     max_tokens_per_step: int
     dtype: FeatureDtype
     head_tolerance: float
-    rank: int
-    world_size: int
     queue_bytes: int
     timeout_seconds: float
     patience_seconds: float
     drafter_version: Callable[[], str] | None
     logit_map: wire.LogitMap | None
     strict: bool
+
+
+class HookKeywords(AttachKeywords, total=False):
+    """The names and types of `HookOptions`, for editors and type checkers: of a call with `**` they ask for these."""
+
+    policy_version: int
+    rank: int
+    world_size: int
 
 
 class TrainerHook:
@@ -142,9 +147,22 @@ class TrainerHook:
         """
         return self.sender.metrics()
 
-    def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything captured was sent or dropped."""
+    def flush(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until everything captured was sent or dropped; False if that took longer than `timeout_seconds`.
+
+        None: as long as files arrive, and no longer than `patience_seconds` for the next one.
+        """
         return self.sender.flush(timeout_seconds)
+
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """Capture nothing more, send what is queued as `flush` does, drop the rest. True if nothing was lost."""
+        return self.sender.close(timeout_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.close()
 
 
 class TrainerGuard:

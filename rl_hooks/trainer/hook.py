@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Unpack
+from typing import Any, Final, TypedDict, Unpack
 
 from torch import Tensor, nn
 
@@ -64,11 +64,16 @@ class DrafterOptions(HookOptions):
     own_log_probs: bool = False
 
 
-class DrafterKeywords(HookKeywords, total=False):
-    """The names and types of `DrafterOptions`."""
+class PathKeywords(TypedDict, total=False):
+    """Where an unknown architecture has what is captured."""
 
     layers_path: str | None
     norm_path: str | None
+
+
+class DrafterKeywords(HookKeywords, PathKeywords, total=False):
+    """The names and types of `DrafterOptions`."""
+
     own_log_probs: bool
 
 
@@ -248,11 +253,11 @@ class DrafterHook(TrainerHook):
         """As of any hook, and the wall time that it took from the trainer."""
         return super().metrics() | {"draftalign/overhead_seconds": self.overhead_seconds}
 
-    def close(self, timeout_seconds: float = 5.0) -> bool:
-        """Remove the hooks, then flush and stop the sender. True if nothing was lost."""
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """Remove the hooks, send what is queued as `flush` does, drop the rest. True if nothing was lost."""
         self._closed = True
         self._reader.close()
-        return self.sender.close(timeout_seconds)
+        return super().close(timeout_seconds)
 
     def _submit(self, plan: BatchPlan, targets: Targets) -> None:
         captured, scored = self._reader.pop(plan, targets)

@@ -27,6 +27,9 @@ from rl_hooks.trainer.packing import PackedRollouts, lay_out
 
 #: Policy versions whose spent tokens are known: micro-batches of one step may be of several.
 _VERSIONS: Final = 64
+#: Of the digest in a rollout's id, and of the trainer's own name for it: the format takes 128 characters.
+_DIGEST_DIGITS: Final = 16
+_NAME_CHARACTERS: Final = 128 - 1 - _DIGEST_DIGITS
 #: A fall of policy versions by so much may be a return to an earlier checkpoint; a smaller one is a late batch.
 _FALL: Final = 3
 
@@ -58,6 +61,7 @@ class CaptureArguments:
     temperature: float = 1.0
     top_p: float | None = 1.0
     top_k: int | None = 0
+    #: Each is sent with a digest of the rollout's tokens: `content_id`.
     rollout_ids: Sequence[str] | None = None
     #: Of which kind each row's prompt is (its source, say): another mix of kinds is then no drift.
     strata: Sequence[str] | None = None
@@ -163,6 +167,18 @@ class RolloutIds:
         """An id for a rollout that its trainer has not numbered (from 0 on)."""
         self._made += 1
         return self.of(policy_version, -self._made)
+
+
+def content_id(name: str, tokens: npt.NDArray[np.int32], generated: npt.NDArray[np.bool_]) -> str:
+    """The id under which a rollout is sent that its trainer calls `name`: that, and a digest of what it holds.
+
+    The service counts an id once within a run. So the same rollout, sent again, in another batch or in a later epoch,
+    counts once; and another one under the same name, as where a loop counts from 0 in each step, is another one.
+    """
+    if len(name) > _NAME_CHARACTERS:
+        name = hashlib.sha256(name.encode()).hexdigest()[:32]
+    held = tokens.astype("<i4").tobytes() + generated.astype(np.uint8).tobytes()
+    return f"{name}-{hashlib.sha256(held).hexdigest()[:_DIGEST_DIGITS]}"
 
 
 class VersionOrder:
@@ -307,9 +323,12 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
     if prompt_hashes is not None and not all(map(wire.is_prompt_hash, prompt_hashes)):
         raise RolloutError("prompt_hashes must be of `rl_hooks.wire.prompt_hash`: 16 hexadecimal digits each")
     named = told.rollout_ids
-    names = [ids.next(policy_version) for _ in places] if named is None else [str(name) for name in named]
     # No features precede the first token of a rollout, so it cannot be predicted.
     generated_T[[one[0] for one in places if len(one)]] = False
+    if named is None:
+        names = [ids.next(policy_version) for _ in places]
+    else:
+        names = [content_id(str(n), tokens_T[at], generated_T[at]) for n, at in zip(named, places, strict=True)]
     counts = [int(generated_T[one].sum()) for one in places]
     chosen = choice.choose(names, [len(one) for one in places], counts, policy_version)
     if not chosen:

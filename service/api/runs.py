@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
 from redis.exceptions import RedisError
 
-from rl_hooks.wire import RUN_NAME, Header, parts_bytes, session_field
+from rl_hooks.wire import OPTIONAL_TENSORS, RUN_NAME, Header, parts_bytes, session_field
 from service.access.tokens import Token
 from service.api.auth import Caller
 from service.api.context.audited import audit
@@ -340,6 +340,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
             "draft_coverage": worker.draft_coverage,
             # As each batch's answer says; a sender that registers knows it before its first file.
             "direct_uploads": context.disk.incoming is not None,
+            "optional_tensors": OPTIONAL_TENSORS,
         }
     )
 

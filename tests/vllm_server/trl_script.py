@@ -97,7 +97,7 @@ def main(site: str, server: str, service: str, drafter: str, weights: str, out: 
     trainer.vllm_generation.sync_weights()
     trainer.save_model(f"{out}/policy")
     found = {"rows": rows, "refused": refused, "stats": attachment.stats()}
-    attachment.detach()
+    attachment.close()
     Path(out, "found.json").write_text(json.dumps(found))
 
 

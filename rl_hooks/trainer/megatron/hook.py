@@ -29,7 +29,7 @@ from rl_hooks import wire
 from rl_hooks.errors import RolloutError, UnsupportedModelError
 from rl_hooks.sending.features import Captured
 from rl_hooks.sending.registration import RunRegistration, target_config
-from rl_hooks.trainer.base import HookKeywords, HookOptions, TrainerHook
+from rl_hooks.trainer.base import AttachKeywords, HookKeywords, HookOptions, TrainerHook
 from rl_hooks.trainer.megatron.part import ModelPart, Reading, as_target, check_packing
 from rl_hooks.trainer.megatron.ranks import TensorRanks
 from rl_hooks.trainer.plan import BatchPlan, CaptureArguments, MegatronCaptureKeywords, checked_version, plan_batch
@@ -39,11 +39,18 @@ from rl_hooks.trainer.staging import RolloutStaging, placed
 _Made = TypeVar("_Made")
 
 
-def attach(model: nn.Module, url: str, *, config: Any, **options: Any) -> MegatronHook:
+class MegatronKeywords(AttachKeywords, total=False):
+    """The names and types of the options of `attach`."""
+
+    policy_version: int
+    wait_seconds: float
+
+
+def attach(model: nn.Module, url: str, *, config: Any, **options: Unpack[MegatronKeywords]) -> MegatronHook:
     """Hook this rank's `GPTModel` (in its wrappers or not). Call it on every rank, with the same arguments.
 
-    `config`: the transformers config of the checkpoint. `options`: those of `MegatronHook`. Raises
-    `UnsupportedModelError` on every rank of the group where any of them cannot be served.
+    `config`: the transformers config of the checkpoint. `options`: those of `MegatronHook`, but for rank and world
+    size. Raises `UnsupportedModelError` on every rank of the group where any of them cannot be served.
     """
     from megatron.core import parallel_state
 
@@ -202,11 +209,11 @@ class MegatronHook(TrainerHook):
         at = torch.from_numpy(reading.scored).to(rows_NX.device)
         self._staging.submit(plan, Captured(tuple(aux), last), placed(len(plan.rows), at, *scored), at)
 
-    def close(self, timeout_seconds: float = 5.0) -> bool:
-        """Remove the hooks, then flush and stop the sender. True if nothing was lost."""
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """Remove the hooks, send what is queued as `flush` does, drop the rest. True if nothing was lost."""
         if self._part is not None:
             self._part.close()
-        return self.sender.close(timeout_seconds)
+        return super().close(timeout_seconds)
 
 
 def _raise(error: str) -> None:

@@ -10,14 +10,14 @@ import importlib
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from rl_hooks.trainer.base import captured
 from rl_hooks.trainer.hook import DrafterHook
 
 
 class Attachment:
-    """A trainer with the hook on it. `detach` takes it off again."""
+    """A trainer with the hook on it. `close` takes it off again, and so does the end of `with attach(...):`."""
 
     #: What a trainer must have: methods that are wrapped, and attributes that are read.
     METHODS: ClassVar[tuple[str, ...]] = ()
@@ -50,12 +50,18 @@ class Attachment:
         """Counters of capture and sender, with the time of the RL steps they belong to."""
         return {**self.hook.stats(), "skipped_stale": self._skipped_stale, "step_seconds": self.step_seconds}
 
-    def flush(self, timeout_seconds: float = 30.0) -> bool:
-        """Wait until everything captured so far was sent or dropped."""
+    def flush(self, timeout_seconds: float | None = None) -> bool:
+        """As `DrafterHook.flush`."""
         return self.hook.flush(timeout_seconds)
 
-    def detach(self, timeout_seconds: float = 5.0) -> bool:
-        """Restore the trainer, flush, stop the sender. True if nothing was lost."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.close()
+
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """Restore the trainer, then as `DrafterHook.close`: send what is queued. True if nothing was lost."""
         self._active = False
         for owner, name, wrapper, before in reversed(self._wrapped):
             # If another tool has wrapped our wrapper since, ours stays in place, inactive.

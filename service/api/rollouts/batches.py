@@ -25,6 +25,7 @@ from rl_hooks.wire import (
     AUX_CONVENTION,
     FORMATS,
     NUMPY_DTYPE,
+    OPTIONAL_TENSORS,
     Header,
     LastRows,
     RolloutHeader,
@@ -60,8 +61,8 @@ class Receipt(BaseModel):
     `known_rollouts`: those of its rollouts that came in an earlier batch, by their ids, and are not used again. A file
     that holds nothing else is a duplicate. `dead_total` and `last_dead_reason` count all the run's batches so far: a
     batch can die only after its own answer. `last_rows`: what the run's next files must hold of `last_hidden` and
-    `logsumexp` at least (`rl_hooks.wire`). `direct_uploads`: they may go
-    straight to an object store (`POST /rollouts/direct`).
+    `logsumexp` at least, and `optional_tensors`: what they may hold besides (`rl_hooks.wire`). `direct_uploads`: they
+    may go straight to an object store (`POST /rollouts/direct`).
     """
 
     batch_id: str
@@ -72,6 +73,7 @@ class Receipt(BaseModel):
     last_dead_reason: str = ""
     known_rollouts: int = 0
     last_rows: LastRows
+    optional_tensors: tuple[str, ...] = OPTIONAL_TENSORS
     direct_uploads: bool = False
     warning: str | None = None
 

@@ -52,7 +52,7 @@ def sender(service: RunningService) -> Iterator[RolloutSender]:
     """One that has heard of the store, by its first file."""
     made = RolloutSender(service.url, token=TOKEN)
     send(made, 1)
-    assert made._delivery.direct_uploads
+    assert made._delivery.wanted.direct_uploads
     yield made
     made.close(1.0)
 
@@ -228,7 +228,7 @@ def test_a_service_that_takes_no_direct_uploads_any_more_gets_them_itself(
     send(sender, 2)
     assert sender.stats()["sent"] == 2
     assert len(service.spooled()) == 2
-    assert not sender._delivery.direct_uploads
+    assert not sender._delivery.wanted.direct_uploads
     assert store.stored() == []
 
 

@@ -390,6 +390,55 @@ def test_heads_do_not_fill_the_memory_of_a_trainer_whose_service_is_away(rollout
     sender.close()
 
 
+def test_close_waits_as_long_as_files_arrive_and_then_says_what_is_lost(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six files take three times the patience together; then the service is away, and patience ends the wait."""
+    monkeypatch.setattr("rl_hooks.sending.sender._SAY_SECONDS", 0.2)
+
+    def slowly(_request: Received) -> Answer:
+        time.sleep(0.5)
+        return 202, {}, {"duplicate": False}
+
+    with receiver() as service:
+        service.answer = slowly
+        sender = RolloutSender(service.url, patience_seconds=1.0)
+        for number in range(6):
+            sender.submit([b"%d" % number])
+        assert sender.close()
+        assert len(service.requests) == 6
+    assert "requests (0.0 MB of rollouts) are still to be sent to the service" in caplog.text
+    away = RolloutSender(f"http://127.0.0.1:{free_port()}", patience_seconds=1.0)
+    away.submit_job(Job("PUT", run_path("default"), lambda: [b"0"], 1, keep=True))
+    away.submit([b"1"])
+    began = time.monotonic()
+    assert not away.close()
+    assert time.monotonic() - began > 1.0
+    assert "files that were not sent: they are lost" in caplog.text
+
+
+def test_a_hook_is_closed_at_the_end_of_its_block() -> None:
+    with receiver() as service:
+        model = tiny_qwen3()
+        with DrafterHook(model, service.url, run="r", aux_layers=AUX) as hook:
+            assert hook.flush()
+        assert not hook.sender.submit([b"after close"])
+        assert [request.path for request in service.requests] == ["/runs/r"]
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_rollouts_that_came_before_are_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    with receiver() as service:
+        answer = {"duplicate": True, "known_rollouts": 4, "warning": "rollouts came in an earlier batch (4 of 4)"}
+        service.answer = lambda _request: (200, {}, answer)
+        sender = RolloutSender(service.url)
+        for _ in range(3):
+            sender.submit([b"1"])
+        assert (finished(sender)["duplicates"], sender.stats()["known_rollouts"]) == (3, 12)
+        sender.close()
+    assert caplog.text.count("came in an earlier batch") == 1
+
+
 def test_submitting_never_blocks_and_never_raises(caplog: pytest.LogCaptureFixture) -> None:
     """The peer takes connections and never answers: whoever waits for it waits until the test's own end."""
 

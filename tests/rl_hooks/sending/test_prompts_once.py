@@ -58,7 +58,7 @@ def encoded(index: PackedIndex, captured: Captured, dtype: FeatureDtype, path: P
         target_fingerprint="f" * 32,
         aux_layers=AUX,
     )
-    path.write_bytes(b"".join(staged.encode(metadata)))
+    path.write_bytes(b"".join(staged.encode(metadata, once=True)))
     return path
 
 
@@ -149,7 +149,25 @@ def group(size: int, seed: int) -> Padded:
     return Padded(torch.tensor(ids), torch.ones(size, PROMPT + 5, dtype=torch.int64), torch.tensor(mask), ids, [])
 
 
+def test_a_service_that_names_no_optional_tensors_gets_none(service: Receiver, tmp_path: Path) -> None:
+    """An older service refuses a file with a tensor that it does not know: it answers without `optional_tensors`."""
+    service.answer = lambda _request: (202, {}, {"duplicate": False, "last_rows": "predicting"})
+    model = tiny_qwen3()
+    hook = DrafterHook(model, service.url, run="r", aux_layers=AUX, patience_seconds=0.5)
+    try:
+        for version in range(2):
+            step(hook, model, version, group(4, version))
+            assert hook.flush(30.0)
+        for request in service.rollouts():
+            file = mapped(request, tmp_path)
+            assert "aux_rows" not in file.header.tensors
+            assert len(file.array("aux_hidden")) == 4 * (PROMPT + 5)
+    finally:
+        hook.close()
+
+
 def test_a_hook_sends_the_states_of_a_prompt_once(service: Receiver, tmp_path: Path) -> None:
+    service.answer = lambda _request: (202, {}, {"duplicate": False, "optional_tensors": ["aux_rows"]})
     model = tiny_qwen3()
     hook = DrafterHook(model, service.url, run="r", aux_layers=AUX, patience_seconds=0.5)
     try:

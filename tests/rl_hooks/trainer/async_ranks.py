@@ -73,7 +73,7 @@ def train(directory: Path, policy: str, service: Any, found: dict[str, Any]) -> 
         found["versions"] = sorted({one.version for one in sent})
         found["far"] = max(far_from_its_own_forward(one, weights[one.version], AUX, 1.0) for one in sent)
         found["requests"] = [f"{r.method} {r.path}" for r in service.requests]
-        attachment.detach()
+        attachment.close()
     found["sharded"] = all(isinstance(p, DTensor) for p in trainer.model.parameters())
     return [whole(p.detach()).clone() for p in trainer.model.parameters()]
 

@@ -144,7 +144,7 @@ def test_what_is_sent_equals_each_samples_own_forward_with_the_weights_that_trai
             assert torch.equal(head, weights.get("lm_head.weight", weights["model.embed_tokens.weight"]))
             assert (header.temperature, header.top_p, header.top_k) == (temperature, 1.0, 0)
     assert len({i for r in service.rollouts() for i in ids_of(r, tmp_path / "files")}) == len(sent)
-    attachment.detach()
+    attachment.close()
 
 
 def ids_of(request: Any, directory: Path) -> tuple[str, ...]:
@@ -152,7 +152,11 @@ def ids_of(request: Any, directory: Path) -> tuple[str, ...]:
 
 
 def test_the_prompt_of_a_group_is_sent_once(service: Receiver, tmp_path: Path) -> None:
-    service.answer = lambda _: (202, {}, {"duplicate": False, "last_rows": "predicting"})
+    service.answer = lambda _: (
+        202,
+        {},
+        {"duplicate": False, "last_rows": "predicting", "optional_tensors": ["aux_rows"]},
+    )
     trainer = make_async_trainer(tmp_path, save_policy(tmp_path), draws)
     attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True)
     trainer.train()
@@ -167,7 +171,7 @@ def test_the_prompt_of_a_group_is_sent_once(service: Receiver, tmp_path: Path) -
         assert len(file.array("input_ids")) - len(file.array("aux_hidden")) == 5 * (of_one_prompt - 1)
         for one in sent:
             assert far_from_its_own_forward(one, sampler.weights[one.version], AUX, 1.0) <= NEAR
-    attachment.detach()
+    attachment.close()
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -182,7 +186,7 @@ def test_a_training_that_goes_on_from_weights_of_no_version_sends_nothing_until_
     trainer.train()
     others_before = attachment.stats()["skipped_stale"] if again else 0
     if again:  # it cannot know what the weights are of
-        assert attachment.detach()
+        assert attachment.close()
         attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True)
     trainer.train()  # TRL gives the sampler no weights when it begins a second time
     trainer._sync_weight()
@@ -194,7 +198,7 @@ def test_a_training_that_goes_on_from_weights_of_no_version_sends_nothing_until_
     wanted, others = expected(micros, sampler.samples, sampler.weights)
     assert len(sent) == len(wanted)
     assert others_before + attachment.stats()["skipped_stale"] == others
-    attachment.detach()
+    attachment.close()
 
 
 def test_weights_given_to_the_sampler_before_an_optimizer_step_are_not_those_after_it(
@@ -213,7 +217,7 @@ def test_weights_given_to_the_sampler_before_an_optimizer_step_are_not_those_aft
     assert attachment.flush(30)
     assert [one.version for one in sent_to(service, tmp_path / "files")] == [1] * 15, "of the first step"
     assert attachment.stats()["skipped_stale"] == 30
-    attachment.detach()
+    attachment.close()
 
 
 @pytest.mark.parametrize("trouble", ["works", "down", "reset", "garbage"])
@@ -231,7 +235,7 @@ def test_training_is_bit_identical_whatever_the_service_does(tmp_path: Path, tro
         assert (attachment.stats()["captured_rollouts"], attachment.stats()["failures"]) == (45, 0)
         logged = [log for log in trainer.state.log_history if "loss" in log]
         assert all("draftalign/overhead_seconds" in log and "reward" in log for log in logged)
-        attachment.detach(0.5)
+        attachment.close(0.5)
 
 
 @pytest.mark.parametrize("broken", ["_features", "_label", "_columns", "_request"])
@@ -249,7 +253,7 @@ def test_work_of_ours_that_always_fails_leaves_training_bit_identical(
     assert (curve, torch.equal(weights, expected_weights)) == (expected_curve, True)
     assert attachment.stats()["failures"] > 0
     assert attachment.stats()["captured_rollouts"] == 0
-    attachment.detach()
+    attachment.close()
 
 
 def test_detaching_leaves_the_trainer_as_it_was(service: Receiver, tmp_path: Path) -> None:
@@ -269,7 +273,7 @@ def test_detaching_leaves_the_trainer_as_it_was(service: Receiver, tmp_path: Pat
     trainer.train()
     trainer.get_train_dataloader = loaders
     assert "torch_call" in vars(collators[0])
-    assert attachment.detach()
+    assert attachment.close()
     now = vars(trainer)
     assert {name for name in now if now[name] is not before.get(name)} >= {"state"}
     for name in ("compute_loss", "log", "get_train_dataloader"):
@@ -328,4 +332,4 @@ def test_rewards_that_are_not_known_are_not_made_up(service: Receiver, tmp_path:
     trainer.train()
     assert attachment.flush(30)
     assert [one.reward for one in sent_to(service, tmp_path / "files")] == [None] * 10 + [0.5] * 5
-    attachment.detach()
+    attachment.close()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
-from hooks_fixtures import VOCAB, Padded, Receiver, as_float, mapped, padded_batch, receiver
+from hooks_fixtures import VOCAB, Padded, Receiver, as_float, mapped, names_of, padded_batch, receiver
 from hooks_fixtures import tiny_qwen3 as tiny
 from torch import nn
 from transformers import DataCollatorWithFlattening
@@ -221,7 +221,7 @@ def test_a_packed_row_is_sent_as_its_rollouts_bit_for_bit(
     header = wire.check_rollout_header(file.header)
     ids, cu, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     wire.check_index(header, ids, cu, mask, VOCAB)
-    assert (header.rollout_ids, header.rewards) == (tuple("abcd"), (1.0, 2.0, 3.0, 4.0))
+    assert (names_of(header), header.rewards) == (tuple("abcd"), (1.0, 2.0, 3.0, 4.0))
     assert file.array("input_ids").tolist() == row.input_ids[0].tolist()
     assert file.array("cu_seqlens").tolist() == said["cu_seq_lens_q"].tolist()
     T = row.input_ids.shape[1]

@@ -9,25 +9,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
 from capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
-from hooks_fixtures import HIDDEN, VOCAB, Padded, Receiver, as_float, mapped, padded_batch, receiver
+from hooks_fixtures import HIDDEN, VOCAB, Padded, Receiver, as_float, mapped, names_of, padded_batch, receiver
 from hooks_fixtures import tiny_qwen3 as tiny
 from ports import free_port
 from torch import nn
 
-from rl_hooks import wire
+import rl_hooks
+from rl_hooks import trl, wire
 from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.base import COUNTERS, HookKeywords, HookOptions
 from rl_hooks.trainer.hook import DrafterKeywords, DrafterOptions
+from rl_hooks.trainer.megatron import hook as megatron
 from rl_hooks.trainer.plan import CaptureArguments, CaptureKeywords, RolloutChoice, VersionOrder
 
 
@@ -60,7 +62,7 @@ def test_a_sent_file_is_valid_holds_no_padding_and_says_what_the_batch_said(serv
     header = wire.check_rollout_header(file.header)
     ids, cu, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
     wire.check_index(header, ids, cu, mask, VOCAB)
-    assert (header.run, header.policy_version, header.rollout_ids) == ("r", 3, tuple("abcd"))
+    assert (header.run, header.policy_version, names_of(header)) == ("r", 3, tuple("abcd"))
     assert (header.rewards, header.temperature, header.top_p, header.top_k) == ((1.0, 0.0, 0.5, -1.0), 0.7, 0.9, 0)
     assert header.target_fingerprint == wire.target_fingerprint(model.config.to_dict(), (1, 2, 3))
     assert header.strata == tuple("xyxy")
@@ -228,7 +230,7 @@ def test_rows_without_response_and_single_tokens_are_left_out_and_first_tokens_n
     run_once(hook, model, batch, loss_mask=loss, attention_mask=attention, rollout_ids=list("abcd"))
     file = sent_file(service, hook, tmp_path)
     header = wire.check_rollout_header(file.header)
-    assert header.rollout_ids == ("a", "c")
+    assert names_of(header) == ("a", "c")
     wire.check_index(header, file.array("input_ids"), file.array("cu_seqlens"), file.array("loss_mask"), VOCAB)
     assert hook.stats()["skipped_empty"] == 2
     hook.close()
@@ -247,12 +249,12 @@ def test_padding_on_both_sides_and_holes_by_mask_are_stripped(service: Receiver,
 def test_sampling_is_by_id_keeps_whole_rollouts_and_respects_the_budget(service: Receiver, tmp_path: Path) -> None:
     model, batch = tiny(), padded_batch([(4, 6)] * 12)
     names = [f"rollout-{i}" for i in range(12)]
-    below = sorted(n for n in names if sampling_position(n, "sample") < 0.5)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), sample_fraction=0.5, strict=True)
     run_once(hook, model, batch, rollout_ids=names)
     header = wire.check_rollout_header(sent_file(service, hook, tmp_path).header)
-    assert sorted(header.rollout_ids) == below
-    assert hook.stats()["skipped_sampling"] == 12 - len(below)
+    assert header.rollout_ids
+    assert all(sampling_position(name, "sample") < 0.5 for name in header.rollout_ids)
+    assert hook.stats()["skipped_sampling"] == 12 - len(header.rollout_ids) > 0
     hook.close()
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), max_tokens_per_step=35, strict=True)
     run_once(hook, model, batch, rollout_ids=names)
@@ -365,6 +367,27 @@ def test_editors_are_told_of_every_option_and_argument(keywords: type, fields: t
     assert get_type_hints(keywords) == get_type_hints(fields)
 
 
+@pytest.mark.parametrize(
+    ("attach", "own"),
+    [
+        (trl.attach, {"policy_version", "rank", "world_size", "own_log_probs"}),
+        (megatron.attach, {"rank", "world_size"}),
+    ],
+)
+def test_editors_are_told_of_every_option_of_attach(attach: Callable[..., Any], own: set[str]) -> None:
+    """All but those that the trainer says itself; and `wait_seconds`, which is Megatron's own."""
+    (keywords,) = get_args(get_type_hints(attach)["options"])
+    fields = HookOptions if attach is megatron.attach else DrafterOptions
+    known = {name: kind for name, kind in get_type_hints(fields).items() if name not in own}
+    assert {n: k for n, k in get_type_hints(keywords).items() if n != "wait_seconds"} == known
+
+
+def test_what_a_loop_of_ones_own_needs_is_in_the_package() -> None:
+    assert [getattr(rl_hooks, name).__name__.rpartition(".")[2] for name in rl_hooks.__all__] == rl_hooks.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = rl_hooks.nothing
+
+
 def test_a_capture_after_close_is_said_once_and_is_no_failure(
     service: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -440,11 +463,31 @@ def test_a_dtype_that_is_none_is_refused_when_attaching_and_the_model_left_as_it
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_an_id_that_comes_again_names_another_rollout_where_its_tokens_differ(
+    service: Receiver, tmp_path: Path
+) -> None:
+    """A loop that counts from 0 in each step, and one that goes over the same rollouts again with other weights."""
+    model = tiny()
+    hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
+    one, other = padded_batch(LENGTHS, seed=1), padded_batch(LENGTHS, seed=2)
+    long = [*"012", "3" * 500]
+    for version, batch in enumerate((one, other, one)):
+        run_once(hook, model, batch, version=version, rollout_ids=long)
+    assert hook.flush(30.0)
+    first, second, again = (
+        wire.check_rollout_header(mapped(request, tmp_path).header).rollout_ids for request in service.rollouts()
+    )
+    assert not set(first) & set(second)
+    assert first == again
+    assert max(map(len, first)) <= 128
+    hook.close()
+
+
 def test_rollout_ids_may_be_integers(service: Receiver, tmp_path: Path) -> None:
     model, batch = tiny(), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
     run_once(hook, model, batch, rollout_ids=[7, 8, 9, 10])
-    assert wire.check_rollout_header(sent_file(service, hook, tmp_path).header).rollout_ids == ("7", "8", "9", "10")
+    assert names_of(wire.check_rollout_header(sent_file(service, hook, tmp_path).header)) == ("7", "8", "9", "10")
     hook.close()
 
 

@@ -118,7 +118,7 @@ def test_three_steps_deliver_every_rollout_once_with_its_version_and_reward(
     stats = attachment.stats()
     assert (stats["captured_rollouts"], stats["sent"], stats["failures"]) == (24, 6, 0)
     assert 0.0 < attachment.overhead_seconds < attachment.step_seconds
-    assert attachment.detach()
+    assert attachment.close()
     assert "_compute_loss" not in vars(trainer)
 
 
@@ -139,7 +139,7 @@ def test_a_column_of_the_training_data_is_sent_as_the_kind_of_each_prompt(servic
             kinds.add(kind)
     assert len(kinds) > 1
     assert attachment.stats()["failures"] == 0
-    attachment.detach()
+    attachment.close()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_groups_of_a_step_share_the_states_of_their_prompts(service: Receive
         repeated = sum(len(one) for one in prompts) - sum(len(one) for one in {*prompts})
         assert len(file.array("aux_hidden")) == len(ids) - repeated // ids.itemsize
         wire.check_index(wire.check_rollout_header(file.header), ids, starts, mask, VOCAB, file.array("aux_rows"))
-    attachment.detach()
+    attachment.close()
 
 
 @pytest.mark.parametrize("trouble", ["works", "down", "reset", "garbage", "slow"])
@@ -187,7 +187,7 @@ def test_training_is_bit_identical_whatever_the_service_does(tmp_path: Path, tro
         stats = attachment.stats()
         assert (stats["captured_rollouts"], stats["failures"]) == (24, 0)
         started = time.monotonic()
-        attachment.detach(0.5)
+        attachment.close(0.5)
         assert time.monotonic() - started < 10, "nobody waits for an answer that takes 20 s"
 
 
@@ -205,7 +205,7 @@ def test_what_the_trainers_data_loader_forks_changes_nothing(service: Receiver, 
     names = [name for one in headers for name in json.loads(one.metadata["rollout_ids"])]
     assert len(names) == len({*names}) == attachment.stats()["captured_rollouts"] == 24
     assert [one.path for one in service.requests if one.method == "PUT"].count("/runs/r") == 1
-    attachment.detach()
+    attachment.close()
 
 
 def test_a_capture_that_fails_at_every_step_leaves_training_bit_identical(service: Receiver, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_capture_that_fails_at_every_step_leaves_training_bit_identical(servic
     assert torch.equal(weights, expected_weights)
     assert attachment.stats()["failures"] == 3
     assert attachment.stats()["captured_rollouts"] == 0
-    attachment.detach()
+    attachment.close()
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_each_rollout_is_captured_once_and_only_under_the_weights_that_made_it(
     stats = attachment.stats()
     assert len(ids) == len(set(ids)) == stats["captured_rollouts"] == captured
     assert stats["skipped_stale"] == stale
-    attachment.detach()
+    attachment.close()
 
 
 def test_gradient_checkpointing_masked_truncations_and_top_p(
@@ -265,7 +265,7 @@ def test_gradient_checkpointing_masked_truncations_and_top_p(
         assert (header.top_p, header.top_k) == (0.9, 20)
         ends = file.array("input_ids")[file.array("cu_seqlens")[1:] - 1]
         assert set(ends.tolist()) <= {0, 1}  # those left ended by themselves
-    attachment.detach()
+    attachment.close()
     assert caplog.text.count("top_p=0.9, top_k=20 changes what is drawn") == 1
 
 
@@ -294,7 +294,7 @@ def test_the_samplers_own_log_probabilities_and_tool_masks_are_sent(
     for begin, end in itertools.pairwise(cu):
         first = begin + int(mask[begin:end].argmax())
         assert mask[first : first + 3].tolist() == [1, 0, 1]  # the environment's token is not the policy's
-    attachment.detach()
+    attachment.close()
     assert "changes what is drawn" not in caplog.text
 
 
@@ -319,7 +319,7 @@ def test_what_the_trainer_logs_gets_the_hooks_numbers_and_nothing_of_it_is_lost(
     else:
         assert [(log["draftalign/trained"], log["draftalign/alpha"]) for log in found] == [(7.0, 2.5)] * 3
         assert set(found[0]) == {f"draftalign/{n}" for n in ("trained", "alpha", "dropped", "overhead_seconds")}
-    attachment.detach(1.0)
+    attachment.close(1.0)
     assert "log" not in vars(trainer)
 
 
@@ -350,7 +350,7 @@ def test_a_callback_of_the_trainers_log_is_told_alpha_headroom_and_the_drafters_
         assert found.pop("overhead_seconds") >= 0.0
         expected = {"alpha": 2.25, "alpha_live": 2.125, "headroom": 0.03125, "drafter_number": 12}
         assert found == expected | {"trained": 5, "dead": 0, "skipped": 0, "waiting": 1, "dropped": 0}
-    attachment.detach(1.0)
+    attachment.close(1.0)
 
 
 def test_a_trainer_without_the_wrapped_methods_is_refused_when_attaching_by_version() -> None:
@@ -381,7 +381,7 @@ def test_a_trainer_whose_loss_goes_past_the_wrapped_method_is_refused_when_attac
 
     trainer.__class__ = Own if asks else OwnWithoutAsking
     if asks:
-        attach(trainer, "http://127.0.0.1:1", aux_layers=AUX).detach(0.0)
+        attach(trainer, "http://127.0.0.1:1", aux_layers=AUX).close(0.0)
         return
     with pytest.raises(UnsupportedTrainerError, match=r"OwnWithoutAsking.compute_loss does not call _compute_loss"):
         attach(trainer, "http://127.0.0.1:1", aux_layers=AUX)
@@ -405,7 +405,7 @@ def test_registration_is_sent_before_the_first_step_and_describes_the_trainers_m
     file = mapped(service.requests[0], tmp_path)
     assert json.loads(file.header.metadata["config"])["model_type"] == "qwen3"
     assert torch.equal(as_float(file, "embed_tokens"), trainer.model.model.embed_tokens.weight)
-    attachment.detach()
+    attachment.close()
 
 
 def test_the_guide_names_all_that_stats_has(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_the_guide_names_all_that_stats_has(tmp_path: Path) -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guide" / "trainers.md").read_text(encoding="utf-8")
     table = guide.partition("\n`stats()` has, of this process:\n")[2].partition("\n\nLog lines")[0]
     assert set(re.findall(r"`([a-z_]+)`", table)) == attachment.stats().keys()
-    attachment.detach(0.5)
+    attachment.close(0.5)
 
 
 def test_the_guides_server_for_trl_has_the_options_that_trl_gives_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from capture_fixtures import LENGTHS, logprob_gap, run_once
-from hooks_fixtures import HIDDEN, VOCAB, Receiver, mapped, padded_batch, receiver, tiny_qwen3
+from hooks_fixtures import HIDDEN, VOCAB, Receiver, mapped, names_of, padded_batch, receiver, tiny_qwen3
 
 from drafter.batch import RolloutBatch, load_batch
 from rl_hooks import wire
@@ -39,7 +40,8 @@ def sent(
     service.requests.clear()
     model, batch = tiny_qwen3(), padded_batch(LENGTHS)
     hook = DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), dtype=dtype, strict=True, **options)
-    hook._staging.sender._delivery.last_rows = last_rows
+    delivery = hook._staging.sender._delivery
+    delivery.wanted = replace(delivery.wanted, last_rows=last_rows)
     run_once(
         hook, model, batch, rollout_ids=list(NAMES), rewards=[0.0, 1.0, 2.0, 3.0], strata=[f"kind {n}" for n in NAMES]
     )
@@ -62,7 +64,7 @@ def by_rollout(files: list[wire.MappedFile]) -> dict[str, dict[str, Any]]:
         ids, cu, mask = (file.array(name) for name in ("input_ids", "cu_seqlens", "loss_mask"))
         wire.check_index(header, ids, cu, mask, VOCAB)
         predicting = wire.predicting_rows(mask)
-        for n, name in enumerate(header.rollout_ids):
+        for n, name in enumerate(names_of(header)):
             rows = np.arange(cu[n], cu[n + 1])
             few = np.flatnonzero((predicting >= cu[n]) & (predicting < cu[n + 1]))
             of: dict[str, Any] = {"reward": (header.rewards or ())[n], "stratum": (header.strata or ())[n]}
@@ -104,7 +106,7 @@ def test_the_rollouts_of_a_forward_are_the_same_in_several_files(
     assert len(whole) == 1
     limits(monkeypatch, dtype, tokens, longest=1000)
     parts, stats = sent(service, tmp_path / "parts", dtype, last_rows)
-    assert ["".join(wire.check_rollout_header(part.header).rollout_ids) for part in parts] == files
+    assert ["".join(names_of(wire.check_rollout_header(part.header))) for part in parts] == files
     assert by_rollout(parts) == by_rollout(whole)
     assert (stats["captured_rollouts"], stats["captured_tokens"], stats["cut_long"]) == (4, sum(TOKENS.values()), 0)
     for part in parts:

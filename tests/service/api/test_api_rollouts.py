@@ -76,6 +76,7 @@ def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningSe
         "last_dead_reason": "",
         "known_rollouts": 0,
         "last_rows": "predicting",
+        "optional_tensors": ["aux_rows"],
         "direct_uploads": False,
         "warning": None,
     }
