@@ -8,6 +8,7 @@
 | `run-closed` to anything | a person drains or archived the run: the same |
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
+| `too-many-runs`, `run-damaged` | a person has to act: the same, but after a minute |
 | `StoreUnreachable` from an upload by the object store | the same file through the API, and all for five minutes |
 | any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
 """
@@ -38,6 +39,9 @@ _CLOSED: Final = "urn:draftalign:run-closed"
 _NOT_FOUND: Final = "urn:draftalign:not-found"
 #: Likewise, that no run of this name is registered.
 NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
+#: Likewise, what lasts until a person acts. A registration goes on being sent, for somebody may, at this pace.
+_TAKES_A_PERSON: Final = ("urn:draftalign:too-many-runs", "urn:draftalign:run-damaged")
+_PERSON_SECONDS: Final = 60.0
 #: A smaller file costs the API less when it goes through it: docs/lab/performance.md.
 _SMALLEST_DIRECT_BYTES: Final = 8 << 20
 #: After it could not be used.
@@ -104,7 +108,9 @@ class ServiceClient:
                 verdict = self._judge(job, reply)
                 if verdict is not None:
                     return verdict
-                if reply.retry_after_seconds is not None:
+                if reply.fields.get("type") in _TAKES_A_PERSON:
+                    seconds = _PERSON_SECONDS * _JITTER.uniform(0.5, 1.0)
+                elif reply.retry_after_seconds is not None:
                     seconds = min(max(reply.retry_after_seconds, 0.05), _MAX_RETRY_AFTER_SECONDS)
             if not job.keep and time.monotonic() + seconds - started > self.patience_seconds:
                 break
@@ -142,7 +148,7 @@ class ServiceClient:
                 self.joined = reply.status == 200
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
-                self.tally.note(f"warning {kind_of(warning)}", f"the drafter service says: {warning}")
+                self.tally.note(f"warning {fields.get('warning_code')}", f"the drafter service says: {warning}")
             self.read_deaths(fields)
             if (wanted := fields.get("last_rows")) in ("all", "predicting"):  # the answer to a head does not say
                 self.last_rows = wanted
@@ -153,6 +159,8 @@ class ServiceClient:
             text += " (give token=, or set DRAFTALIGN_TOKEN in this process's environment)"
         elif reply.status == 404 and kind in (None, _NOT_FOUND):
             text += " (is it a draftalign service?)"
+        elif kind in _TAKES_A_PERSON:
+            text += " (it is asked again about once a minute)"
         if registers:
             self._not_registered = text
         elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it
@@ -162,7 +170,8 @@ class ServiceClient:
             self.refused = True
             text += f". {_STOPPED}"
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
-        if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
+        passing = reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses
+        if not self.refused and (passing or kind in _TAKES_A_PERSON):
             return None
         if job.method == "POST":  # a run of this name with another kind of drafter, maybe
             self.last_rows = "all"
