@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, SecretStr, TypeAdapter
 from record_fixtures import score
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, head_file, rollout_file
@@ -111,7 +111,7 @@ def test_what_writes_answer_is_as_declared(lived: RunningService) -> None:
 
 
 def test_the_openapi_document_has_a_schema_for_every_json_answer() -> None:
-    document = create_app(Settings(redis_url="redis://127.0.0.1:1")).openapi()
+    document = create_app(Settings(redis_url=SecretStr("redis://127.0.0.1:1"))).openapi()
     bare = {
         f"{method.upper()} {path} {status}"
         for path, calls in document["paths"].items()
