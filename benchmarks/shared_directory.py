@@ -206,7 +206,7 @@ def paused(hosts: Hosts) -> float:
     """Seconds until one API knows that a run was paused at the other."""
     first, second = (f"{url}/runs/{RUN}" for url in hosts.urls)
     httpx.patch(first, json={"state": "paused", "reason": "trial"}, timeout=40).raise_for_status()
-    return heard(lambda: httpx.get(second, timeout=40).json()["state"]["state"] == "paused")
+    return heard(lambda: httpx.get(second, timeout=40).json()["state"] == "paused")
 
 
 def rolled_back(hosts: Hosts, reader: Reader) -> list[float]:

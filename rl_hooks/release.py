@@ -110,11 +110,8 @@ class VerifiedManifest:
     kind: str = "eagle3"
     #: The layers whose entering states it reads; empty where the service does not say.
     aux_layers: tuple[int, ...] = ()
-
-    @property
-    def pushed_again(self) -> bool:
-        """Whether a person published this version again, after it had been served."""
-        return self.reason.lower().startswith(("pushed again", "pushed_again"))
+    #: A person wants it in engines whose canary has rejected the version, too.
+    override_canary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +172,7 @@ def parse_manifest(document: object, run: str) -> VerifiedManifest:
         replayed_alpha=_replayed_alpha(document.get("gate")),
         kind=str(kind),
         aux_layers=layers_of(document.get("aux_layers")),
+        override_canary=_flag(document, "override_canary"),
     )
     if files_digest(sha256s) != manifest.digest:
         raise ManifestError(f"digest: {manifest.digest} does not match the listed files; do not use this version")
@@ -211,6 +209,13 @@ def _name(table: Mapping[str, Any], key: str) -> str:
     value = table.get(key)
     if not isinstance(value, str) or not PLAIN_NAME.fullmatch(value) or value == "engines" or value.endswith(".part"):
         raise ManifestError(f"{key}: {str(value)[:80]!r} is not a plain name of letters, digits, '.', '_' and '-'")
+    return value
+
+
+def _flag(table: Mapping[str, Any], key: str) -> bool:
+    value = table.get(key, False)  # services and agents' memories of before have none
+    if type(value) is not bool:
+        raise ManifestError(f"{key}: expected true or false, got {str(value)[:80]!r}")
     return value
 
 

@@ -242,10 +242,12 @@ class Service(Peer):
         self._offer(document)
         return str(document["version"])
 
-    def push_again(self, reason: str = "revived: drafter dead") -> None:
+    def push_again(self, *, override_canary: bool = False) -> None:
+        """As the service does by itself, or, to override canaries, as a person's rollback to what is served."""
         assert self.manifest is not None
         self.sequence += 1
-        self._offer(self.manifest | {"sequence": self.sequence, "reason": reason})
+        more = {"sequence": self.sequence, "reason": "drafter dead", "override_canary": override_canary}
+        self._offer(self.manifest | more)
 
     def _offer(self, document: dict[str, Any]) -> None:
         with self.lock:

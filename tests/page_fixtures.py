@@ -177,7 +177,7 @@ def serving(
             elif url.path == "/runs":
                 said = {run: headline(facts_of(snapshot, Settings())) for run, snapshot in runs.items()}
                 found = [{"run": run, "headline": asdict(one)} for run, one in said.items()]
-                self._answer(200, "application/json", json.dumps(found).encode())
+                self._answer(200, "application/json", json.dumps({"runs": found}).encode())
             else:
                 server.unexpected.append(self.path)  # type: ignore[attr-defined]
                 self._answer(404, "text/plain", b"")

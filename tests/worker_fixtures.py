@@ -356,6 +356,9 @@ class Bench:
         record = self.queue.batch(batch_id)
         return "unknown" if record is None else record["reason"]
 
+    def code(self, batch_id: str) -> str | None:
+        return (self.queue.batch(batch_id) or {}).get("code")
+
     def spooled(self) -> list[str]:
         return sorted(p.name for p in self.layout.spool("default").iterdir())
 

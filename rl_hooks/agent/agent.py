@@ -306,7 +306,7 @@ class SwapAgent:
         """The runs that the token may read; none where the service does not say."""
         try:
             answer = await ask(client, "GET", "/runs")
-            return [str(one["run"]) for one in answer.json()] if answer.status_code == 200 else []
+            return [str(one["run"]) for one in answer.json()["runs"]] if answer.status_code == 200 else []
         except (AgentError, httpx.HTTPError, ValueError, TypeError, KeyError):
             return []
 

@@ -43,7 +43,7 @@ class ReleaseChoice:
         if offer.sequence in given_up:  # what it serves stays, on trial perhaps
             return self.fallback if serving is None or serving in self.rejected else None
         rejected_at = self.rejected.get(offer.version)
-        if rejected_at is None or (offer.sequence > rejected_at and offer.manifest.pushed_again):
+        if rejected_at is None or (offer.sequence > rejected_at and offer.manifest.override_canary):
             return offer
         return self.fallback
 

@@ -9,6 +9,7 @@
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
 | 401, 403 or another's 404 to what is kept | the same without an end: a token may be added, a proxy may be starting |
+| `too-many-runs`, `run-damaged` | a person has to act: the same, but after a minute |
 | `StoreUnreachable` from an upload by the object store | the same file through the API, and all for five minutes |
 | any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
 """
@@ -39,6 +40,9 @@ _CLOSED: Final = "urn:draftalign:run-closed"
 _NOT_FOUND: Final = "urn:draftalign:not-found"
 #: Likewise, that no run of this name is registered.
 NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
+#: Likewise, what lasts until a person acts. A registration goes on being sent, for somebody may, at this pace.
+_TAKES_A_PERSON: Final = ("urn:draftalign:too-many-runs", "urn:draftalign:run-damaged")
+_PERSON_SECONDS: Final = 60.0
 #: A smaller file costs the API less when it goes through it: docs/lab/performance.md.
 _SMALLEST_DIRECT_BYTES: Final = 8 << 20
 #: After it could not be used.
@@ -49,9 +53,10 @@ _AGAIN: Final = "It is tried again, and training goes on"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
 
-def _is_ours(kind: object) -> bool:
-    """Whether the type of a problem document is one of the service's."""
-    return isinstance(kind, str) and kind.startswith("urn:draftalign:")
+def _may_pass(status: int, kind: object) -> bool:
+    """Whether a token that is added, or a proxy whose backend starts, ends it: 401, 403, a 404 that is not ours."""
+    ours = isinstance(kind, str) and kind.startswith("urn:draftalign:")
+    return status in (401, 403) or (status == 404 and not ours)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,9 @@ class ServiceClient:
                 verdict = self._judge(job, reply)
                 if verdict is not None:
                     return verdict
-                if reply.retry_after_seconds is not None:
+                if reply.fields.get("type") in _TAKES_A_PERSON:
+                    seconds = _PERSON_SECONDS * _JITTER.uniform(0.5, 1.0)
+                elif reply.retry_after_seconds is not None:
                     seconds = min(max(reply.retry_after_seconds, 0.05), _MAX_RETRY_AFTER_SECONDS)
             if not job.keep and time.monotonic() + seconds - started > self.patience_seconds:
                 break
@@ -165,7 +172,7 @@ class ServiceClient:
                 self.joined = reply.status == 200
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
-                self.tally.note(f"warning {kind_of(warning)}", f"the drafter service says: {warning}")
+                self.tally.note(f"warning {fields.get('warning_code')}", f"the drafter service says: {warning}")
             if type(known := fields.get("known_rollouts")) is int:
                 self.tally.add("known_rollouts", known)
             self.read_deaths(fields)
@@ -176,6 +183,8 @@ class ServiceClient:
             text += " (give token=, or set DRAFTALIGN_TOKEN in this process's environment)"
         elif reply.status == 404 and kind in (None, _NOT_FOUND):
             text += " (is it a draftalign service?)"
+        elif kind in _TAKES_A_PERSON:
+            text += " (it is asked again about once a minute)"
         if registers:
             self._not_registered = text
         elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it
@@ -184,13 +193,14 @@ class ServiceClient:
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
             text += f". {_STOPPED}"
-        elif job.keep and (reply.status in (401, 403) or (reply.status == 404 and not _is_ours(kind))):
+        elif job.keep and kind not in _TAKES_A_PERSON and _may_pass(reply.status, kind):
             self.tally.note(f"{job.method} {job.path} {reply.status}", f"{text}. {_AGAIN}")
             return None
         elif kind == NO_SUCH_RUN and reply.status in job.retry_statuses:
             text += ". It is tried again: rank 0 registers the run in its first forward"
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
-        if not self.refused and (reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses):
+        passing = reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses
+        if not self.refused and (passing or kind in _TAKES_A_PERSON):
             return None
         if job.method == "POST":  # a run of this name with another kind of drafter, maybe
             self.wanted = replace(self.wanted, last_rows="all")

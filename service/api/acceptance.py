@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence, Set
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
 from service.api.auth import Caller, check_covers
+from service.api.context.answers import AlphaAnswer
 from service.api.context.audited import audit, audit_now
 from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.drafters import tagged
@@ -296,7 +297,7 @@ def _check_canary(context: ServiceContext, run: str, canary: CanaryReport) -> No
         )
 
 
-@router.get("/alpha", responses={200: {"model": dict[str, Any]}, 304: {"description": "Still the same."}})
+@router.get("/alpha", responses={200: {"model": AlphaAnswer}, 304: {"description": "Still the same."}})
 async def get_alpha(
     request: Request,
     context: Context,

@@ -35,6 +35,7 @@ from service.api import drafters as drafters_api
 from service.api import problems
 from service.api import runs as runs_api
 from service.api.auth import Caller, Guard, check_binding
+from service.api.context.answers import API_VERSION, Status
 from service.api.context.audited import Auditor
 from service.api.context.context import Context, ServiceContext
 from service.api.context.spare import SpareFile
@@ -76,6 +77,7 @@ _HEADERS: Final = [
     ("X-Frame-Options", "DENY"),
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
+    ("Draftalign-Api", str(API_VERSION)),
 ]
 
 
@@ -104,6 +106,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPIOffline(  # `/docs` takes its script from here, not from a stranger's host
         static_url="/docs/static",
         title="draftalign",
+        version=str(API_VERSION),
         description="Keeps a speculative-decoding drafter in step with a policy that RL keeps changing.",
         lifespan=lifespan,
         redoc_url=None,
@@ -166,13 +169,13 @@ async def _return_memory(_context: ServiceContext) -> None:
 
 
 @router.get("/healthz")
-async def healthz() -> dict[str, str]:
+async def healthz() -> Status:
     """Answer while the process lives."""
-    return {"status": "ok"}
+    return Status(status="ok")
 
 
 @router.get("/readyz")
-async def readyz(context: Context) -> dict[str, str]:
+async def readyz(context: Context) -> Status:
     """Answer while rollouts can be taken: Redis took a write within the last second, and the spool has room.
 
     With `state_url` the object store answered when it was asked last, too: once a second.
@@ -184,7 +187,7 @@ async def readyz(context: Context) -> dict[str, str]:
     if free < least:
         found = f"{in_units(free)} are free on the spool's disk; at least {in_units(least)} must be"
         raise Problem(503, "spool-low", f"{found} (DRAFTALIGN_SPOOL_MIN_FREE_BYTES)", headers={"Retry-After": "10"})
-    return {"status": "ready"}
+    return Status(status="ready")
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses={304: {"description": "Still the same."}})

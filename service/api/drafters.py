@@ -7,7 +7,7 @@ import base64
 import contextlib
 import hashlib
 import logging
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,8 +18,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rl_hooks.release import NONCE_PATTERN, SIGNATURE_HEADER
 from rl_hooks.wire import Header
+from service.api.context.answers import DrafterList
 from service.api.context.audited import audit
-from service.api.context.context import Context, RunQuery, ServiceContext
+from service.api.context.context import Context, NamedRun, RunQuery, ServiceContext
 from service.api.problems import Problem, ProblemResponse
 from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
@@ -196,7 +197,7 @@ async def _object_url(context: ServiceContext, run: str, manifest: Manifest, nam
     return await context.answers.get(("object", run, manifest.digest, name), ask)
 
 
-@router.get("/drafters", responses={200: {"model": dict[str, Any]}, 304: {"description": "Still the same."}})
+@router.get("/drafters", responses={200: {"model": DrafterList}, 304: {"description": "Still the same."}})
 async def get_drafters(request: Request, context: Context, run: RunQuery = "default") -> Response:
     """List the versions that can be served, and the history with every verdict."""
     context.run(run)
@@ -232,7 +233,7 @@ async def post_drafter(
     request: Request,
     response: Response,
     context: Context,
-    run: RunQuery = "default",
+    run: NamedRun,
     reason: Annotated[str, Query(min_length=1, max_length=400, description="Why it is sent.")] = "trained elsewhere",
     by: Annotated[str | None, Query(min_length=1, max_length=80, description="Who sends it.")] = None,
 ) -> Manifest:
@@ -258,19 +259,32 @@ async def post_drafter(
 
 
 class ChoiceRequest(BaseModel):
-    """Body of a rollback or a hold."""
+    """Body of a hold."""
 
     model_config = ConfigDict(extra="forbid")
     reason: str = Field(min_length=1, max_length=400)
     by: str | None = Field(None, min_length=1, max_length=80, description="Who wants it, for people to read.")
 
 
-async def _choice(request: Request, context: ServiceContext, run: str, action: str, version: str) -> ChoiceRequest:
+class RollbackRequest(ChoiceRequest):
+    """Body of a rollback."""
+
+    override_canary: bool = Field(
+        False, strict=True, description="Whether engines whose canary has rejected the version load it all the same."
+    )
+
+
+_Choice = TypeVar("_Choice", bound=ChoiceRequest)
+
+
+async def _choice(
+    request: Request, context: ServiceContext, run: str, action: str, version: str, kind: type[_Choice]
+) -> _Choice:
     audit(request, action, version=version)
     context.run(run)
     await context.looks.find(run, version)
     check_open(context.layout, run)
-    body = await parse_body(request, ChoiceRequest)
+    body = await parse_body(request, kind)
     audit(request, action, version=version, reason=body.reason)
     return body
 
@@ -281,26 +295,31 @@ _HELD: Final[dict[int | str, dict[str, Any]]] = {
 
 
 @router.post(
-    "/drafter/{version}/rollback", response_model=Manifest, responses=_HELD, openapi_extra=json_body(ChoiceRequest)
+    "/drafter/{version}/rollback", response_model=Manifest, responses=_HELD, openapi_extra=json_body(RollbackRequest)
 )
-async def post_rollback(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
+async def post_rollback(request: Request, context: Context, version: str, run: NamedRun) -> Manifest:
     """Serve an older version again, until the gate finds a better one. Body: `{"reason": "...", "by": "..."}`.
 
-    Where it is served already, engines load it again.
+    Where it is served already, engines load it again. The same body again, while nothing else has moved, changes
+    nothing and is answered alike, so a call without an answer may be repeated. With `override_canary` engines whose
+    canary has rejected the version load it, too.
     """
-    body = await _choice(request, context, run, "rollback", version)
-    manifest = await context.locking(context.registry.rollback, run, version, body.reason, by=body.by)
-    log.warning("run %s serves %s again, by %r: %r", run, version, body.by or "a person", body.reason)
+    body = await _choice(request, context, run, "rollback", version, RollbackRequest)
+    manifest = await context.locking(
+        context.registry.rollback, run, version, body.reason, by=body.by, override_canary=body.override_canary
+    )
+    over = ", over its engines' canaries" if body.override_canary else ""
+    log.warning("run %s serves %s again%s, by %r: %r", run, version, over, body.by or "a person", body.reason)
     return manifest
 
 
 @router.put("/drafter/{version}/hold", response_model=Manifest, responses=_HELD, openapi_extra=json_body(ChoiceRequest))
-async def put_hold(request: Request, context: Context, version: str, run: RunQuery = "default") -> Manifest:
+async def put_hold(request: Request, context: Context, version: str, run: NamedRun) -> Manifest:
     """Serve a version and keep it served until it is released. Body: `{"reason": "...", "by": "..."}`.
 
     Rollouts are scored and trained on meanwhile; the gate looks at none of them, and nothing is published.
     """
-    body = await _choice(request, context, run, "hold", version)
+    body = await _choice(request, context, run, "hold", version, ChoiceRequest)
     manifest = await context.locking(context.registry.hold, run, version, body.reason, body.by)
     log.warning("run %s holds %s, by %r: %r", run, version, body.by or "a person", body.reason)
     return manifest
@@ -308,20 +327,19 @@ async def put_hold(request: Request, context: Context, version: str, run: RunQue
 
 @router.delete(
     "/drafter/{version}/hold",
-    response_model=Manifest,
-    responses={409: {"description": "The version is not held: another one is, or none."}},
+    status_code=204,
+    responses={409: {"description": "Another version is held: nothing was released."}},
 )
 async def delete_hold(
     request: Request,
     context: Context,
     version: str,
-    run: RunQuery = "default",
+    run: NamedRun,
     by: Annotated[str | None, Query(min_length=1, max_length=80, description="Who releases it.")] = None,
-) -> Manifest:
-    """Release a held version: it is served until the gate finds a better one."""
+) -> None:
+    """Release a held version: it is served until the gate finds a better one. Where none is held, nothing changes."""
     audit(request, "release", version=version)
     context.run(run)
     check_open(context.layout, run)
-    manifest = await context.locking(context.registry.release, run, version, by)
-    log.warning("run %s: %s is released, by %r", run, version, by or "a person")
-    return manifest
+    if await context.locking(context.registry.release, run, version, by):
+        log.warning("run %s: %s is released, by %r", run, version, by or "a person")

@@ -184,7 +184,7 @@ _ANSWERS: Final[Mapping[type[Exception], tuple[int, str, str | None]]] = {
     RunConflict: (409, "run-conflict", None),
     RunWithdrawn: (503, "run-being-deleted", None),
     RunClosed: (409, "run-closed", None),
-    RunDamaged: (503, "run-damaged", None),
+    RunDamaged: (500, "run-damaged", None),
     TooManyReporters: (429, "too-many-reporters", "reporter"),
     EndedLife: (409, "ended-life", "life"),
     RegistryBusy: (503, "registry-busy", None),
@@ -210,7 +210,7 @@ def as_problem(error: Exception) -> Problem:
             return Problem(503, "redis-unusable", f"nothing was queued: Redis {reason}")
         case redis_errors.ResponseError() if is_of_one_key(error):
             what = "a key of the run in Redis holds what the service did not write"
-            return Problem(503, "run-damaged", f"{what}; its log has the command. Delete that key, or the run")
+            return Problem(500, "run-damaged", f"{what}; its log has the command. Delete that key, or the run")
         case redis_errors.ConnectionError() | redis_errors.TimeoutError():  # loading its data counts as away
             return Problem(503, "redis-away", "Redis does not answer; nothing was queued")
         case RequestValidationError():

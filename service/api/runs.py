@@ -11,15 +11,16 @@ from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json, to_jsonable_python
 from redis.exceptions import RedisError
 
 from rl_hooks.wire import OPTIONAL_TENSORS, RUN_NAME, Header, parts_bytes, session_field
 from service.access.tokens import Token
 from service.api.auth import Caller
+from service.api.context.answers import Deletion, DriftRequest, HeadReceipt, RunAnswer, RunList, WorthAnswer
 from service.api.context.audited import audit
 from service.api.context.context import Context, ServiceContext
-from service.api.problems import FOLLOWED, RETRY_AFTER_SECONDS, Problem, in_units
+from service.api.problems import FOLLOWED, Problem, in_units
 from service.api.snapshot import read_headline, read_standing
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
 from service.errors import RunNotFound
@@ -64,12 +65,18 @@ _POLL_SECONDS: Final = 0.1
 @router.put(
     "/runs/{run}",
     status_code=201,
+    response_model=None,
     openapi_extra=FILE_BODY,
     responses={
-        200: {"description": "The same target is registered already. `warning` says what was ignored."},
+        201: {"model": RunAnswer},
+        200: {
+            "model": RunAnswer,
+            "description": "The same target is registered already; `warning`: what was ignored.",
+        },
         409: {"description": "The run is another target's or policy's, or takes no more rollouts."},
         503: {"description": "`run-being-deleted`: an earlier run of this name is; send it again."},
-        429: {"description": "`too-many-runs`, in all or of the token's share; `too-many-heads`; `spool-low`."},
+        403: {"description": "`too-many-runs`, in all or of the token's share: a person has to make room."},
+        429: {"description": "`too-many-heads`; `spool-low`."},
     },
 )
 async def put_run(run: str, request: Request, response: Response, context: Context, caller: Caller) -> dict[str, Any]:
@@ -116,7 +123,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     # Also for a run that exists: Redis may have been emptied since.
     await context.redis.soon(context.queue(run).ensure_group())
     response.status_code = 201 if created else 200
-    return await describe(context, run) | ({} if warning is None else {"warning": warning})
+    return await describe(context, run) | ({} if warning is None else {"warning": warning, "warning_code": "ignored"})
 
 
 async def _check_number(context: ServiceContext, caller: Token) -> None:
@@ -131,7 +138,7 @@ async def _check_number(context: ServiceContext, caller: Token) -> None:
     else:
         return
     raise Problem(
-        429, "too-many-runs", f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS"
+        403, "too-many-runs", f"{found}; delete one (`draftalign runs --delete`) or raise DRAFTALIGN_MAX_RUNS"
     )
 
 
@@ -220,15 +227,16 @@ async def _refused_file(context: ServiceContext, run: str) -> FileId:
     return file if file is not None and refused == tuple(file) else None
 
 
-@router.get("/runs")
-async def get_runs(context: Context, caller: Caller) -> list[dict[str, Any]]:
+@router.get("/runs", responses={200: {"model": RunList}})
+async def get_runs(context: Context, caller: Caller) -> Response:
     """List the runs that the token is for: name, Unix time of the registration, served drafter and headline."""
     await context.redis.check()
     runs = tuple(filter(caller.covers, await asyncio.to_thread(context.layout.run_names)))
-    return await context.answers.get(("runs", runs), lambda: _listed(context, runs))
+    body = await context.answers.get(("runs", runs), lambda: _listed(context, runs))
+    return Response(body, media_type="application/json")
 
 
-async def _listed(context: ServiceContext, runs: Sequence[str]) -> list[dict[str, Any]]:
+async def _listed(context: ServiceContext, runs: Sequence[str]) -> bytes:
     found = []
     for run in runs:
         try:
@@ -245,19 +253,21 @@ async def _listed(context: ServiceContext, runs: Sequence[str]) -> list[dict[str
             log.error("run %s cannot be read: %s", run, error)
             said = Headline("bad", "unreadable", "Unreadable", f"Unreadable: {error}")
             found.append({"run": run, "created": None, "drafter": None, "state": None, "headline": asdict(said)})
-    return found
+    return to_json({"runs": found}, inf_nan_mode="null")
 
 
 @router.delete(
     "/runs/{run}",
     status_code=204,
-    responses={409: {"description": "A worker has not let go of the run yet. Nobody finds it already: ask again."}},
+    response_model=None,
+    responses={202: {"model": Deletion, "description": "Nobody finds the run any more; a worker is still at it."}},
 )
-async def delete(run: str, request: Request, context: Context) -> None:
+async def delete(run: str, request: Request, context: Context) -> Response:
     """Delete a run: its rollouts, drafters, checkpoints, history and counts. This cannot be undone.
 
     The run is unregistered at once. What was received is deleted when its worker has let go of it, which takes as long
-    as the training in hand. What a request leaves is deleted by the next one, or by the sweep every five minutes.
+    as the training in hand: then the answer is 202. The rest is deleted by the next such call, or by the sweep every
+    five minutes.
     """
     audit(request, "delete")
     await context.redis.check()
@@ -265,14 +275,13 @@ async def delete(run: str, request: Request, context: Context) -> None:
     deadline = time.monotonic() + _LET_GO_SECONDS
     while not await context.finish_deletion(run):
         if time.monotonic() > deadline:
-            raise Problem(
-                409,
-                "run-at-work",
+            detail = (
                 f"run {run!r} is unregistered, and a worker is still at work on it; its files are deleted some minutes "
-                "after that, or when you ask again",
-                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+                "after that, or when you ask again"
             )
+            return Response(Deletion(run=run, detail=detail).model_dump_json(), 202, media_type="application/json")
         await asyncio.sleep(_POLL_SECONDS)
+    return Response(status_code=204)
 
 
 class StateRequest(BaseModel):
@@ -287,7 +296,8 @@ class StateRequest(BaseModel):
 
 @router.patch(
     "/runs/{run}",
-    responses={409: {"description": "The run is not in the state `instead_of`."}},
+    response_model=None,
+    responses={200: {"model": RunAnswer}, 409: {"description": "The run is not in the state `instead_of`."}},
     openapi_extra=json_body(StateRequest),
 )
 async def patch_run(run: str, request: Request, context: Context) -> dict[str, Any]:
@@ -308,10 +318,17 @@ async def patch_run(run: str, request: Request, context: Context) -> dict[str, A
     return await describe(context, run)
 
 
-@router.get("/runs/{run}")
+@router.get("/runs/{run}", response_model=None, responses={200: {"model": RunAnswer}})
 async def get_run(run: str, context: Context) -> dict[str, Any]:
     """Read a run's registration, its newest drafter, head and policy, and its headline."""
     return await describe(context, run)
+
+
+def _state_of(context: ServiceContext, run: str) -> dict[str, Any]:
+    """The run's state, and who set it when and why: null where nobody has said anything of it."""
+    found = read_state(context.layout, run)
+    change = {"reason": found.reason, "by": found.by, "since": found.since}
+    return {"state": found.state, "state_change": None if found.since is None else change}
 
 
 async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
@@ -326,7 +343,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
         record.model_dump(exclude={"crc32"})
         | standing
         | {
-            "state": to_jsonable_python(read_state(context.layout, run)),
+            **_state_of(context, run),
             "held": to_jsonable_python(context.registry.held(run)),
             # How its engines draft, as replay and training suppose.
             **Drafting.supposed(context.settings_of(run)).model_dump(),
@@ -345,7 +362,7 @@ async def describe(context: ServiceContext, run: str) -> dict[str, Any]:
     )
 
 
-@router.get("/runs/{run}/worth")
+@router.get("/runs/{run}/worth", response_model=None, responses={200: {"model": WorthAnswer}})
 async def get_worth(
     run: str,
     context: Context,
@@ -370,7 +387,7 @@ async def get_worth(
 @router.post("/runs/{run}/drift/{action}", status_code=202, responses={409: {"description": "The run is archived."}})
 async def post_drift(
     run: str, action: Literal["acknowledge", "reset"], request: Request, context: Context
-) -> dict[str, str | bool]:
+) -> DriftRequest:
     """Ask the worker to take the drift alarm back, with its baseline kept, or to learn a new baseline.
 
     The worker does it within seconds, or when it is back. `alarm`: whether there is one now. A fall that is still
@@ -382,7 +399,7 @@ async def post_drift(
     await context.redis.check()
     store = context.store(run)
     alarm = (await store.worker()).drift_alarm
-    return {"run": run, "action": action, "alarm": alarm, "request": await store.ask_of_drift(action)}
+    return DriftRequest(run=run, action=action, alarm=alarm, request=await store.ask_of_drift(action))
 
 
 @router.put(
@@ -397,7 +414,7 @@ async def post_drift(
         429: {"description": "`too-many-heads`: what was received may need those that are kept; `spool-low`."},
     },
 )
-async def put_head(run: str, request: Request, context: Context) -> dict[str, Any]:
+async def put_head(run: str, request: Request, context: Context) -> HeadReceipt:
     """Receive the policy's head, whole, after it has moved."""
     record = context.run(run)
     check_open(context.layout, run)
@@ -425,7 +442,7 @@ async def put_head(run: str, request: Request, context: Context) -> dict[str, An
 
         await _keep_head(context, run, version, upload, crc32, check=still_wanted)
     await context.redis.soon(context.store(run).note_head(version, went_back=went_back, session=session))
-    return {"run": run, "policy_version": version, "latest_head": version}
+    return HeadReceipt(run=run, policy_version=version, latest_head=version)
 
 
 def check_room(context: ServiceContext, length: int, run: str = "", held: int = 0) -> None:

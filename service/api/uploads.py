@@ -11,7 +11,6 @@ import functools
 import json
 import time
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -154,9 +153,7 @@ def _write(upload: Upload, chunk: bytes | memoryview) -> None:
         upload.write(chunk)
     except OSError as error:
         if is_full(error):
-            raise Problem(
-                HTTPStatus.SERVICE_UNAVAILABLE, "spool-full", "the spool's disk is full", headers={"Retry-After": "10"}
-            ) from error
+            raise Problem(503, "spool-full", "the spool's disk is full", headers={"Retry-After": "10"}) from error
         raise
 
 

@@ -79,7 +79,7 @@ class Moved(Event):
     """`latest` moved to a version, or got another sequence number. `gate`: why the gate wanted it.
 
     `parent`: of a new version. `previous`: what was served before. `recovered`: by the next move, after a crash.
-    `to_hold`: a person holds the version from then on.
+    `to_hold`: a person holds the version from then on. `override_canary`: engines load it whatever their canaries said.
     """
 
     event: Literal["published", "rolled_back", "pushed_again"] = "published"
@@ -91,6 +91,7 @@ class Moved(Event):
     by: str | None = None
     recovered: bool = False
     to_hold: bool = False
+    override_canary: bool = False
 
 
 class DrafterSent(Event):
@@ -191,12 +192,13 @@ class RunEvent:
     event: str | None = None
     time: float | None = None
     sequence: int | None = None
+    version: str | None = None
     text: bytes
 
     @classmethod
     def of(cls, written: Mapping[str, object]) -> Self:
         """Take the fields that are of the right type."""
-        event, time, sequence = (written.get(name) for name in ("event", "time", "sequence"))
+        event, time, sequence, version = (written.get(name) for name in ("event", "time", "sequence", "version"))
         try:
             text = json.dumps(written, separators=(",", ":"), allow_nan=False).encode()
         except ValueError:  # NaN is not JSON; "no value" is what it means here
@@ -206,6 +208,7 @@ class RunEvent:
             event=sys.intern(event) if isinstance(event, str) else None,
             time=float(time) if isinstance(time, (int, float)) and math.isfinite(time) else None,
             sequence=sequence if isinstance(sequence, int) else None,
+            version=sys.intern(version) if isinstance(version, str) else None,
             text=text,
         )
 

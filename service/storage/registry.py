@@ -70,6 +70,11 @@ class ServedPointer:
             return None
         return cls(str(version), sequence, reason, moved, held)
 
+    def offered(self, manifest: Manifest) -> Manifest:
+        """The version's manifest, as this offers it."""
+        of = {"sequence": self.sequence, "reason": self.reason, "override_canary": self.moved.override_canary}
+        return manifest.model_copy(update=of)
+
     @property
     def written(self) -> dict[str, Any]:
         """As it stands in the file."""
@@ -105,8 +110,7 @@ class Registry(Versions):
             else:
                 moved = pointer.moved
                 told = "gate" in moved.model_fields_set or moved.event == "rolled_back"
-                update = {"sequence": pointer.sequence, "reason": pointer.reason}
-                return manifest.model_copy(update=update | {"gate": moved.gate if told else manifest.gate})
+                return pointer.offered(manifest).model_copy(update={"gate": moved.gate if told else manifest.gate})
         return None
 
     def held(self, run: str) -> HeldVersion | None:
@@ -133,10 +137,9 @@ class Registry(Versions):
         pointer = self._pointer(run)  # another host may have moved it just now
         kept = [*self.versions(run), *([] if pointer is None else [pointer.version])]
         number = version.partition("-")[0] + "-"
-        told = [event.text for event in self.history.events(run) if number.encode() in event.text]
-        told += [name.encode() for name in kept if name.startswith(number)]
-        if told:
-            return any(version.encode() in text for text in told)
+        told = {event.version for event in self.history.events(run) if event.version}.union(kept)
+        if any(name.startswith(number) for name in told):
+            return version in told
         return version_number(version) < max(map(version_number, kept), default=0)
 
     # --- writing
@@ -216,7 +219,8 @@ class Registry(Versions):
                 version = now._next_version(run, digest)
                 sender = SentDrafter(reason, by, 0).sender
                 its = {"version": version, "reason": sender, "digest": digest, "files": files, "created": time.time()}
-                manifest = like.model_copy(update=its | {"sequence": 0, "parent": None, "gate": None})
+                none = {"sequence": 0, "parent": None, "gate": None, "override_canary": False}
+                manifest = like.model_copy(update=its | none)
                 now._commit(staged, manifest)
             policy_version = manifest.policy_version
             sent = DrafterSent(version=manifest.version, policy_version=policy_version, reason=reason, by=by)
@@ -250,18 +254,26 @@ class Registry(Versions):
         instead_of: str | None = ANY,
         gate: GateEvidence | None = None,
         by: str | None = None,
+        override_canary: bool = False,
     ) -> Manifest:
         """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
 
-        So engines load it again where it is served already. `instead_of`, `gate`: as for `publish`; `by`: who wants it.
-        Raises `LatestHeld` when a person holds what is served.
+        So engines load it again where it is served already. But what a person repeats (`gate` is None) in all that is
+        said of it, while it stands, is answered again and changes nothing: a client that heard no answer may ask again.
+
+        `instead_of`, `gate`: as for `publish`; `by`: who wants it. `override_canary`: as the manifest says. Raises
+        `LatestHeld` when a person holds what is served.
         """
         self.verify(run, version)
+        wanted = Moved(event="rolled_back", version=version, reason=reason, by=by, override_canary=override_canary)
 
         def work(now: Registry) -> Manifest:
-            now._require_served(run, instead_of)
+            pointer = now._require_served(run, instead_of)
             now._require_free(run)
-            more = ({} if gate is None else {"gate": gate}) | ({} if by is None else {"by": by})
+            if gate is None and pointer is not None and _asked(pointer.moved) == _asked(wanted):
+                return pointer.offered(now.get(run, version))
+            more: dict[str, Any] = {} if gate is None else {"gate": gate}
+            more |= ({} if by is None else {"by": by}) | ({"override_canary": True} if override_canary else {})
             return now._repoint(run, now.get(run, version), reason, "rolled_back", more=more)
 
         return self._change(run, work)
@@ -270,6 +282,7 @@ class Registry(Versions):
         """Serve a version until `release`, after verifying its digests. One that is held already is held instead.
 
         Takes a new sequence number where another version was served, so that engines load it; else they are left alone.
+        The same hold again changes nothing.
         """
         self.verify(run, version)
 
@@ -277,12 +290,14 @@ class Registry(Versions):
             hold = HeldVersion(version, reason, time.time(), by)
             pointer = now._pointer(run)
             manifest = now.get(run, version)
+            if pointer is not None and pointer.held is not None and replace(pointer.held, since=hold.since) == hold:
+                return pointer.offered(manifest)
             if pointer is None or pointer.version != version:
                 manifest = now._repoint(run, manifest, reason, "rolled_back", held=hold, more={"to_hold": True})
             else:
                 now._recover_history(run)
                 replace_file(now._layout.latest(run), json.dumps(replace(pointer, held=hold).written).encode())
-                manifest = manifest.model_copy(update={"sequence": pointer.sequence, "reason": pointer.reason})
+                manifest = pointer.offered(manifest)
             of = manifest.policy_version
             told = HoldChanged(event="held", version=version, policy_version=of, reason=reason, by=by)
             now.history.record(run, told)
@@ -290,19 +305,20 @@ class Registry(Versions):
 
         return self._change(run, work)
 
-    def release(self, run: str, version: str, by: str | None = None) -> Manifest:
-        """End the hold of a version; the gate decides again. Raises `LatestHeld` unless that very version is held."""
+    def release(self, run: str, version: str, by: str | None = None) -> bool:
+        """End the hold of a version; the gate decides again. False: none is held. `LatestHeld`: another one is."""
 
-        def work(now: Registry) -> Manifest:
-            held, pointer = now.held(run), now._pointer(run)
-            if pointer is None or held is None or held.version != version:
-                found = "none" if held is None else held.version
-                raise LatestHeld(f"run {run!r} holds {found}, not {version[:80]}: nothing was released")
+        def work(now: Registry) -> bool:
+            pointer = now._pointer(run)
+            if pointer is None or pointer.held is None:
+                now.get(run, version)  # a name that is no version's is told
+                return False
+            if pointer.version != version:
+                raise LatestHeld(f"run {run!r} holds {pointer.version}, not {version[:80]}: nothing was released")
             replace_file(now._layout.latest(run), json.dumps(pointer.moved.written).encode())
-            manifest = now.get(run, version)
-            of = manifest.policy_version
+            of = now.get(run, version).policy_version
             now.history.record(run, HoldChanged(event="released", version=version, policy_version=of, by=by))
-            return manifest.model_copy(update={"sequence": pointer.sequence, "reason": pointer.reason})
+            return True
 
         return self._change(run, work)
 
@@ -318,9 +334,7 @@ class Registry(Versions):
                 raise VersionNotFound(f"run {run!r} has published no drafter yet, so none can be pushed again")
             if sequence not in (None, manifest.sequence):
                 raise LatestMoved(f"run {run!r} is at sequence {manifest.sequence} by now, not {sequence}")
-            # Not "pushed again": a person's rollback with those words overrides an agent's canary, and this must not.
-            more = {"gate": manifest.gate}
-            return now._repoint(run, manifest, f"revived: {reason}", "pushed_again", held=held, more=more)
+            return now._repoint(run, manifest, reason, "pushed_again", held=held, more={"gate": manifest.gate})
 
         return self._change(run, work)
 
@@ -420,7 +434,7 @@ class Registry(Versions):
             who = "a person" if held.by is None else held.by
             raise LatestHeld(
                 f"run {run!r} holds {held.version}, by {who} ({held.reason}): nothing was changed. Release it first "
-                f"(`draftalign release`, or DELETE /drafter/{held.version}/hold)"
+                f"(`draftalign release`, or DELETE /drafter/{held.version}/hold?run={run})"
             )
 
     def _repoint(
@@ -434,9 +448,11 @@ class Registry(Versions):
     ) -> Manifest:
         pointer = self._pointer(run)
         sequence = 1 + (0 if pointer is None else pointer.sequence)
-        moved = manifest.model_copy(update={"sequence": sequence, "reason": reason})
+        facts = dict(more or {})
+        override = bool(facts.get("override_canary"))
+        moved = manifest.model_copy(update={"sequence": sequence, "reason": reason, "override_canary": override})
         previous = {"previous": None if pointer is None else pointer.version}
-        self._point(run, _moved(kind, moved, previous | dict(more or {})), held)
+        self._point(run, _moved(kind, moved, previous | facts), held)
         return moved
 
     def _point(self, run: str, moved: Moved, held: HeldVersion | None = None) -> None:
@@ -451,6 +467,12 @@ class Registry(Versions):
         pointer, recorded = self._pointer(run), self.history.digest(run).sequence
         if pointer is not None and (recorded is None or recorded < pointer.sequence):  # else it had it once
             self.history.record(run, pointer.moved.model_copy(update={"recovered": True}))
+
+
+def _asked(moved: Moved) -> tuple[object, ...]:
+    """What a person's rollback says; a hold and the gate make no such move."""
+    by_gate = "gate" in moved.model_fields_set
+    return moved.event, moved.version, moved.reason, moved.by, moved.override_canary, moved.to_hold, by_gate
 
 
 def _moved(kind: _Move, manifest: Manifest, facts: Mapping[str, Any]) -> Moved:

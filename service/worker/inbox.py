@@ -35,10 +35,13 @@ from service.settings import Settings
 from service.storage.layout import BLOB_NAME, Layout, is_there
 from service.storage.queue.deliveries import EndState, Entry, RolloutQueue
 from service.storage.queue.incoming import Incoming, sha256_in
+from service.storage.queue.keys import DeathCode
 from service.storage.spool import Spool, check_blob
 from service.worker.recent import without
 
 log = logging.getLogger("draftalign.worker")
+#: Why a batch is dead whose file was lost, for people.
+_GONE: Final = "its file is gone from the service's disk; send the batch again"
 
 #: One consumer name per run: a restarted worker finds its own unfinished entries at once.
 CONSUMER: Final = "worker"
@@ -235,7 +238,7 @@ class Inbox:
             path = self._layout.blob(self._queue.run, entry.blob)
         except ValueError as error:  # the batches behind it shall have their turn
             log.error("%s: %s: another version of draftalign queued it", self._queue.run, error)
-            self._bury(entry, "blob_missing", keep_file=False)
+            self._bury(entry, _GONE, "blob_missing", keep_file=False)
             return None
         lag = None if entry.put_back else self._settings.max_policy_lag
         if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:
@@ -252,10 +255,10 @@ class Inbox:
             if self._is_kept(entry):  # another worker of this host began with the run, and deleted what was brought
                 self._put_off(entry, error, Phase.UNREADABLE)
             else:
-                self.reject(entry, "blob_missing")
+                self.reject(entry, _GONE, "blob_missing")
         except BlobDamaged as error:
             log.error("%s: %s", self._queue.run, error)
-            self.reject(entry, "blob_damaged")
+            self.reject(entry, f"{error}; send the batch again", "blob_damaged")
         except (WireError, BatchRejected) as error:
             self.reject(entry, str(error))
         except Exception as error:  # noqa: BLE001 - one batch's trouble is not the others'
@@ -301,13 +304,13 @@ class Inbox:
         """Leave a batch to the next checkpoint, which acknowledges it: nothing is left to be done with it."""
         self._set(Delivery(loaded.entry, Phase.DONE))
 
-    def reject(self, entry: Entry, reason: str) -> None:
+    def reject(self, entry: Entry, reason: str, code: DeathCode = "unusable") -> None:
         """End a batch as a dead letter."""
-        self._bury(entry, reason, keep_file=self._layout.blob(self._queue.run, entry.blob).exists())
+        self._bury(entry, reason, code, keep_file=self._layout.blob(self._queue.run, entry.blob).exists())
 
-    def _bury(self, entry: Entry, reason: str, *, keep_file: bool) -> None:
+    def _bury(self, entry: Entry, reason: str, code: DeathCode, *, keep_file: bool) -> None:
         log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
-        self._queue.dead_letter(entry, reason, keep_file=keep_file)
+        self._queue.dead_letter(entry, reason, code=code, keep_file=keep_file)
         self._forget(entry)
         seconds, most = self._settings.dead_letter_seconds, self._settings.dead_letter_bytes
         for blob in self._queue.sweep_dead(older_than_seconds=seconds, max_bytes=most):

@@ -341,3 +341,5 @@ async def _context(request: Request) -> ServiceContext:  # a plain function woul
 
 Context = Annotated[ServiceContext, Depends(_context)]
 RunQuery = Annotated[str, Query(description="Name of the run.")]
+#: Of what changes a run's drafter: there is no default, for a forgotten name must not move another run's engines.
+NamedRun = Annotated[str, Query(description="Name of the run. It must be given.")]

@@ -35,6 +35,7 @@ from rl_hooks.wire import (
 )
 from service.access.tokens import Token
 from service.api.auth import CALLER, Caller, check_covers
+from service.api.context.answers import BatchFate
 from service.api.context.context import Context, RunQuery, ServiceContext
 from service.api.problems import FOLLOWED, Problem, in_units
 from service.api.runs import check_room
@@ -53,6 +54,11 @@ router = APIRouter(tags=["rollouts"])
 _AWAKE_SECONDS = 0.2
 #: A file of up to this number of tokens is checked on the event loop: in 0.1 ms, less than a thread takes to begin.
 _FEW_TOKENS = 4096
+
+
+#: `followed`: of a trainer's start that a later one has followed, so skipped. `known-rollouts`: some came before.
+#: `other-rollouts`: all of these ids did, with other bytes.
+WarningCode = Literal["followed", "known-rollouts", "other-rollouts"]
 
 
 class Receipt(BaseModel):
@@ -76,6 +82,7 @@ class Receipt(BaseModel):
     optional_tensors: tuple[str, ...] = OPTIONAL_TENSORS
     direct_uploads: bool = False
     warning: str | None = None
+    warning_code: WarningCode | None = None
 
 
 class _Plain(APIRoute):
@@ -188,7 +195,7 @@ def receipt(context: ServiceContext, header: RolloutHeader, record: RunRecord, o
             "known_rollouts": outcome.known,
             "last_rows": record.last_rows,
             "direct_uploads": context.disk.incoming is not None,
-            "warning": _warning(outcome, header.rollouts),
+            **_warning(outcome, header.rollouts),
         }
     )
     return Response(found.model_dump_json(), 200 if duplicate else 202, media_type="application/json")
@@ -210,15 +217,21 @@ router.add_api_route(
 )
 
 
-def _warning(outcome: Enqueued, rollouts: int) -> str | None:
-    if outcome.outcome == "outdated":
-        return f"rollouts {FOLLOWED}"
+def _warning(outcome: Enqueued, rollouts: int) -> dict[str, str]:
+    """`warning` for people, and `warning_code` for programs; none of both where nothing is odd."""
     own = "a rollout's id must be its own within a run, whatever its policy version"
-    if outcome.outcome == "duplicate" and outcome.other:
-        return f"other rollouts came with the same ids, and these are not used: {own}, after a restart too"
-    if outcome.known:
-        return f"rollouts came in an earlier batch ({outcome.known} of {rollouts}) and are not used again: {own}"
-    return None
+    code: WarningCode
+    if outcome.outcome == "outdated":
+        code, said = "followed", f"rollouts {FOLLOWED}"
+    elif outcome.outcome == "duplicate" and outcome.other:
+        code = "other-rollouts"
+        said = f"other rollouts came with the same ids, and these are not used: {own}, after a restart too"
+    elif outcome.known:
+        code = "known-rollouts"
+        said = f"rollouts came in an earlier batch ({outcome.known} of {rollouts}) and are not used again: {own}"
+    else:
+        return {}
+    return {"warning": said, "warning_code": code}
 
 
 class QueueRoom(NamedTuple):
@@ -434,7 +447,7 @@ async def _finish_enqueue(
 
 
 @router.get("/rollouts/{rollout_id:path}")
-async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "default") -> dict[str, Any]:
+async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "default") -> BatchFate:
     """Read the state of a batch, or of a rollout's batch; for a dead one, the reason too."""
     context.run(run)
     await context.redis.check()
@@ -446,12 +459,15 @@ async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "defaul
         batch = None if batch_id is None else await queue.batch(batch_id)
     if batch is None:
         raise Problem(404, "no-such-rollout", f"run {run!r} knows no batch or rollout {rollout_id[:80]!r} (any more)")
-    return {
-        "run": run,
-        "batch_id": batch_id,
-        "state": batch["state"],
-        "reason": batch["reason"],
-        **{k: int(batch[k]) for k in ("policy_version", "policy_version_max", "rollouts", "tokens", "bytes")},
-        "known_rollouts": int(batch["known_rollouts"]),
-        "rollout_ids": json.loads(batch["rollout_ids"]),
-    }
+    numbers = ("policy_version", "policy_version_max", "rollouts", "tokens", "bytes", "known_rollouts")
+    return BatchFate.model_validate(
+        {
+            "run": run,
+            "batch_id": batch_id,
+            "state": batch["state"],
+            "reason": batch["reason"],
+            "code": batch.get("code"),
+            **{name: int(batch[name]) for name in numbers},
+            "rollout_ids": json.loads(batch["rollout_ids"]),
+        }
+    )

@@ -7,17 +7,19 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.responses import FileResponse
 
 from rl_hooks.wire import CONTENT_TYPE
+from service.api.context.answers import DeadBatch, DeadPage, PutBack
 from service.api.context.audited import audit
 from service.api.context.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.rollouts.batches import queue_full
 from service.storage.layout import BATCH_ID
+from service.storage.queue.dead import DeadLetter
 from service.storage.runs import check_open
 
 log = logging.getLogger("draftalign.api")
@@ -32,26 +34,24 @@ async def get_dead(
     before: Annotated[
         str | None, Query(pattern=r"^[1-9][0-9]{0,17}-[0-9]{1,18}$", description="`older` of the page before.")
     ] = None,
-) -> dict[str, Any]:
+) -> DeadPage:
     """List the dead batches, newest first: why, when, and whether the file is kept (`has_file`), to be put back."""
     context.run(run)
     await context.redis.check()
     letters = context.dead(run)
     found = await letters.page(count, before)
-    return {
-        "run": run,
-        "total": await letters.total(),
-        "file_bytes": (await context.queue(run).counters())["dead_file_bytes"],
-        "dead": [
-            {name: value for name, value in asdict(one).items() if name != "blob"}
-            | {
-                "has_file": one.has_file
-                and (context.kept is not None or context.disk.spool.path(run, one.blob).exists())
-            }
-            for one in found
-        ],
-        "older": found[-1].letter_id if len(found) == count else None,
-    }
+
+    def told(one: DeadLetter) -> DeadBatch:
+        there = one.has_file and (context.kept is not None or context.disk.spool.path(run, one.blob).exists())
+        return DeadBatch.model_validate(asdict(one) | {"has_file": there})
+
+    return DeadPage(
+        run=run,
+        total=await letters.total(),
+        file_bytes=(await context.queue(run).counters())["dead_file_bytes"],
+        dead=[told(one) for one in found],
+        older=found[-1].letter_id if len(found) == count else None,
+    )
 
 
 @router.get(
@@ -88,7 +88,7 @@ async def retry_dead(
     response: Response,
     context: Context,
     letter_id: str | None = Query(None, max_length=64, description="Of the death that you saw, as `dead` lists it."),
-) -> dict[str, Any]:
+) -> PutBack:
     """Put a dead batch back into the queue. Rollouts that came again are left out.
 
     Once for each time that it died: with `letter_id`, however often and however late it is asked.
@@ -119,13 +119,9 @@ async def retry_dead(
         response.status_code = 200
         if outcome.state == "skipped":
             context.disk.spool.delete(run, batch["blob"])
-    return {
-        "run": run,
-        "batch_id": batch_id,
-        "state": outcome.state,
-        "put_back": outcome.outcome == "accepted",
-        "known_rollouts": outcome.known,
-    }
+    put_back = outcome.outcome == "accepted"
+    facts = {"run": run, "batch_id": batch_id, "state": outcome.state, "known_rollouts": outcome.known}
+    return PutBack.model_validate(facts | {"put_back": put_back})
 
 
 @router.delete(

@@ -34,13 +34,12 @@ from service.api.uploads import FILE_BODY, check_announcement, check_length, rea
 from service.errors import ObjectStoreError
 from service.storage.layout import BLOB_NAME
 from service.storage.queue.incoming import Incoming, new_name
+from service.storage.queue.keys import LOST
 from service.storage.runs import check_open
 
 router = APIRouter(tags=["rollouts"])
 #: The store is given up for this request after so long.
 _STORE_SECONDS: Final = 10.0
-#: Why a batch died whose file was lost: it may come again.
-_LOST: Final = ("blob_missing", "blob_damaged")
 
 
 class Place(BaseModel):
@@ -93,7 +92,7 @@ async def post_direct(
     check_run(record, header)
     _check_name(upload, header.batch_id, sha256)
     first = await context.redis.soon(context.queue(run).batch(header.batch_id))
-    if first is None or (first["state"] == "dead" and first["reason"] in _LOST):
+    if first is None or (first["state"] == "dead" and first.get("code") in LOST):
         try:
             async with asyncio.timeout(_STORE_SECONDS):
                 facts = record.vocab_size, context.settings.max_rollout_tokens

@@ -42,7 +42,7 @@ def name_of(service: str, run: str | None) -> str:
     """The run that is meant where none is named: `default`, or the only one that there is."""
     if run is not None:
         return run
-    names = [one["run"] for one in call("GET", service, "/runs").json()]
+    names = [one["run"] for one in call("GET", service, "/runs").json()["runs"]]
     if not names:
         raise ConfigurationError(f"{service} has no run, or none that the token is for; a trainer's hook registers one")
     if "default" not in names and len(names) > 1:
@@ -109,7 +109,7 @@ def call(
             if answer.is_success:
                 return answer
             trouble = f"answered {answer.status_code}: {_told(answer)}"
-            passing = answer.status_code == 429 or answer.status_code >= 500
+            passing = answer.status_code == 429 or answer.status_code > 500  # 500 `run-damaged` takes a person
         finally:
             waiting.cancel()
         if not passing or time.monotonic() >= deadline:

@@ -9,7 +9,7 @@ import re
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -57,6 +57,9 @@ def drafters(service: Service = LOCAL, run: Run = None, as_json: AsJson = False)
 def rollback(
     version: Annotated[str, typer.Argument(help="Drafter version to serve again: v000007-0a1b2c3d, or v000007.")],
     reason: Reason = "by hand",
+    override_canary: Annotated[
+        bool, typer.Option("--override-canary", help="Load it in engines whose canary has rejected it, too.")
+    ] = False,
     service: Service = LOCAL,
     run: Run = None,
 ) -> None:
@@ -67,9 +70,15 @@ def rollback(
     run = name_of(service, run)
     version = _whole(service, run, version)
     before = _served(service, run)
-    body = {"reason": reason, "by": whoami()}
-    call("POST", service, f"/drafter/{quote(version, safe='')}/rollback", params={"run": run}, json=body)
-    again = ", as before: its engines load it again" if before == version else ""
+    body = {"reason": reason, "by": whoami(), "override_canary": override_canary}
+    path = f"/drafter/{quote(version, safe='')}/rollback"
+    now = call("POST", service, path, params={"run": run}, json=body).json()
+    again = ", as before: its engines load it again" if before.get("version") == version else ""
+    if before.get("sequence") == now["sequence"]:
+        again = (
+            ", as before: nothing was changed, for the last rollback was to it and for the same reason; with another "
+            "--reason its engines load it again"
+        )
     typer.echo(f"run {run} serves {version}{again}")
 
 
@@ -246,9 +255,9 @@ def _whole(service: str, run: str, version: str) -> str:
     return str(found[0])
 
 
-def _served(service: str, run: str) -> str | None:
-    """The version that a run serves; None where it has none, or does not say: a rollback must not depend on it."""
+def _served(service: str, run: str) -> dict[str, Any]:
+    """What a run serves; empty where it has nothing, or does not say: a rollback must not depend on it."""
     try:
-        return str(call("GET", service, "/drafter/latest", 5.0, params={"run": run}).json()["version"])
+        return dict(call("GET", service, "/drafter/latest", 5.0, params={"run": run}).json())
     except ConfigurationError:
-        return None
+        return {}

@@ -32,13 +32,14 @@ def runs(
         if not yes:
             what = "its rollouts, drafters, checkpoints and history (--yes: without asking)"
             typer.confirm(f"Delete run {delete}: {what}?", abort=True)
-        call("DELETE", service, f"/runs/{quote(delete, safe='')}")
-        typer.echo(f"run {delete} is deleted")
+        answer = call("DELETE", service, f"/runs/{quote(delete, safe='')}")
+        typer.echo(answer.json()["detail"] if answer.status_code == 202 else f"run {delete} is deleted")
         return
-    found = call("GET", service, "/runs").json()
+    answer = call("GET", service, "/runs").json()
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(answer))
         return
+    found = answer["runs"]
     if not found:
         typer.echo("no run is registered yet: a trainer's hook or an engine does it with its first rollouts", err=True)
     trouble = {"bad": 0, "warn": 1}
@@ -73,7 +74,7 @@ def state(
     else:
         body = {"state": wanted, "reason": reason, "by": whoami()}
         found = call("PATCH", service, path, json=body).json()
-    said = [f"run {run} is {found['state']['state']}: {found['headline']['text']}", *found["headline"]["also"]]
+    said = [f"run {run} is {found['state']}: {found['headline']['text']}", *found["headline"]["also"]]
     typer.echo(json.dumps(found) if as_json else "\n  ".join(said))
 
 

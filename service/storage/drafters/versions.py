@@ -42,7 +42,10 @@ class VersionFile(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What `GET /drafter/latest` answers. `sequence` and `reason` are the pointer's, the rest is the version's."""
+    """What `GET /drafter/latest` answers. `sequence`, `reason`, `override_canary`: of the pointer; else of the version.
+
+    `override_canary`: a person wants it in engines whose canary has rejected the version, too.
+    """
 
     model_config = ConfigDict(frozen=True)
     run: str
@@ -60,6 +63,7 @@ class Manifest(BaseModel):
     aux_layers_convention: Literal["entering"] = "entering"
     created: float
     gate: GateEvidence | None = None
+    override_canary: bool = False
 
     @property
     def etag(self) -> str:

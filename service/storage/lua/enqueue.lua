@@ -37,11 +37,11 @@ local function duplicate(state, known)
   return { 'duplicate', state, total, reason, tostring(known) }
 end
 
-local state, why, letter, old, old_bytes =
-  unpack(redis.call('HMGET', batch, 'state', 'reason', 'letter_id', 'blob', 'bytes'))
+local state, code, letter, old, old_bytes =
+  unpack(redis.call('HMGET', batch, 'state', 'code', 'letter_id', 'blob', 'bytes'))
 local died = state == 'dead'
 -- A batch that died because its file was lost or damaged may be sent again: nothing was trained on it.
-if state and not (died and (back or why == 'blob_missing' or why == 'blob_damaged')) then
+if state and not (died and (back or code == 'blob_missing' or code == 'blob_damaged')) then
   return duplicate(state, redis.call('HGET', batch, 'known_rollouts') or '0')
 end
 -- It was put back already, and has died again since it was asked for.

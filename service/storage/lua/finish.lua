@@ -3,6 +3,7 @@
 -- KEYS: 1 queue  2 counters  3 batch hash  4 dead-letter stream  5 files of dead batches
 -- ARGV: 1 group  2 entry_id  3 state (trained|skipped|dead)  4 reason  5 ended_seconds  6 key prefix
 --       7 dead letters kept  8 '1' if a dead one's file is kept  9 bytes that may be remembered of batches that ended
+--       10 code of a dead one's reason (`DeathCode`)
 -- Returns 1 if this call ended the entry, 0 if it had ended before (a late acknowledgement is harmless).
 local queue, counters, batch = KEYS[1], KEYS[2], KEYS[3]
 local entry = redis.call('XRANGE', queue, ARGV[2], ARGV[2])[1]
@@ -25,8 +26,10 @@ if ARGV[3] == 'dead' then
   letter[#letter + 1] = ARGV[2]
   letter[#letter + 1] = 'reason'
   letter[#letter + 1] = ARGV[4]
+  letter[#letter + 1] = 'code'
+  letter[#letter + 1] = ARGV[10]
   local letter_id = redis.call(unpack(letter))
-  redis.call('HSET', batch, 'letter_id', letter_id)
+  redis.call('HSET', batch, 'letter_id', letter_id, 'code', ARGV[10])
   if ARGV[8] == '1' then
     redis.call('ZADD', KEYS[5], string.match(letter_id, '^%d+'), fields['blob'] .. ':' .. fields['bytes'])
     redis.call('HINCRBY', counters, 'dead_file_bytes', fields['bytes'])

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import redis.asyncio
 
-from service.storage.queue.keys import NUMBERS, Keys, lua, strings, sweep_bounds, text
+from service.storage.queue.keys import NUMBERS, DeathCode, Keys, lua, strings, sweep_bounds, text
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 
 #: Rollout ids of a letter that are listed; `GET /rollouts/{id}` has all.
@@ -29,6 +29,7 @@ class DeadLetter:
     batch_id: str
     blob: str
     reason: str
+    code: DeathCode
     died: float
     bytes: int
     tokens: int
@@ -96,6 +97,7 @@ def _letter(letter_id: str, fields: Mapping[str, str], kept: object, ids: bytes 
         batch_id=fields["batch_id"],
         blob=fields["blob"],
         reason=fields["reason"],
+        code=cast(DeathCode, fields.get("code", "unusable")),
         died=int(letter_id.partition("-")[0]) / 1000.0,
         has_file=kept is not None,
         rollout_ids=() if ids is None else tuple(json.loads(ids)[:_IDS_LISTED]),

@@ -19,6 +19,7 @@ from service.storage.queue.keys import (
     GROUP,
     NUMBERS,
     REMEMBERED_BYTES,
+    DeathCode,
     Keys,
     lua,
     strings,
@@ -196,12 +197,12 @@ class RolloutQueue:
         """End an entry. False if it had ended before (another worker claimed and finished it)."""
         return self._end(entry, state, reason)
 
-    def dead_letter(self, entry: Entry, reason: str, *, keep_file: bool = True) -> bool:
-        """End an entry as undeliverable; its fields and the reason go to the dead-letter stream.
+    def dead_letter(self, entry: Entry, reason: str, *, code: DeathCode = "unusable", keep_file: bool = True) -> bool:
+        """End an entry as undeliverable; its fields, the reason and its code go to the dead-letter stream.
 
         `keep_file`: its file stays in the spool, where it can be put back from, until `sweep_dead` names it.
         """
-        return self._end(entry, "dead", reason, keep_file=keep_file)
+        return self._end(entry, "dead", reason, code=code, keep_file=keep_file)
 
     def sweep_dead(self, *, older_than_seconds: float, max_bytes: int) -> list[str]:
         """Give up files of dead batches, the oldest first; returns their names. Delete them."""
@@ -225,7 +226,9 @@ class RolloutQueue:
             newest = f"({entries[-1].entry_id}"
         return max(found[:16], default=None)
 
-    def _end(self, entry: Entry, state: str, reason: str, *, keep_file: bool = False) -> bool:
+    def _end(
+        self, entry: Entry, state: str, reason: str, *, code: DeathCode | None = None, keep_file: bool = False
+    ) -> bool:
         keys = self._keys
         reason = reason[:2000].encode("utf-8", "backslashreplace").decode()  # it may quote bytes that are not UTF-8
         return bool(
@@ -234,6 +237,7 @@ class RolloutQueue:
                 args=[
                     *(GROUP, entry.entry_id, state, reason),
                     *(ENDED_SECONDS, keys.prefix, DEAD_LETTERS_KEPT, int(keep_file), self._remembered_bytes),
+                    code or "",
                 ],
             )
         )

@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 GROUP: Final = "workers"
+#: Why a batch is dead, for programs. `blob_missing`, `blob_damaged`: its file was lost, and it may be sent again.
+#: `unusable`: the reason says why. `discarded`: a person took it from the list.
+DeathCode = Literal["blob_missing", "blob_damaged", "unusable", "discarded"]
+#: Those of which nothing was judged, and the file is not there: `enqueue.lua` knows them too.
+LOST: Final[tuple[DeathCode, ...]] = ("blob_missing", "blob_damaged")
 #: How long a batch's state is kept after its end, to answer for it and to recognise duplicates: 7 days.
 ENDED_SECONDS: Final = 7 * 86_400
 #: Redis' memory for that, of one run; those that ended first are forgotten sooner where it is full: 128 MiB.

@@ -177,7 +177,7 @@ def test_a_version_pushed_again_and_one_swapped_back_to_are_verified_too(
         eventually(lambda: engine.version == first)  # its canary failed: back to what rotted meanwhile
         settle(engine)
         flip(tmp_path / "default" / second / "model.safetensors", -1)
-        service.push_again("pushed again by a person")
+        service.push_again(override_canary=True)
         eventually(lambda: engine.version == second)
     assert engine.swapped == [first, second, first, second]
     check_everything_read_was_published(service, engine)

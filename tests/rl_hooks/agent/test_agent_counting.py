@@ -463,7 +463,7 @@ def test_a_rejected_version_stays_out_until_a_person_pushes_it_again(
         assert engine.version == first
         engine.restart()
         eventually(lambda: engine.version == first)
-        service.push_again("pushed again by an operator")
+        service.push_again(override_canary=True)
         eventually(lambda: engine.version == second)
         engine.play(400, 1)
         settle(engine, 6)

@@ -127,11 +127,11 @@ def test_rollback_and_push_again_reach_the_engine(service: RunningService, engin
         eventually(lambda: engine.version == first)
         second = _publish(service, 2)
         eventually(lambda: engine.version == second)
-        answer = service.client.post(f"/drafter/{first}/rollback", json={"reason": "second looks odd"})
+        answer = service.client.post(f"/drafter/{first}/rollback?run=default", json={"reason": "second looks odd"})
         assert answer.status_code == 200
         eventually(lambda: engine.version == first)
         settle(engine)
-        service.registry.push_again("default", "pushed again by a test")
+        service.registry.push_again("default", "a test")
         eventually(lambda: engine.swapped == [first, second, first, first])
 
 

@@ -22,8 +22,9 @@ from rl_hooks.engines.protocol import EngineState, SwapEngine
 from rl_hooks.release import Release, layers_of, parse_manifest
 
 
-def release(number: int, sequence: int | None = None, reason: str = "published") -> Release:
-    document = manifest(number, {"model.safetensors": b"x"}, number if sequence is None else sequence, reason)
+def release(number: int, sequence: int | None = None, reason: str = "published", **changes: Any) -> Release:
+    sequence = number if sequence is None else sequence
+    document = manifest(number, {"model.safetensors": b"x"}, sequence, reason, **changes)
     return Release(parse_manifest(document, "default"), Path("/nowhere"))
 
 
@@ -31,16 +32,18 @@ def verdict(loaded: Release, *, passed: bool) -> CanaryResult:
     return CanaryResult(loaded.version, "before", 2.0, 2.5, 100, 100, passed)
 
 
-def test_a_rejected_version_is_wanted_again_only_where_it_was_pushed_again_later() -> None:
+def test_a_rejected_version_is_wanted_again_only_where_a_person_overrides_the_canary_later() -> None:
     good, bad = release(1), release(2)
     choice = ReleaseChoice(sequence=1, fallback=good)
     assert choice.wanted(bad, good.version, ()) is bad
     assert choice.judged(verdict(bad, passed=False), bad) == 2
     assert choice.wanted(bad, bad.version, ()) is good
     assert choice.wanted(release(2, 3), bad.version, ()) is good
-    assert choice.wanted(release(2, 2, "pushed again"), bad.version, ()) is good
-    pushed = release(2, 3, "pushed again")
-    assert choice.wanted(pushed, good.version, ()) is pushed
+    assert choice.wanted(release(2, 3, "pushed again"), bad.version, ()) is good, "a reason is for people to read"
+    assert choice.wanted(release(2, 2, override_canary=True), bad.version, ()) is good
+    wanted = release(2, 3, override_canary=True)
+    assert choice.wanted(wanted, good.version, ()) is wanted
+    assert ReleaseChoice.restore(json.loads(json.dumps(ReleaseChoice(3, wanted).dump()))).fallback == wanted
 
 
 def test_without_an_offer_only_a_rejected_version_is_replaced() -> None:

@@ -135,7 +135,7 @@ def test_publish_rollback_and_quiet_polls_pass_with_a_signature(
         eventually(lambda: engine.version == first)
         second = publish(service, 2)
         eventually(lambda: engine.version == second)
-        service.client.post(f"/drafter/{first}/rollback", json={"reason": "worse"}).raise_for_status()
+        service.client.post(f"/drafter/{first}/rollback?run=default", json={"reason": "worse"}).raise_for_status()
         eventually(lambda: engine.version == first)  # an older version, under a newer sequence
         before = contact(agent)
         eventually(lambda: contact(agent) > before + 1)  # nothing new, and each poll signed
@@ -150,7 +150,7 @@ def test_publish_rollback_and_quiet_polls_pass_with_a_signature(
         lambda answer: Answer(200, content=answer.content, headers={**answer.headers, SIGNATURE_HEADER: "AAAA"}),
         lambda answer: Answer(200, content=answer.content, headers={**answer.headers, SIGNATURE_HEADER: "é?".encode()}),
         lambda answer: changed(answer, sequence=10**6),
-        lambda answer: changed(answer, reason="pushed again: says somebody"),  # would pass the canary by
+        lambda answer: changed(answer, override_canary=True),  # would pass the canary by
         lambda answer: changed(answer, gate={"alpha_served": 1.0}),  # would ask nothing of it
         lambda answer: changed(answer, config_fingerprint="0" * 32),
         lambda answer: changed(answer, kind="mtp"),

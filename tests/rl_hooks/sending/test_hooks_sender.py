@@ -73,6 +73,26 @@ def test_a_refusal_costs_no_body_and_retry_after_is_honoured() -> None:
         sender.close()
 
 
+@pytest.mark.parametrize(("status", "kind"), [(403, "too-many-runs"), (500, "run-damaged")])
+def test_a_registration_that_waits_for_a_person_is_sent_again_at_a_slow_pace(status: int, kind: str) -> None:
+    with receiver() as service:
+        left: list[Answer] = [(status, {}, {"type": f"urn:draftalign:{kind}", "detail": "delete one"})] * 3
+        service.answer = lambda _request: left.pop() if left else (201, {}, {})
+        sender, pauses = RolloutSender(service.url), list[float]()
+        registration = Job("PUT", run_path("default"), lambda: [b"x"], 1, keep=True)
+
+        def pause(seconds: float) -> bool:
+            pauses.append(seconds)
+            return False
+
+        assert sender._delivery.deliver(registration, pause) == "sent"
+        assert len(pauses) == 3
+        assert min(pauses) >= 30.0
+        assert not sender.refused
+        assert "delete one" in sender.stats()["last_error"]
+        sender.close()
+
+
 def test_what_follows_from_a_refused_registration_does_not_hide_its_cause() -> None:
     with receiver() as service:
         service.answer = lambda request: (

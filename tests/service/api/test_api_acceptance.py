@@ -116,6 +116,14 @@ def test_counts_of_a_version_that_the_history_has_forgotten_are_booked(engine: E
     assert Engine(service, gone.replace("v000001", "v000004")).report(10, 20).status_code == 422
 
 
+def test_a_name_that_only_a_persons_reason_holds_is_no_version_of_the_run(engine: Engine) -> None:
+    service = engine.service
+    other = "v000001-cafecafe"
+    service.registry.rollback("default", engine.version, f"{other} was better in the last run")
+    assert Engine(service, other).report(10, 20).status_code == 422
+    assert engine.report(10, 20).status_code == 200
+
+
 def test_a_live_drafter_is_left_alone(engine: Engine) -> None:
     reply = engine.report(1000, 2000)
     assert reply.status_code == 200
@@ -129,7 +137,7 @@ def test_a_drafter_that_dies_is_pushed_again_and_the_history_says_why(engine: En
     assert reply["dead"]
     assert reply["pushed_again"]["version"] == engine.version
     assert reply["pushed_again"]["sequence"] == 2
-    assert reply["pushed_again"]["reason"].startswith("revived: drafter dead in agent http://engine: live α 1.00")
+    assert reply["pushed_again"]["reason"].startswith("drafter dead in agent http://engine: live α 1.00")
     event = told(engine.service.registry)[-1]
     assert (event["event"], event["sequence"]) == ("pushed_again", 2)
     latest = engine.service.client.get("/drafter/latest").json()

@@ -30,6 +30,7 @@ from service.errors import ConfigurationError
 from service.settings import Settings
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.queue.incoming import Incoming, new_name
+from service.storage.queue.keys import DeathCode
 from service.storage.queue.rollout_queue import AsyncRolloutQueue
 from service.storage.spool import Spool
 
@@ -173,14 +174,14 @@ def test_another_replica_finishes_what_one_began(
     assert len(queue(other, redis_url).unfinished()) == 1
 
 
-@pytest.mark.parametrize(("reason", "status"), [("blob_missing", 201), ("blob_damaged", 201), ("no head", 200)])
+@pytest.mark.parametrize(("code", "status"), [("blob_missing", 201), ("blob_damaged", 201), ("unusable", 200)])
 def test_a_batch_whose_file_was_lost_may_come_again_and_another_dead_one_may_not(
-    service: RunningService, redis_url: str, reason: str, status: int
+    service: RunningService, redis_url: str, code: DeathCode, status: int
 ) -> None:
     file = rollout_file()
     sent(service, file)
     (entry,) = queue(service, redis_url).unfinished()
-    queue(service, redis_url).dead_letter(entry, reason, keep_file=False)
+    queue(service, redis_url).dead_letter(entry, "no head", code=code, keep_file=False)
     assert ask(service, file).status_code == status
     assert ask(service, file).json().get("dead_total", 1) == 1
 
@@ -197,7 +198,7 @@ def test_a_batch_whose_file_is_found_lost_while_it_is_asked_about_is_not_queued_
         found = await known(self, batch_id)
         if entries:
             store.client().delete_object(Bucket=BUCKET, Key=f"some/prefix/rollouts/default/{upload}")
-            queue(service, redis_url).dead_letter(entries.pop(), "blob_missing", keep_file=False)
+            queue(service, redis_url).dead_letter(entries.pop(), "gone", code="blob_missing", keep_file=False)
         return found
 
     monkeypatch.setattr(AsyncRolloutQueue, "batch", dies)

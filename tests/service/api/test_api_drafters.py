@@ -138,14 +138,60 @@ def test_only_files_of_the_manifest_can_be_had(service: RunningService) -> None:
 
 def test_the_history_and_a_rollback(service: RunningService) -> None:
     first, second = service.publish(), service.publish(content=b"second")
-    reply = service.client.post(f"/drafter/{first.version}/rollback", json={"reason": "second is slow"})
+    reply = service.client.post(f"/drafter/{first.version}/rollback?run=default", json={"reason": "second is slow"})
     assert reply.status_code == 200
     assert (reply.json()["version"], reply.json()["sequence"]) == (first.version, 3)
+    again = service.client.post(f"/drafter/{first.version}/rollback?run=default", json={"reason": "second is slow"})
+    assert (again.status_code, again.json()) == (200, reply.json()), "a call without an answer may be repeated"
     listing = service.client.get("/drafters").json()
     assert [v["version"] for v in listing["versions"]] == [first.version, second.version]
     assert listing["latest"]["version"] == first.version
     assert [e["event"] for e in listing["history"]] == ["published", "published", "rolled_back"]
     assert listing["history"][-1]["reason"] == "second is slow"
+
+
+def test_a_rollback_that_says_anything_else_is_another_one(service: RunningService) -> None:
+    first, second = service.publish(), service.publish(content=b"second")
+
+    def rolled(version: str, **body: object) -> int:
+        reply = service.client.post(f"/drafter/{version}/rollback?run=default", json={"reason": "slow"} | body)
+        return int(reply.json()["sequence"])
+
+    assert [rolled(first.version) for _ in range(2)] == [3, 3]
+    assert rolled(first.version, by="ada") == 4
+    assert rolled(first.version, by="ada", reason="slower") == 5
+    assert [rolled(first.version, override_canary=True) for _ in range(2)] == [6, 6]
+    assert [rolled(version) for version in (second.version, first.version)] == [7, 8]
+    service.registry.push_again("default", "an engine lost it")
+    assert rolled(first.version) == 10
+
+
+def test_a_person_overrides_canaries_by_a_field_until_the_next_offer(service: RunningService) -> None:
+    first, _ = service.publish(), service.publish(content=b"second")
+    path = f"/drafter/{first.version}/rollback?run=default"
+
+    def latest() -> bool:
+        return bool(service.client.get("/drafter/latest").json()["override_canary"])
+
+    service.client.post(path, json={"reason": "pushed again, says the reason"}).raise_for_status()
+    assert not latest()
+    answer = service.client.post(path, json={"reason": "x", "override_canary": True})
+    assert (answer.json()["override_canary"], latest()) == (True, True)
+    assert service.client.get("/drafters").json()["history"][-1]["override_canary"] is True
+    service.registry.hold("default", first.version, "keep it")
+    assert latest(), "the offer is the same"
+    service.registry.release("default", first.version)
+    service.registry.push_again("default", "an engine lost it")
+    assert not latest(), "the service overrides no canary"
+    assert service.client.post(path, json={"reason": "x", "override_canary": "yes"}).status_code == 422
+
+
+def test_what_moves_a_runs_drafter_names_the_run(service: RunningService) -> None:
+    version = service.publish().version
+    for method, call in (("POST", "rollback"), ("PUT", "hold"), ("DELETE", "hold")):
+        reply = service.client.request(method, f"/drafter/{version}/{call}", json={"reason": "x"})
+        assert (reply.status_code, reply.json()["field"]) == (422, "run"), call
+    assert service.client.post("/drafters", content=b"x").json()["field"] == "run"
 
 
 def test_a_rollback_beside_a_stopped_publisher_says_who_is_in_the_way(
@@ -154,24 +200,24 @@ def test_a_rollback_beside_a_stopped_publisher_says_who_is_in_the_way(
     version = service.publish().version
     monkeypatch.setattr("service.storage.layout.LOCK_SECONDS", 0.05)
     with locked(service.layout, "default"):
-        reply = service.client.post(f"/drafter/{version}/rollback", json={"reason": "x"})
+        reply = service.client.post(f"/drafter/{version}/rollback?run=default", json={"reason": "x"})
         assert service.client.get("/drafter/latest").json()["sequence"] == 1, "reading needs no lock"
     assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:registry-busy")
     assert "Retry-After" in reply.headers
-    assert service.client.post(f"/drafter/{version}/rollback", json={"reason": "x"}).status_code == 200
+    assert service.client.post(f"/drafter/{version}/rollback?run=default", json={"reason": "x"}).status_code == 200
 
 
 def test_a_rollback_needs_a_known_version_and_a_reason(service: RunningService) -> None:
     version = service.publish().version
-    unknown = service.client.post("/drafter/v000009-00000000/rollback", json={"reason": "x"})
+    unknown = service.client.post("/drafter/v000009-00000000/rollback?run=default", json={"reason": "x"})
     assert unknown.status_code == 404
     bodies: list[object] = [{}, {"reason": ""}, {"reason": 3}, {"reason": "x", "force": True}, []]
     for body in bodies:
-        assert service.client.post(f"/drafter/{version}/rollback", json=body).status_code == 422, body
-    form = service.client.post(f"/drafter/{version}/rollback", data={"reason": "x"})
+        assert service.client.post(f"/drafter/{version}/rollback?run=default", json=body).status_code == 422, body
+    form = service.client.post(f"/drafter/{version}/rollback?run=default", data={"reason": "x"})
     assert form.status_code == 415, "what a web page elsewhere could send without asking"
     service.registry.path("default", version, "model.safetensors").write_bytes(b"Weights")
-    damaged = service.client.post(f"/drafter/{version}/rollback", json={"reason": "x"})
+    damaged = service.client.post(f"/drafter/{version}/rollback?run=default", json={"reason": "x"})
     assert damaged.status_code == 409
 
 
@@ -183,7 +229,9 @@ def test_uploads_do_not_wait_for_those_who_wait_for_the_registrys_lock(
     version = service.publish().version
 
     def roll_back() -> int:
-        return service.client.post(f"/drafter/{version}/rollback", json={"reason": "x"}, timeout=60.0).status_code
+        return service.client.post(
+            f"/drafter/{version}/rollback?run=default", json={"reason": "x"}, timeout=60.0
+        ).status_code
 
     with ThreadPoolExecutor(40) as threads:
         with locked(service.layout, "default"):

@@ -219,7 +219,7 @@ def test_a_registration_that_comes_late_deletes_nothing_of_the_run(
 def test_runs_are_listed_with_what_they_serve_and_how_they_are(service: RunningService) -> None:
     service.register("other")
     version = service.publish().version
-    found = service.client.get("/runs").json()
+    found = service.client.get("/runs").json()["runs"]
     assert [(one["run"], one["drafter"]) for one in found] == [("default", version), ("other", None)]
     assert all(one["headline"]["text"] for one in found)
 
@@ -239,7 +239,7 @@ def test_a_deleted_run_is_gone_from_everywhere_and_its_name_is_free(
     assert [key for key in redis_client.keys() if b"{default}" in key] == []  # noqa: SIM118 - the command of that name
     assert service.post(rollout_file()).status_code == 404
     assert service.client.get("/drafter/latest").status_code == 404
-    assert [one["run"] for one in service.client.get("/runs").json()] == ["other"]
+    assert [one["run"] for one in service.client.get("/runs").json()["runs"]] == ["other"]
     assert 'run="default"' not in service.client.get("/metrics").text
     assert service.client.delete("/runs/default").status_code == 404
     assert service.register().status_code == 201
@@ -254,7 +254,8 @@ def test_a_run_at_work_is_unregistered_at_once_and_deleted_when_its_worker_has_l
     leases = Leases(redis_client)
     assert leases.hold("default")
     reply = service.client.delete("/runs/default")
-    assert (reply.status_code, reply.json()["type"]) == (409, "urn:draftalign:run-at-work")
+    assert (reply.status_code, reply.json()["state"]) == (202, "deleting")
+    assert "still at work on it" in reply.json()["detail"]
     assert service.client.get("/runs/default").status_code == 404
     again = service.register()
     assert (again.status_code, again.json()["type"]) == (503, "urn:draftalign:run-being-deleted")
@@ -281,7 +282,7 @@ def test_a_deletion_that_was_cut_short_is_finished_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", broken)
         assert httpx.delete(f"{service.url}/runs/default").status_code >= 500  # and its connection is closed
-    assert service.client.get("/runs").json() == []
+    assert service.client.get("/runs").json()["runs"] == []
     assert service.register().status_code == 503
     assert service.client.delete("/runs/default").status_code == 204
     assert files_of(service, "default") == []
@@ -296,7 +297,7 @@ def test_a_deletion_that_nobody_asks_for_again_is_finished_by_the_sweep(
         service.register(run)
         service.publish(run)
         assert leases.hold(run)
-        assert service.client.delete(f"/runs/{run}").status_code == 409
+        assert service.client.delete(f"/runs/{run}").status_code == 202
     leases.give_back("left")
 
     async def sweep() -> None:
@@ -354,7 +355,7 @@ def test_a_run_whose_files_are_damaged_hides_no_other(service: RunningService) -
         service.client.put(f"/runs/{run}", content=run_file(), headers=HEADERS).raise_for_status()
         service.publish(run)
     service.layout.latest("hurt").write_text("{")
-    listed = {one["run"]: one for one in service.client.get("/runs").raise_for_status().json()}
+    listed = {one["run"]: one for one in service.client.get("/runs").raise_for_status().json()["runs"]}
     assert listed["hurt"]["headline"]["state"] == "unreadable"
     assert listed["good"]["headline"]["state"] != "unreadable"
     text = service.client.get("/metrics").raise_for_status().text

@@ -302,7 +302,7 @@ def test_the_command_adds_a_token_that_works_at_once_and_prints_it_once(
     secret = done.stdout.strip()
     assert secret not in tokens.path.read_text()
     headers = {"Authorization": f"Bearer {secret}"}
-    assert [one["run"] for one in guarded.client.get("/runs", headers=headers).json()] == [OWN]
+    assert [one["run"] for one in guarded.client.get("/runs", headers=headers).json()["runs"]] == [OWN]
     for wrong in (command, ["token", "x", "--scope", "fly"], ["token", "x", "--scope", "read", "--run", "../y"]):
         assert isinstance(CliRunner().invoke(command_line, wrong).exception, ConfigurationError)
     monkeypatch.delenv("DRAFTALIGN_TOKEN_FILE")

@@ -415,7 +415,7 @@ def test_a_batch_that_comes_again_after_its_file_was_lost_makes_its_room(
     assert service.post(lost, "a").status_code == 202
     queue = RolloutQueue(redis_client, "a")
     for entry in queue.claim("w", 1000, 60.0):
-        queue.dead_letter(entry, "blob_missing")
+        queue.dead_letter(entry, "its file is gone", code="blob_missing")
     make_dead(service, redis_client, "a", 8)
     disk(5 * BODY // 2)
     assert service.post(lost, "a").status_code == 202

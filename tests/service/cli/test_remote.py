@@ -59,8 +59,16 @@ def test_versions_are_listed_and_an_earlier_one_is_served_again(service: Running
     assert service.client.get("/drafter/latest").json()["reason"] == "the second is odd"
     again = typed(service, "rollback", first.version)
     assert again == f"run default serves {first.version}, as before: its engines load it again\n"
+    repeated = typed(service, "rollback", first.version)
+    assert repeated == (
+        f"run default serves {first.version}, as before: nothing was changed, for the last rollback was to it and for "
+        "the same reason; with another --reason its engines load it again\n"
+    )
+    over = typed(service, "rollback", first.version, "--override-canary")
+    assert over.endswith(": its engines load it again\n")
+    assert service.client.get("/drafter/latest").json()["override_canary"] is True
     events = service.client.get("/drafters").json()["history"]
-    assert [event["by"] for event in events if event["event"] == "rolled_back"] == [whoami()] * 2
+    assert [event["by"] for event in events if event["event"] == "rolled_back"] == [whoami()] * 3
 
 
 def test_a_rollback_that_takes_long_to_verify_is_waited_for(
@@ -85,7 +93,7 @@ def test_who_gives_up_on_a_change_is_told_that_it_may_be_done_all_the_same(
     monkeypatch.setattr(Registry, "verify", lambda *_: done.wait(20))
     try:
         with pytest.raises(ConfigurationError, match="timed out; it may do what was asked all the same"):
-            call("POST", service.url, f"/drafter/{version}/rollback", 0.2, json={"reason": "r"})
+            call("POST", service.url, f"/drafter/{version}/rollback?run=default", 0.2, json={"reason": "r"})
         known = {"If-None-Match": service.client.get("/drafter/latest").headers["ETag"]}
         with pytest.raises(ConfigurationError, match=r"timed out$"):
             call("GET", service.url, "/drafter/latest", 0.2, params={"wait": "20"}, headers=known)
@@ -111,7 +119,7 @@ def test_a_rollback_by_a_name_that_is_too_long_changes_nothing(service: RunningS
     version = service.publish().version
     for by in ("x" * 81, "", 7):
         body = {"reason": "r", "by": by}
-        assert service.client.post(f"/drafter/{version}/rollback", json=body).status_code == 422
+        assert service.client.post(f"/drafter/{version}/rollback?run=default", json=body).status_code == 422
     assert service.client.get("/drafter/latest").json()["sequence"] == 1
 
 
@@ -142,7 +150,8 @@ def test_a_refusal_says_what_helps(
     first, second = service.publish(), service.publish(content=b"second")
     typed(service, "hold", second.version)
     assert refused("rollback", first.version).endswith(
-        f"nothing was changed. Release it first (`draftalign release`, or DELETE /drafter/{second.version}/hold)"
+        "nothing was changed. Release it first (`draftalign release`, or "
+        f"DELETE /drafter/{second.version}/hold?run=default)"
     )
 
 
@@ -235,12 +244,13 @@ def test_a_run_s_state_is_said_and_changed(service: RunningService, state: str) 
     told = service.client.get("/runs/default").json()["headline"]
     lines = typed(service, "state").rstrip("\n").splitlines()
     assert len(lines) == 1 + len(told["also"]), "and all else that is true of it"
-    found = service.client.get("/runs/default").json()["state"]
-    assert found["state"] == state
+    said = service.client.get("/runs/default").json()
+    found = said["state_change"]
+    assert (said["state"], found["reason"]) == (state, "a test")
     assert typed(service, "state").startswith(f"run default is {state}: ")
     assert ("[" in typed(service, "runs")) == (state != "active")
     typed(service, "state", state, "--reason", "another")
-    again = service.client.get("/runs/default").json()["state"]
+    again = service.client.get("/runs/default").json()["state_change"]
     assert again == found | {"reason": "another"}, "since as before"
 
 

@@ -14,7 +14,7 @@ from storage_fixtures import RolloutQueue
 
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.deliveries import KILLER, Entry
-from service.storage.queue.keys import ENDED_SECONDS, GROUP, REMEMBERED_BYTES, Keys
+from service.storage.queue.keys import ENDED_SECONDS, GROUP, REMEMBERED_BYTES, DeathCode, Keys
 from service.storage.queue.rollout_queue import COUNTERS, AsyncRolloutQueue, Batch, Enqueued, fair_bound
 
 
@@ -204,21 +204,31 @@ def test_whoever_sends_the_next_batch_hears_how_many_died_and_why_the_newest_did
 def test_a_batch_whose_file_was_lost_may_be_sent_again(bench: Bench) -> None:
     bench.put(make_batch(1))
     (entry,) = bench.claim()
-    bench.worker.dead_letter(entry, "blob_missing")
+    bench.worker.dead_letter(entry, "its file is gone", code="blob_missing")
     assert bench.put(make_batch(1)).outcome == "accepted"
     assert bench.client.ttl(Keys("default").batch(entry.batch_id)) == -1, "its record lives again"
 
 
-@pytest.mark.parametrize("reason", ["blob_missing", "blob_damaged", "bad"])
-def test_a_batch_that_was_discarded_is_a_duplicate_whatever_it_died_of(bench: Bench, reason: str) -> None:
+def test_a_reason_is_for_people_and_lets_nothing_in_again(bench: Bench) -> None:
     bench.put(make_batch(1))
     (entry,) = bench.claim()
-    bench.worker.dead_letter(entry, reason)
+    bench.worker.dead_letter(entry, "blob_missing")
+    assert bench.put(make_batch(1)).outcome == "duplicate"
+    record = bench.worker.batch(entry.batch_id)
+    assert record is not None
+    assert record["code"] == "unusable"
+
+
+@pytest.mark.parametrize("code", ["blob_missing", "blob_damaged", "unusable"])
+def test_a_batch_that_was_discarded_is_a_duplicate_whatever_it_died_of(bench: Bench, code: DeathCode) -> None:
+    bench.put(make_batch(1))
+    (entry,) = bench.claim()
+    bench.worker.dead_letter(entry, "bad", code=code)
     for _ in range(2):
         assert bench.discard(entry.batch_id) == "dead"
     record = bench.worker.batch(entry.batch_id)
     assert record is not None
-    assert record["reason"] == f"discarded: {reason}"
+    assert (record["reason"], record["code"]) == ("discarded: bad", "discarded")
     assert bench.put(make_batch(1)).outcome == "duplicate"
 
 
@@ -366,7 +376,7 @@ def test_a_dead_batch_that_was_put_back_and_waits_is_not_forgotten(redis_url: st
     bench = Bench(redis_url, redis_client, 5_000)
     bench.put(make_batch(0))
     (entry,) = bench.claim()
-    bench.worker.dead_letter(entry, "blob_missing")
+    bench.worker.dead_letter(entry, "its file is gone", code="blob_missing")
     assert bench.put(make_batch(0)).outcome == "accepted", "its file was lost: sent again"
     (again,) = bench.claim()
     train(bench, *range(1, 9))
@@ -382,7 +392,7 @@ def test_a_batch_that_was_sent_again_is_remembered_from_its_last_end(redis_url: 
     bench = Bench(redis_url, redis_client, 2_900)
     bench.put(make_batch(0))
     (entry,) = bench.claim()
-    bench.worker.dead_letter(entry, "blob_missing", keep_file=False)
+    bench.worker.dead_letter(entry, "its file is gone", code="blob_missing", keep_file=False)
     train(bench, 1, rollouts=2)
     assert bench.put(make_batch(0)).outcome == "accepted", "its file was lost: sent again"
     (again,) = bench.claim()

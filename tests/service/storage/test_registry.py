@@ -97,7 +97,7 @@ def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Re
     back = registry.rollback("default", first.version, "second was bad")
     assert (back.version, back.sequence, back.reason) == (first.version, 3, "second was bad")
     again = registry.push_again("default", "engine lost it")
-    assert (again.version, again.sequence, again.reason) == (first.version, 4, "revived: engine lost it")
+    assert (again.version, again.sequence, again.reason) == (first.version, 4, "engine lost it")
     assert registry.latest("default") == again
     third = publish(registry, content=b"third")
     assert third.sequence == 5
@@ -360,7 +360,7 @@ def test_parallel_publishers_and_rollbacks_never_share_a_sequence(registry: Regi
     def work(number: int) -> None:
         for turn in range(4):
             publish(registry, content=f"{number} {turn}".encode())
-            registry.rollback("default", first.version, "again")
+            registry.rollback("default", first.version, f"{number} {turn}")
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     for thread in threads:

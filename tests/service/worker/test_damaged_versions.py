@@ -184,7 +184,7 @@ def test_rollouts_that_are_not_as_they_were_uploaded_are_not_trained_on_and_may_
     other = bench.post("b")
     while worker._turn():
         pass
-    assert (bench.state(batch), bench.reason(batch), bench.state(other)) == ("dead", "blob_damaged", "trained")
+    assert (bench.state(batch), bench.code(batch), bench.state(other)) == ("dead", "blob_damaged", "trained")
     assert f"{path} is damaged" in caplog.text
     assert path.exists(), "a person may look at it, or put a copy back"
     status, receipt = post()
@@ -454,7 +454,7 @@ def test_a_drafter_that_was_sent_and_is_not_as_sent_is_refused(bench: Bench, wor
     body = joined(wire.encode({n: as_wire(t.detach()) for n, t in drafter.state_dict().items()}, metadata))
     api = RunningService(state_dir=bench.layout.root, redis_url=redis_url)
     try:
-        version = api.client.post("/drafters", content=body, headers=HEADERS).json()["version"]
+        version = api.client.post("/drafters?run=default", content=body, headers=HEADERS).json()["version"]
         flip(model(bench, version), random.Random(5))
         batch = bench.post("a")
         for _ in range(5):

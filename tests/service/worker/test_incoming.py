@@ -230,7 +230,7 @@ def test_a_file_that_is_in_the_spool_is_not_asked_for_and_is_compared(bench: Ben
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     third = opened(bench)
     assert third.load(third.redeliver()) == []
-    assert (bench.state(batch), bench.reason(batch)) == ("dead", "blob_damaged")
+    assert (bench.state(batch), bench.code(batch)) == ("dead", "blob_damaged")
 
 
 def test_a_file_that_another_worker_brings_meanwhile_is_not_missing(
@@ -262,7 +262,7 @@ def test_an_object_that_was_overwritten_ends_its_batch_and_the_others_go_on(
     good, _ = put(bench, store, "b")
     (loaded,) = new(inbox)
     assert loaded.entry.batch_id == good
-    assert (bench.state(bad), bench.reason(bad)) == ("dead", "blob_damaged")
+    assert (bench.state(bad), bench.code(bad)) == ("dead", "blob_damaged")
     assert [path.name for path in bench.layout.spool("default").iterdir()] == [loaded.path.name]
     assert [*bench.layout.spool_tmp.iterdir()] == []
     assert store.stored() == [key(blob)], "until it is swept"
@@ -275,7 +275,7 @@ def test_an_object_that_is_gone_ends_its_batch(bench: Bench, inbox: Inbox, store
     batch, blob = put(bench, store, "a")
     store.client().delete_object(Bucket=BUCKET, Key=key(blob))
     assert new(inbox) == []
-    assert (bench.state(batch), bench.reason(batch)) == ("dead", "blob_missing")
+    assert (bench.state(batch), bench.code(batch)) == ("dead", "blob_missing")
 
 
 def test_a_file_has_the_time_at_which_it_came_and_not_that_at_which_it_was_brought(

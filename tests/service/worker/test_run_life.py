@@ -72,7 +72,7 @@ def test_a_held_version_is_served_until_it_is_released_and_the_gate_looks_at_not
     until_published(bench, service, "before", after=1)
     first = Registry(bench.layout).versions("default")[0]
     before = looked(bench)
-    reply = service.client.put(f"/drafter/{first}/hold", json={"reason": "the second is odd", "by": "ada"})
+    reply = service.client.put(f"/drafter/{first}/hold?run=default", json={"reason": "the second is odd", "by": "ada"})
     assert reply.status_code == 200, reply.text
     held = service.client.get("/drafter/latest").json()
     assert held["version"] == first
@@ -90,7 +90,7 @@ def test_a_held_version_is_served_until_it_is_released_and_the_gate_looks_at_not
     assert looked_at[looked_at.index("held") :] == ["held"], "nothing was judged"
     records = bench.store.scores()
     assert all(r.candidate is not None and (r.trained_tokens_total or 0) > 0 for r in list(records.values())[-3:])
-    released = service.client.delete(f"/drafter/{first}/hold", params={"by": "bob"})
+    released = service.client.delete(f"/drafter/{first}/hold", params={"run": "default", "by": "bob"})
     assert released.status_code == 200, released.text
     assert until_published(bench, service, "after", after=held["sequence"]) > held["sequence"]
     assert service.client.get("/runs/default").json()["held"] is None
@@ -130,22 +130,26 @@ def test_a_publish_that_races_a_hold_loses_and_its_look_is_not_counted(
 def test_holding_what_is_served_moves_no_engine_and_holding_another_does(service: RunningService) -> None:
     assert service.register().status_code == 201
     first, second = service.publish(), service.publish(content=b"second")
-    reply = service.client.put(f"/drafter/{second.version}/hold", json={"reason": "good"})
+    reply = service.client.put(f"/drafter/{second.version}/hold?run=default", json={"reason": "good"})
     assert (reply.json()["version"], reply.json()["sequence"]) == (second.version, 2)
     with pytest.raises(LatestHeld, match="a person"):
         service.publish(content=b"third")
-    rolled = service.client.post(f"/drafter/{first.version}/rollback", json={"reason": "x"})
+    rolled = service.client.post(f"/drafter/{first.version}/rollback?run=default", json={"reason": "x"})
     assert (rolled.status_code, rolled.json()["type"]) == (409, "urn:draftalign:drafter-held")
-    wrong = service.client.delete(f"/drafter/{first.version}/hold")
+    wrong = service.client.delete(f"/drafter/{first.version}/hold?run=default")
     assert (wrong.status_code, wrong.json()["type"]) == (409, "urn:draftalign:drafter-held")
-    moved = service.client.put(f"/drafter/{first.version}/hold", json={"reason": "better"})
+    moved = service.client.put(f"/drafter/{first.version}/hold?run=default", json={"reason": "better"})
     assert (moved.json()["version"], moved.json()["sequence"]) == (first.version, 3)
     service.registry.push_again("default", "dead in an engine")
     held = service.registry.held("default")
     assert held is not None
     assert (held.version, held.reason) == (first.version, "better"), "also after it was pushed again"
-    assert service.client.delete(f"/drafter/{first.version}/hold").status_code == 200
-    assert service.client.delete(f"/drafter/{first.version}/hold").status_code == 409
+    assert service.client.delete(f"/drafter/{first.version}/hold?run=default").status_code == 204
+    for released in (first, second):
+        again = service.client.delete(f"/drafter/{released.version}/hold?run=default")
+        assert again.status_code == 204, "none is held: what was asked for is so"
+    unknown = service.client.delete("/drafter/v000009-00000000/hold?run=default")
+    assert (unknown.status_code, unknown.json()["type"]) == (404, "urn:draftalign:no-such-drafter")
     history = service.client.get("/drafters").json()["history"]
     events = ["published", "published", "held", "rolled_back", "held", "pushed_again", "released"]
     assert [e["event"] for e in history] == events
@@ -153,11 +157,24 @@ def test_holding_what_is_served_moves_no_engine_and_holding_another_does(service
     service.publish(content=b"fourth")
 
 
+def test_a_hold_that_is_repeated_is_there_once(service: RunningService) -> None:
+    assert service.register().status_code == 201
+    first, _ = service.publish(), service.publish(content=b"second")
+
+    def hold(reason: str) -> int:
+        reply = service.client.put(f"/drafter/{first.version}/hold?run=default", json={"reason": reason})
+        return int(reply.json()["sequence"])
+
+    assert [hold("good"), hold("good"), hold("better")] == [3, 3, 3]
+    history = service.client.get("/drafters").json()["history"]
+    assert [e["reason"] for e in history if e["event"] == "held"] == ["good", "better"]
+
+
 @pytest.mark.parametrize("body", [{}, {"reason": ""}, {"reason": "x", "by": 3}, {"reason": "x", "for": 3}, []])
 def test_a_hold_needs_a_reason(service: RunningService, body: object) -> None:
     assert service.register().status_code == 201
     version = service.publish().version
-    assert service.client.put(f"/drafter/{version}/hold", json=body).status_code == 422
+    assert service.client.put(f"/drafter/{version}/hold?run=default", json=body).status_code == 422
     assert service.registry.held("default") is None
 
 
@@ -301,14 +318,14 @@ def test_an_archived_run_keeps_its_drafters_and_nothing_else_is_accepted(
         post(bench, service, "e"),
         service.client.put("/runs/default", content=bench.world.run_file(), headers=HEADERS),
         service.client.put("/runs/default/head", content=bench.world.head_file(0), headers=HEADERS),
-        service.client.post(f"/drafter/{version}/rollback", json=body),
-        service.client.put(f"/drafter/{version}/hold", json=body),
-        service.client.delete(f"/drafter/{version}/hold"),
+        service.client.post(f"/drafter/{version}/rollback?run=default", json=body),
+        service.client.put(f"/drafter/{version}/hold?run=default", json=body),
+        service.client.delete(f"/drafter/{version}/hold?run=default"),
         service.client.post("/runs/default/drift/reset"),
         service.client.post("/acceptance", json=counts | {"accepted_tokens": 1, "drafted_tokens": 4}),
     ):
         assert (reply.status_code, reply.json()["type"]) == (409, "urn:draftalign:run-closed"), reply.request.url
-    assert service.client.get("/runs").json()[0]["state"] == "archived"
+    assert service.client.get("/runs").json()["runs"][0]["state"] == "archived"
     become(service, "active")
     bench.wait(trained(bench, post(bench, service, "f")), 10.0)
     assert bench.totals()["batches"] == 2, "it went on from its checkpoint"
@@ -377,7 +394,7 @@ def test_a_state_that_cannot_be_read_pauses_the_run_and_says_so(bench: Bench, se
     worker._turn()
     assert worker.served == {}
     assert "cannot be read" in service.client.get("/runs/default").json()["headline"]["text"]
-    assert become(service, "active")["state"]["state"] == "active"
+    assert become(service, "active")["state"] == "active"
     assert service.client.patch("/runs/default", json={"state": "asleep", "reason": "x"}).status_code == 422
     assert service.client.patch("/runs/nobody", json={"state": "paused", "reason": "x"}).status_code == 404
 

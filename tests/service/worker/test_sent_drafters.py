@@ -223,7 +223,7 @@ def test_only_so_many_wait_each_once_and_pruning_spares_them(
     worker = bench.worker(**SETTINGS)
     worker.learner.lineage._prune()  # keeps three
     assert Registry(bench.layout).versions("default") == [served, *versions]
-    rolled = service.client.post(f"/drafter/{versions[1]}/rollback", json={"reason": "by hand"})
+    rolled = service.client.post(f"/drafter/{versions[1]}/rollback?run=default", json={"reason": "by hand"})
     assert rolled.status_code == 200, "a person may serve it unproven"
     assert service.client.get("/drafters").json()["waiting"] == [versions[0], *versions[2:]]
     taken = send(service, bodies[1])
@@ -243,7 +243,7 @@ def test_a_held_run_judges_what_was_sent_when_it_is_released(
     bench: Bench, service: RunningService, served: str, tmp_path: Path
 ) -> None:
     version = send(service, body(bench.world.trained_drafter(tmp_path))).json()["version"]
-    assert service.client.put(f"/drafter/{served}/hold", json={"reason": "x"}).status_code == 200
+    assert service.client.put(f"/drafter/{served}/hold?run=default", json={"reason": "x"}).status_code == 200
     worker = bench.worker(**SETTINGS)
     for n in range(3):
         bench.post(f"held {n}", rollouts=32)
@@ -251,7 +251,7 @@ def test_a_held_run_judges_what_was_sent_when_it_is_released(
     assert service.client.get("/drafters").json()["waiting"] == [version]
     assert waits_for(service) == f"v000002: {served[:7]} is held, and nothing is judged until `draftalign release`"
     assert waits_for(service) in listed(service)
-    assert service.client.delete(f"/drafter/{served}/hold").status_code == 200
+    assert service.client.delete(f"/drafter/{served}/hold?run=default").status_code == 204
     bench.post("one", rollouts=1)
     bench.drain(worker)
     told = "v000002: so far the gate says: no evidence: all these prompts were trained on already, "

@@ -190,7 +190,10 @@ def test_an_agent_that_a_later_version_was_told_is_not_told_an_earlier_one(
         fourth = publish(registry, content=b"fourth")
         assert api.client.get(f"/drafter/{fourth.version}/model.safetensors").content == b"fourth"
         fifth = publish(registry, content=b"fifth")
-        assert api.client.post(f"/drafter/{fifth.version}/rollback", json={"reason": "again"}).status_code == 200
+        assert (
+            api.client.post(f"/drafter/{fifth.version}/rollback?run=default", json={"reason": "again"}).status_code
+            == 200
+        )
         bench.layout.pull("default")
         back = registry.latest("default")
         assert back is not None

@@ -161,7 +161,7 @@ def test_a_batch_whose_file_is_gone_is_dead_and_the_others_live(bench: Bench) ->
     good = bench.post("good")
     bench.drain(bench.worker())
     assert bench.state(gone) == "dead"
-    assert bench.reason(gone) == "blob_missing", "the word by which the queue lets it be sent again"
+    assert bench.code(gone) == "blob_missing", "by which the queue lets it be sent again"
     assert bench.state(good) == "trained"
 
 
@@ -174,7 +174,7 @@ def test_a_batch_that_another_version_queued_is_dead_and_those_behind_it_live(be
     assert asyncio.run(bench._enqueue("default", named)) == "accepted"
     good = bench.post("good")
     bench.drain(bench.worker())
-    assert (bench.state(header.batch_id), bench.reason(header.batch_id)) == ("dead", "blob_missing")
+    assert (bench.state(header.batch_id), bench.code(header.batch_id)) == ("dead", "blob_missing")
     assert bench.state(good) == "trained"
 
 
@@ -185,7 +185,7 @@ def test_a_truncated_file_is_dead_with_its_reason(bench: Bench) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     bench.drain(bench.worker())
     assert bench.state(torn) == "dead"
-    assert bench.reason(torn) == "blob_damaged"
+    assert bench.code(torn) == "blob_damaged"
 
 
 def test_one_token_responses_are_scored_and_trained(bench: Bench) -> None:
