@@ -167,7 +167,7 @@ def anonymous(call: str) -> str:
     return re.sub(r"\{[^}]*\}", "{}", call)
 
 
-@pytest.mark.parametrize("document", ["docs/reference/api.md", "docs/guide/operating.md"])
+@pytest.mark.parametrize("document", ["docs/reference/api.md", "docs/guide/access.md"])
 def test_every_call_of_the_api_is_in_the_tables(document: str) -> None:
     text = anonymous(page(document))
     missing = []
@@ -180,7 +180,7 @@ def test_every_call_of_the_api_is_in_the_tables(document: str) -> None:
 
 
 def test_the_scopes_in_the_table_are_those_that_are_checked() -> None:
-    table = rows(page("docs/guide/operating.md"))
+    table = rows(page("docs/guide/access.md"))
     documented = {anonymous(call): cells[0] for call, cells in table.items()}
     for method, path in calls():
         if path in ("/healthz", "/readyz"):

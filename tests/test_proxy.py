@@ -21,7 +21,7 @@ from rl_hooks import wire
 from service.settings import Settings
 
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
-PAGE = Path(__file__).parents[1] / "docs/guide/operating.md"
+PAGE = Path(__file__).parents[1] / "docs/guide/access.md"
 TRAINER = {"Authorization": "Bearer both-secret"}
 #: The one server of this configuration is the page's; nginx must write nowhere else.
 AROUND = """

@@ -90,7 +90,7 @@ def up(worker_gpus: float = 0.0, *, spread: bool = False) -> str:
     if not 0.0 <= worker_gpus <= 1.0:
         raise ConfigurationError(
             f"worker_gpus is {worker_gpus:g}, but this worker is one process, which uses one GPU: from 0 to 1. For "
-            "several, start `torchrun ... draftalign worker` in a job of its own: docs/guide/operating.md, Several GPUs"
+            "several, start `torchrun ... draftalign worker` in a job of its own: docs/guide/machines.md, Several GPUs"
         )
     settings = Settings()
     if settings.redis_url is None:

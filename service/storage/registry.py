@@ -4,7 +4,7 @@ Invariants, also after loss of power at any line:
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
   take a new number, so a reader that remembers the last sequence can refuse anything older.
 * `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against. So a worker
-  that was paused during another publish or a rollback changes nothing (docs/guide/operating.md, "What a paused process
+  that was paused during another publish or a rollback changes nothing (docs/guide/failures.md, "What a paused process
   can do").
 * With `drafters_url`, a version's files are in the object store before `latest.json` names it.
 * A hold is part of `latest.json`, so it appears and ends in the same rename as a move. While it is there, nothing but

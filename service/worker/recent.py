@@ -113,7 +113,7 @@ class RecentRollouts:
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
         # Listed before the checkpoint is read: after SIGSTOP in between, a successor's files must not look like strays.
-        # docs/guide/operating.md, "What a paused process can do".
+        # docs/guide/failures.md, "What a paused process can do".
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
         self.limit = LengthLimit()

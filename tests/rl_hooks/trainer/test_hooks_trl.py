@@ -410,7 +410,7 @@ def test_registration_is_sent_before_the_first_step_and_describes_the_trainers_m
 
 def test_the_guide_names_all_that_stats_has(tmp_path: Path) -> None:
     attachment = attach(make_trainer(tmp_path), f"http://127.0.0.1:{free_port()}", aux_layers=AUX)
-    guide = (Path(__file__).parents[3] / "docs" / "guide" / "trainers.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs" / "guide" / "hook.md").read_text(encoding="utf-8")
     table = guide.partition("\n`stats()` has, of this process:\n")[2].partition("\n\nLog lines")[0]
     assert set(re.findall(r"`([a-z_]+)`", table)) == attachment.stats().keys()
     attachment.close(0.5)

@@ -157,7 +157,7 @@ def one_run(**changes: Any) -> Deployment:
     return replace(GIVEN, **{"rollouts": 16, "tokens": 1024, "prompt_share": 0.5, "runs": 1, "ranks": 1} | changes)
 
 
-def test_ranks_are_as_fast_as_operating_md_computes() -> None:
+def test_ranks_are_as_fast_as_the_guide_computes() -> None:
     """Its table, in ms of an optimizer step: rollouts, Muon, exchange, what is shared out of scoring, what is not."""
     work = Work.of(one_run(), Settings(), GPU_TFLOPS)
     for ranks, muon, told in ((4, 0.329, 2.8), (8, 0.192, 4.1)):
