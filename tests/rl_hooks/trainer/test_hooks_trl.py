@@ -156,6 +156,7 @@ def test_a_column_that_would_send_no_strata_is_refused_when_attaching(
 
 def test_the_groups_of_a_step_share_the_states_of_their_prompts(service: Receiver, tmp_path: Path) -> None:
     """TRL shuffles a step's rollouts, and pads them; each file holds two groups of four."""
+    service.answer = lambda _request: (202, {}, {"duplicate": False, "optional_tensors": ["aux_rows"]})
     trainer = make_trainer(tmp_path)
     attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strict=True, dtype="float8_e4m3_all")
     trainer.train()
