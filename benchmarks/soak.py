@@ -61,6 +61,7 @@ _REMEMBERED_BOUNDED: Final = 4 * 2**20
 #: More than any bound holds: 4,608 scores, 4,096 policy versions, some 3,000 files remembered in 4 MiB.
 _FILES_TO_FILL: Final = 5000
 _QUEUED_WHILE_FILLING: Final = 32
+_STUCK_SECONDS: Final = 300.0
 BLOCKS: Final = 10
 #: 97.5 % point of Student's t with BLOCKS - 2 degrees of freedom.
 T_8: Final = 2.306
@@ -247,14 +248,20 @@ def fill(url: str, recording: Recording, queued: Callable[[], int]) -> None:
     """Send files, and a report with each, as fast as the worker takes them; return when it has taken all."""
     with httpx.Client(base_url=url, timeout=60.0) as client:
         for body in itertools.islice(bodies(recording, 0), _FILES_TO_FILL):
-            while queued() >= _QUEUED_WHILE_FILLING:
-                time.sleep(0.05)
+            _wait_for_queue(queued, _QUEUED_WHILE_FILLING - 1)
             if (status := post(client, body)) != 202:
                 raise RuntimeError(f"expected 202 for file {recording.filled}, got {status}")
             recording.filled += 1
             report(client, recording.filled, 1.0)
-    while queued():
-        time.sleep(0.5)
+    _wait_for_queue(queued, 0)
+
+
+def _wait_for_queue(queued: Callable[[], int], most: int) -> None:
+    deadline = time.monotonic() + _STUCK_SECONDS
+    while (waiting := queued()) > most:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"expected the worker to leave {most} batches at most, {waiting} wait: does it run?")
+        time.sleep(0.05)
 
 
 def send(url: str, recording: Recording, began: float) -> None:
@@ -402,7 +409,8 @@ def table(recording: Recording) -> str:
             f"| {one.verdict} |"
         )
     kinds = sorted(recording.keys.items(), key=lambda kind: -kind[1])[:5]
-    lines += ["", "Redis, bytes a rollout: " + ", ".join(f"{kind} {size / rollouts:.0f}" for kind, size in kinds)]
+    sent = rollouts + recording.rollouts * recording.filled
+    lines += ["", "Redis, bytes a rollout: " + ", ".join(f"{kind} {size / sent:.0f}" for kind, size in kinds)]
     return "\n".join(lines)
 
 

@@ -125,7 +125,7 @@ class Settings(BaseSettings):
     max_rollout_tokens: int = Field(
         65_536, ge=2, description="Most tokens in one rollout; above it 422. Work grows with the square of its length."
     )
-    max_runs: int = Field(256, gt=0, description="Most runs; the next one to be registered gets 429.")
+    max_runs: int = Field(256, gt=0, description="Most runs; the next one to be registered gets 403.")
     max_heads: int = Field(
         128,
         ge=2,

@@ -31,7 +31,8 @@ def is_published(hook: DrafterHook, trained: float) -> bool:
     """Whether a drafter is. Waits a while for more than so many trained batches, which a real loop does not."""
     deadline = time.monotonic() + PAUSE_SECONDS
     while True:
-        hook.flush(30.0)
+        if not hook.flush(30.0):  # a real loop trains on
+            raise SystemExit(f"the service takes nothing: {hook.stats()['last_error']}")
         stands = hook.stats()["run_stands"]
         if "drafter_version" in stands or stands.get("trained", 0) > trained or time.monotonic() > deadline:
             return "drafter_version" in stands

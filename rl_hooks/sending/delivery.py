@@ -8,7 +8,7 @@
 | `run-closed` to anything | a person drains or archived the run: the same |
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
-| 401, 403 or another's 404 to what is kept | the same without an end: a token may be added, a proxy may be starting |
+| 401, 403, and any refusal by a proxy, of what is kept | the same without an end: somebody may mend it |
 | `too-many-runs`, `run-damaged` | a person has to act: the same, but after a minute |
 | `StoreUnreachable` from an upload by the object store | the same file through the API, and all for five minutes |
 | any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
@@ -21,7 +21,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from rl_hooks import wire
@@ -54,9 +54,9 @@ _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the t
 
 
 def _may_pass(status: int, kind: object) -> bool:
-    """Whether a token that is added, or a proxy whose backend starts, ends it: 401, 403, a 404 that is not ours."""
-    ours = isinstance(kind, str) and kind.startswith("urn:draftalign:")
-    return status in (401, 403) or (status == 404 and not ours)
+    """Whether somebody may mend it: a token that is missing, or a refusal that is not the service's but a proxy's."""
+    ours = status in (409, 422) or (isinstance(kind, str) and kind.startswith("urn:draftalign:"))
+    return status in (401, 403) or not ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,8 @@ class ServiceClient:
                 verdict = self._judge(job, reply)
                 if verdict is not None:
                     return verdict
-                if reply.fields.get("type") in _TAKES_A_PERSON:
+                soon = reply.status in (401, 403, 404, 429) or reply.status >= 500  # else as a proxy is set up
+                if reply.fields.get("type") in _TAKES_A_PERSON or not soon:
                     seconds = _PERSON_SECONDS * _JITTER.uniform(0.5, 1.0)
                 elif reply.retry_after_seconds is not None:
                     seconds = min(max(reply.retry_after_seconds, 0.05), _MAX_RETRY_AFTER_SECONDS)
@@ -203,7 +204,7 @@ class ServiceClient:
         if not self.refused and (passing or kind in _TAKES_A_PERSON):
             return None
         if job.method == "POST":  # a run of this name with another kind of drafter, maybe
-            self.wanted = replace(self.wanted, last_rows="all")
+            self.wanted = FilesWanted(direct_uploads=self.wanted.direct_uploads)
         return "dropped_error"
 
     def read_deaths(self, fields: Mapping[str, object]) -> None:

@@ -38,6 +38,10 @@ _FILES_IN_QUEUE: Final = 4
 #: How often whoever waits for the queue says so; and how long for how the run stands after that, by default.
 _SAY_SECONDS: Final = 10.0
 _LAST_ANSWER_SECONDS: Final = 5.0
+#: How long they wait at most by default: other ranks of the trainer may wait in a collective, which ends after minutes.
+_LONGEST_FLUSH_SECONDS: Final = 300.0
+#: How long the end of a `with` block waits that an error ends: the error is to be seen.
+CLOSE_AFTER_ERROR_SECONDS: Final = 5.0
 
 _COUNTERS: Final = (
     *("submitted", "sent", "duplicates", "dropped_full", "dropped_error", "dropped_closed", "retries"),
@@ -217,14 +221,14 @@ class RolloutSender:
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until everything queued was sent or dropped; False if that took longer than `timeout_seconds`.
 
-        None: as long as files arrive, and no longer than `patience_seconds` for the next one. Every 10 s the log says
-        what is waited for. A sender that asks how the run stands asks once more then, within the same time, if there is
-        any left.
+        None: as long as files arrive, no longer than `patience_seconds` for the next one, and 300 s in all. Every 10 s
+        the log says what is waited for. A sender that asks how the run stands asks once more then, within the same
+        time, if there is any left.
         """
         limit = None if timeout_seconds is None else min(timeout_seconds, threading.TIMEOUT_MAX)
         began = time.monotonic()
+        flushed = self._wait_until_empty(limit)
         with self._guard():
-            flushed = self._wait_until_empty(limit)
             left = _LAST_ANSWER_SECONDS if limit is None else began + limit - time.monotonic()
             asked = self._asked
             if flushed and left > 0 and self._asks and self._thread is not None and self._standing.hurry():
@@ -233,30 +237,32 @@ class RolloutSender:
             return flushed
 
     def _wait_until_empty(self, limit: float | None) -> bool:
-        """Wait for the queue, whose lock is held, as `flush` says."""
+        """Wait for the queue, as `flush` says. What is said meanwhile is said without the lock."""
         began = heard = time.monotonic()
-        patience, arrived, tally = self._delivery.patience_seconds, self._arrived(), self._delivery.tally
-        while len(self._queue):
-            now = time.monotonic()
-            if self._arrived() != arrived:
-                heard, arrived = now, self._arrived()
-            left = heard + patience - now if limit is None else began + limit - now
-            if left <= 0:
-                return False
-            if (
-                not self._changed.wait_for(lambda: not len(self._queue), min(left, _SAY_SECONDS))
-                and left > _SAY_SECONDS
-            ):
+        patience, arrived = self._delivery.patience_seconds, self._arrived()
+        while True:
+            with self._guard():
+                now = time.monotonic()
+                if self._arrived() != arrived:
+                    heard, arrived = now, self._arrived()
+                left = began + (_LONGEST_FLUSH_SECONDS if limit is None else limit) - now
+                if limit is None:
+                    left = min(left, heard + patience - now)
+                if not len(self._queue) or left <= 0:
+                    return not len(self._queue)
+                self._changed.wait_for(lambda: not len(self._queue), min(left, _SAY_SECONDS))
+                waits, size_bytes = len(self._queue), self._queue.rollout_bytes
+                last_error = self._delivery.tally.last_error
+            if waits and left > _SAY_SECONDS:
                 logger.warning(
                     "draftalign: %d requests (%.1f MB of rollouts) are still to be sent to the service; at most %.0f s "
                     "more%s. %s",
-                    len(self._queue),
-                    self._queue.rollout_bytes / 1e6,
+                    waits,
+                    size_bytes / 1e6,
                     left - _SAY_SECONDS,
                     " without one that arrives" if limit is None else "",
-                    tally.last_error,
+                    last_error,
                 )
-        return True
 
     def _arrived(self) -> int:
         tally = self._delivery.tally
@@ -265,16 +271,19 @@ class RolloutSender:
     def close(self, timeout_seconds: float | None = None) -> bool:
         """Flush as `flush` does, then drop the rest (`dropped_closed`) and say so. True if nothing was lost."""
         flushed = self.flush(timeout_seconds)
+        tally = self._delivery.tally
         with self._guard():
             self._closed = True
-            lost = self._queue.clear()
-            self._delivery.tally.add("dropped_closed", lost)
+            before = tally["dropped_closed"]
+            tally.add("dropped_closed", self._queue.clear())
             self._changed.notify_all()
             thread = self._thread
-        if lost:
-            self._delivery.tally.warn("closed", f"closed with {lost} files that were not sent: they are lost")
         if thread is not None:
             thread.join(1.0 if timeout_seconds is None else min(timeout_seconds, 1.0))
+        with self._guard():  # what was being sent has ended by now, or hangs
+            lost = tally["dropped_closed"] - before + len(self._queue)
+        if lost:
+            tally.warn("closed", f"closed with {lost} requests that were not sent: what they hold is lost")
         return flushed
 
     # --- the sender's thread ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.sending.features import FeatureDtype, checked_dtype
 from rl_hooks.sending.registration import RunRegistration
-from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
+from rl_hooks.sending.sender import CLOSE_AFTER_ERROR_SECONDS, QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally, kind_of
 from rl_hooks.trainer.plan import RolloutChoice, RolloutIds, checked_version
 from rl_hooks.trainer.session import Session, untold
@@ -150,7 +150,7 @@ class TrainerHook:
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until everything captured was sent or dropped; False if that took longer than `timeout_seconds`.
 
-        None: as long as files arrive, and no longer than `patience_seconds` for the next one.
+        None: as long as files arrive, no longer than `patience_seconds` for the next one, and 300 s in all.
         """
         return self.sender.flush(timeout_seconds)
 
@@ -161,8 +161,8 @@ class TrainerHook:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_raised: object) -> None:
-        self.close()
+    def __exit__(self, *raised: object) -> None:
+        self.close(None if raised[0] is None else CLOSE_AFTER_ERROR_SECONDS)
 
 
 class TrainerGuard:

@@ -266,8 +266,8 @@ async def delete(run: str, request: Request, context: Context) -> Response:
     """Delete a run: its rollouts, drafters, checkpoints, history and counts. This cannot be undone.
 
     The run is unregistered at once. What was received is deleted when its worker has let go of it, which takes as long
-    as the training in hand: then the answer is 202. The rest is deleted by the next such call, or by the sweep every
-    five minutes.
+    as the training in hand: then the answer is 202. The rest is deleted by the sweep every five
+    minutes. A second call would delete a run that was registered under the name meanwhile.
     """
     audit(request, "delete")
     await context.redis.check()
@@ -277,7 +277,7 @@ async def delete(run: str, request: Request, context: Context) -> Response:
         if time.monotonic() > deadline:
             detail = (
                 f"run {run!r} is unregistered, and a worker is still at work on it; its files are deleted some minutes "
-                "after that, or when you ask again"
+                "after that, and nothing more needs doing"
             )
             return Response(Deletion(run=run, detail=detail).model_dump_json(), 202, media_type="application/json")
         await asyncio.sleep(_POLL_SECONDS)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 from pydantic_core import to_json
 
@@ -48,6 +48,8 @@ from service.storage.layout import VERSION_NAME, Layout, revalidate
 ANY = "*"
 T = TypeVar("T")
 _Move = Literal["published", "rolled_back", "pushed_again"]
+#: Events of a person's hold.
+_HOLDS: Final = ("held", "released")
 #: Events with which a version begins to be served.
 OFFERS = ("published", "rolled_back")
 
@@ -271,6 +273,7 @@ class Registry(Versions):
             pointer = now._require_served(run, instead_of)
             now._require_free(run)
             if gate is None and pointer is not None and _asked(pointer.moved) == _asked(wanted):
+                now._recover_history(run)
                 return pointer.offered(now.get(run, version))
             more: dict[str, Any] = {} if gate is None else {"gate": gate}
             more |= ({} if by is None else {"by": by}) | ({"override_canary": True} if override_canary else {})
@@ -291,16 +294,15 @@ class Registry(Versions):
             pointer = now._pointer(run)
             manifest = now.get(run, version)
             if pointer is not None and pointer.held is not None and replace(pointer.held, since=hold.since) == hold:
-                return pointer.offered(manifest)
-            if pointer is None or pointer.version != version:
+                manifest = pointer.offered(manifest)
+            elif pointer is None or pointer.version != version:
                 manifest = now._repoint(run, manifest, reason, "rolled_back", held=hold, more={"to_hold": True})
             else:
                 now._recover_history(run)
                 replace_file(now._layout.latest(run), json.dumps(replace(pointer, held=hold).written).encode())
                 manifest = pointer.offered(manifest)
             of = manifest.policy_version
-            told = HoldChanged(event="held", version=version, policy_version=of, reason=reason, by=by)
-            now.history.record(run, told)
+            now._record_hold(run, HoldChanged(event="held", version=version, policy_version=of, reason=reason, by=by))
             return manifest
 
         return self._change(run, work)
@@ -310,14 +312,16 @@ class Registry(Versions):
 
         def work(now: Registry) -> bool:
             pointer = now._pointer(run)
+            of = now.get(run, version).policy_version  # a name that is no version's is told
+            released = HoldChanged(event="released", version=version, policy_version=of, by=by)
             if pointer is None or pointer.held is None:
-                now.get(run, version)  # a name that is no version's is told
+                if now.history.last_of(run, _HOLDS) is not None:
+                    now._record_hold(run, released)
                 return False
             if pointer.version != version:
                 raise LatestHeld(f"run {run!r} holds {pointer.version}, not {version[:80]}: nothing was released")
             replace_file(now._layout.latest(run), json.dumps(pointer.moved.written).encode())
-            of = now.get(run, version).policy_version
-            now.history.record(run, HoldChanged(event="released", version=version, policy_version=of, by=by))
+            now._record_hold(run, released)
             return True
 
         return self._change(run, work)
@@ -461,6 +465,15 @@ class Registry(Versions):
         pointer = ServedPointer(str(moved.version), moved.sequence or 0, moved.reason or "", moved, held)
         replace_file(self._layout.latest(run), to_json(pointer.written, inf_nan_mode="null"))
         self.history.record(run, moved)
+
+    def _record_hold(self, run: str, event: HoldChanged) -> None:
+        """Append it, unless it stands there: what is repeated may have been cut off before its event was written."""
+        last = self.history.last_of(run, _HOLDS)
+        same = last is not None and last.event == event.event
+        if event.event == "held" and isinstance(last, HoldChanged):
+            same = same and (last.version, last.reason, last.by) == (event.version, event.reason, event.by)
+        if not same:
+            self.history.record(run, event)
 
     def _recover_history(self, run: str) -> None:
         """Append the event that is missing if a crash came between the pointer's rename and the append."""

@@ -41,7 +41,9 @@ from service.worker.recent import without
 
 log = logging.getLogger("draftalign.worker")
 #: Why a batch is dead whose file was lost, for people.
-_GONE: Final = "its file is gone from the service's disk; send the batch again"
+_GONE: Final = "its file is gone from where the service keeps it; send the batch again"
+#: Likewise, where the file is there, under a name of another form.
+_OF_ANOTHER: Final = "another version of draftalign queued it, whose file this one does not find; send the batch again"
 
 #: One consumer name per run: a restarted worker finds its own unfinished entries at once.
 CONSUMER: Final = "worker"
@@ -238,7 +240,7 @@ class Inbox:
             path = self._layout.blob(self._queue.run, entry.blob)
         except ValueError as error:  # the batches behind it shall have their turn
             log.error("%s: %s: another version of draftalign queued it", self._queue.run, error)
-            self._bury(entry, _GONE, "blob_missing", keep_file=False)
+            self._bury(entry, _OF_ANOTHER, "blob_missing", keep_file=False)
             return None
         lag = None if entry.put_back else self._settings.max_policy_lag
         if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:

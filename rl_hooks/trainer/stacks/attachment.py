@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self
 
+from rl_hooks.sending.sender import CLOSE_AFTER_ERROR_SECONDS
 from rl_hooks.trainer.base import captured
 from rl_hooks.trainer.hook import DrafterHook
 
@@ -57,19 +58,20 @@ class Attachment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_raised: object) -> None:
-        self.close()
+    def __exit__(self, *raised: object) -> None:
+        self.close(None if raised[0] is None else CLOSE_AFTER_ERROR_SECONDS)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
         """Restore the trainer, then as `DrafterHook.close`: send what is queued. True if nothing was lost."""
-        self._active = False
+        active, self._active = self._active, False
         for owner, name, wrapper, before in reversed(self._wrapped):
             # If another tool has wrapped our wrapper since, ours stays in place, inactive.
             if vars(owner).get(name) is wrapper:
                 delattr(owner, name)
                 vars(owner).update({} if before is None else {name: before})
         self._wrapped.clear()
-        self._trainer.remove_callback(self._clock)
+        if active:
+            self._trainer.remove_callback(self._clock)
         return self.hook.close(timeout_seconds)
 
     # --- for the adapters -------------------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ class RunAnswer(BaseModel):
     worker_error: str | None
     draft_coverage: float | None
     direct_uploads: bool
+    optional_tensors: list[str]
     warning: str | None = None
     warning_code: Literal["ignored"] | None = None
 

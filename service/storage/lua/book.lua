@@ -4,9 +4,10 @@
 -- ARGV: 1 reporter  2 its account as it was read ('' for none)  3 its account now ('' to forget it)  4 Unix seconds
 --       5 live sums kept  6 changes as JSON: set {field, record}, del {field}, unplaced {field, record},
 --         forget {field}, live {name, rounds, tokens, Unix seconds}  7 names of changes kept
---       8 '1' where the account has no round
--- Returns 1 if it was written, 0 if the account had changed: read it again.
+--       8 '1' where the account has no round  9 reporters kept
+-- Returns 1 if it was written, 0 if the account had changed, or a new one found no room: read it again.
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+if ARGV[2] == '' and ARGV[3] ~= '' and redis.call('ZCARD', KEYS[4]) >= tonumber(ARGV[9]) then return 0 end
 local changes = cjson.decode(ARGV[6])
 local function changed(kind, name) redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[7], '*', kind, name) end
 for _, change in ipairs(changes.set) do

@@ -78,6 +78,7 @@ if #known == #ids then
     state = 'skipped'
     leave_the_dead()
     redis.call('HSET', batch, 'state', state, 'reason', 'all its rollouts came in other batches meanwhile')
+    redis.call('HDEL', batch, 'code')
   end
   return duplicate(state, #known)
 end

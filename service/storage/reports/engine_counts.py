@@ -218,7 +218,7 @@ class EngineCounts:
         Raises TooManyReporters where a new reporter finds no room, and EndedLife for what comes after a later life has
         begun; nothing is changed then.
         """
-        while True:  # another try only where another report of the same reporter was booked meanwhile
+        while True:  # another try where a report of the same reporter, or of another new one, was booked meanwhile
             blocks = await self._try(record, tuple(steps), outdated=outdated)
             if blocks is not None:
                 return blocks
@@ -306,28 +306,32 @@ class EngineCounts:
         if await self._redis.zcard(self._keys.reported) < self._most:
             return
         ((silent, last),) = await self._redis.zrange(self._keys.reported, 0, 0, withscores=True)
-        if report.reported - last < _SILENT_SECONDS:
-            idle = await self._redis.zrange(self._keys.idle, 0, 0) if report.rounds else []
-            if not idle:
-                raise TooManyReporters(
-                    f"the run has {self._most} reporters already, as many as it may, and all of them have reported "
-                    f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, raise "
-                    "DRAFTALIGN_MAX_REPORTERS, or split the engines over several runs"
-                )
-            (silent,) = idle
-        await self._forget(silent.decode(), returns)
+        if report.reported - last >= _SILENT_SECONDS:
+            await self._forget(silent.decode(), returns)
+            return
+        while report.rounds and (idle := await self._redis.zrange(self._keys.idle, 0, 0)):
+            if await self._forget(idle[0].decode(), returns, idle=True):
+                return
+        raise TooManyReporters(
+            f"the run has {self._most} reporters already, as many as it may, and all of them have reported "
+            f"within the last hour; {report.reporter!r} is not counted. Report through fewer agents, raise "
+            "DRAFTALIGN_MAX_REPORTERS, or split the engines over several runs"
+        )
 
-    async def _forget(self, reporter: str, returns: Sequence[int]) -> None:
-        """Drop a reporter; its rounds stay in the live sums."""
+    async def _forget(self, reporter: str, returns: Sequence[int], *, idle: bool = False) -> bool:
+        """Drop a reporter; its rounds stay in the live sums. `idle`: only one that has none; else False."""
         known = await self._redis.hget(self._keys.reporters, reporter)
         account = Account() if known is None else Account.read(known)
+        if idle and (known is None or not account.idle):
+            await self._redis.zrem(self._keys.idle, reporter)
+            return False
         names = [acceptance_key(reporter, d, p) for d, p in account.apart]
         changes = _Changes(forget=[*names, *(f"{reporter}/{drafter}" for drafter in account.sums)])
         for record in await self._records(names):
             if record is not None:
                 changes.pool(record, returns)
         changes.delete = [*names, *(older_key(reporter, drafter) for drafter in (*account.sums, None))]
-        await self._write(reporter, known, None, 0.0, changes)
+        return await self._write(reporter, known, None, 0.0, changes)
 
     async def _write(
         self, reporter: str, known: bytes | None, now: Account | None, created: float, changes: _Changes
@@ -336,7 +340,17 @@ class EngineCounts:
         names = [keys.reporters, keys.acceptance, keys.unplaced, keys.reported, keys.live, keys.live_order]
         names += [keys.changes, keys.idle]
         text, idle = ("", False) if now is None else (now.text(), now.idle)
-        arguments = [reporter, known or "", text, created, MAX_LIVE, changes.text(), KEPT_CHANGES, int(idle)]
+        arguments = [
+            reporter,
+            known or "",
+            text,
+            created,
+            MAX_LIVE,
+            changes.text(),
+            KEPT_CHANGES,
+            int(idle),
+            self._most,
+        ]
         return bool(await self._book(keys=names, args=arguments))
 
     async def _record(self, name: str) -> AcceptanceRecord | None:

@@ -434,7 +434,67 @@ def test_close_waits_as_long_as_files_arrive_and_then_says_what_is_lost(
     began = time.monotonic()
     assert not away.close()
     assert time.monotonic() - began > 1.0
-    assert "files that were not sent: they are lost" in caplog.text
+    assert "requests that were not sent: what they hold is lost" in caplog.text
+
+
+def test_close_counts_the_file_in_hand_as_lost(caplog: pytest.LogCaptureFixture) -> None:
+    sender = RolloutSender(f"http://127.0.0.1:{free_port()}", patience_seconds=30.0)
+    sender.submit([b"1"])
+    assert not sender.close(0.5)
+    assert sender.stats()["dropped_closed"] == 1
+    assert "closed with 1 requests that were not sent" in caplog.text
+
+
+def test_an_error_in_the_block_is_seen_after_seconds() -> None:
+    began = time.monotonic()
+    with (
+        pytest.raises(MemoryError, match="theirs"),
+        DrafterHook(tiny_qwen3(), f"http://127.0.0.1:{free_port()}", run="r", aux_layers=AUX, patience_seconds=60.0),
+    ):
+        raise MemoryError("theirs")
+    assert time.monotonic() - began < 30.0
+
+
+def test_what_waits_is_said_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log handler that hangs holds up whoever flushes, and nobody else."""
+    monkeypatch.setattr("rl_hooks.sending.sender._SAY_SECONDS", 0.1)
+    said, go_on = threading.Event(), threading.Event()
+
+    class Hangs(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "are still to be sent" in record.getMessage():
+                said.set()
+                go_on.wait(20.0)
+
+    handler = Hangs()
+    logging.getLogger("rl_hooks").addHandler(handler)
+    sender = RolloutSender(f"http://127.0.0.1:{free_port()}", patience_seconds=60.0)
+    sender.submit([b"1"])
+    thread = threading.Thread(target=sender.flush, args=(2.0,))
+    thread.start()
+    try:
+        assert said.wait(10.0)
+        assert sender.submit([b"2"]), "it waits for no handler"
+        assert not go_on.is_set()
+    finally:
+        go_on.set()
+        thread.join()
+        logging.getLogger("rl_hooks").removeHandler(handler)
+        sender.close(0.1)
+
+
+@pytest.mark.parametrize("status", [308, 400, 405, 411, 413])
+def test_a_proxys_refusal_of_a_registration_is_not_final(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nginx refuses a body of over 1 MiB by default (413), until somebody mends that."""
+    monkeypatch.setattr("rl_hooks.sending.delivery._PERSON_SECONDS", 0.01)
+    statuses = [status, 201, 202]
+    with receiver() as service:
+        service.answer = lambda _request: (statuses.pop(0), {}, {})
+        sender = RolloutSender(service.url, run="r")
+        sender.submit_job(Job("PUT", run_path("r"), lambda: [b"0"], 1, keep=True))
+        sender.submit([b"1"])
+        assert (finished(sender)["sent"], sender.refused) == (2, False)
+        sender.close()
 
 
 def test_a_hook_is_closed_at_the_end_of_its_block() -> None:
@@ -475,7 +535,7 @@ def test_submitting_never_blocks_and_never_raises(caplog: pytest.LogCaptureFixtu
         assert not sender.submit([b"after close"])
     stats = sender.stats()
     assert stats["dropped_closed"] >= 10
-    assert "files that were not sent: they are lost" in caplog.text
+    assert "requests that were not sent: what they hold is lost" in caplog.text
     assert stats["queue_bytes"] == 0
 
 

@@ -264,7 +264,8 @@ def test_few_and_many_policy_versions_are_drawn_without_nonsense(policies: int, 
 def test_before_the_first_rollout_it_says_how_to_begin(browser: Browser) -> None:
     page = show(sample_run(0), browser)
     assert page.texts["headline"] == "Waiting for the first rollouts."
-    assert "attach(trainer," in page.texts["snippet"]
+    assert "with attach(trainer," in page.texts["snippet"]
+    compile(page.texts["snippet"], "snippet", "exec")
     assert page.hidden("full")
     assert not page.hidden("empty")
 

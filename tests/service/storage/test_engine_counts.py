@@ -271,6 +271,29 @@ def test_reporters_without_a_round_keep_none_out_that_has_some(redis_url: str, r
     assert by_drafter(Store(redis_client, "default").acceptances())["v1"].rounds == 40
 
 
+def test_an_idle_reporter_that_counts_while_another_looks_for_room_stays(redis_url: str, redis_client: Redis) -> None:
+    """As one would of which an older API has booked rounds, without a word to the set of idle ones."""
+    book(redis_url, report("x", "v1", 7), most=2)
+    redis_client.zadd(KEYS.idle, {"x": 1.0})
+    book(redis_url, report("y", "v1", 7, rounds=0), report("b", "v1", 7), most=2)
+    assert set(redis_client.hkeys(KEYS.reporters)) == {b"x", b"b"}
+    with pytest.raises(TooManyReporters):
+        book(redis_url, report("c", "v1", 7), most=2)
+    assert of_reporters(Store(redis_client, "default").acceptances()) == {"x": (10, 20), "b": (10, 20)}
+
+
+def test_reporters_that_come_at_once_are_no_more_than_there_is_room_for(redis_url: str, redis_client: Redis) -> None:
+    book(redis_url, *(report(name, "v1", 7) for name in "abc"), report("idle", "v1", 7, rounds=0), most=4)
+
+    async def work(store: AsyncStore) -> list[Any]:
+        new = [acceptance(report(f"n{number}", "v1", 7)) for number in range(8)]
+        return await asyncio.gather(*(store.book(one) for one in new), return_exceptions=True)
+
+    found = with_store(redis_url, work, 4)
+    assert sum(isinstance(one, TooManyReporters) for one in found) == 7
+    assert redis_client.hlen(KEYS.reporters) == redis_client.zcard(KEYS.reported) == 4
+
+
 def test_a_reporter_that_had_rounds_is_not_idle_with_another_drafter_or_life(
     redis_url: str, redis_client: Redis
 ) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from service.monitor.events import CanaryVerdict, GateEvidence, Moved, Refused
 from service.storage.drafters.versions import MANIFEST
 from service.storage.history import lines
 from service.storage.history.digest import SentDrafter, canary_key
+from service.storage.history.events import History
 from service.storage.layout import Layout, locked
 from service.storage.mirror import Mirror
 from service.storage.registry import Registry
@@ -110,6 +111,27 @@ def test_sequence_grows_with_every_move_and_a_rollback_is_a_new_one(registry: Re
         "pushed_again",
         "published",
     ]
+
+
+def test_what_is_repeated_writes_the_event_that_was_cut_off(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full after the move, and whoever asked asks again."""
+    first = publish(registry)
+    publish(registry, content=b"other")
+
+    def cut_off(work: Callable[[], object]) -> None:
+        with monkeypatch.context() as full:
+            full.setattr(History, "record", Mock(side_effect=OSError(28, "No space left on device")))
+            with pytest.raises(OSError, match="No space"):
+                work()
+        work()
+        work()
+
+    cut_off(lambda: registry.rollback("default", first.version, "it was better"))
+    cut_off(lambda: registry.hold("default", first.version, "keep it"))
+    cut_off(lambda: registry.release("default", first.version))
+    assert [e["event"] for e in told(registry)] == ["published", "published", "rolled_back", "held", "released"]
 
 
 def test_a_version_that_serves_again_is_offered_with_what_the_gate_found_then(registry: Registry) -> None:
