@@ -150,6 +150,12 @@ class BatchPlan:
         )
 
 
+class UniqueId(str):
+    """An id of `RolloutIds`: unique as it is, so nothing is added to it."""
+
+    __slots__ = ()
+
+
 class RolloutIds:
     """Names the rollouts of one attachment and rank."""
 
@@ -158,23 +164,26 @@ class RolloutIds:
         self._rank = rank
         self._made = 0
 
-    def of(self, policy_version: int, number: int) -> str:
+    def of(self, policy_version: int, number: int) -> UniqueId:
         """Unique over attachments, processes, ranks, versions and numbers; the same each time that it is asked for."""
         text = f"{self._prefix}/{os.getpid()}/{policy_version}/{self._rank}/{number}"
-        return hashlib.sha256(text.encode()).hexdigest()[:24]
+        return UniqueId(hashlib.sha256(text.encode()).hexdigest()[:24])
 
-    def next(self, policy_version: int) -> str:
+    def next(self, policy_version: int) -> UniqueId:
         """An id for a rollout that its trainer has not numbered (from 0 on)."""
         self._made += 1
         return self.of(policy_version, -self._made)
 
 
-def content_id(name: str, tokens: npt.NDArray[np.int32], generated: npt.NDArray[np.bool_]) -> str:
+def content_id(name: object, tokens: npt.NDArray[np.int32], generated: npt.NDArray[np.bool_]) -> str:
     """The id under which a rollout is sent that its trainer calls `name`: that, and a digest of what it holds.
 
     The service counts an id once within a run. So the same rollout, sent again, in another batch or in a later epoch,
     counts once; and another one under the same name, as where a loop counts from 0 in each step, is another one.
     """
+    if isinstance(name, UniqueId):
+        return name
+    name = str(name)
     if len(name) > _NAME_CHARACTERS:
         name = hashlib.sha256(name.encode()).hexdigest()[:32]
     held = tokens.astype("<i4").tobytes() + generated.astype(np.uint8).tobytes()
@@ -325,10 +334,11 @@ def plan_batch(ids: RolloutIds, choice: RolloutChoice, told: CaptureArguments) -
     named = told.rollout_ids
     # No features precede the first token of a rollout, so it cannot be predicted.
     generated_T[[one[0] for one in places if len(one)]] = False
+    names: list[str]
     if named is None:
         names = [ids.next(policy_version) for _ in places]
     else:
-        names = [content_id(str(n), tokens_T[at], generated_T[at]) for n, at in zip(named, places, strict=True)]
+        names = [content_id(n, tokens_T[at], generated_T[at]) for n, at in zip(named, places, strict=True)]
     counts = [int(generated_T[one].sum()) for one in places]
     chosen = choice.choose(names, [len(one) for one in places], counts, policy_version)
     if not chosen:

@@ -98,6 +98,7 @@ def test_three_steps_deliver_every_rollout_once_with_its_version_and_reward(
     headers = [wire.check_rollout_header(file.header) for file in files]
     assert [h.policy_version for h in headers] == [0, 1, 2]
     assert len({i for h in headers for i in h.rollout_ids}) == 24
+    assert {len(i) for h in headers for i in h.rollout_ids} == {24}, "they are unique, and get no digest"
     for file, header in zip(files, headers, strict=True):
         cu, ids, mask = (file.array(n) for n in ("cu_seqlens", "input_ids", "loss_mask"))
         for i, reward in enumerate(header.rewards or ()):
