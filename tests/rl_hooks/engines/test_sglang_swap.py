@@ -556,7 +556,8 @@ def test_without_the_plugin_a_swapped_server_is_not_counted_and_says_what_to_ins
         eventually(lambda: "Install rl_hooks into SGLang's environment" in caplog.text)
         newer = service.publish(2, files=drafter_files(tmp_path / "2", 2))
         eventually(lambda: running.followers[server.url].loaded_version == newer)
-        assert not running.followers[server.url].ledger.buckets()
+        # A look before the first request sees an idle engine, which is counted with no rounds.
+        assert not any(bucket.counts.rounds for bucket in running.followers[server.url].ledger.buckets())
 
 
 def test_a_server_that_was_swapped_and_started_again_with_another_method_is_counted_without_the_plugin(
