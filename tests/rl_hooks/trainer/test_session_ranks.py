@@ -199,4 +199,6 @@ def _two_hosts(script: Path, mark: Path) -> list[str] | None:
         for one in agents:
             one.terminate()  # it ends its ranks
             one.wait()
+            if one.stdout is not None:
+                one.stdout.close()  # after a timeout nobody has
     return lines if [one.returncode for one in agents] == [0, 0] else None
