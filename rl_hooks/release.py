@@ -63,7 +63,7 @@ def check_receipt(directory: Path) -> None:
         raise DigestError(f"{directory / RECEIPT} cannot be read, so its drafter is not loaded: {error}") from error
     try:
         named = {str(name): str(digest) for name, digest in json.loads(text)["sha256"].items()}
-        other = [f"{name} has other bytes" for name, digest in named.items() if _digest_of(directory / name) != digest]
+        other = [f"{name} has other bytes" for name, digest in named.items() if sha256_of(directory / name) != digest]
         if len(named) < 2:
             other = [f"{RECEIPT} must name config and model, and cannot be read so"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -75,7 +75,8 @@ def check_receipt(directory: Path) -> None:
         )
 
 
-def _digest_of(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits. Blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

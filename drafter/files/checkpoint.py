@@ -13,7 +13,8 @@ that). Files are complete and synced when `write_drafter` returns.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -176,15 +177,22 @@ def read_config(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"a drafter needs {CONFIG_FILE} beside {MODEL_FILE}: {error}") from error
 
 
-def _read_tensors(path: Path, config: DrafterConfig) -> dict[str, Tensor]:
-    """Load a file after its header has been compared with the config. Values are checked to be finite."""
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, to be read tensor by tensor. Raises `CheckpointError` where it cannot be."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            check_header({n: (tuple(s.get_shape()), s.get_dtype()) for n, s in found.items()}, config)
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in found}
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+
+
+def _read_tensors(path: Path, config: DrafterConfig) -> dict[str, Tensor]:
+    """Load a file after its header has been compared with the config. Values are checked to be finite."""
+    with opened(path) as file:
+        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        check_header({n: (tuple(s.get_shape()), s.get_dtype()) for n, s in found.items()}, config)
+        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in found}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{name} holds NaN or infinity; this drafter must not be served")

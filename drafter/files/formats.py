@@ -16,14 +16,12 @@ Facts on layouts: vLLM 0.33, SGLang 0.5.23, SpecForge 0.2.0, speculators 0.9.0, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafter.errors import CheckpointError
@@ -33,6 +31,7 @@ from drafter.files.checkpoint import (
     StoredDrafter,
     check_tensors,
     export_config,
+    opened,
     read_config,
     read_vocabulary,
     write_files,
@@ -310,24 +309,15 @@ def _read_tensors(path: Path, config: DrafterConfig, notes: list[str]) -> dict[s
     return tensors
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
-
-
 def _is_model(path: Path) -> bool:
     """Whether a file holds layers of a whole model, such as the policy, and nothing that joins its states."""
-    with _opened(path) as file:
+    with opened(path) as file:
         names = file.keys()
     return "fc.weight" not in names and any(name.startswith("model.layers.") for name in names)
 
 
 def _read_safetensors(path: Path, notes: list[str]) -> dict[str, Tensor]:
-    with _opened(path) as file:
+    with opened(path) as file:
         names = _canonical_names(file.keys(), path, notes)
         return {ours: file.get_tensor(theirs) for ours, theirs in names.items()}
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafter.errors import CheckpointError
-from drafter.files.checkpoint import CONFIG_FILE, MODEL_FILE, read_config, write_files
+from drafter.files.checkpoint import CONFIG_FILE, MODEL_FILE, opened, read_config, write_files
 from drafter.mtp.module import MtpConfig, MtpDrafter
 from drafter.policy import Policy
 from rl_hooks.format.drafter import read_index
@@ -168,12 +167,9 @@ def _layer_tensors(directory: Path, where: str) -> dict[str, Tensor]:
     files = {directory / name for name in names}
     tensors: dict[str, Tensor] = {}
     for path in sorted(files):
-        try:
-            with safe_open(str(path), framework="pt", device="cpu") as file:
-                mine = [name for name in file.keys() if name.startswith(where)]  # noqa: SIM118 - not a mapping
-                tensors |= {name.removeprefix(where): file.get_tensor(name) for name in mine}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+        with opened(path) as file:
+            mine = [name for name in file.keys() if name.startswith(where)]  # noqa: SIM118 - not a mapping
+            tensors |= {name.removeprefix(where): file.get_tensor(name) for name in mine}
     if not tensors:
         raise CheckpointError(
             f"{directory} holds no {where}*: this checkpoint has no MTP module. Train an EAGLE-3 drafter instead"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -46,7 +45,7 @@ from rl_hooks.format.drafter import (
 )
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.lock import LockHeld, exclusive
-from rl_hooks.release import RECEIPT, OfferedFile, Release, VerifiedManifest
+from rl_hooks.release import RECEIPT, OfferedFile, Release, VerifiedManifest, sha256_of
 from rl_hooks.sending.exchange import trusted_of_store
 
 log = logging.getLogger("draftalign.agent")
@@ -120,7 +119,7 @@ def fetch_release(
             _make_safe(staging, manifest.kind)
             receipt = {
                 "digest": manifest.digest,
-                "sha256": {file.name: _sha256(staging / file.name) for file in manifest.files},
+                "sha256": {file.name: sha256_of(staging / file.name) for file in manifest.files},
             }
             write_synced(staging / RECEIPT, json.dumps(receipt).encode())
             AtomicDirectory(staging).commit(final)
@@ -141,7 +140,7 @@ def is_intact(release: Release) -> bool:
     receipt = _receipt(release.path, release.manifest)
     names = {file.name for file in release.manifest.files}
     try:
-        return receipt.keys() == names and all(_sha256(release.path / name) == receipt[name] for name in names)
+        return receipt.keys() == names and all(sha256_of(release.path / name) == receipt[name] for name in names)
     except OSError:
         return False
 
@@ -285,7 +284,7 @@ class _Download:
             self.direct = True
             self._receive()
         if not _matches(part, file):
-            found = f"{part.stat().st_size} bytes, sha256 {_sha256(part)}"
+            found = f"{part.stat().st_size} bytes, sha256 {sha256_of(part)}"
             part.unlink()
             raise DigestError(
                 f"{version}/{file.name}: expected {file.bytes} bytes, sha256 {file.sha256}, got {found}; "
@@ -390,9 +389,4 @@ def _receipt(directory: Path, manifest: VerifiedManifest) -> dict[str, str]:
 
 
 def _matches(path: Path, file: OfferedFile) -> bool:
-    return path.stat().st_size == file.bytes and _sha256(path) == file.sha256
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return path.stat().st_size == file.bytes and sha256_of(path) == file.sha256

@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -369,20 +369,18 @@ def kept_bytes(layout: Layout, run: str) -> int:
 
 def heads_bytes(layout: Layout, run: str) -> int:
     """Bytes of the heads that were received of a run. Blocks."""
-    total = 0
-    for path in layout.heads(run).glob("*.safetensors"):
-        with contextlib.suppress(FileNotFoundError):  # the worker deletes heads too
-            total += path.stat().st_size
-    return total
+    return sum(found.st_size for _, found in _heads(layout, run))
 
 
 def heads_since(layout: Layout, run: str, seconds: float) -> int:
     """How many of a run's heads came after this Unix time, which may be another host's. Blocks."""
-    came = 0
+    return sum(found.st_mtime > seconds for _, found in _heads(layout, run))
+
+
+def _heads(layout: Layout, run: str) -> Iterator[tuple[Path, os.stat_result]]:
     for path in layout.heads(run).glob("*.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # the worker deletes heads too
-            came += path.stat().st_mtime > seconds
-    return came
+            yield path, path.stat()
 
 
 def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: int, last_batch_ns: int = 0) -> int:
@@ -394,9 +392,9 @@ def forget_unneeded_heads(layout: Layout, run: str, newest_policy: int, most: in
     came (Unix ns), where it does not lie in this spool.
     """
     found: dict[Path, tuple[int, int]] = {}  # when it came (ns), version
-    for path in layout.heads(run).glob("*.safetensors"):
-        with contextlib.suppress(FileNotFoundError, ValueError):  # the worker deletes heads too
-            found[path] = path.stat().st_mtime_ns, int(path.stem)
+    for path, stat in _heads(layout, run):
+        with contextlib.suppress(ValueError):
+            found[path] = stat.st_mtime_ns, int(path.stem)
     if len(found) < most:
         return len(found)
     for batch in layout.spool(run).glob("*.safetensors"):

@@ -158,12 +158,6 @@ class Spool:
         return gone
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits. Blocks."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def check_blob(path: Path) -> None:
     """BlobDamaged when a rollout file, in the spool or kept by the worker, has not the bytes that were uploaded.
 

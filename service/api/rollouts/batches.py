@@ -21,6 +21,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from redis.exceptions import OutOfMemoryError, RedisError
 
+from rl_hooks.release import sha256_of
 from rl_hooks.wire import (
     AUX_CONVENTION,
     FORMATS,
@@ -46,7 +47,7 @@ from service.storage.queue.incoming import new_name
 from service.storage.queue.rollout_queue import Batch, Depth, Enqueued
 from service.storage.ready import PROBE_SECONDS
 from service.storage.runs import RunRecord, check_open
-from service.storage.spool import Upload, sha256_of
+from service.storage.spool import Upload
 
 log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["rollouts"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -60,6 +59,7 @@ def convert(
         from drafter.files.checkpoint import CONFIG_FILE, MODEL_FILE
         from drafter.files.formats import Verifier, export_drafter
         from drafter.files.mtp import extract_mtp
+        from rl_hooks.release import sha256_of
 
         imported = None
         if to == "mtp" and (pickle or draft_config is not None):
@@ -88,9 +88,7 @@ def convert(
         for note in () if imported is None else imported.notes:
             typer.echo(f"note: {note}")
         for path in (destination / MODEL_FILE, destination / CONFIG_FILE):
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            typer.echo(f"{path}  {path.stat().st_size} bytes  sha256 {digest}")
+            typer.echo(f"{path}  {path.stat().st_size} bytes  sha256 {sha256_of(path)}")
 
 
 def inspect(

@@ -299,12 +299,9 @@ class AsyncStore:
 
     async def newest_acceptances(self, since: float) -> list[AcceptanceRecord]:
         """The `NEWEST_REPORTS` last records of each reporter that has reported since then (Unix seconds)."""
-        reporters = [_text(name) for name in await self._redis.zrangebyscore(self._keys.reported, since, "+inf")]
-        accounts = await self._redis.hmget(self._keys.reporters, reporters) if reporters else []
         names = [
             acceptance_key(reporter, drafter, policy)
-            for reporter, account in zip(reporters, accounts, strict=True)
-            if account is not None
+            for reporter, account in (await self.engines(since)).items()
             for drafter, policy in Account.read(account).apart[-NEWEST_REPORTS:]
         ]
         found = await self._redis.hmget(self._keys.acceptance, names) if names else []
