@@ -16,6 +16,7 @@ import httpx
 import pytest
 from agent_fixtures import eventually
 from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, POST, Process, places, pour
+from ports import free_port
 from pydantic import SecretStr
 from service_fixtures import HEADERS, RunningService, rollout_file
 
@@ -297,7 +298,7 @@ def test_garbage_collections_pass_over_what_lives_as_long_as_the_process(
     # Nothing is thawed afterwards: a full collection over what the whole suite has imported takes
     # a second, in which no service of this process answers.
     try:
-        app.run_api(Settings(state_dir=tmp_path, redis_url=SecretStr(redis_url)))
+        app.run_api(Settings(state_dir=tmp_path, redis_url=SecretStr(redis_url), port=free_port()))
     finally:
         gc.set_threshold(*threshold)
     assert frozen[0] >= before + len(alive)
