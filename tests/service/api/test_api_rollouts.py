@@ -79,6 +79,7 @@ def test_an_accepted_batch_is_queued_and_its_file_is_the_body(service: RunningSe
         "optional_tensors": ["aux_rows"],
         "direct_uploads": False,
         "warning": None,
+        "warning_code": None,
     }
     (entry,) = queue.claim("w", 1000, 60.0)
     assert (entry.batch_id, entry.tokens, entry.rollouts, entry.bytes) == (batch_id, 11, 2, len(body))

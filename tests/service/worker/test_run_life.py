@@ -91,7 +91,7 @@ def test_a_held_version_is_served_until_it_is_released_and_the_gate_looks_at_not
     records = bench.store.scores()
     assert all(r.candidate is not None and (r.trained_tokens_total or 0) > 0 for r in list(records.values())[-3:])
     released = service.client.delete(f"/drafter/{first}/hold", params={"run": "default", "by": "bob"})
-    assert released.status_code == 200, released.text
+    assert released.status_code == 204, released.text
     assert until_published(bench, service, "after", after=held["sequence"]) > held["sequence"]
     assert service.client.get("/runs/default").json()["held"] is None
 
