@@ -28,8 +28,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "wire":
-        return importlib.import_module("rl_hooks.wire")
     if name not in _HOMES:
         raise AttributeError(f"module 'rl_hooks' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

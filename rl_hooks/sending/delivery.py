@@ -53,10 +53,20 @@ _AGAIN: Final = "It is tried again, and training goes on"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
 
-def _may_pass(status: int, kind: object) -> bool:
-    """Whether somebody may mend it: a token that is missing, or a refusal that is not the service's but a proxy's."""
+def _may_pass(job: Job, status: int, kind: object) -> bool:
+    """Whether a refusal may end by itself, or by what somebody does; `kind` is the type of its problem document.
+
+    What is kept outlasts a token that is missing, and any refusal that is not the service's own but a proxy's.
+    """
+    if status == 429 or status >= 500 or status in job.retry_statuses or kind in _TAKES_A_PERSON:
+        return True
     ours = status in (409, 422) or (isinstance(kind, str) and kind.startswith("urn:draftalign:"))
-    return status in (401, 403) or not ours
+    return job.keep and (status in (401, 403) or not ours)
+
+
+def _passes_soon(status: int, kind: object) -> bool:
+    """Whether seconds may end such a refusal; else a person does, where the service or a proxy is set up."""
+    return kind not in _TAKES_A_PERSON and (status in (401, 403, 404, 429) or status >= 500)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +142,7 @@ class ServiceClient:
                 verdict = self._judge(job, reply)
                 if verdict is not None:
                     return verdict
-                soon = reply.status in (401, 403, 404, 429) or reply.status >= 500  # else as a proxy is set up
-                if reply.fields.get("type") in _TAKES_A_PERSON or not soon:
+                if not _passes_soon(reply.status, reply.fields.get("type")):
                     seconds = _PERSON_SECONDS * _JITTER.uniform(0.5, 1.0)
                 elif reply.retry_after_seconds is not None:
                     seconds = min(max(reply.retry_after_seconds, 0.05), _MAX_RETRY_AFTER_SECONDS)
@@ -184,8 +193,6 @@ class ServiceClient:
             text += " (give token=, or set DRAFTALIGN_TOKEN in this process's environment)"
         elif reply.status == 404 and kind in (None, _NOT_FOUND):
             text += " (is it a draftalign service?)"
-        elif kind in _TAKES_A_PERSON:
-            text += " (it is asked again about once a minute)"
         if registers:
             self._not_registered = text
         elif reply.status == 404 and self._not_registered:  # the cause must not be hidden by what follows from it
@@ -194,14 +201,13 @@ class ServiceClient:
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
             text += f". {_STOPPED}"
-        elif job.keep and kind not in _TAKES_A_PERSON and _may_pass(reply.status, kind):
-            self.tally.note(f"{job.method} {job.path} {reply.status}", f"{text}. {_AGAIN}")
-            return None
-        elif kind == NO_SUCH_RUN and reply.status in job.retry_statuses:
+        passes = not self.refused and _may_pass(job, reply.status, kind)
+        if passes and kind == NO_SUCH_RUN:
             text += ". It is tried again: rank 0 registers the run in its first forward"
+        elif passes:
+            text += f". {_AGAIN}"
         self.tally.note(f"{job.method} {job.path} {reply.status}", text)
-        passing = reply.status == 429 or reply.status >= 500 or reply.status in job.retry_statuses
-        if not self.refused and (passing or kind in _TAKES_A_PERSON):
+        if passes:
             return None
         if job.method == "POST":  # a run of this name with another kind of drafter, maybe
             self.wanted = FilesWanted(direct_uploads=self.wanted.direct_uploads)

@@ -40,8 +40,6 @@ _SAY_SECONDS: Final = 10.0
 _LAST_ANSWER_SECONDS: Final = 5.0
 #: How long they wait at most by default: other ranks of the trainer may wait in a collective, which ends after minutes.
 _LONGEST_FLUSH_SECONDS: Final = 300.0
-#: How long the end of a `with` block waits that an error ends: the error is to be seen.
-CLOSE_AFTER_ERROR_SECONDS: Final = 5.0
 
 _COUNTERS: Final = (
     *("submitted", "sent", "duplicates", "dropped_full", "dropped_error", "dropped_closed", "retries"),

@@ -14,7 +14,7 @@ from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.sending.features import FeatureDtype, checked_dtype
 from rl_hooks.sending.registration import RunRegistration
-from rl_hooks.sending.sender import CLOSE_AFTER_ERROR_SECONDS, QUEUE_BYTES, RolloutSender
+from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally, kind_of
 from rl_hooks.trainer.plan import RolloutChoice, RolloutIds, checked_version
 from rl_hooks.trainer.session import Session, untold
@@ -94,7 +94,25 @@ class HookKeywords(AttachKeywords, total=False):
     world_size: int
 
 
-class TrainerHook:
+#: How long a `with` block waits at its end where an error ends it.
+_AFTER_ERROR_SECONDS: Final = 5.0
+
+
+class Closing:
+    """What is closed at the end of its `with` block; after an error within seconds, for the error is to be seen."""
+
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """True if nothing was lost."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close(None if raised[0] is None else _AFTER_ERROR_SECONDS)
+
+
+class TrainerHook(Closing):
     """A hook's counters, sender and session, and how it stands."""
 
     def __init__(self, url: str, options: HookOptions, *, asks: bool, waits_for_run: bool) -> None:
@@ -157,12 +175,6 @@ class TrainerHook:
     def close(self, timeout_seconds: float | None = None) -> bool:
         """Capture nothing more, send what is queued as `flush` does, drop the rest. True if nothing was lost."""
         return self.sender.close(timeout_seconds)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close(None if raised[0] is None else CLOSE_AFTER_ERROR_SECONDS)
 
 
 class TrainerGuard:

@@ -266,8 +266,8 @@ async def delete(run: str, request: Request, context: Context) -> Response:
     """Delete a run: its rollouts, drafters, checkpoints, history and counts. This cannot be undone.
 
     The run is unregistered at once. What was received is deleted when its worker has let go of it, which takes as long
-    as the training in hand: then the answer is 202. The rest is deleted by the sweep every five
-    minutes. A second call would delete a run that was registered under the name meanwhile.
+    as the training in hand: then the answer is 202, and the sweep, every five minutes, deletes the rest. Another call
+    would delete a run that was registered under the name meanwhile.
     """
     audit(request, "delete")
     await context.redis.check()

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic_core import to_json
 
@@ -37,7 +37,7 @@ from service.errors import (
     RunDamaged,
     VersionNotFound,
 )
-from service.monitor.events import DrafterSent, GateEvidence, HoldChanged, Moved, lenient
+from service.monitor.events import DrafterSent, Event, GateEvidence, HoldChanged, Moved, lenient
 from service.monitor.records import HeldVersion
 from service.storage.drafters.versions import MANIFEST, Manifest, Versions, digests_of, version_number
 from service.storage.history.digest import SentDrafter
@@ -48,8 +48,6 @@ from service.storage.layout import VERSION_NAME, Layout, revalidate
 ANY = "*"
 T = TypeVar("T")
 _Move = Literal["published", "rolled_back", "pushed_again"]
-#: Events of a person's hold.
-_HOLDS: Final = ("held", "released")
 #: Events with which a version begins to be served.
 OFFERS = ("published", "rolled_back")
 
@@ -302,7 +300,9 @@ class Registry(Versions):
                 replace_file(now._layout.latest(run), json.dumps(replace(pointer, held=hold).written).encode())
                 manifest = pointer.offered(manifest)
             of = manifest.policy_version
-            now._record_hold(run, HoldChanged(event="held", version=version, policy_version=of, reason=reason, by=by))
+            told, last = HoldChanged(version=version, policy_version=of, reason=reason, by=by), now._last_hold(run)
+            if last is None or last.model_dump(exclude={"time"}) != told.model_dump(exclude={"time"}):
+                now.history.record(run, told)  # a repeat writes what was cut off
             return manifest
 
         return self._change(run, work)
@@ -315,13 +315,14 @@ class Registry(Versions):
             of = now.get(run, version).policy_version  # a name that is no version's is told
             released = HoldChanged(event="released", version=version, policy_version=of, by=by)
             if pointer is None or pointer.held is None:
-                if now.history.last_of(run, _HOLDS) is not None:
-                    now._record_hold(run, released)
+                last = now._last_hold(run)
+                if last is not None and (last.event, last.version) == ("held", version):
+                    now.history.record(run, released)  # which was cut off
                 return False
             if pointer.version != version:
                 raise LatestHeld(f"run {run!r} holds {pointer.version}, not {version[:80]}: nothing was released")
             replace_file(now._layout.latest(run), json.dumps(pointer.moved.written).encode())
-            now._record_hold(run, released)
+            now.history.record(run, released)
             return True
 
         return self._change(run, work)
@@ -466,14 +467,8 @@ class Registry(Versions):
         replace_file(self._layout.latest(run), to_json(pointer.written, inf_nan_mode="null"))
         self.history.record(run, moved)
 
-    def _record_hold(self, run: str, event: HoldChanged) -> None:
-        """Append it, unless it stands there: what is repeated may have been cut off before its event was written."""
-        last = self.history.last_of(run, _HOLDS)
-        same = last is not None and last.event == event.event
-        if event.event == "held" and isinstance(last, HoldChanged):
-            same = same and (last.version, last.reason, last.by) == (event.version, event.reason, event.by)
-        if not same:
-            self.history.record(run, event)
+    def _last_hold(self, run: str) -> Event | None:
+        return self.history.last_of(run, ("held", "released"))
 
     def _recover_history(self, run: str) -> None:
         """Append the event that is missing if a crash came between the pointer's rename and the append."""

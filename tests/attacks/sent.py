@@ -146,12 +146,6 @@ def reports_by_prompt(prompts: Mapping[str, Sequence[float]]) -> dict[str, dict[
         "half of them unlike the others": fields(
             {p: [r * (5 if n % 2 else 1), r] for n, (p, r) in enumerate(rounds.items())}
         ),
-        "no round but positions": {**NO_ROUND, "accepted_per_position": [MOST] * 64},
-        "no round but prompts": {**NO_ROUND, "by_prompt": {"0" * 8: (MOST, MOST)}},
-        "no round but emitted tokens": {**NO_ROUND, "emitted_tokens": MOST},
-        "no round but drafts": {**NO_ROUND, "drafted_tokens": MOST, "depth": 64},
-        "no round in an endless window": {**NO_ROUND, "window_seconds": 1.7e308, "final": True},
-        "no round of another reporter": {**NO_ROUND, "reporter": "idle", "life": "first", "policy_version": None},
         "fewer than before": fields({p: [1, 1] for p in rounds}, 2),
         "none at all": fields({}),
         "of a policy that is to come": fields({p: [r, r] for p, r in rounds.items()}) | {"policy_version": MOST},

@@ -10,14 +10,13 @@ import importlib
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from rl_hooks.sending.sender import CLOSE_AFTER_ERROR_SECONDS
-from rl_hooks.trainer.base import captured
+from rl_hooks.trainer.base import Closing, captured
 from rl_hooks.trainer.hook import DrafterHook
 
 
-class Attachment:
+class Attachment(Closing):
     """A trainer with the hook on it. `close` takes it off again, and so does the end of `with attach(...):`."""
 
     #: What a trainer must have: methods that are wrapped, and attributes that are read.
@@ -54,12 +53,6 @@ class Attachment:
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """As `DrafterHook.flush`."""
         return self.hook.flush(timeout_seconds)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close(None if raised[0] is None else CLOSE_AFTER_ERROR_SECONDS)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
         """Restore the trainer, then as `DrafterHook.close`: send what is queued. True if nothing was lost."""

@@ -30,6 +30,7 @@ from service.monitor.live.watch import VerdictName
 from service.monitor.records import HeldVersion, State
 from service.monitor.worth import Worth
 from service.storage.drafters.versions import Manifest
+from service.storage.queue.dead import DeadBatch
 from service.storage.queue.keys import DeathCode
 
 #: Of the contract: one more with each change that a client of before may not understand (docs/reference/api.md).
@@ -162,23 +163,6 @@ class BatchFate(BaseModel):
     tokens: int
     bytes: int
     known_rollouts: int
-    rollout_ids: list[str]
-
-
-class DeadBatch(BaseModel):
-    """One dead batch. `died`: Unix seconds. `has_file`: it can be put back. `rollout_ids`: the first 16."""
-
-    letter_id: str
-    batch_id: str
-    reason: str
-    code: DeathCode | None
-    died: float
-    bytes: int
-    tokens: int
-    rollouts: int
-    policy_version: int
-    policy_version_max: int
-    has_file: bool
     rollout_ids: list[str]
 
 

@@ -44,6 +44,7 @@ from service.api.uploads import FILE_BODY, check_announcement, receive_file
 from service.errors import RunClosed, RunNotFound
 from service.storage.layout import BATCH_ID
 from service.storage.queue.incoming import new_name
+from service.storage.queue.keys import death_code
 from service.storage.queue.rollout_queue import Batch, Depth, Enqueued
 from service.storage.ready import PROBE_SECONDS
 from service.storage.runs import RunRecord, check_open
@@ -467,7 +468,7 @@ async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "defaul
             "batch_id": batch_id,
             "state": batch["state"],
             "reason": batch["reason"],
-            "code": batch.get("code"),
+            "code": death_code(batch.get("code")),
             **{name: int(batch[name]) for name in numbers},
             "rollout_ids": json.loads(batch["rollout_ids"]),
         }

@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.responses import FileResponse
 
 from rl_hooks.wire import CONTENT_TYPE
-from service.api.context.answers import DeadBatch, DeadPage, PutBack
+from service.api.context.answers import DeadPage, PutBack
 from service.api.context.audited import audit
 from service.api.context.context import Context, ServiceContext
 from service.api.problems import Problem
 from service.api.rollouts.batches import queue_full
 from service.storage.layout import BATCH_ID
-from service.storage.queue.dead import DeadLetter
+from service.storage.queue.dead import DeadBatch, DeadLetter
 from service.storage.runs import check_open
 
 log = logging.getLogger("draftalign.api")
@@ -43,7 +42,7 @@ async def get_dead(
 
     def told(one: DeadLetter) -> DeadBatch:
         there = one.has_file and (context.kept is not None or context.disk.spool.path(run, one.blob).exists())
-        return DeadBatch.model_validate(asdict(one) | {"has_file": there})
+        return one.model_copy(update={"has_file": there})
 
     return DeadPage(
         run=run,

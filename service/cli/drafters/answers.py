@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rl_hooks.errors import HookError
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.plan import content_id
+from rl_hooks.trainer.plan import UniqueId
 from rl_hooks.wire import prompt_hash
 
 POLICY_VERSION = 0
@@ -42,7 +42,7 @@ class Sampling:
 class Sent:
     """One batch on its way to the service."""
 
-    rollout_id: str  # its first, as it is sent
+    rollout_id: str  # its first
     rollouts: int
     response_tokens: int
 
@@ -128,7 +128,7 @@ def send_rollouts(
         if not part:
             return
         ids_BS, answer_BS, real_BS = _answers(model, part, sampling)
-        names = [f"warmup-{attempt}-{number}-{n}" for n in range(len(part))]
+        names = [UniqueId(f"warmup-{attempt}-{number}-{n}") for n in range(len(part))]
         narrow = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         with (
             torch.no_grad(),
@@ -143,9 +143,7 @@ def send_rollouts(
             ),
         ):
             model(input_ids=ids_BS, attention_mask=real_BS, use_cache=False, **narrow)
-        real_S = real_BS[0].bool().cpu()
-        tokens_S, answer_S = ids_BS[0].cpu()[real_S].numpy(), answer_BS[0].cpu()[real_S].bool().numpy()
-        yield Sent(content_id(names[0], tokens_S, answer_S), len(part), int(answer_BS.sum()))
+        yield Sent(names[0], len(part), int(answer_BS.sum()))
 
 
 @torch.no_grad()

@@ -109,8 +109,7 @@ def call(
             if answer.is_success:
                 return answer
             trouble = f"answered {answer.status_code}: {_told(answer)}"
-            takes_a_person = answer.status_code == 500 and "urn:draftalign:run-damaged" in answer.text
-            passing = answer.status_code == 429 or (answer.status_code >= 500 and not takes_a_person)
+            passing = answer.status_code == 429 or (answer.status_code >= 500 and _problem(answer)[0] != "run-damaged")
         finally:
             waiting.cancel()
         if not passing or time.monotonic() >= deadline:
@@ -118,14 +117,20 @@ def call(
         time.sleep(_PAUSE_SECONDS)
 
 
-def _told(answer: httpx.Response) -> str:
-    """What a refusal says, and the command that helps."""
+def _problem(answer: httpx.Response) -> tuple[str, str]:
+    """Type and detail of a refusal; the type is empty where something in front of the service has answered."""
     try:
         problem = answer.json()
-        kind, detail = str(problem["type"]).rpartition(":")[2], str(problem["detail"])
-    except (ValueError, KeyError, TypeError):  # of something in front of the service
-        return f"{answer.text[:300]} (is it a draftalign service?)"
+        return str(problem["type"]).rpartition(":")[2], str(problem["detail"])
+    except (ValueError, KeyError, TypeError):
+        return "", answer.text[:300]
+
+
+def _told(answer: httpx.Response) -> str:
+    """What a refusal says, and the command that helps."""
+    kind, detail = _problem(answer)
     helps = {
+        "": "is it a draftalign service?",
         "no-token": "set DRAFTALIGN_TOKEN",
         "not-found": "is it a draftalign service?",
         "no-drafter-yet": "`draftalign state` says what the run waits for",

@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import redis.asyncio
+from pydantic import BaseModel, ConfigDict
 
-from service.storage.queue.keys import NUMBERS, DeathCode, Keys, lua, strings, sweep_bounds, text
+from service.storage.queue.keys import NUMBERS, DeathCode, Keys, death_code, lua, strings, sweep_bounds, text
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 
 #: Rollout ids of a letter that are listed; `GET /rollouts/{id}` has all.
 _IDS_LISTED: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """One dead batch. `died`: Unix seconds. `bytes` are of its file. `has_file`: it is kept, so it can be put back."""
+class DeadBatch(BaseModel):
+    """One dead batch, as it is listed. `died`: Unix seconds. `bytes`: of its file. `has_file`: it can be put back.
 
+    `code`: null of one that died before there were codes. `rollout_ids`: the first 16; empty: not known any more.
+    """
+
+    model_config = ConfigDict(frozen=True)
     letter_id: str
     batch_id: str
-    blob: str
     reason: str
-    code: DeathCode
+    code: DeathCode | None
     died: float
     bytes: int
     tokens: int
@@ -37,7 +39,13 @@ class DeadLetter:
     policy_version: int
     policy_version_max: int
     has_file: bool
-    rollout_ids: tuple[str, ...]  # the first 16; empty: not known any more
+    rollout_ids: tuple[str, ...]
+
+
+class DeadLetter(DeadBatch):
+    """The same with the name of its file."""
+
+    blob: str
 
 
 class DeadLetters:
@@ -97,7 +105,7 @@ def _letter(letter_id: str, fields: Mapping[str, str], kept: object, ids: bytes 
         batch_id=fields["batch_id"],
         blob=fields["blob"],
         reason=fields["reason"],
-        code=cast(DeathCode, fields.get("code", "unusable")),
+        code=death_code(fields.get("code")),
         died=int(letter_id.partition("-")[0]) / 1000.0,
         has_file=kept is not None,
         rollout_ids=() if ids is None else tuple(json.loads(ids)[:_IDS_LISTED]),

@@ -5,12 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 GROUP: Final = "workers"
 #: Why a batch is dead, for programs. `blob_missing`, `blob_damaged`: its file was lost, and it may be sent again.
 #: `unusable`: the reason says why. `discarded`: a person took it from the list.
 DeathCode = Literal["blob_missing", "blob_damaged", "unusable", "discarded"]
+
+
+def death_code(written: str | None) -> DeathCode | None:
+    """The code that Redis holds; None where it has none, or one of a version to come."""
+    return next((code for code in get_args(DeathCode) if code == written), None)
+
+
 #: Those of which nothing was judged, and the file is not there: `enqueue.lua` knows them too.
 LOST: Final[tuple[DeathCode, ...]] = ("blob_missing", "blob_damaged")
 #: How long a batch's state is kept after its end, to answer for it and to recognise duplicates: 7 days.

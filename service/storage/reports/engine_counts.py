@@ -340,17 +340,8 @@ class EngineCounts:
         names = [keys.reporters, keys.acceptance, keys.unplaced, keys.reported, keys.live, keys.live_order]
         names += [keys.changes, keys.idle]
         text, idle = ("", False) if now is None else (now.text(), now.idle)
-        arguments = [
-            reporter,
-            known or "",
-            text,
-            created,
-            MAX_LIVE,
-            changes.text(),
-            KEPT_CHANGES,
-            int(idle),
-            self._most,
-        ]
+        arguments = [reporter, known or "", text, created, MAX_LIVE, changes.text()]
+        arguments += [KEPT_CHANGES, int(idle), self._most]
         return bool(await self._book(keys=names, args=arguments))
 
     async def _record(self, name: str) -> AcceptanceRecord | None:
