@@ -6,6 +6,9 @@ import contextlib
 import ctypes
 from typing import Final
 
+#: mallopt's number for the most arenas: M_ARENA_MAX of glibc's malloc.h.
+_M_ARENA_MAX: Final = -8
+
 #: How often long-lived processes return it.
 RETURN_MEMORY_SECONDS: Final = 60.0
 
@@ -17,3 +20,13 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def share_one_heap() -> None:
+    """Have the threads of a process that runs Python, and not torch, share one heap; with another C library, nothing.
+
+    glibc gives each thread an arena, up to eight a core, and what one thread frees the others cannot use. Python's
+    lock lets one thread allocate at a time anyway. Call it before threads start: an arena once made stays.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

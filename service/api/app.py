@@ -48,7 +48,7 @@ from service.api.rollouts import dead as dead_api
 from service.api.rollouts import direct as direct_api
 from service.api.snapshot import read_now, watch_headlines
 from service.errors import ConfigurationError, ObjectStoreError, RunNotFound
-from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory
+from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory, share_one_heap
 from service.monitor import metrics
 from service.settings import Settings
 from service.storage.ready import connect_async, is_of_one_key
@@ -287,6 +287,7 @@ def make_server(settings: Settings) -> Server:
 
 def run_api(settings: Settings) -> None:
     """Serve in this process until SIGTERM or SIGINT."""
+    share_one_heap()
     server = make_server(settings)
     check_port(settings.host, settings.port)
     gc.collect()

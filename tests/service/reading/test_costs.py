@@ -317,7 +317,7 @@ def test_many_who_list_the_runs_at_once_share_two_answers(
         found = pool.map(lambda _: httpx.get(f"{service.url}/runs", timeout=30).json(), range(10))
         eventually(lambda: sum(one.waiting for one in answers._asked.values()) == 10, 20)
         wake.set()
-        assert [one["run"] for listed in found for one in listed] == ["default"] * 10
+        assert [one["run"] for listed in found for one in listed["runs"]] == ["default"] * 10
     assert asked == ["default"] * 2
 
 
