@@ -1,8 +1,8 @@
 """What moves a drafter's parameters: Muon for its matrices and AdamW for the rest, or AdamW for everything.
 
-Muon (Keller Jordan, 2024; torch's own) replaces a matrix's momentum by the nearest orthogonal one, so that all its
-directions move alike. Its steps are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982), so one learning rate
-serves both. An lm_head is a table of tokens and no map between states: AdamW moves it, and all that is not a matrix.
+Muon (muon.py) replaces a matrix's momentum by the nearest orthogonal one, so that all its directions move alike. Its
+steps are scaled to the size of AdamW's, so one learning rate serves both. An lm_head is a table of tokens and no map
+between states: AdamW moves it, and all that is not a matrix.
 
 Where several ranks train, each moves a part of Muon's matrices, and they exchange the moved ones. Each rank keeps the
 momentum of all matrices, which costs little. So moments and weights are the same on every rank, to the bit those that
@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from drafter.training.muon import MOMENTUM, Muon
 from drafter.training.ranks import ALONE, Ranks
 
 #: What moves matrices.
@@ -27,7 +28,6 @@ HEAD: Final = "lm_head.weight"
 
 _ADAMW: Final = ("exp_avg", "exp_avg_sq", "step")
 _MUON: Final = ("momentum_buffer",)
-_MUON_MOMENTUM: Final = 0.95
 
 
 def _shared_out(shapes: Mapping[str, torch.Size], world: int) -> dict[str, int]:
@@ -71,15 +71,8 @@ class Optimizer:
             torch.optim.AdamW(adamw, lr=0.0, betas=betas, eps=epsilon, fused=True if fused else None)
         ]
         if self._by_muon:
-            self._optimizers.append(
-                torch.optim.Muon(
-                    [self._named[n] for n in sorted(self._by_muon)],
-                    lr=0.0,
-                    weight_decay=weight_decay,
-                    momentum=_MUON_MOMENTUM,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-            )
+            matrices = [self._named[n] for n in sorted(self._by_muon)]
+            self._optimizers.append(Muon(matrices, weight_decay=weight_decay))
 
     def forget_gradients(self) -> None:
         """Free all gradients."""
@@ -101,7 +94,7 @@ class Optimizer:
                 momentum.mul_(parameter.grad.any())
             if self._movers[name] != self._ranks.rank:
                 momentum = torch.zeros_like(parameter.grad) if momentum is None else momentum
-                state[parameter] = {"momentum_buffer": momentum.lerp_(parameter.grad, 1 - _MUON_MOMENTUM)}
+                state[parameter] = {"momentum_buffer": momentum.lerp_(parameter.grad, 1 - MOMENTUM)}
                 parameter.grad = None
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
