@@ -9,9 +9,9 @@ when it was due. Beside them one reader asks for /metrics, /alpha and /drafters 
 2 s each process's resident memory and descriptors are read, Redis' memory, and the bytes under the state directory.
 
 What is kept of ended batches (scores of 4,608; `remembered_bytes` in Redis) takes an hour and half a day to be full at
-640 a minute, and grows until then; of policy versions 4,096 are kept. `--bounded` shows what comes after: files of 2
-rollouts, each of a policy version of its own on which the engine reports, and 4 MiB remembered. Before the clock
-starts, 5,000 such files are sent as fast as the worker takes them, so all of this is full at any `--rate`.
+640 a minute, and grows until then; of policy versions 4,096 are kept. `--bounded` shows what comes after: each file is
+of a policy version of its own, on which the engine reports, and 4 MiB are remembered. Before the clock starts, 5,000
+small ones are sent as fast as the worker takes them, so all of this is full at any `--rate`.
 
 The rule. The first quarter of the run (two minutes at least) is warm-up. The rest is cut into ten blocks; a line is
 fitted to their means, with a 95 % t-interval of its slope (8 degrees of freedom). Blocks, because readings that are
@@ -56,7 +56,8 @@ from service.cli.valkey import EmbeddedValkey  # noqa: E402
 from service.storage.queue.rollout_queue import COUNTERS, counts  # noqa: E402
 
 ROLLOUTS: Final = 8
-_ROLLOUTS_BOUNDED: Final = 2
+#: Tokens of the two rollouts of a file that fills a bound.
+_LENGTHS_TO_FILL: Final = (32, 32)
 _REMEMBERED_BOUNDED: Final = 4 * 2**20
 #: More than any bound holds: 4,608 scores, 4,096 policy versions, some 3,000 files remembered in 4 MiB.
 _FILES_TO_FILL: Final = 5000
@@ -88,14 +89,9 @@ class Recording:
     filled: int = 0  # files that were sent before the clock started
 
     @property
-    def rollouts(self) -> int:
-        """Of a file."""
-        return _ROLLOUTS_BOUNDED if self.bounded else ROLLOUTS
-
-    @property
     def file_seconds(self) -> float:
         """From one file to the next."""
-        return 60.0 * self.rollouts / self.rate
+        return 60.0 * ROLLOUTS / self.rate
 
 
 @dataclass(frozen=True)
@@ -225,15 +221,12 @@ def ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError("the service did not become ready")
 
 
-def bodies(recording: Recording, first: int) -> Iterator[bytes]:
-    """The files, from this number on."""
+def bodies(recording: Recording, first: int, lengths: Sequence[int]) -> Iterator[bytes]:
+    """The files, from this number on: rollouts of these many tokens."""
     world = World()
     for number in itertools.count(first):
-        yield world.rollout_file(
-            f"batch-{number}",
-            lengths=[recording.tokens] * recording.rollouts,
-            policy_version=number // (1 if recording.bounded else _BATCHES_PER_POLICY),
-        )
+        version = number // (1 if recording.bounded else _BATCHES_PER_POLICY)
+        yield world.rollout_file(f"batch-{number}", lengths=list(lengths), policy_version=version)
 
 
 def post(client: httpx.Client, body: bytes) -> int:
@@ -247,7 +240,7 @@ def post(client: httpx.Client, body: bytes) -> int:
 def fill(url: str, recording: Recording, queued: Callable[[], int]) -> None:
     """Send files, and a report with each, as fast as the worker takes them; return when it has taken all."""
     with httpx.Client(base_url=url, timeout=60.0) as client:
-        for body in itertools.islice(bodies(recording, 0), _FILES_TO_FILL):
+        for body in itertools.islice(bodies(recording, 0, _LENGTHS_TO_FILL), _FILES_TO_FILL):
             _wait_for_queue(queued, _QUEUED_WHILE_FILLING - 1)
             if (status := post(client, body)) != 202:
                 raise RuntimeError(f"expected 202 for file {recording.filled}, got {status}")
@@ -267,7 +260,8 @@ def _wait_for_queue(queued: Callable[[], int], most: int) -> None:
 def send(url: str, recording: Recording, began: float) -> None:
     """Post files on a clock; each is made while the one before is due later."""
     with httpx.Client(base_url=url, timeout=60.0) as client:
-        for number, body in enumerate(bodies(recording, recording.filled)):
+        files = bodies(recording, recording.filled, [recording.tokens] * ROLLOUTS)
+        for number, body in enumerate(files):
             due = number * recording.file_seconds
             if due >= 60 * recording.minutes:
                 return
@@ -389,7 +383,7 @@ def table(recording: Recording) -> str:
     """The page's table, in Markdown."""
     seconds = [took for _, took, _ in recording.posts]
     refused = sum(status not in (200, 202) for _, _, status in recording.posts)
-    rollouts = recording.rollouts * len(recording.posts)
+    rollouts = ROLLOUTS * len(recording.posts)
     pids = {name: {s[name] for s in recording.samples if name in s} for name in ("api pid", "worker pid", "valkey pid")}
     lines = [
         f"{recording.minutes:g} minutes, {recording.rate:g} rollouts a minute of {recording.tokens} tokens: "
@@ -409,7 +403,7 @@ def table(recording: Recording) -> str:
             f"| {one.verdict} |"
         )
     kinds = sorted(recording.keys.items(), key=lambda kind: -kind[1])[:5]
-    sent = rollouts + recording.rollouts * recording.filled
+    sent = rollouts + len(_LENGTHS_TO_FILL) * recording.filled
     lines += ["", "Redis, bytes a rollout: " + ", ".join(f"{kind} {size / sent:.0f}" for kind, size in kinds)]
     return "\n".join(lines)
 
