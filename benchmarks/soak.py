@@ -316,7 +316,9 @@ def report_along(url: str, recording: Recording, stopped: threading.Event) -> No
 def soak(minutes: float, rate: float, tokens: int, *, bounded: bool = False) -> Recording:
     """Run it. `bounded`: with bounds that are reached within minutes."""
     recording = Recording(rate, minutes, tokens, bounded=bounded)
-    settings = {"DRAFTALIGN_REMEMBERED_BYTES": str(_REMEMBERED_BOUNDED)} if bounded else {}
+    # The draft vocabulary is found in fewer tokens than wait while the bounds are filled.
+    full = {"DRAFTALIGN_REMEMBERED_BYTES": str(_REMEMBERED_BOUNDED), "DRAFTALIGN_VOCAB_MIN_TOKENS": "1000"}
+    settings = full if bounded else {}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         with service(place, settings) as (process, url):
