@@ -61,7 +61,7 @@ _LENGTHS_TO_FILL: Final = (32, 32)
 _REMEMBERED_BOUNDED: Final = 4 * 2**20
 #: More than any bound holds: 4,608 scores, 4,096 policy versions, some 3,000 files remembered in 4 MiB.
 _FILES_TO_FILL: Final = 5000
-_QUEUED_WHILE_FILLING: Final = 32
+_QUEUED_WHILE_FILLING: Final = 256
 _STUCK_SECONDS: Final = 300.0
 BLOCKS: Final = 10
 #: 97.5 % point of Student's t with BLOCKS - 2 degrees of freedom.
