@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +100,11 @@ def test_a_worker_that_comes_later_gets_its_share_and_a_dead_ones_runs_go_back(b
 
 RANK = """
 import service.storage.queue.lease
+import service.worker.process.heartbeat
 from service.cli.main import app
 
-service.storage.queue.lease.LEASE_SECONDS = 2.0
+service.storage.queue.lease.LEASE_SECONDS = 5.0
+service.worker.process.heartbeat._BEAT_SECONDS = 0.2
 app(["worker"])
 """
 
@@ -123,6 +125,10 @@ def two_ranks(bench: Bench, directory: Path) -> Iterator[subprocess.Popen[bytes]
             agent.terminate()
             agent.wait(60)
         finally:
+            left = ranks_of(agent) if agent.poll() is None else []
+            for pid in left:  # they would go on working on the next test's runs
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             agent.kill()
 
 
@@ -148,7 +154,7 @@ def test_a_worker_of_two_ranks_hands_runs_over_and_when_a_rank_dies_the_other_wo
         batches: list[tuple[str, str]] = []
         begin(bench)
         bench.wait(lambda: at_work() == [4], 120)
-        single = workers.start(bench, lease_seconds=2.0)
+        single = workers.start(bench, lease_seconds=5.0)
         bench.wait(lambda: at_work() == [2, 2], 120)
         batches += [(run, bench.post(f"shared {run}", run=run)) for run in RUNS]
         bench.wait(lambda: all(trained(bench, *batch) for batch in batches), 120)
