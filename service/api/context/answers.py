@@ -285,7 +285,7 @@ class AlphaAnswer(BaseModel):
     attempts: list[AttemptLine]
     engines: list[EngineLine]
     publishing_held: str | None
-    current: Current
+    current: Current | None
     headroom: HeadroomLine
     worth: Worth
     headline: Headline

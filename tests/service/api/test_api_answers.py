@@ -95,6 +95,20 @@ def test_what_is_read_of_a_run_is_as_declared(lived: RunningService) -> None:
         check(answers.Status, answered(lived, probe)[1])
 
 
+def test_what_is_read_of_a_run_that_has_just_been_registered_is_as_declared(service: RunningService) -> None:
+    """The fuzzer came upon it: `current` was null, and declared an object."""
+    service.register("young").raise_for_status()
+    for call, kind in (
+        ("GET /runs", answers.RunList),
+        ("GET /runs/young", answers.RunAnswer),
+        ("GET /drafters?run=young", answers.DrafterList),
+        ("GET /alpha?run=young", answers.AlphaAnswer),
+        ("GET /runs/young/worth", answers.WorthAnswer),
+        ("GET /runs/young/dead", answers.DeadPage),
+    ):
+        check(kind, answered(service, call)[1])
+
+
 def test_what_writes_answer_is_as_declared(lived: RunningService) -> None:
     again = check(Receipt, answered(lived, "POST /rollouts", content=rollout_file(), headers=HEADERS)[1])
     assert (again.state, again.warning_code) == ("queued", None), "its file was damaged, so it may come again"
