@@ -1,7 +1,7 @@
 """The state directory: its paths, and how what API and worker processes share in it is changed.
 
 It is the only place that builds a path from a name given by a client. Every method that takes a name checks it against
-a strict pattern first, so no name leads out of the directory. docs/reference/architecture.md draws the tree.
+a strict pattern first, so no name leads out of the directory. docs/reference/state.md draws the tree.
 
 Processes share what is theirs together (`runs/` but for `worker/recent`) in one of two ways. `Layout` is a directory
 that all of them have mounted; a run's lock is an `flock`. `Mirror` (`service.storage.mirror`) is a directory of one
