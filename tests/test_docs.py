@@ -23,6 +23,7 @@ from rl_hooks.engines.vllm import KNOWN_RELEASES
 from service.api.acceptance import AcceptanceReport
 from service.api.app import create_app
 from service.api.auth import allowed_scopes
+from service.api.context.answers import AlphaAnswer
 from service.cli.main import app as command_line
 from service.monitor import records
 from service.monitor.events import KINDS, Event, RunEvent
@@ -276,15 +277,13 @@ def test_the_tables_of_records_have_the_fields_of_the_models_and_no_others() -> 
     assert {name for cell in rows(scores) for name in cell.split(", ")} == set(fields(records.ScoreRecord))
     [sums] = re.findall(r"`\{([^}]*)\}`", scores)
     assert sums.split(", ") == fields(records.DrafterSums)
-    counts = section(STATE, "Acceptance record").partition("\n")[2].partition("\n`created`")
-    named = {name for cell in re.findall(r"`([^`]*)`", counts[0]) for name in re.split(r",\s", cell)}
-    assert named | {"created"} == set(fields(records.AcceptanceRecord))
-    gauges = rows(page(STATE))["da:{run}:worker"][1]
-    assert {
-        name for cell in gauges.split("`")[1::2] if re.fullmatch("[a-z_, ]+", cell) for name in cell.split(", ")
-    } == records.WorkerGauges.model_fields.keys()
-    told = section(STATE, "`GET /alpha`")
-    assert [name for name in fields(RunEvent) if name != "text" and f"`{name}`" not in told] == []
+    for heading, kind in (("Acceptance record", records.AcceptanceRecord), ("Worker's gauges", records.WorkerGauges)):
+        named = [name for cell in rows(section(STATE, heading)) for name in cell.split(", ")]
+        assert sorted(named) == sorted(getattr(kind, "model_fields", None) or fields(kind)), heading
+    answer = section(STATE, "`GET /alpha`")
+    assert [name for name in fields(RunEvent) if name != "text" and f"`{name}`" not in answer] == []
+    named = [name for cell in rows(answer) for name in cell.split(", ")]
+    assert sorted(named) == sorted(AlphaAnswer.model_fields)
 
 
 def test_the_table_of_events_has_the_kinds_and_fields_of_the_models_and_no_others() -> None:
