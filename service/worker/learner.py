@@ -137,7 +137,7 @@ class Learner:
         """Forget gains, baseline and evidence: engines draft another way now, so these are of another α."""
         log.info("%s: gains and the baseline of α are measured from scratch: engines draft otherwise now", self.run)
         self.journal.drift.forget_baseline()
-        self.judge.measure_anew()
+        self.judge.measure_from_scratch()
 
     def save(self, checkpoint: WorkerCheckpoint, applied: Sequence[str]) -> None:
         """Write a checkpoint, which names the `applied` batches; what it lists of the recent rollouts moves there."""

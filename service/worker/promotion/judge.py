@@ -52,7 +52,7 @@ class Judge:
         self.gate = Gate(settings, lineage, target)
         self.controller = Controller()
 
-    def measure_anew(self) -> None:
+    def measure_from_scratch(self) -> None:
         """Engines draft otherwise now, so what was measured before is of another α: gains and evidence."""
         known = self.controller
         self.controller = Controller(train_seconds=known.train_seconds, version_seconds=known.version_seconds)
