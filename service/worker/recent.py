@@ -112,8 +112,7 @@ class RecentRollouts:
         self._run = run
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
-        # Listed before the checkpoint is read: after SIGSTOP in between, a successor's files must not look like strays.
-        # docs/guide/failures.md, "What a paused process can do".
+        # Listed before the checkpoint is read, so that no successor's files are among them (docs/guide/failures.md).
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
         self.limit = LengthLimit()
