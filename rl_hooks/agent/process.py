@@ -76,16 +76,17 @@ class Seen:
     life: str | None = None
 
     def look(self, snapshot: Snapshot | None, state: EngineState, now: float) -> Since:
-        """Take in a scrape and the state that was asked for after it; returns what lies between."""
-        # Some engines tell the policy version in their metrics, others in their state.
+        """Take in a scrape and the state that was read after it; returns what happened since the tick before."""
+        # Some engines have the policy version in their metrics, others in their state.
         if snapshot is not None and snapshot.policy_version is None:
             snapshot = replace(snapshot, policy_version=state.policy_version)
         known, before = self.known, self.snapshot
         life = state.life or (None if snapshot is None else snapshot.life)
         if life is not None and self.life is not None:
             other = life != self.life
-        else:  # it does not say: counters that fell tell, where they do not pass what they had before
-            # Exact counts are of an engine in the agent's own process: they end together.
+        else:
+            # The engine marks no process. Counters that fell show that it is another one, unless by now the new counts
+            # exceed the old ones. Exact counts are of an engine in the agent's own process: the two end together.
             exact = snapshot is None or snapshot.exact is not None
             other = before is not None and snapshot is not None and not exact and snapshot.has_fallen(before)
         since = Since(known, before, now - self.at, other or (known is not None and state.swaps < known.swaps))
