@@ -375,32 +375,7 @@ def _refuse_leak(
     starts = np.argwhere((before_BS >= 0) & (owner_BS >= 0) & (before_BS != owner_BS))
     if not len(starts):
         return
-    ends = np.array([layout.rollouts[before_BS[row, token]][-1] % layout.shape[1] for row, token in starts])
-    rows, tokens = starts[:, 0], starts[:, 1]
-
-    def begins(name: str) -> npt.NDArray[np.bool_]:
-        return told[name][rows, tokens] if name in told else np.zeros(len(starts), np.bool_)
-
-    mask = said.get("mask")
-    if isinstance(mask, Tensor) and mask.ndim == 4:
-        at = mask[
-            torch.from_numpy(rows if len(mask) > 1 else 0 * rows), 0, torch.from_numpy(tokens), torch.from_numpy(ends)
-        ]
-        apart = ~host(at if at.dtype == torch.bool else at > _HIDDEN, np.bool_)
-    elif mask is not None or ("mask" in said and "flash" not in attention):
-        apart = np.zeros(len(starts), np.bool_)  # each row is one sequence to this attention
-    elif {*said} == {"cu_seqlens"}:  # layers of a trainer's own, with flash attention by these (prime-rl)
-        apart = begins("cu_seqlens")
-    elif "flash" in attention:
-        # All that it may go by must agree. Positions are looked at in a row alone, and where boundaries are not whole.
-        apart = np.ones(len(starts), np.bool_)
-        for name in _VARLEN[:2]:
-            apart &= begins(name) if name in told else True
-        if not all(said.get(name) is not None for name in _VARLEN):
-            apart &= _lowest(marks.get("position_ids"), rows, tokens, layout)
-    else:  # a mask that cannot be read
-        bounds = [begins(name) for name in told if name.startswith("cu_seq")]
-        apart = np.logical_and.reduce(bounds) if bounds else begins("position_ids")
+    apart = _kept_apart(said, marks, told, layout, attention, starts)
     if not apart.all():
         row, token = starts[np.flatnonzero(~apart)[0]]
         raise RolloutError(
@@ -408,12 +383,55 @@ def _refuse_leak(
             "not told of the packing. Pass it one row with position_ids that begin again, use_cache=False and no "
             "attention_mask, or send one rollout a row"
         )
-    if recurrent and not (apart := begins("seq_idx") & begins("cu_seq_lens_q")).all():
+    if recurrent and not (apart := _told_at(told, "seq_idx", starts) & _told_at(told, "cu_seq_lens_q", starts)).all():
         row, token = starts[np.flatnonzero(~apart)[0]]
         raise RolloutError(
             f"the recurrent layers carry their state into the rollout that begins at token {token} of row {row}: they "
             "do not look at positions. Pass the forward seq_idx and cu_seq_lens_q, or send one rollout a row"
         )
+
+
+def _kept_apart(
+    said: Mapping[str, Tensor | None],
+    marks: Mapping[str, Ints],
+    told: Mapping[str, npt.NDArray[np.bool_]],
+    layout: PackedRollouts,
+    attention: str,
+    starts: Ints,
+) -> npt.NDArray[np.bool_]:
+    """Whether attention keeps each rollout that begins at (row, token) of `starts` from the one before it, [n].
+
+    What decides depends on the kind of attention: its mask, its boundaries, or its positions.
+    """
+    rows, tokens = starts[:, 0], starts[:, 1]
+    mask = said.get("mask")
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        before_BS = _owner_before(layout.owners())
+        ends = np.array([layout.rollouts[before_BS[row, token]][-1] % layout.shape[1] for row, token in starts])
+        at = mask[
+            torch.from_numpy(rows if len(mask) > 1 else 0 * rows), 0, torch.from_numpy(tokens), torch.from_numpy(ends)
+        ]
+        return ~host(at if at.dtype == torch.bool else at > _HIDDEN, np.bool_)
+    if mask is not None or ("mask" in said and "flash" not in attention):
+        return np.zeros(len(starts), np.bool_)  # each row is one sequence to this attention
+    if {*said} == {"cu_seqlens"}:  # layers of a trainer's own, with flash attention by these (prime-rl)
+        return _told_at(told, "cu_seqlens", starts)
+    if "flash" in attention:
+        # All that it may go by must agree. Positions are looked at in a row alone, and where boundaries are not whole.
+        apart = np.ones(len(starts), np.bool_)
+        for name in _VARLEN[:2]:
+            apart &= _told_at(told, name, starts) if name in told else True
+        if not all(said.get(name) is not None for name in _VARLEN):
+            apart &= _lowest(marks.get("position_ids"), rows, tokens, layout)
+        return apart
+    # A mask that cannot be read.
+    bounds = [_told_at(told, name, starts) for name in told if name.startswith("cu_seq")]
+    return np.logical_and.reduce(bounds) if bounds else _told_at(told, "position_ids", starts)
+
+
+def _told_at(told: Mapping[str, npt.NDArray[np.bool_]], name: str, starts: Ints) -> npt.NDArray[np.bool_]:
+    """Whether this argument of the forward says that a sequence begins at each (row, token), [n]."""
+    return told[name][starts[:, 0], starts[:, 1]] if name in told else np.zeros(len(starts), np.bool_)
 
 
 def _lowest(positions: Ints | None, rows: Ints, tokens: Ints, layout: PackedRollouts) -> npt.NDArray[np.bool_]:
