@@ -48,7 +48,7 @@ class Share:
         self._known: frozenset[str] = frozenset()  # the others
 
     def look(self, served: int, wanted: int, now: float) -> bool:
-        """Compare with the other workers. Returns whether to hand a run over. `wanted`: how many runs to serve in all."""
+        """Compare with the other workers. Returns whether to hand a run over. `wanted`: runs to serve in all."""
         others = self._leases.others(served)
         if self._known != others.keys():  # a new worker may have more memory
             self._known = frozenset(others)
