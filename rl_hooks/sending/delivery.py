@@ -81,7 +81,7 @@ class FilesWanted:
     direct_uploads: bool = False
 
     def heard(self, fields: Mapping[str, object]) -> FilesWanted:
-        """This, changed by an answer. The answer to a head changes nothing."""
+        """What it wants after this answer. The answer to a head changes nothing."""
         rows, named = fields.get("last_rows"), fields.get("optional_tensors")
         return FilesWanted(
             "predicting" if rows == "predicting" else "all" if rows == "all" else self.last_rows,
