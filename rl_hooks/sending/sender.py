@@ -38,7 +38,7 @@ _FILES_IN_QUEUE: Final = 4
 #: While `flush` waits, the log says so at this interval. Then it waits so long, by default, for how the run stands.
 _SAY_SECONDS: Final = 10.0
 _LAST_ANSWER_SECONDS: Final = 5.0
-#: `flush` waits so long at most, by default: other ranks may wait in a collective, which times out after minutes.
+#: The longest wait of `flush`, by default: other ranks may wait in a collective, which times out after minutes.
 _LONGEST_FLUSH_SECONDS: Final = 300.0
 
 _COUNTERS: Final = (

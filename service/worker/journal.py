@@ -37,7 +37,7 @@ _QUIET_TICKS = 50
 #: The share of the engines' time that goes to rounds is measured over so many seconds and policy versions at least.
 _LEAST_WINDOW_SECONDS: Final = 60.0
 _WINDOW_VERSIONS: Final = 4
-#: An attempt with so many batches is no longer provisional. With fewer, these may be late rollouts.
+#: From this number of batches on an attempt is no longer provisional. Fewer may be late rollouts.
 _SURE_ATTEMPT: Final = 3
 #: Totals of `served` on those batches on which all drafters were scored, to compare `frozen` and `best` with.
 COMPARED: Final = "served_compared"

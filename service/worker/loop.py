@@ -40,8 +40,8 @@ from service.worker.recent import LengthLimit
 
 log = logging.getLogger("draftalign.worker")
 
-#: While there is work, the pause after a checkpoint is at least so many times as long as that took, up to
-#: `_LONGEST_PAUSE_SECONDS`: so checkpoints take a tenth of the time at most.
+#: While there is work, the pause after a checkpoint is at least this multiple of the time that it took, up to
+#: `_LONGEST_PAUSE_SECONDS`. So checkpoints take a tenth of the time at most.
 _CHECKPOINT_PAUSE = 9.0
 _LONGEST_PAUSE_SECONDS = 120.0
 

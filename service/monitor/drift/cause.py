@@ -27,7 +27,7 @@ from typing import Final, Protocol
 from service.monitor.counts import live_sums
 from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate
 
-#: So many ticks are remembered. While there is no alarm, so many are looked at.
+#: Number of ticks that are remembered, and of those that are looked at while there is no alarm.
 _REMEMBERED_TICKS: Final = 128
 _QUIET_WINDOW_TICKS: Final = 16
 #: A smaller fall (log) gets no cause.

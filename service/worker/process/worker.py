@@ -68,7 +68,7 @@ _DISK_SECONDS = 5.0
 #: network's. So the pause is 25 times as long as these took (ten times a whole look that opens nothing), 10 s at most.
 _LOOK_FOR_RUNS_SECONDS = 1.0
 _TIMES_LONGER, _MOST_TIMES_LONGER = 25.0, 10.0
-#: A worker whose look is overdue for so long is in a long turn. It is handed no run before the turn's end.
+#: A worker whose look is overdue by more than this is in a long turn. It is handed no run before the turn's end.
 _BUSY_SECONDS = 10.0
 #: Pause between two looks at the queue of an archived run: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
