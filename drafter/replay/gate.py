@@ -142,7 +142,8 @@ class Verdict:
 class Walk:
     """How trainings move the gain, under one assumption: a Kalman filter of log(1 + gain) and of its rise per training.
 
-    A training adds the rise and a random amount with standard deviation `step`. The rise changes by the same amount.
+    A training adds the rise and a random amount with standard deviation `step`. The rise changes too, by an independent
+    amount with the same standard deviation.
     """
 
     step: float
