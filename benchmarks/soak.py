@@ -56,8 +56,9 @@ from service.cli.valkey import EmbeddedValkey  # noqa: E402
 from service.storage.queue.rollout_queue import COUNTERS, counts  # noqa: E402
 
 ROLLOUTS: Final = 8
-#: Tokens of the two rollouts of a file that fills a bound.
-_LENGTHS_TO_FILL: Final = (32, 32)
+#: Tokens of the rollouts of a file that fills a bound. As many as in the files that come later: what is kept of a batch
+#: grows with its rollouts and prompts, not with their tokens.
+_LENGTHS_TO_FILL: Final = (10,) * ROLLOUTS
 _REMEMBERED_BOUNDED: Final = 4 * 2**20
 #: More than any bound holds: 4,608 scores, 4,096 policy versions, some 3,000 files remembered in 4 MiB.
 _FILES_TO_FILL: Final = 5000
