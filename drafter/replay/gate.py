@@ -142,7 +142,8 @@ class Verdict:
 class Walk:
     """How trainings move the gain, under one assumption: a Kalman filter of log(1 + gain) and of its rise per training.
 
-    A training adds the rise and a random amount with standard deviation `step`. The rise changes by the same amount.
+    A training adds the rise and a random amount with standard deviation `step`. The rise changes too, by an independent
+    amount with the same standard deviation.
     """
 
     step: float
@@ -274,8 +275,8 @@ class ClaimSpread:
         """Learn from three looks in a row how much the gain varies beyond their errors.
 
         g₁ - 2g₂ + g₃ has mean 0 where each training brings as much as the one before. Its variance is six times the
-        variance from claim to claim, plus what the looks' errors add. A look weighs by the square of the part that the
-        former usually has of the whole, which is small where prompts are few.
+        variance from claim to claim, plus what the looks' errors add. The weight is the square of (usual spread /
+        (usual spread + the looks' errors)), both as variances: small where prompts are few.
         """
         if len(self.last) == 2:
             (first, first2), (second, second2) = self.last

@@ -167,8 +167,8 @@ def _remembered(memory: Path) -> set[str]:
     """The versions that an engine's memory names: the one it has, the one it was asked to load, and its fallback.
 
     `EngineFollower` writes the memory. A memory that was not written for a week is of an engine that is gone, and names
-    nothing. Of an engine that follows by itself that takes an hour: such an engine was killed, and its memory is
-    deleted, because its name is never used again.
+    nothing. For an engine that follows by itself an hour is enough: it was killed, and its memory is deleted,
+    because its name is never used again.
     """
     try:
         document = json.loads(memory.read_bytes())

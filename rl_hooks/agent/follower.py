@@ -168,7 +168,7 @@ class EngineFollower:
             return None
         if found in (Between.SAME, Between.RESTART):
             counts, now = after.counts.since(before.counts, since.seconds), time.monotonic()
-            if state.version is not None:  # drafts by n-grams or MTP cost other time than ours
+            if state.version is not None:  # drafts by n-grams or MTP take another time than ours
                 self.books.step_times.add(before, after)
             return self.books.book(counts, state, after.policy_version, mistrusted, now, self._anothers(state))
         if found is Between.OTHER_SWAP:

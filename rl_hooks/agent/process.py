@@ -88,8 +88,9 @@ class Seen:
         if life is not None and self.life is not None:
             other = life != self.life
         else:
-            # The engine marks no process. Counters that fell show that it is another one, unless by now the new counts
-            # exceed the old ones. Exact counts are of an engine in the agent's own process: the two end together.
+            # There are no two marks to compare. Counters that fell show that it is another process, unless by now the
+            # new counts exceed the old ones. An engine with exact counts is in the agent's
+            # own process: the two end together.
             exact = snapshot is None or snapshot.exact is not None
             other = before is not None and snapshot is not None and not exact and snapshot.has_fallen(before)
         since = Since(known, before, now - self.at, other or (known is not None and state.swaps < known.swaps))

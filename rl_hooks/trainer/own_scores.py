@@ -70,7 +70,7 @@ class _SeenForward:
     see: Callable[[OwnRows, bool], None]
     is_past_norm: Callable[[], bool]
     looking: bool  # for scores; False once they are found, or cannot be
-    norms: int = 0  # how often the final norm has run
+    norms: int = 0  # how often the final norm has returned the last states
     last: Tensor | None = None  # its output, the last states, until scores of them are found
     writes: int | None = None  # how often that tensor had been written to when the norm returned it
     place: OwnRows | None = None  # the rows that logits in the model's output would have; without values

@@ -126,7 +126,7 @@ def append_entry(path: Path, entry: TokenEntry) -> None:
 
 
 class Tokens:
-    """All tokens that are valid now. Each request compares the file's times, and reads the file again if they changed.
+    """All tokens that are valid now. Each request compares the file's inode, size and times.
 
     If the file is broken, gone or was just emptied, the tokens of its last good state stay valid, and `trouble` says
     why.
@@ -164,8 +164,8 @@ class Tokens:
     def share_of_runs(self, token: Token, most: int) -> int:
         """How many runs may exist among those that a token is for, if `most` may exist in all.
 
-        The shares are equal. Tokens that are limited to the same runs have one share together, and unlimited tokens
-        have one. So no limited token can use up the places of the others.
+        Limited tokens (scope write) that are for the same runs have one share together. One more share is left over for
+        unlimited tokens, which may take all.
         """
         if not token.is_limited:
             return most

@@ -173,7 +173,7 @@ class Cusum:
         self.variance += (step * step * (1.0 - 1.0 / count) - self.variance) / count
 
     def restart(self) -> None:
-        """Learn the level again. What was known counts like `_LEAST_CLAIMS` claims."""
+        """Learn the level again. What was known counts like at most `_LEAST_CLAIMS` claims."""
         self.claims, self.evidence = min(self.claims, float(_LEAST_CLAIMS)), 0.0
 
 
@@ -222,7 +222,7 @@ class Controller:
         """
         self.deferred = 0
         if version_seconds is not None:
-            weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING  # the first is a mean over many versions
+            weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING  # the first is taken whole
             self.version_seconds += weight * (version_seconds - self.version_seconds)
         if alpha_served is None:
             return self._train("no drafter is served yet")

@@ -59,7 +59,7 @@ _LOOK_SECONDS: Final = 1.0
 #: How often a change is tried while other hosts are faster, and the longest pause between two tries.
 _TRIES: Final = 12
 _PAUSE_SECONDS: Final = 2.0
-#: Objects, files and directories of a change that are older than this are leftovers of a process that died.
+#: Objects, files and directories of a change that are older than this are taken for leftovers of a dead process.
 _LEFTOVER_SECONDS: Final = 3600.0
 #: A tree of 1,000 versions and heads is a tenth of this.
 _TREE_BYTES: Final = 64 << 20
@@ -102,7 +102,7 @@ class Tree(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     change: str = ""
-    #: Higher than that of the tree before. Without one, or where it was lost, the clock's Unix milliseconds.
+    #: Higher than that of the tree before, also where that one was lost: at least the clock's Unix milliseconds.
     number: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
     changes: tuple[str, ...] = ()  # those before it, newest first
     files: dict[Annotated[str, AfterValidator(_shared_name)], FileEntry] = {}

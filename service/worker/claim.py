@@ -68,7 +68,7 @@ class Fates(Protocol):
 
 
 class ClaimScorer:
-    """Scores the batches of one run's claims. `keeps_up`: no newer rollouts had to wait for the last training."""
+    """Scores the batches of one run's claims. `keeps_up`: False after a training that ended early or was overdue."""
 
     def __init__(self, settings: Settings, target: Target, lineage: Lineage, journal: Journal, gate: Gate) -> None:
         self._settings = settings
@@ -104,7 +104,8 @@ class ClaimScorer:
         """Score batches that are not trained on, the newest ones with the candidate as well.
 
         The candidate is scored until `gate_rollouts` of each training have judged it. `tested`: how many rollouts of
-        this claim judge it already. It is never scored on a batch that was put back: its policy is gone.
+        this claim judge it already. It is never scored on a batch that was put back, because
+        that batch's policy is gone.
         """
         compared, found = set(), []
         for loaded in reversed(rest):
@@ -119,9 +120,10 @@ class ClaimScorer:
         """Check a batch's features against its log-probabilities, and score it; None where it was rejected.
 
         The result has the batch with its normalisers.
-        `comparison`: which drafters are scored. "served": the one that served the batch. "candidate": the candidate
-        and the one that is served now as well. "all": also the first version, sent drafters, and the version over
-        which a gain is being measured.
+        `comparison`: which drafters are scored. "served": the one that served the batch, or, where that is gone, the
+        one that is served now (the candidate while none is), and the one that the drift monitor watches. "candidate":
+        the candidate and the one that is served now as well. "all": also the first version, sent drafters, and the
+        version over which a gain is being measured.
         """
         batch = loaded.batch
         policy = self._target.at(batch.policy_version, batch=loaded.path)
@@ -194,7 +196,11 @@ class ClaimScorer:
         return score_shared(ranks, drafters, policy, loaded.batch, order)
 
     def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
-        """How a claim's newest rollouts are scored: by fewer drafters where several policies' have gathered."""
+        """How a claim's newest rollouts are scored.
+
+        By all drafters if the worker keeps up and one policy wrote them all; else by all only now and then, or while a
+        gain is unmeasured.
+        """
         self._uncompared += 1
         keeps_up = self.keeps_up and len({loaded.batch.policy_version for loaded in fresh}) == 1
         if keeps_up or self._gate.outcomes.unmeasured or self._uncompared >= _CLAIMS_PER_COMPARISON:

@@ -1,16 +1,16 @@
 """Every delivery of one run, from its claim to its acknowledgement. Knows Redis and files, and no training.
 
 Delivery is at least once, effect once:
-* Only `commit` acknowledges an entry that was trained on, after a checkpoint that holds its effect. If an entry whose
-  effect is in the last checkpoint is delivered again, it is acknowledged unread.
+* An entry is acknowledged as trained only once a checkpoint holds its effect: by `commit`, or, if it is delivered
+  again after that, unread.
 * The queue counts deliveries, so that an entry that kills its worker again and again ends. Deliveries that ended for
   another reason (Redis, the disk, memory, a wait for the draft vocabulary) must not count. They are marked here, and
   the mark stays until Redis has taken it.
 * Rollouts that came in an earlier batch are left out. The script that enqueues has named them in the entry.
 * A batch that cannot be loaded, or that the learner rejects, ends as a dead letter with the reason; its file is kept.
-* A batch whose file cannot be read now (too many open files, a bad sector, no memory) is put off until its entry is
-  idle; other batches go on. If memory runs out for it `MEMORY_TRIES` times, in loading or scoring, it ends as a dead
-  letter: a rollout may be too long for this worker.
+* A batch whose file cannot be read now (too many open files, a bad sector, no memory and none can be made by closing
+  runs) is put off until its entry is idle; other batches go on. If memory runs out for it `MEMORY_TRIES` times, in
+  loading or scoring, it ends as a dead letter: a rollout may be too long for this worker.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class Inbox:
         return None
 
     def _bring(self, entry: Entry, path: Path) -> bool:
-        """Fetch the file from the object store if it lies there. Returns whether it was fetched, and so compared."""
+        """Fetch the file unless this host has it. Returns whether it was fetched, which compares its SHA-256."""
         if not sha256_in(entry.blob) or is_there(path):
             return False
         if self._incoming is None:
@@ -427,7 +427,7 @@ class Inbox:
 
     # --- checkpoint, then acknowledge
     def commit(self, write_checkpoint: Callable[[Sequence[str]], None]) -> None:
-        """Write a checkpoint, then acknowledge what it holds. Nothing else has that order.
+        """Write a checkpoint, then acknowledge what it holds. No other code does both.
 
         `write_checkpoint` gets the ids of the batches whose effect is in the checkpoint but which are not acknowledged
         yet. If the process dies or Redis fails between the two, these entries are delivered again, and acknowledged

@@ -223,7 +223,7 @@ class DriftWatch:
                 entropies=scores.entropies or None,
                 arrived=milliseconds / 1000.0 if known else None,
             )
-        except (ValueError, TypeError, ArithmeticError):  # no batch caused it, and none must end for it
+        except (ValueError, TypeError, ArithmeticError):  # no batch caused it, and none may end as dead because of it
             log.exception("%s: the drift monitor starts afresh", self._run)
             self.monitor, self._succession = DriftMonitor(self.monitor.config), Succession()
             return

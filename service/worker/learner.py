@@ -47,10 +47,10 @@ log = logging.getLogger("draftalign.worker")
 #: Heads are kept for so many policy versions where no `max_policy_lag` limits how late a batch may be.
 _HEADS_KEPT_VERSIONS = 64
 
-#: At least this share of a training is done, also when rollouts of a newer policy wait: judging takes time too.
+#: At least this share of a training is done before newer rollouts or another run may end it: judging takes time too.
 _LEAST_PART = 0.125
-#: After so long a claim's training ends if another run of this worker has work. A claim of the default size takes half
-#: of that on a GPU. The work grows with the square of a rollout's length.
+#: A claim's training ends after this time if another run of this worker has work. On a GPU a claim of the default
+#: size takes half of it. The work grows with the square of a rollout's length.
 LONGEST_CLAIM_SECONDS = 30.0
 
 
@@ -140,7 +140,7 @@ class Learner:
         self.judge.measure_from_scratch()
 
     def save(self, checkpoint: WorkerCheckpoint, applied: Sequence[str]) -> None:
-        """Write a checkpoint that names the `applied` batches, then move the recent rollouts' files to the worker."""
+        """Write a checkpoint that names the `applied` batches. Then move recent rollouts' files to `worker/recent`."""
         trainer = self.lineage.needed_trainer
         self.journal.send()  # first: what a checkpoint holds is not scored again
         checkpoint.save(
@@ -190,8 +190,9 @@ class Learner:
     ) -> Learnt | None:
         """Score all batches of a claim, judge, then train on the newest policy's rollouts.
 
-        If the queue has rollouts of a newer policy, nothing of this claim may be trained on (`Controller.defers`): a
-        worker that is behind spends no time on policies that are gone.
+        If the queue has rollouts of a newer policy, the claim is passed over, unless the controller is idle or too many
+        were passed over in a row (`Controller.defers`): a worker that is behind spends no time on policies that are
+        gone.
         `before_publishing` must write a checkpoint, and raise if nothing may be published. `newest_waiting`: newest
         policy version in the queue now. `version_seconds`: mean time between two policy versions.
         `isolated`: mix in no recent rollouts and judge nothing, so that `fresh` causes whatever is raised.
@@ -291,7 +292,7 @@ class Learner:
         self._finish(scored, fates, decision, seconds)
         undisturbed = trained and not isolated and not self._stopping()
         if trained:
-            known = seconds if undisturbed and share else None  # a stopped or empty training shows no price
+            known = seconds if undisturbed and share else None  # others do not show how long one takes
             self.gate.trained(known, scored[-1][0].batch.policy_version, share)
         return share, undisturbed
 

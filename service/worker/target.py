@@ -198,9 +198,9 @@ class Target:
     def at(self, policy_version: int, *, batch: Path | None = None) -> Policy:
         """The policy with the head that was received last among those of `policy_version` and below.
 
-        `batch`: file of the batch that is to be scored. A head that came after the batch hides no head that was there
-        before: the batch may be of an earlier attempt. A later head counts only if its version is higher than that of
-        the head in force before: then it came late.
+        `batch`: file of the batch that is to be scored. A head that came after the batch hides no head of its version
+        or above that was there before: the batch may be of an earlier attempt. A later head of a higher version than
+        the head in force before does count: it came late.
         """
         return self._cached(*self.head_of(policy_version, batch=batch))
 
@@ -217,7 +217,8 @@ class Target:
         return self.policy_version, None
 
     def later_head_ns(self, policy_version: int, batch: Path) -> int | None:
-        """When the head that `at` takes was received (Unix ns); None where that was before the batch.
+        """When the head that `at` takes was received (Unix ns); None: before the batch, or it is the
+        registered one, or the batch's file is gone.
 
         A head that came after its batch is late, or of another attempt.
         """

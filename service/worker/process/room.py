@@ -27,7 +27,7 @@ from service.worker.process.runs import Closed, Run, served
 
 log = logging.getLogger("draftalign.worker")
 
-#: If all other runs were closed for a run and it still has not worked, no more are closed for it for so long.
+#: After the last try that `_may_close_for` allows a run, none is closed for it for so long, unless it has worked.
 _CLOSES_NONE_SECONDS: Final = 3600.0
 
 
@@ -77,7 +77,7 @@ class Room:
     def closed(self, run: str) -> Closed:
         """The note of a run without work for which there was not memory enough to open it.
 
-        What people asked of its drift monitor counts as heeded, so only a batch opens it.
+        What people have asked of its drift monitor so far counts as heeded: a batch or a later request opens it.
         """
         return Closed(frozenset(), Store(self._redis, run).drift_requests())
 
@@ -129,7 +129,7 @@ class Room:
     def close_wanted(self) -> bool:
         """Close idle runs if `close_idle_for` asked for it. Returns whether it did.
 
-        Not at once: the exception that is being handled then still holds the failed run's memory.
+        It is called after the memory error is handled: until then the exception holds the failed run's memory.
         """
         if not self._to_close:
             return False

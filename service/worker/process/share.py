@@ -27,7 +27,8 @@ _LEFT_SECONDS = 30.0
 #: nobody took, none is handed over for `_UNWANTED_SECONDS`: the workers with fewer runs cannot open it.
 _HAND_OVER_SECONDS = 5.0
 _UNWANTED_SECONDS = 600.0
-#: For so long a worker does not take a run again for which it had no memory, nor hand a run over that came back.
+#: For so long a worker leaves a run to the others first for which it had no memory, and hands over no run that came
+#: back.
 _REMEMBERED_SECONDS = 3600.0
 
 
