@@ -62,7 +62,7 @@ class Succession:
             self.watched = served
         elif self.watched not in replays and self.previous in replays and self.passed < _SCORED_BEFORE:
             self.passed += 1
-            return []  # the batch was scored before the watched version was known
+            return []  # the batch was scored before that version was watched
         elif self.watched not in replays:
             monitor.rebase(0.0, math.inf)
             self._watch(served)
