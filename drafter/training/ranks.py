@@ -112,7 +112,7 @@ class JoinedRanks(Ranks):
             error = raised
         if any(self.add([error is not None])):
             told = self._gathered(error)
-            raise self.agreed(error or _retold(told))
+            raise self.agreed(error or _from_other_rank(told))
         return done[0]
 
     def shared(self, work: Callable[[], _T], *, idle: bool = False) -> _T:
@@ -139,7 +139,7 @@ class JoinedRanks(Ranks):
             raise self.agreed(error)
         found: dict[str, Any] = json.loads(sent.numpy().tobytes())
         if "error" in found:
-            raise self.agreed(_retold({0: found["error"]}))
+            raise self.agreed(_from_other_rank({0: found["error"]}))
         value: _T = found["value"]
         return value
 
@@ -246,7 +246,7 @@ def _described(error: Exception) -> dict[str, str]:
     return {"kind": kind, "text": f"{type(error).__name__}: {error}"[: (_ERROR_BYTES - 64) // 12]}
 
 
-def _retold(told: dict[int, dict[str, str]]) -> Exception:
+def _from_other_rank(told: dict[int, dict[str, str]]) -> Exception:
     """The failure of the lowest rank that failed, as an error to raise on the others."""
     rank, found = min(told.items())
     kinds: dict[str, type[Exception]] = {"memory": MemoryError, "rejected": BatchRejected, "disk": OSError}

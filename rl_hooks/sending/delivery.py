@@ -80,7 +80,7 @@ class FilesWanted:
     #: Whether it takes files by an object store.
     direct_uploads: bool = False
 
-    def heard(self, fields: Mapping[str, object]) -> FilesWanted:
+    def after(self, fields: Mapping[str, object]) -> FilesWanted:
         """What it wants after this answer. The answer to a head changes nothing."""
         rows, named = fields.get("last_rows"), fields.get("optional_tensors")
         return FilesWanted(
@@ -189,7 +189,7 @@ class ServiceClient:
             if type(known := fields.get("known_rollouts")) is int:
                 self.tally.add("known_rollouts", known)
             self.read_deaths(fields)
-            self.wanted = self.wanted.heard(fields)
+            self.wanted = self.wanted.after(fields)
             return "duplicates" if fields.get("duplicate") is True else "sent"
         text = f"{self._name(job)} was answered {reply.status}: {reply.detail}"
         if reply.status == 401:

@@ -17,7 +17,7 @@ from rl_hooks.sending.registration import RunRegistration
 from rl_hooks.sending.sender import QUEUE_BYTES, RolloutSender
 from rl_hooks.sending.tally import Tally, kind_of
 from rl_hooks.trainer.plan import RolloutChoice, RolloutIds, checked_version
-from rl_hooks.trainer.session import Session, untold
+from rl_hooks.trainer.session import Session, rank_warning
 
 #: Names of a hook's counters.
 COUNTERS: Final = (
@@ -135,7 +135,7 @@ class TrainerHook(Closing):
         )
         #: The id of this start of the trainer.
         self.session = Session(options.run, options.rank, options.world_size)
-        if told := self.guard(untold, options.rank, options.world_size):
+        if told := self.guard(rank_warning, options.rank, options.world_size):
             self.tally.warn("ranks", told)
         self._options = options
         self._choice = RolloutChoice(options.sample_fraction, options.max_tokens_per_step, self.tally)

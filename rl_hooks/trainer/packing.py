@@ -384,7 +384,8 @@ def _refuse_leak(
             "not told of the packing. Pass it one row with position_ids that begin again, use_cache=False and no "
             "attention_mask, or send one rollout a row"
         )
-    if recurrent and not (apart := _told_at(told, "seq_idx", starts) & _told_at(told, "cu_seq_lens_q", starts)).all():
+    apart = _begins_at(told, "seq_idx", starts) & _begins_at(told, "cu_seq_lens_q", starts)
+    if recurrent and not apart.all():
         row, token = starts[np.flatnonzero(~apart)[0]]
         raise RolloutError(
             f"the recurrent layers carry their state into the rollout that begins at token {token} of row {row}: they "
@@ -416,21 +417,21 @@ def _kept_apart(
     if mask is not None or ("mask" in said and "flash" not in attention):
         return np.zeros(len(starts), np.bool_)  # each row is one sequence to this attention
     if {*said} == {"cu_seqlens"}:  # layers of a trainer's own, with flash attention by these (prime-rl)
-        return _told_at(told, "cu_seqlens", starts)
+        return _begins_at(told, "cu_seqlens", starts)
     if "flash" in attention:
         # All that the kernel may use must agree. It uses positions in a single row, if not all boundaries are given.
         apart = np.ones(len(starts), np.bool_)
         for name in _VARLEN[:2]:
-            apart &= _told_at(told, name, starts) if name in told else True
+            apart &= _begins_at(told, name, starts) if name in told else True
         if not all(said.get(name) is not None for name in _VARLEN):
             apart &= _lowest(marks.get("position_ids"), rows, tokens, layout)
         return apart
     # A mask that cannot be read.
-    bounds = [_told_at(told, name, starts) for name in told if name.startswith("cu_seq")]
-    return np.logical_and.reduce(bounds) if bounds else _told_at(told, "position_ids", starts)
+    bounds = [_begins_at(told, name, starts) for name in told if name.startswith("cu_seq")]
+    return np.logical_and.reduce(bounds) if bounds else _begins_at(told, "position_ids", starts)
 
 
-def _told_at(told: Mapping[str, npt.NDArray[np.bool_]], name: str, starts: Ints) -> npt.NDArray[np.bool_]:
+def _begins_at(told: Mapping[str, npt.NDArray[np.bool_]], name: str, starts: Ints) -> npt.NDArray[np.bool_]:
     """Whether this argument of the forward says that a sequence begins at each (row, token), [n]."""
     return told[name][starts[:, 0], starts[:, 1]] if name in told else np.zeros(len(starts), np.bool_)
 

@@ -122,7 +122,7 @@ class _Agreed:
         return text
 
 
-def untold(rank: int, world_size: int) -> str:
+def rank_warning(rank: int, world_size: int) -> str:
     """A warning for a hook that was told of one process while its launcher started several; else empty."""
     if max(rank + 1, world_size, _grouped()) > 1:
         return ""

@@ -167,7 +167,7 @@ class RolloutStaging:
             self._send(plan, captured, scored, at)
             return
         files = plan.files(tokens, longest)
-        self._tell_cut(plan, files, longest)
+        self._count_cut(plan, files, longest)
         predicting = plan.scored()[0]  # `at` on the host: reading it from the device would wait for the forward
         for rows, part in files:
             begin, end = np.searchsorted(predicting, [rows.start, rows.stop - 1]).tolist()
@@ -175,7 +175,7 @@ class RolloutStaging:
             scores = None if scored is None else (scored[0][rows], scored[1][rows])
             self._send(part, of_part, scores, at[begin:end] - rows.start)
 
-    def _tell_cut(self, plan: BatchPlan, files: Sequence[tuple[slice, BatchPlan]], longest: int) -> None:
+    def _count_cut(self, plan: BatchPlan, files: Sequence[tuple[slice, BatchPlan]], longest: int) -> None:
         """Count the rollouts that are longer than a file, and log it once."""
         self.tally.add("skipped_budget", len(plan.rollout_ids) - sum(len(part.rollout_ids) for _, part in files))
         if cut := int(np.count_nonzero(np.diff(plan.index.cu_seqlens) > longest)):

@@ -206,7 +206,7 @@ async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) ->
     """
     run, fixed = report.run, context.settings.model_fields_set
     supposed = Drafting.supposed(context.settings_of(run))
-    said = supposed.with_said(report.depth, report.drafting)
+    said = supposed.with_reported(report.depth, report.drafting)
     if said == supposed or report.method == "ngram":
         return None
     differing = {name for name, value in said if value != getattr(supposed, name)}
@@ -325,7 +325,7 @@ async def _last_attempt(context: ServiceContext, run: str, since: str | None) ->
 async def _attempt(context: ServiceContext, run: str, attempt: int) -> bytes:
     snapshot = await read_snapshot(context, run)
 
-    def tell() -> bytes:
+    def compose() -> bytes:
         return to_json(run_document(run, snapshot, context.settings_of(run), attempt), inf_nan_mode="null")
 
-    return await asyncio.to_thread(tell)
+    return await asyncio.to_thread(compose)

@@ -218,7 +218,7 @@ def run_document(run: str, snapshot: RunSnapshot, settings: Settings, attempt: i
     events = [event for event in snapshot.history if chosen.has(event.time)]
     series = alpha_series(run, chosen.scores, counted, events, settings.depth, left_out=sick)
     document: dict[str, Any] = to_jsonable_python(replace(series, servers=servers(snapshot.acceptances)))
-    return document | {"attempt": number} | _said_now(snapshot, found, settings)
+    return document | {"attempt": number} | _true_now(snapshot, found, settings)
 
 
 def run_text(run: str, followed: RunView, settings: Settings) -> bytes:
@@ -228,7 +228,7 @@ def run_text(run: str, followed: RunView, settings: Settings) -> bytes:
     """
     snapshot, delta = followed.snapshot, followed.delta
     rest: dict[str, Any] = {"servers": servers(snapshot.acceptances), "attempt": len(followed.attempts)}
-    rest |= _said_now(snapshot, followed.attempts, settings) | {"cursor": followed.cursor}
+    rest |= _true_now(snapshot, followed.attempts, settings) | {"cursor": followed.cursor}
     points, events = followed.points, followed.events
     if delta is not None:
         points, events = delta.points, delta.events
@@ -238,7 +238,7 @@ def run_text(run: str, followed: RunView, settings: Settings) -> bytes:
     return b"".join(parts)
 
 
-def _said_now(snapshot: RunSnapshot, found: Sequence[Attempt[Any]], settings: Settings) -> dict[str, Any]:
+def _true_now(snapshot: RunSnapshot, found: Sequence[Attempt[Any]], settings: Settings) -> dict[str, Any]:
     """What is true now, whichever attempt is asked for."""
     facts = facts_of(snapshot, settings)
     headroom = to_jsonable_python(snapshot.worker.headroom or Headroom()) | to_jsonable_python(advice_of(snapshot))

@@ -78,7 +78,7 @@ class Child:
         self.started = time.monotonic()
         log.info("%s runs as process %d", self.name, self.process.pid)
 
-    def _said_last(self) -> str:
+    def _last_log_line(self) -> str:
         """Of a child that writes a log file of its own."""
         try:
             lines = [] if self.log_file is None else self.log_file.read_text(errors="replace").splitlines()
@@ -96,7 +96,7 @@ class Child:
             return
         self.faults = 1 if alive_seconds > _HEALTHY_SECONDS else self.faults + 1
         log.warning("%s ended (exit code %s) after %.1f s; starting it again%s", self.name, self.process.returncode,
-                    alive_seconds, self._said_last())  # fmt: skip
+                    alive_seconds, self._last_log_line())  # fmt: skip
         try:
             self.start()
         except OSError as error:  # no memory, or no process number, for now; the other children go on

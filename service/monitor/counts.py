@@ -1,4 +1,4 @@
-"""Arithmetic of acceptance counts: differences of cumulative ones, sums, and what a server's counts say about α.
+"""Arithmetic of acceptance counts: differences of cumulative counts, sums, and α by server.
 
 Pure: no torch, no Redis, no clock.
 """
@@ -18,14 +18,14 @@ _Number = TypeVar("_Number", int, float)
 
 
 def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceRecord:
-    """Give what cumulative counts grew by; all of them where they began again.
+    """The growth of cumulative counts since a record; all counts if they began again.
 
-    Another `life` tells that, and where a reporter does not say it, a count that is lower: a restart.
+    Another `life` shows that they did. If the reporter names none, a count that fell does: a restart.
     """
     if before is None or other_life(now, before) or (has_fallen(now, before) and not is_late(now, before)):
         return now
     older, newer = before.by_prompt or {}, now.by_prompt or {}
-    if before.rounds and not older:  # rounds of which nobody knows the prompts: those that are told now are of all time
+    if before.rounds and not older:  # earlier rounds without prompts: the prompts' counts now include those
         newer = {}
     more = {
         prompt: (tokens - older.get(prompt, (0, 0))[0], rounds - older.get(prompt, (0, 0))[1])
@@ -36,24 +36,24 @@ def since(now: AcceptanceRecord, before: AcceptanceRecord | None) -> AcceptanceR
 
 
 def other_life(now: AcceptanceRecord, before: AcceptanceRecord) -> bool:
-    """Whether both say of which life they are, and it is not one."""
+    """Whether both name their life, and it is not the same."""
     return now.life is not None and before.life is not None and now.life != before.life
 
 
 def has_fallen(now: AcceptanceRecord, before: AcceptanceRecord) -> bool:
-    """Whether a count is below what it was."""
+    """Whether a count is lower than before."""
     return any(new < old for new, old in _pairs(now, before))
 
 
 def is_late(now: AcceptanceRecord, before: AcceptanceRecord) -> bool:
-    """Whether a report was made before the one that came before it: in one life counts only grow."""
+    """Whether `now` is older than `before` although it came later: within a life, counts only grow."""
     return now.life is not None and now.life == before.life and has_fallen(now, before)
 
 
 def _pairs(now: AcceptanceRecord, before: AcceptanceRecord) -> Iterator[tuple[int, int]]:
-    """Pairs of each count that both have and that never falls: now and before.
+    """Pairs (now, before) of the counts that both have and that never fall.
 
-    Emitted tokens are not among them: they are a difference of two counters that may be read at different times.
+    Emitted tokens are left out: they are a difference of two counters, which may be read at different times.
     """
     for name in ("rounds", "accepted_tokens", "drafted_tokens"):
         new, old = getattr(now, name), getattr(before, name)
@@ -63,7 +63,7 @@ def _pairs(now: AcceptanceRecord, before: AcceptanceRecord) -> Iterator[tuple[in
 
 
 def total(more: AcceptanceRecord, so_far: AcceptanceRecord | None) -> AcceptanceRecord:
-    """`more` with the sum of both counts; those of prompts are of no sum."""
+    """`more` with the sum of both counts. Counts by prompt are not summed, but left out."""
     return replace(more if so_far is None else _combined(more, so_far, 1), by_prompt=None)
 
 
@@ -85,7 +85,7 @@ def _sum(one: _Number | None, other: _Number | None, sign: int) -> _Number | Non
 
 
 def sound(records: Iterable[AcceptanceRecord], sick: Collection[tuple[str, str | None]]) -> list[AcceptanceRecord]:
-    """Leave out what `sick` engines (reporter, drafter version) counted: it says nothing about the drafter."""
+    """Leave out the counts of `sick` engines (reporter, drafter version), which are no evidence of the drafter."""
     return [r for r in records if r.reporter is None or (r.reporter, r.drafter_version) not in sick]
 
 
@@ -101,7 +101,7 @@ def live_sums(records: Iterable[AcceptanceRecord]) -> tuple[float, float] | None
 
 @dataclass(frozen=True, slots=True)
 class LiveAlpha:
-    """What engines counted: tokens per round, and the rounds that this rests on."""
+    """Live α: tokens per round, and the number of rounds behind it."""
 
     alpha: float
     rounds: int
@@ -119,7 +119,7 @@ def by_method(records: Iterable[AcceptanceRecord]) -> dict[str, LiveAlpha]:
 
 @dataclass(frozen=True, slots=True)
 class ServerLine:
-    """What one server counted by one method, with the drafter that it reported last."""
+    """The counts of one server by one method, with the drafter that it reported last."""
 
     reporter: str
     engine: str
@@ -135,12 +135,13 @@ class ServerLine:
 def servers(records: Iterable[AcceptanceRecord]) -> list[ServerLine]:
     """One line per server and method, over all policies.
 
-    `half_width` is of a 95 % interval that takes rounds for independent, from the counts per position: with P_i the
-    share of rounds that kept at least i drafts, the number kept has mean sum P_i and mean square sum (2i - 1) P_i.
+    `half_width` is that of a 95 % interval, as if rounds were independent. It follows from the counts per position:
+    if P_i is the share of rounds that kept at least i drafts, the number kept has mean Σ P_i and mean square
+    Σ (2i - 1) P_i.
     """
     groups: defaultdict[tuple[str, str], list[AcceptanceRecord]] = defaultdict(list)
     for record in records:
-        if record.reporter is not None:  # else it is the sum over all of them
+        if record.reporter is not None:  # not a sum over all reporters
             groups[record.reporter, record.method].append(record)
     lines = []
     for (reporter, method), all_records in sorted(groups.items()):

@@ -474,7 +474,7 @@ def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]
 
     Of a run that nobody works on, what was judged before is no trouble of now.
     """
-    says, troubles = _says(facts, now, alpha), list[Headline]()
+    says, troubles = _alpha_text(facts, now, alpha), list[Headline]()
     if facts.state.worked_on:
         troubles = list(_troubles_of_alpha(facts, now, alpha, says))
         yield from troubles
@@ -552,7 +552,7 @@ def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
         yield _found(level, advice.state, words[advice.state], f": {advice.text}.".replace("%", " %"))
 
 
-def _says(facts: RunFacts, now: Current, alpha: float) -> str:
+def _alpha_text(facts: RunFacts, now: Current, alpha: float) -> str:
     """Which version gives how much; the one served now may be newer than the last rollouts."""
     gave, served = now.drafter_version, facts.served_version
     if gave and served and gave != served:

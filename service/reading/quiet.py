@@ -62,14 +62,14 @@ class Quiet:
         last = int(cursor.partition("-")[0]) / 1000.0
         if snapshot.state.state != "archived" and snapshot.now - last < QUIET_SECONDS:
             return None
-        told = await self._tell(snapshot, sick, moved)
+        told = await self._compute(snapshot, sick, moved)
         found = await self._store.changes(cursor)
         if found is None or found.changed:
             return None
         self._kept = _Kept(cursor, found.sizes, sick, moved, snapshot.scores, told)
         return told
 
-    async def _tell(self, snapshot: RunSnapshot, sick: Collection[tuple[str, str | None]], moved: bool) -> Told:
+    async def _compute(self, snapshot: RunSnapshot, sick: Collection[tuple[str, str | None]], moved: bool) -> Told:
         """`moved`: whether the worker has told a change of α, of which the engines' part is wanted."""
         records: dict[str, AcceptanceRecord | None] = {}
         async for piece in self._store.all_records("al"):
@@ -82,13 +82,13 @@ class Quiet:
             async for piece in self._store.all_records("s"):
                 await asyncio.to_thread(_put_batches, batches, piece, policies)
 
-        def tell() -> Told:
+        def compute() -> Told:
             last = attempts((batch for batch, _ in batches.values()), self._max_lag, returns)[-1]
             replayed = [ServedSums(batch.policy_version or 0, batches[batch.batch_id][1]) for batch in last.scores]
             engine = engine_change(replayed, filter(last.counted, sound(counts, sick)))
             return Told(condensed(counts, sick, snapshot.newest, snapshot.now), engine)
 
-        return await asyncio.to_thread(tell)
+        return await asyncio.to_thread(compute)
 
 
 def _put_counts(records: dict[str, AcceptanceRecord | None], piece: Iterable[Change]) -> None:

@@ -42,7 +42,7 @@ from service.storage.history.digest import SentDrafter
 from service.storage.history.events import History
 from service.storage.layout import VERSION_NAME, Layout, revalidate
 
-#: For `instead_of`: replace the served version, whichever it is.
+#: Value of `instead_of`: replace whichever version is served.
 ANY = "*"
 T = TypeVar("T")
 _Move = Literal["published", "rolled_back", "pushed_again"]
@@ -52,7 +52,7 @@ OFFERS = ("published", "rolled_back")
 
 @dataclass(frozen=True, slots=True)
 class ServedPointer:
-    """What `latest.json` says. `moved`: all of the event that moved it. `held`: the hold of this version, if any."""
+    """The content of `latest.json`. `moved`: the event that moved it. `held`: the hold of this version, if any."""
 
     version: str
     sequence: int
@@ -69,23 +69,23 @@ class ServedPointer:
         return cls(str(version), sequence, reason, moved, held)
 
     def offered(self, manifest: Manifest) -> Manifest:
-        """The version's manifest, as this offers it."""
+        """The version's manifest, with the sequence number and reason of this offer."""
         of = {"sequence": self.sequence, "reason": self.reason, "override_canary": self.moved.override_canary}
         return manifest.model_copy(update=of)
 
     @property
     def written(self) -> dict[str, Any]:
-        """As it stands in the file."""
+        """The JSON object of the file."""
         if self.held is None:
             return self.moved.written
         return self.moved.written | {"held": {name: getattr(self.held, name) for name in ("reason", "since", "by")}}
 
 
 class Registry(Versions):
-    """The versions in one state directory, which of them is served, and the history of that."""
+    """The versions in one state directory, which of them each run serves, and the runs' histories."""
 
     def __init__(self, layout: Layout, drafters_url: str | None = None) -> None:
-        """`drafters_url`: of the object store that gets each version before `latest` names it."""
+        """`drafters_url`: URL of the object store that gets each version before `latest` names it."""
         super().__init__(layout, drafters_url)
         self.history = History(layout)
 
@@ -93,14 +93,14 @@ class Registry(Versions):
     def latest(self, run: str) -> Manifest | None:
         """Manifest of the served version, or None before the first publish.
 
-        Its `gate` is what was found when `latest` moved to it: nothing, where a person went back to it.
+        Its `gate` is the evidence with which `latest` moved to it; None if a person went back to it.
         """
         pointer = self._pointer(run)
         while pointer is not None:
             try:
                 manifest = self.get(run, pointer.version)
             except VersionNotFound as error:
-                now = self._pointer(run)  # `latest` may have moved, and the old version been pruned
+                now = self._pointer(run)  # `latest` may have moved, and the old version may have been pruned
                 if now == pointer:
                     path = self._layout.drafter(run, pointer.version) / MANIFEST
                     raise RunDamaged(run, path, f"it is gone, and {pointer.version} is served") from error
@@ -112,27 +112,27 @@ class Registry(Versions):
         return None
 
     def held(self, run: str) -> HeldVersion | None:
-        """The version that a person holds; None where `latest` may move."""
+        """The version that a person holds. None: `latest` may move."""
         pointer = self._pointer(run)
         return None if pointer is None else pointer.held
 
     def offer(self, run: str) -> Moved | None:
-        """The event with which the served version began to be served. A crash may have kept it from the history."""
+        """The event with which the served version began to be served. After a crash the history may lack it."""
         pointer = self._pointer(run)
         if pointer is not None and pointer.moved.event in OFFERS:
             return pointer.moved
-        found = self.history.last_of(run, OFFERS)  # of before it was pushed again
+        found = self.history.last_of(run, OFFERS)  # the pointer has the push that came after it
         return found if isinstance(found, Moved) else None
 
     def may_be_of(self, run: str, version: str) -> bool:
-        """Whether a version is one of this run: on disk, in its history, or older than what its history remembers.
+        """Whether a version may be one of this run: on disk, in its history, or older than its history goes.
 
-        A number is used once. So one that the run gave to another version, or has not come to, is of another run: of a
-        deleted one that had the same name, say. Names of another form than ours are nobody's, and may be anybody's.
+        Each number is used once. If the run gave the number to another version, or has not reached it, the version is
+        of another run, such as a deleted run of the same name. Names of another form than ours may be anybody's.
         """
         if not VERSION_NAME.fullmatch(version) or (self._layout.drafter(run, version) / MANIFEST).is_file():
             return True
-        pointer = self._pointer(run)  # another host may have moved it just now
+        pointer = self._pointer(run)  # newer than the history, if another host has just moved it
         kept = [*self.versions(run), *([] if pointer is None else [pointer.version])]
         number = version.partition("-")[0] + "-"
         told = {event.version for event in self.history.events(run) if event.version}.union(kept)
@@ -158,8 +158,8 @@ class Registry(Versions):
     ) -> Manifest:
         """Turn a staged directory into the next version and point `latest` at it (compare-and-set).
 
-        `instead_of`: the version that it was judged against, None where nothing was served. Raises `LatestMoved` when
-        another one is served now, `LatestHeld` when a person holds it, `ObjectStoreError` where its object store fails.
+        `instead_of`: the version that it was judged against; None if nothing was served. Raises `LatestMoved` if
+        another version is served now, `LatestHeld` if a person holds it, and `ObjectStoreError`.
         """
         files, digest = digests_of(staged)
         self._store(run, digest, files, staged)
@@ -195,10 +195,10 @@ class Registry(Versions):
     def archive(
         self, run: str, staged: Path, *, like: Manifest, reason: str, by: str | None, most_waiting: int
     ) -> tuple[Manifest, bool]:
-        """Turn a staged directory into a version that is not served: it waits for the gate. Also whether it is new.
+        """Turn a staged directory into a version that waits for the gate. Returns it, and whether it is new.
 
-        `like`: a version of the lineage, whose facts it shares. Files that are a version already only wait again.
-        Raises RunConflict where `most_waiting` wait already, or the version is served.
+        `like`: a version of the lineage, whose facts it shares. If the files are those of a known version, that version
+        waits again. Raises RunConflict if `most_waiting` wait already, or if the version is served.
         """
         files, digest = digests_of(staged)
         self._layout.announce(run, staged)
@@ -228,9 +228,9 @@ class Registry(Versions):
         return self._change(run, work)
 
     def promote(self, run: str, version: str, reason: str, gate: GateEvidence, *, instead_of: str | None) -> Manifest:
-        """Publish a version that was sent and that proved better: point `latest` to it. `instead_of`: as for `publish`.
+        """Publish a sent version that proved better: point `latest` to it.
 
-        Raises what `publish` does.
+        `instead_of`, and the errors: as of `publish`.
         """
         self.verify(run, version)
         manifest = self.get(run, version)
@@ -254,13 +254,14 @@ class Registry(Versions):
         by: str | None = None,
         override_canary: bool = False,
     ) -> Manifest:
-        """Point `latest` at an existing version again, after verifying its digests. Takes a new sequence number.
+        """Point `latest` at an existing version again, after verifying its digests.
 
-        So engines load it again where it is served already. But what a person repeats (`gate` is None) in all that is
-        said of it, while it stands, is answered again and changes nothing: a client that heard no answer may ask again.
+        It gets a new sequence number, so that engines load it even if it is served already. If a person (`gate` is
+        None) repeats the same request while `latest` is as it left it, the answer is the same and nothing changes: a
+        client that got no answer may ask again.
 
-        `instead_of`, `gate`: as for `publish`; `by`: who wants it. `override_canary`: as the manifest says. Raises
-        `LatestHeld` when a person holds what is served.
+        `instead_of`, `gate`: as of `publish`. `by`: who wants it. `override_canary`: as in the manifest. Raises
+        `LatestHeld` if a person holds the served version.
         """
         self.verify(run, version)
         wanted = Moved(event="rolled_back", version=version, reason=reason, by=by, override_canary=override_canary)
@@ -278,10 +279,10 @@ class Registry(Versions):
         return self._change(run, work)
 
     def hold(self, run: str, version: str, reason: str, by: str | None = None) -> Manifest:
-        """Serve a version until `release`, after verifying its digests. One that is held already is held instead.
+        """Serve a version until `release`, after verifying its digests. It replaces an earlier hold.
 
-        Takes a new sequence number where another version was served, so that engines load it; else they are left alone.
-        The same hold again changes nothing.
+        If another version was served, it gets a new sequence number, so that engines load it. Else engines are left
+        alone. The same hold again changes nothing.
         """
         self.verify(run, version)
 
@@ -300,22 +301,22 @@ class Registry(Versions):
             of = manifest.policy_version
             told, last = HoldChanged(version=version, policy_version=of, reason=reason, by=by), now._last_hold(run)
             if last is None or last.model_dump(exclude={"time"}) != told.model_dump(exclude={"time"}):
-                now.history.record(run, told)  # a repeat writes what was cut off
+                now.history.record(run, told)  # a repeat writes the event that a crash cut off
             return manifest
 
         return self._change(run, work)
 
     def release(self, run: str, version: str, by: str | None = None) -> bool:
-        """End the hold of a version; the gate decides again. False: none is held. `LatestHeld`: another one is."""
+        """End the hold of a version: the gate decides again. False: none is held. LatestHeld: another one is."""
 
         def work(now: Registry) -> bool:
             pointer = now._pointer(run)
-            of = now.get(run, version).policy_version  # a name that is no version's is told
+            of = now.get(run, version).policy_version  # raises for a name that is no version's
             released = HoldChanged(event="released", version=version, policy_version=of, by=by)
             if pointer is None or pointer.held is None:
                 last = now._last_hold(run)
                 if last is not None and (last.event, last.version) == ("held", version):
-                    now.history.record(run, released)  # which was cut off
+                    now.history.record(run, released)  # a crash cut the event off
                 return False
             if pointer.version != version:
                 raise LatestHeld(f"run {run!r} holds {pointer.version}, not {version[:80]}: nothing was released")

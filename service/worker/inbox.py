@@ -207,11 +207,11 @@ class Inbox:
 
     def redeliver(self) -> list[Entry]:
         """Claim again what a failure or an earlier process left unfinished. Empty: nothing is left."""
-        self._tell_uncounted()
+        self._release_uncounted()
         entries = self._queue.own_pending(CONSUMER, skip=self._deliveries.keys())
         for entry in entries:
             self._set(Delivery(entry, Phase.CLAIMED, uncounted=self._backlog_uncounted))
-        self._tell_uncounted()
+        self._release_uncounted()
         return entries
 
     def claim(self) -> list[Entry]:
@@ -360,7 +360,7 @@ class Inbox:
         """Put a batch off until its entry is idle. Other batches do not wait for it."""
         log.error("%s: batch %s is put off: %s", self._queue.run, entry.batch_id, error_text(error))
         self._set(Delivery(entry, phase, uncounted=True))
-        self._tell_uncounted()
+        self._release_uncounted()
 
     def _acknowledge(self, entry: Entry, end: EndState, reason: str = "") -> bool:
         ended = self._queue.ack(entry, end, reason)
@@ -384,7 +384,7 @@ class Inbox:
             if self._acknowledge(loaded.entry, "skipped", "passed over while the draft vocabulary was gathered"):
                 loaded.path.unlink(missing_ok=True)
             excess -= tokens
-        self._tell_uncounted()
+        self._release_uncounted()
 
     def resume(self) -> list[Loaded]:
         """Return the batches that waited for the draft vocabulary. From now on their deliveries count."""
@@ -401,9 +401,9 @@ class Inbox:
         """Have Redis not count the deliveries that are in these phases."""
         for delivery in self._in(*phases):
             self._set(replace(delivery, uncounted=True))
-        self._tell_uncounted()
+        self._release_uncounted()
 
-    def _tell_uncounted(self) -> None:
+    def _release_uncounted(self) -> None:
         marked = [delivery for delivery in self._deliveries.values() if delivery.uncounted]
         self._queue.release(CONSUMER, [delivery.entry for delivery in marked])
         for delivery in marked:

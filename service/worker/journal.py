@@ -109,7 +109,7 @@ class EngineReports:
         self._held: str | None = None  # why nothing was published when it was looked at last
         self.drafting = DraftingTime()
 
-    def hear(self, rule: LiveRule, version_seconds: float | None) -> str | None:
+    def compare(self, rule: LiveRule, version_seconds: float | None) -> str | None:
         """Compare engines' counts with replay. Returns why nothing may be published; None: it may.
 
         The log has when a hold begins and ends. `version_seconds`: mean time between two policy versions.

@@ -210,7 +210,7 @@ class Learner:
         if plan.to_train and self.controller.defers(newer_waits=waits):
             plan = plan.without_training()
         scored, passed_over = self.scorer.score_claim(plan, fates)
-        held = self.journal.engines.hear(LiveRule(self._settings.depth), version_seconds)
+        held = self.journal.engines.compare(LiveRule(self._settings.depth), version_seconds)
         may_publish = held is None and not self.lineage.held()
         contest = self._look(
             scored, passed_over, fates, plan.newest, before_publishing, may_publish=may_publish, isolated=isolated

@@ -62,7 +62,7 @@ class Recent:
 
 
 def _worth(steps: Sequence[StepSample], survival: Sequence[float]) -> Worth:
-    """What the step times tell; whatever they hold, the engines' verdicts do not fail for it."""
+    """The worth of drafts by the step times. Odd ones must not fail the engines' verdicts, so errors are caught."""
     try:
         return worth(steps, survival)
     except (ArithmeticError, ValueError) as error:  # LinAlgError is a ValueError
@@ -83,7 +83,7 @@ class Evidence:
         self._rule, self._answers, self._store, self._pointer = rule, answers, store, pointer
         self._recent: dict[str, Recent] = {}
         self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
-        self._telling: dict[str, asyncio.Task[Engines]] = {}
+        self._computing: dict[str, asyncio.Task[Engines]] = {}
         self._unlike: dict[str, float] = {}  # when a run's engines were found not to draft alike
 
     @property
@@ -120,10 +120,10 @@ class Evidence:
         known = self._engines.get(run)
         if known is not None and time.monotonic() - known[0] < _REST * known[1] * len(self._engines):
             return known[2]
-        if run not in self._telling:
-            self._telling[run] = asyncio.create_task(self._tell(run))
-            self._telling[run].add_done_callback(lambda _: self._telling.pop(run, None))
-        return await asyncio.shield(self._telling[run])
+        if run not in self._computing:
+            self._computing[run] = asyncio.create_task(self._compute(run))
+            self._computing[run].add_done_callback(lambda _: self._computing.pop(run, None))
+        return await asyncio.shield(self._computing[run])
 
     async def all_draft(self, run: str, drafting: Drafting) -> bool:
         """Whether all engines that have reported of late draft so. False for some seconds where they do not."""
@@ -136,20 +136,20 @@ class Evidence:
         self._unlike[run] = now
         return False
 
-    async def _tell(self, run: str) -> Engines:
+    async def _compute(self, run: str) -> Engines:
         rule = self._rule(run)
         found = await self._store(run).engines(time.time() - EVIDENCE_SECONDS)
         replays = (await self.recent(run)).replays
         served = self._pointer(run).served()
         survival = [] if served is None else replays.survival(served.manifest.version)
 
-        def tell() -> tuple[Engines, float]:
+        def compute() -> tuple[Engines, float]:
             began = time.thread_time()
             accounts = {reporter: Account.read(text) for reporter, text in found.items()}
             watched = watch({name: account.blocks for name, account in accounts.items()}, replays, rule)
             steps = [one for account in accounts.values() for one in account.steps]
             return Engines(watched, _worth(steps, survival)), time.thread_time() - began
 
-        told, seconds = await asyncio.to_thread(tell)
+        told, seconds = await asyncio.to_thread(compute)
         self._engines[run] = time.monotonic(), seconds, told
         return told

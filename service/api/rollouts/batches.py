@@ -383,7 +383,7 @@ async def add_entry(
                 return finishing.result()
     finally:  # if the client hangs up now, or Redis hangs, the outcome must still be handled
         if not finishing.done():
-            finishing.add_done_callback(functools.partial(_tell_late, batch.batch_id))
+            finishing.add_done_callback(functools.partial(_log_late, batch.batch_id))
     raise Problem(
         503,
         "redis-away",
@@ -391,7 +391,7 @@ async def add_entry(
     )
 
 
-def _tell_late(batch_id: str, finishing: asyncio.Future[Enqueued]) -> None:
+def _log_late(batch_id: str, finishing: asyncio.Future[Enqueued]) -> None:
     if not finishing.cancelled():  # as this process ends
         error = finishing.exception()
         log.warning("batch %s, of a client that waits no more: %s", batch_id, error or finishing.result().outcome)

@@ -183,10 +183,10 @@ def worth(
     if found["costs_from"] is not None:
         typer.echo(f"From {found['costs_from']} sequences a step on, depth {found['depth']} is slower than no drafts.")
     if found["plan"]:
-        _say_plan(found["plan"], found["depth"])
+        _print_plan(found["plan"], found["depth"])
 
 
-def _say_plan(plan: Sequence[tuple[int, int, int]], depth: int) -> None:
+def _print_plan(plan: Sequence[tuple[int, int, int]], depth: int) -> None:
     """Print the list for vLLM, and what follows for an engine that gets it."""
     typer.echo(f"vLLM: num_speculative_tokens_per_batch_size = {json.dumps(plan)}")
     none = [f"{first} to {last}" for first, last, best in plan if best == 0]

@@ -1,26 +1,26 @@
 """Drift of the served drafter's α: numbers in, alarm out. No clock, no Redis, no torch.
 
-The input matters more than the detector. Each rollout gives one number, scored *before* it is trained on: its replay α
-(tokens / rounds) under the served drafter. `observe` cuts the stream of rollouts into ticks of equal *data*. A tick's
-value is the mean over its rollouts of α less what is usual in the rollout's stratum, so another mix of strata is no
-drift (`Levels`). It is not the ratio of sums: there long rollouts weigh more, so ticks are noisier and skewed.
+The input matters more than the detector. Each rollout gives one number, its replay α (tokens / rounds) under the served
+drafter, scored *before* it is trained on. `observe` cuts the stream of rollouts into ticks of equal *data*. A tick's
+value is the mean, over its rollouts, of α minus the usual α of the rollout's stratum (`Levels`). So another mix of
+strata is no drift. A ratio of sums would give long rollouts more weight, and make ticks noisier and skewed.
 
-The frozen drafter is *not* used to cancel noise: a moving policy lowers both drafters, and their difference would hide
-that fall.
+The frozen drafter is *not* used to cancel noise. A moving policy lowers the α of both drafters, and their difference
+would hide that fall.
 
 Each lane is a one-sided CUSUM in units of the long-run sd:  S <- max(0, S + (baseline - value) / sd - k),  alarm at
 S > h. The limit h follows from the wanted alarm rate by Siegmund's formula. Notable choices:
-* The rate is in days, as people mean it, and the ticks in a day are learnt from when rollouts arrived (`ArrivalRate`).
-* sd = max(tick sd, sd of batch means · sqrt(batch)) over several batch lengths, from successive differences: slow
-  wander widens the limits, a trend does not. After the baseline is frozen, batches that close while a lane is above
-  half its limit are left out: a fall must not widen the limits by which it is found.
-* While the baseline is learnt, the residual is scaled by 1 / sqrt(1 + q), q the baseline's variance in units of the
-  tick's: recursive residuals, which are independent and of unit variance however short the history is.
-* A frozen baseline is raised to a rise that has lasted for as many ticks as a baseline is learnt from: what falls after
-  that is a fall. A CUSUM upwards, with the slowest lane's k and h, says that there is one. While it is above half its
-  limit, and after it raised the baseline, the sd is that of before: the rise is no noise. If α comes back, it was.
+* People give the rate per day. The number of ticks in a day is learnt from the arrival of rollouts (`ArrivalRate`).
+* sd = max(tick sd, sd of batch means · sqrt(batch)) over several batch lengths, from successive differences. Slow
+  wander widens the limits, and a trend does not. After the baseline is frozen, batches that close while a lane is above
+  half its limit are left out: a fall must not widen the limits that are to detect it.
+* While the baseline is learnt, the residual is scaled by 1 / sqrt(1 + q), with q the baseline's variance in units of
+  the tick's. These recursive residuals are independent and of unit variance, however short the history is.
+* A frozen baseline is raised after a rise that has lasted for as many ticks as a baseline is learnt from. A CUSUM
+  upwards, with the slowest lane's k and h, detects the rise. While that is above half its limit, and after it raised
+  the baseline, the sd of before is kept, because the rise is no noise. If α comes back, it was noise.
 * When another drafter is served, the baseline is moved to it: `rebase`. The difference is measured on rollouts that
-  came after the change (`Succession`). The gate's gain is not used: the gate publishes what looked good on its
+  came after the change (`Succession`). The gate's gain is not used. The gate publishes drafters that looked good on its
   evidence, so its gains are too large on average, and a baseline that adds them up rises above what any drafter can do.
   A rebase adds its own variance to the baseline's, which then learns again from the new drafter's ticks.
 """
@@ -38,23 +38,24 @@ from service.monitor.drift.limits import DriftConfig, DriftError
 from service.monitor.drift.state import MIN_DIFFERENCES, DriftState, Rise, Spread
 from service.monitor.records import Change, Estimate
 
-#: A spread of this fraction of α is rounding.
+#: A spread below this fraction of α is rounding.
 _ROUNDING: Final = 1e-6
 #: A paired difference within this many standard errors of 0 may be chance.
 _CHANCE_SD: Final = 2.0
-#: Versions whose differences are remembered; sd of a difference of log α before any is known, and the least.
+#: Number of versions whose differences are remembered; sd of a difference of log α before any is known; the least sd.
 _DIFFERENCES_KEPT: Final = 32
 _DIFFERENCE_BEFOREHAND: Final = 0.02
 _LEAST_DIFFERENCE: Final = 0.002
-#: Most sd of loss that one tick may count for. Siegmund's formula takes ticks for normal. Where one prompt in a hundred
-#: is far harder than the rest, a tick that holds one is 4 to 8 sd low, and two such ticks alone raised an alarm. A
-#: smaller cap delays large falls, a larger one misses the stated rate in such worlds: docs/reference/drift.md.
+#: The largest loss, in sd, that one tick counts for. Siegmund's formula assumes normal ticks. If one prompt in a
+#: hundred is far harder than the rest, a tick with such a prompt is 4 to 8 sd low, and two such ticks alone raised an
+#: alarm. A smaller cap delays large falls. A larger one exceeds the stated rate of alarms there
+#: (docs/reference/drift.md).
 _LARGEST_LOSS_SD: Final = 2.5
-#: How far above its limit a statistic may stand, so that a lane clears soon after the fall has been repaired.
+#: A statistic is capped at this distance above its limit, so that a lane clears soon after the fall was repaired.
 _MOST_ABOVE_LIMIT_SD: Final = 5.0
-#: Weight of the newest tick in the recent level, from which `rebase` computes how much was lost.
+#: Weight of the newest tick in the recent level, from which `rebase` computes the loss.
 _RECENT_WEIGHT: Final = 1 / 32
-#: The same for the level shown now, which caps what a gain may add to the baseline.
+#: Weight of the newest tick in the level that is shown, which caps how much a gain adds to the baseline.
 _SHOWN_WEIGHT: Final = 1 / 4
 
 
@@ -113,7 +114,7 @@ class DriftMonitor:
 
         `strata`: the kind of each rollout's prompt. `entropies`: of each rollout, in nats. `arrived`: when the batch
         came, in Unix seconds. Rollouts without a round are skipped. The rollouts of one prompt should be neighbours.
-        Otherwise order matters only where α changes with it over thousands of rollouts (docs/reference/drift.md).
+        Beyond that the order matters only if α changes with it over thousands of rollouts (docs/reference/drift.md).
         """
         lists = (tokens, rounds, tokens if strata is None else strata, tokens if entropies is None else entropies)
         if len({len(one) for one in lists}) > 1:

@@ -1,4 +1,4 @@
-"""Which drafter is served, and by how much it differs from the one before it, on the same rollouts."""
+"""Follows which drafter is served, and measures how much it differs from the one before it on the same rollouts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Final
 
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
 
-#: Batches in a row that may have been scored before the watched version changed; after more, it is taken for deleted.
+#: If more batches in a row than this were not scored with the watched version, it is taken for deleted. Fewer may have
+#: been scored before it became the watched version.
 _SCORED_BEFORE: Final = 64
-#: Versions whose order is remembered. Engines are not further behind than this.
+#: Number of versions whose order is remembered. No engine is further behind.
 _OFFERED_VERSIONS: Final = 32
-#: Rollouts on which a drafter is compared with the one that it replaces, before its α is watched: one tick's worth.
+#: A drafter is compared with its predecessor on so many rollouts, one tick's worth, before its α is watched.
 _COMPARED_ROLLOUTS: Final = 64
 
 
@@ -21,16 +22,16 @@ _COMPARED_ROLLOUTS: Final = 64
 class Succession:
     """Follows which drafter is served, and compares each new one with the one before it on the same rollouts.
 
-    It does not matter what changed it: a publish, a rollback by a person, another worker. The rollouts came after the
-    change, so the drafter was not selected on them.
+    The reason of the change does not matter: a publish, a rollback by a person, another worker. The rollouts came after
+    the change, so the drafter was not selected on them.
     """
 
-    watched: str | None = None  # the version whose α the monitor is fed
+    watched: str | None = None  # the version whose α feeds the monitor
     offered: list[str] = field(default_factory=list)  # versions, in the order in which they last became the latest
-    returned: list[str] = field(default_factory=list)  # those that became the latest more than once
-    successor: str | None = None  # the version that is compared with the watched one
-    previous: str | None = None  # the version watched before
-    passed: int = 0  # batches in a row that were scored with that one and not with the watched one
+    returned: list[str] = field(default_factory=list)  # versions that became the latest more than once
+    successor: str | None = None  # the version that is being compared with the watched one
+    previous: str | None = None  # the version that was watched before
+    passed: int = 0  # batches in a row that were scored with `previous` and not with `watched`
     differences: dict[str, list[float]] = field(default_factory=dict)  # prompt -> [sum of differences of α, rollouts]
 
     def feed(
@@ -45,13 +46,14 @@ class Succession:
         entropies: Sequence[float] | None = None,
         arrived: float | None = None,
     ) -> list[DriftReading]:
-        """Show the monitor one batch: per version the rollouts' replay tokens and rounds. One reading per tick closed.
+        """Feed the monitor one batch. `replays`: per version, the rollouts' tokens and rounds.
 
-        `strata`, `entropies`, `arrived`: as `DriftMonitor.observe` takes them. `served` drafted the batch's rollouts,
-        `latest` is offered to engines now, `prompts` names the prompt of each rollout. Engines load a new version one
-        after another. Rollouts of an engine that still has an older version count too, replayed with the watched
-        version. If the watched version was deleted, and so was not replayed, the monitor's baseline starts from
-        scratch with the served one.
+        Returns one reading per closed tick. `strata`, `entropies`, `arrived`: as of `DriftMonitor.observe`. `served`
+        drafted the batch's rollouts. `latest` is offered to engines now. `prompts`: the prompt of each rollout.
+
+        Engines load a new version one after another. Rollouts of an engine that still has an older version count too,
+        replayed with the watched version. If the watched version was deleted, and so was not replayed, the monitor's
+        baseline starts from scratch with the served one.
         """
         if latest is not None and self.offered[-1:] != [latest]:
             self.returned = sorted({*self.returned, latest} & {*self.offered})
@@ -60,12 +62,12 @@ class Succession:
             self.watched = served
         elif self.watched not in replays and self.previous in replays and self.passed < _SCORED_BEFORE:
             self.passed += 1
-            return []  # it was scored before the watched version was
+            return []  # the batch was scored before that version was watched
         elif self.watched not in replays:
             monitor.rebase(0.0, math.inf)
             self._watch(served)
         elif self._is_newer(served):
-            if self.successor not in (None, served):  # a third version is served before the comparison is done
+            if self.successor not in (None, served):  # a third version came before the comparison was done
                 self._succeed(monitor)
                 return []  # this batch was not replayed with the version now watched
             self._compare(monitor, replays, prompts, served)
@@ -74,7 +76,7 @@ class Succession:
         return monitor.observe(tokens, rounds, strata, entropies=entropies, arrived=arrived)
 
     def _is_newer(self, version: str) -> bool:
-        """Whether it became the latest after the watched version; False if it was never seen as the latest."""
+        """Whether a version became the latest after the watched one. False if it was never seen as the latest."""
         places = {v: place for place, v in enumerate(self.offered)}
         return places.get(version, -1) > places.get(self.watched or "", -1)
 
@@ -102,7 +104,7 @@ class Succession:
         self._watch(self.successor)
 
     def _served_again(self, version: str) -> bool:
-        """Whether it was the latest before: it was seen so, or its number is lower than the watched one's."""
+        """Whether a version was the latest before: it was seen as that, or its number is below the watched one's."""
         return version in self.returned or _number(version) < _number(self.watched or "")
 
     def _watch(self, version: str | None) -> None:

@@ -35,7 +35,7 @@ class Drafting(BaseModel):
         """What these settings suppose."""
         return cls(depth=settings.depth, drafting=settings.drafting)
 
-    def with_said(self, depth: int | None, drafting: str | None) -> Drafting:
+    def with_reported(self, depth: int | None, drafting: str | None) -> Drafting:
         """The same, with what an engine says; None, and what no engine can do, changes nothing."""
         found = self
         for said in ({"depth": depth}, {"drafting": drafting}):
@@ -47,7 +47,7 @@ class Drafting(BaseModel):
         """Whether the newest report of each of these engines says the same, or nothing of it."""
         newest = {record.reporter: record for record in sorted(others, key=lambda one: one.reported) if record.ours}
         said = {(record.depth, record.drafting) for record in newest.values()}
-        return all(self.with_said(*one) == self for one in said)
+        return all(self.with_reported(*one) == self for one in said)
 
 
 def settings_of(settings: Settings, layout: Layout, run: str) -> Settings:

@@ -54,7 +54,7 @@ class Room:
         self.put_off: list[str] = []
         self.sparing = False
 
-    def tell_ranks(self) -> None:
+    def send_open_runs(self) -> None:
         """Send the ranks that help with training the list of open runs. They hold these, and no others."""
         self._orders.stand({"runs": sorted(served(self._runs))})
 
@@ -179,7 +179,7 @@ class Room:
             self._close(run)
         gc.collect()
         return_freed_memory()
-        self.tell_ranks()  # they give their memory up too
+        self.send_open_runs()  # they give their memory up too
 
     def _close(self, run: str) -> None:
         state = self._runs[run]

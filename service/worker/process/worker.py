@@ -121,7 +121,7 @@ class Worker:
                 if time.monotonic() - returned > RETURN_MEMORY_SECONDS:
                     return_freed_memory()
                     returned = time.monotonic()
-                self._room.tell_ranks()
+                self._room.send_open_runs()
                 try:
                     if not self._turn():
                         self._pause(_IDLE_SECONDS)
@@ -223,7 +223,7 @@ class Worker:
             return  # it is left alone already
         seconds = self._runs[run].back_off(_DISK_SECONDS)
         log.error("run %s: %s; nothing was acknowledged, trying again in %.0f s", run, error, seconds)
-        self._tell(run, seconds, str(error))
+        self._report_error(run, seconds, str(error))
 
     def _close_until(
         self, run: str, seconds: float, told: str, *, trace: Exception | None = None, for_memory: bool = False
@@ -232,11 +232,12 @@ class Worker:
         log.error("run %s: %s; it is closed for up to %.0f s", run, told, seconds, exc_info=trace)
         state = self._runs[run]
         state.worker = None
-        self._tell(run, seconds, told, for_memory=for_memory)  # before the lease: the next worker clears the error
+        # Before the lease is given back, because the next worker clears the error.
+        self._report_error(run, seconds, told, for_memory=for_memory)
         if not (trace and state.suspicion.recent):  # another worker would not know the suspicion
             self._give_back(run)
 
-    def _tell(self, run: str, seconds: float, error: str, *, for_memory: bool = False) -> None:
+    def _report_error(self, run: str, seconds: float, error: str, *, for_memory: bool = False) -> None:
         state = self._runs[run]
         state.proven, state.retry_at = False, time.monotonic() + seconds
         error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8

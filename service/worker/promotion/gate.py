@@ -4,7 +4,7 @@ They are judged on each claim's rollouts, before anything is trained on these. S
 newer policies than the candidate was trained on, and are scored anyway. Rollouts whose prompt is among the recent
 rollouts are left out, because the candidate was trained on their siblings.
 
-The archived versions that are scored anyway (the first one; the one served before) are compared at each claim. When the
+Two archived versions, the first one and the one served before, are compared whenever they are scored anyway. When the
 served drafter falls, all archived versions compete, by successive halving on a part of the claim's prompts. The winner
 is judged on the other part, which did not choose it.
 

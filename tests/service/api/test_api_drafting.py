@@ -228,7 +228,7 @@ def test_a_damaged_file_is_as_none(serve: Callable[..., RunningService]) -> None
 
 @given(depth=st.one_of(st.none(), st.integers()), drafting=st.one_of(st.none(), st.text(), st.just("greedy")))
 def test_only_what_an_engine_can_do_is_taken(depth: int | None, drafting: str | None) -> None:
-    found = Drafting.supposed(Settings()).with_said(depth, drafting)
+    found = Drafting.supposed(Settings()).with_reported(depth, drafting)
     assert found.depth == (depth if depth is not None and 1 <= depth <= 16 else 4)
     assert found.drafting == (drafting if drafting in ("greedy", "probabilistic") else "probabilistic")
 
