@@ -42,7 +42,9 @@ from service.settings import Settings
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
 KUBERNETES = DEPLOY / "kubernetes"
 #: What a user applies; the other folders are parts of these.
-OVERLAYS = ("one-pod", "replicas", "hosts", "ranks", "keda", "engine")
+OVERLAYS = ("one-pod", "replicas", "hosts", "ranks", "keda", "hosts-keda", "engine")
+#: Those whose pods share no directory; those whose worker KEDA scales.
+APART, SCALED = ("hosts", "hosts-keda"), ("keda", "hosts-keda")
 #: Of API and agent, without torch; of the worker.
 IMAGES = ("draftalign-api", "draftalign")
 SERVICE = tuple(name for name in OVERLAYS if name != "engine")
@@ -104,7 +106,7 @@ def command_of(container: dict[str, Any]) -> list[str]:
 
 def test_every_folder_is_an_overlay_or_a_part_of_one() -> None:
     folders = {path.parent.name for path in KUBERNETES.glob("*/kustomization.yaml")}
-    assert folders == {*OVERLAYS, "base", "parts", "settings"}
+    assert folders == {*OVERLAYS, "base", "parts", "scaled", "settings"}
     assert not list(KUBERNETES.glob("*.yaml"))
     used = [
         {*documents.get("resources", []), *(patch["path"] for patch in documents.get("patches", []) if "path" in patch)}
@@ -125,7 +127,7 @@ def test_what_is_rendered_agrees_with_the_schemas(overlay: str) -> None:
         kubernetes_validate.validate(broken, "1.32", strict=True)
 
 
-@pytest.mark.parametrize("overlay", [name for name in SERVICE if name != "hosts"])
+@pytest.mark.parametrize("overlay", [name for name in SERVICE if name not in APART])
 def test_an_object_store_reaches_api_and_worker_once_its_lines_are_no_comments(overlay: str, tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
     found = 0
@@ -159,14 +161,15 @@ def kept_by_keda(document: dict[str, Any]) -> Any:
     return ScaledObject.model_validate(document).model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
-def test_the_scaled_object_agrees_with_keda_and_names_what_exists() -> None:
-    (scaled,) = [d for d in manifests("keda") if d["kind"] == "ScaledObject"]
+@pytest.mark.parametrize("overlay", SCALED)
+def test_the_scaled_object_agrees_with_keda_and_names_what_exists(overlay: str) -> None:
+    (scaled,) = [d for d in manifests(overlay) if d["kind"] == "ScaledObject"]
     assert kept_by_keda(scaled) == scaled, "a field that KEDA does not know is left out by its model"
     assert kept_by_keda(scaled | {"spec": scaled["spec"] | {"minReplicas": 1}}) == scaled
     with pytest.raises(ValueError, match="maxReplicaCount"):
         kept_by_keda(scaled | {"spec": scaled["spec"] | {"maxReplicaCount": "many"}})
     target = scaled["spec"]["scaleTargetRef"]
-    spec = specs("keda", target["kind"])[target["name"]]
+    spec = specs(overlay, target["kind"])[target["name"]]
     assert "replicas" not in spec, "each apply would undo what KEDA has set"
     (trigger,) = scaled["spec"]["triggers"]
     assert metric_names(trigger["metadata"]["query"]) <= documented_metrics()
@@ -186,6 +189,15 @@ CASES: dict[str, tuple[dict[str, tuple[str, str, str]], float | None]] = {
     "a run that never got a batch": ({"a": ("0", ABSENT, "")}, 0),
     "no run": ({}, 0),
 }
+
+
+def test_nothing_but_the_scaler_differs_where_keda_scales_the_worker() -> None:
+    for scaled, without in (("keda", "replicas"), ("hosts-keda", "hosts")):
+        found = [d for d in manifests(scaled) if d["kind"] != "ScaledObject"]
+        expected = json.loads(_text(without))
+        (worker,) = [d for d in expected if d["metadata"]["name"] == "draftalign-worker" and d["kind"] == "StatefulSet"]
+        del worker["spec"]["replicas"]
+        assert found == expected
 
 
 @promtool
@@ -388,7 +400,7 @@ def test_replicas_of_the_api_share_the_workers_state_and_grow_with_their_load(ov
         pod = spec["template"]["spec"]
         (container,) = pod["containers"]
         (volume,) = [v for v in pod["volumes"] if v["name"] == "state"]
-        if overlay == "hosts":
+        if overlay in APART:
             assert volume == {"name": "state", "emptyDir": {}}
             assert specs(overlay, "PersistentVolumeClaim") == {}
             assert environment(overlay, container)["DRAFTALIGN_STATE_URL"] == "s3://bucket/state"
@@ -454,7 +466,7 @@ def test_the_steps_to_another_image_name_what_there_is() -> None:
     assert set(re.findall(r"\b(?:scaledobject|deployment|statefulset)/[\w-]+", steps)) <= found
     (label,), (scaled,) = re.findall(r"-l app=(\S+)", steps), re.findall(r"scale (.*) --replicas=0", steps)
     names = {one.partition("/")[2] for one in scaled.split()}
-    for overlay in ("replicas", "ranks", "keda"):
+    for overlay in ("replicas", "hosts", "ranks", *SCALED):
         ended = {n for n, s in workloads(overlay).items() if s["template"]["metadata"]["labels"]["app"] == label}
         assert names == ended == workloads(overlay).keys() - {"draftalign-valkey"}
     least = specs("replicas", "HorizontalPodAutoscaler")["draftalign-api"]["minReplicas"]
