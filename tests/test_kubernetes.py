@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -474,11 +475,13 @@ def test_the_steps_to_another_image_name_what_there_is() -> None:
 
 
 def test_ranks_find_each_other() -> None:
-    """As many pods as torchrun waits for, at the name of one of them, and as many processes as GPUs."""
+    """As many pods as torchrun takes, at the name of one of them, and as many processes as GPUs."""
     spec = workloads("ranks")["draftalign-worker"]
     (container,) = spec["template"]["spec"]["containers"]
     options = dict(re.findall(r"--([a-z-]+)=(\S+)", " ".join(container["args"])))
-    assert int(options["nnodes"]) == spec["replicas"] > 1
+    least, most = map(int, options["nnodes"].split(":"))
+    assert (least, most) == (1, spec["replicas"])
+    assert most > 1
     assert int(options["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"] > 1
     host, _, port = options["rdzv-endpoint"].partition(":")
     assert (host, port.isdigit()) == (f"draftalign-worker-0.{spec['serviceName']}", True)
@@ -496,7 +499,8 @@ def test_ranks_find_each_other() -> None:
 class _Node:
     """A pod of the worker: its torchrun, with the arguments of the manifest, on this machine."""
 
-    def __init__(self, port: int, variables: dict[str, str]) -> None:
+    def __init__(self, port: int, variables: dict[str, str], *, first: bool) -> None:
+        """`first`: at its name the nodes meet. Of pods that is an address of one; here all have the same."""
         (container,) = workloads("ranks")["draftalign-worker"]["template"]["spec"]["containers"]
         here = {"nproc-per-node": "1", "rdzv-endpoint": f"127.0.0.1:{port}", "local-addr": "127.0.0.1"}
         self._argv: list[str] = [*container["command"], *container["args"]]
@@ -504,26 +508,45 @@ class _Node:
             name = argument[2:].partition("=")[0]
             self._argv[number] = f"--{name}={here.pop(name)}" if name in here else argument
         assert not here
+        self._argv.insert(1, f"--rdzv-conf=is_host={first}")
         beside = str(Path(sys.executable).parent)
-        self._environment = os.environ | variables | {"PATH": f"{beside}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        self._start()
+        of_manifest = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+        of_manifest |= variables | {
+            "DRAFTALIGN_DEVICE": "cpu",
+            "PATH": f"{beside}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._environment = os.environ | of_manifest
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin, or begin again as another pod of its name."""
         self._process = subprocess.Popen(self._argv, env=self._environment, cwd=ROOT)
 
     def tend(self) -> None:
         """Start the container again when it has failed."""
         if self._process.poll():
-            self._start()
+            self.start()
 
-    def replace(self) -> None:
-        """Kill all its processes, and start it again."""
+    def kill(self) -> None:
+        """All its processes."""
         self._process.send_signal(signal.SIGSTOP)  # it would start its rank again
-        for child in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
-            os.kill(int(child), signal.SIGKILL)
+        for child in self._children():
+            os.kill(child, signal.SIGKILL)
         self._process.kill()
         self._process.wait(30)
-        self._start()
+
+    def ranks(self) -> int | None:
+        """How many ranks there are, as its own was told; None where it has none."""
+        for child in self._children():
+            with contextlib.suppress(OSError):
+                found = re.search(rb"(?<!_)WORLD_SIZE=(\d+)", Path(f"/proc/{child}/environ").read_bytes())
+                return int(found[1]) if found else None
+        return None
+
+    def _children(self) -> list[int]:
+        place = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        return [int(child) for child in place.read_text().split()] if place.exists() else []
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -533,27 +556,54 @@ class _Node:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_ranks_on_two_nodes_train_on_when_one_is_replaced(tmp_path: Path, redis_url: str) -> None:
-    """Two pods as the manifest starts them. `torchrun` waits a minute for one that is gone."""
+    """Two pods as the manifest starts them: the first is replaced; the second is lost, and comes back later."""
     port = free_port()
     with Bench(tmp_path, redis_url, **ADAMW) as bench:
         bench.begin()
         given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
         variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()} | {"DRAFTALIGN_REDIS_URL": redis_url}
-        nodes = [_Node(port, variables) for _ in range(2)]
+        nodes = [_Node(port, variables, first=first) for first in (True, False)]
+        there = list(nodes)
+
+        began = time.monotonic()
+
+        def took(what: str) -> None:
+            nonlocal began
+            print(f"{time.monotonic() - began:.0f} s: {what}")
+            began = time.monotonic()
 
         def all_trained() -> bool:
-            for node in nodes:
+            for node in there:
                 node.tend()
             return set(states(bench)) == {"trained"}
 
+        def together() -> bool:
+            return all_trained() and [node.ranks() for node in nodes] == [2, 2]
+
         try:
             bench.post("a", policy_version=0, rollouts=3)
-            bench.wait(all_trained, 150)
-            nodes[0].replace()
+            bench.wait(together, 150)
+            took("two ranks from the first start")
+            nodes[0].kill()
+            nodes[0].start()
             bench.post("b", policy_version=0, rollouts=3)
             bench.wait(all_trained, 150)
+            took("trained on after the first node was replaced")
+            bench.wait(together, 150)
+            took("two ranks again")
+            nodes[1].kill()
+            there.remove(nodes[1])
+            bench.post("c", policy_version=0, rollouts=3)
+            bench.wait(all_trained, 150)
+            assert nodes[0].ranks() == 1
+            took("trained on after the second node was lost")
+            there.append(nodes[1])
+            nodes[1].start()
+            bench.post("d", policy_version=0, rollouts=3)
+            bench.wait(together, 150)
+            took("two ranks again, and trained on, after it came back")
         finally:
             for node in nodes:  # all at once: a rank other than 0 ends when rank 0 says so
                 node.terminate()
