@@ -39,22 +39,28 @@ up: $(VENV)/.ready ## Start the service: embedded Valkey, API, worker
 test: $(if $(CI),machine) lint types unit ## Everything that CI runs
 
 # CI's machine starts empty: bring what some tests use, where it can be had. Without it they say so and are skipped.
-.PHONY: machine
-machine: $(VENV)/.ready
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! (command -v chromium && command -v promtool) >/dev/null; \
-	then { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium prometheus; } \
-	  >/dev/null 2>&1 || echo "no Chromium or promtool here: tests of the page and of the alert rules are skipped"; fi
-	@command -v kubectl >/dev/null || $(MAKE) --no-print-directory .venv-kubectl/.ready || echo "no kubectl here: the tests of deploy/kubernetes fail in CI, and are skipped elsewhere"
-	@$(MAKE) --no-print-directory .venv-sbom/.ready || echo "no cyclonedx-bom here: the test of the list of packages is skipped"
-	@$(MAKE) --no-print-directory -j3 try-vllm try-sglang types
-
 # Each is brought by one process, which mostly waits or unpacks: side by side, and beside mypy, whose cache `types` finds.
-.PHONY: try-vllm try-sglang
+MACHINE := try-vllm try-sglang try-packages try-kubectl try-sbom
+.PHONY: machine $(MACHINE)
+machine:
+	@$(MAKE) --no-print-directory -j6 types $(MACHINE)
+
 try-vllm:
 	@timeout 1200 $(MAKE) --no-print-directory vllm || echo "no vLLM here: its tests are skipped"
 
 try-sglang:
 	@timeout 1200 $(MAKE) --no-print-directory sglang || echo "no SGLang here: its tests are skipped"
+
+try-packages:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! (command -v chromium && command -v promtool) >/dev/null; \
+	then { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium prometheus; } \
+	  >/dev/null 2>&1 || echo "no Chromium or promtool here: tests of the page and of the alert rules are skipped"; fi
+
+try-kubectl:
+	@command -v kubectl >/dev/null || $(MAKE) --no-print-directory .venv-kubectl/.ready || echo "no kubectl here: the tests of deploy/kubernetes fail in CI, and are skipped elsewhere"
+
+try-sbom:
+	@$(MAKE) --no-print-directory .venv-sbom/.ready || echo "no cyclonedx-bom here: the test of the list of packages is skipped"
 
 lint: $(VENV)/.ready ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && echo "lint: ok"

@@ -1,6 +1,6 @@
 """One process at a time: a file lock with a bounded wait, which names the process that holds it.
 
-A process that is stopped (SIGSTOP, a debugger, a paused container) keeps its locks until it ends.
+A paused process keeps its locks (docs/guide/failures.md, "What a paused process can do").
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The worker on several GPUs: `torchrun` starts a process for each, rank 0 is the worker, and the others follow it.
 
-Rank 0 alone claims, judges, checkpoints, publishes and acknowledges. It tells the others which runs it serves, of each
-batch that is scored its file and the drafters, and of each training which files to draw from, and how. Each rank loads
-the same files, draws the same windows, and replays or trains on every W-th rollout. A follower keeps nothing that
-matters: it takes the trainer over from rank 0 wherever its own has another fingerprint. So one that failed, or was
-started again, goes on with the next order.
+Rank 0 alone claims, judges, checkpoints, publishes and acknowledges. It sends orders to the others: the list of runs
+that it serves, the file and the drafters of each batch to score, and the files of each training with how to draw from
+them. All ranks load the same files and draw the same windows. Each replays or trains on every W-th rollout. A follower
+has no state that could be lost: if its trainer's fingerprint differs, it copies the trainer of rank 0. So a follower
+that failed or was restarted goes on with the next order.
 """
 
 from __future__ import annotations

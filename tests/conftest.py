@@ -203,8 +203,14 @@ def serve(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., RunningServi
 
 
 @pytest.fixture
-def service(serve: Callable[..., RunningService]) -> RunningService:
+def running_service(serve: Callable[..., RunningService]) -> RunningService:
     """The API with default settings and the run `default` registered."""
     started = serve()
     started.register()
     return started
+
+
+@pytest.fixture
+def service(running_service: RunningService) -> RunningService:
+    """The same, where a folder has no `service` of its own."""
+    return running_service

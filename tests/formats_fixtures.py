@@ -36,6 +36,21 @@ CONFIG = DrafterConfig(
     max_position_embeddings=512,
     model_type="qwen3",
 )
+#: The smallest one that engines load.
+ENGINES_CONFIG = DrafterConfig(
+    hidden_size=8,
+    target_hidden_size=8,
+    intermediate_size=12,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    vocab_size=16,
+    draft_vocab_size=8,
+    aux_layers=(1, 2, 3),
+    rope_theta=1e4,
+    model_type="qwen3",
+)
+ENGINES_VOCABULARY = DraftVocabulary(torch.arange(0, 16, 2), 16)
 
 
 SOME = DraftVocabulary(torch.tensor([0, 2, 3, 7, 11, 19]), 20)

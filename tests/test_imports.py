@@ -157,6 +157,12 @@ def test_no_room_holds_more_than_twelve_things(package: str) -> None:
         assert len(things) <= 12, (folder, sorted(things))
 
 
+def test_the_tests_of_a_room_lie_in_the_folder_of_the_outermost_room() -> None:
+    rooms = {path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).glob("*/__init__.py")}
+    elsewhere = {Path("service/access"), Path("service/capacity")}  # where, CONTRIBUTING.md says
+    assert {room for room in rooms if not (ROOT / "tests" / room).is_dir()} == elsewhere
+
+
 def test_a_class_name_means_one_thing_in_the_three_packages() -> None:
     """A reader who searches for a class finds the one that is meant."""
     homes: dict[str, list[str]] = {}

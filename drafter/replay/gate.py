@@ -1,19 +1,19 @@
 """The promotion gate: may a challenger replace the served drafter, and how much will it gain?
 
-Both are replayed on the same rollouts, so the prompts' difficulty cancels. The tokens are the same, so
-α_challenger / α_served is the ratio of the sums of their rounds. One comparison of that kind is a `Look`. What cannot
-be compared is no evidence: no data is not success.
+Both are replayed on the same rollouts, so the prompts' difficulty cancels. The tokens are the same too, so
+α_challenger / α_served is the ratio of the sums of their rounds. One such comparison is a `Look`. A comparison that
+cannot be made is no evidence.
 
 The worker looks after every claim, so the chance of an error is bounded over *all* looks at one served drafter. `Trial`
-spends half of it on an e-process (Howard et al. 2021, arXiv 1810.08240; Ramdas et al. 2023, arXiv 2210.01948): under an
-equal or worse challenger it exceeds 1/error with a probability of at most `error`, whenever one stops (Ville). It pools
-looks: a small gain that no single look can show is shown by several. The other half is spent on single looks, most of
-it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.09000), for what has just been trained is
-what mostly gains. After a publish a new trial begins, with a budget of its own.
+spends half of that chance on an e-process (Howard et al. 2021, arXiv 1810.08240; Ramdas et al. 2023, arXiv 2210.01948).
+Under an equal or worse challenger the process exceeds 1/error with a probability of at most `error`, whenever one stops
+(Ville). It pools looks: several can show a small gain that no single look can show. The other half is spent on single
+looks, most of it on the first ones (as LORD does: Javanmard and Montanari 2018, arXiv 1603.09000), because gains mostly
+come with a new training. After a publish a new trial begins, with a budget of its own.
 
 The promised gain is a posterior mean: the less sure the looks are, the nearer it is to 0. The prior is a random walk
-from 0 at the publish, with a rise and a step for each training, or part of one. Both are learnt from the looks. What
-the gain varies by from claim to claim is learnt from them, too.
+from 0 at the publish, with a rise and a step for each training, or part of one. Rise, step, and the gain's variance
+from claim to claim are learnt from the looks.
 
 No clock, no randomness; the state is plain JSON.
 """
@@ -35,33 +35,34 @@ _NORMAL: Final = NormalDist()
 _EFFECT_SD: Final = 0.5
 #: Standard deviation of the log of a ratio of α where nothing is known of the challenger, as of an archived version.
 _UNKNOWN_SD: Final = 0.5
-#: What one training adds to it beside the usual rise has one of these standard deviations: each with its chance before
-#: looks tell which. A run begins with large ones.
+#: Standard deviations of what one training adds to the log gain beside the usual rise, each with its chance before any
+#: look. A run begins with large ones.
 _STEPS: Final = {0.001: 0.05, 0.003: 0.05, 0.01: 0.1, 0.03: 0.3, 0.1: 0.5}
-#: So much of what looks have told of that is forgotten at each look: trainings may begin to move it more, or less.
+#: At each look the chances of `_STEPS` move back to the first ones by so much: later trainings may move the gain more.
 _FORGOTTEN: Final = 0.005
 #: One training is expected to add no more than this.
 _LARGEST_RISE: Final = 0.2
-#: No drafter is better than another by more: a round emits at least one token. Many trainings without a look would be
-#: expected to bring more, up to what no float holds.
+#: A larger log gain is impossible, since a round emits at least one token. But the expectation grows with each training
+#: without a look, until no float holds it.
 _LARGEST_LOG_GAIN: Final = 5.0
 #: Standard deviation of one pair's gain from claim to claim, which more prompts do not reduce. Promises use this value.
 #: The error of a look uses one that is learnt (`ClaimSpread`), and no less than this.
 CLAIM_SD: Final = 0.01
-#: What is assumed of a trained challenger at first: an inverse gamma law of that variance, with the mean
-#: `_CLAIM_SD_BEFORE`² and the weight of `_CLAIMS_BEFORE` observations.
+#: The prior of that variance for a trained challenger: an inverse gamma law with the mean `_CLAIM_SD_BEFORE`² and the
+#: weight of `_CLAIMS_BEFORE` observations.
 _CLAIM_SD_BEFORE: Final = 0.018
 _CLAIMS_BEFORE: Final = 6.0
 _VARIANCES_BEFORE: Final = (_CLAIMS_BEFORE - 2.0) * _CLAIM_SD_BEFORE**2
 #: Observations that are remembered, and the standard deviation that one counts for at most.
 _CLAIMS_MEMORY: Final = 32.0
 _LARGEST_CLAIM_SD: Final = 0.03
-#: The policy moves, so what an untrained challenger showed goes out of date. It weighs as much as this number of new
-#: looks at most, and nothing once a look is this number of standard deviations above what is expected.
+#: The policy moves, so the looks at an untrained challenger go out of date. Together they weigh as much as
+#: `_MEMORY_LOOKS` new ones at most, and nothing once a look is `_BREAK` standard deviations above the expectation.
 _MEMORY_LOOKS: Final = 64
 _BREAK: Final = 3.0
 _NO_DIFFERENCE: Final = "no difference: both drafters do the same with every rollout"
-#: The e-process is a mixture of processes that begin at each look; so many of the last are kept, and the best before.
+#: The e-process is a mixture of processes, one that begins at each look. The last so many are kept, and the best of
+#: those before.
 _STARTS: Final = 8
 
 
@@ -75,7 +76,7 @@ class Look:
     rollouts: int  # rollouts with at least one round
     alpha_challenger: float
     alpha_served: float
-    fault: str = ""  # why nothing can be learnt from it, or nothing
+    fault: str = ""  # why nothing can be learnt from it; empty: something can
 
     @property
     def same(self) -> bool:
@@ -111,10 +112,11 @@ def compare(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | 
 
 
 def _widened(centre: float, error: float, degrees: float) -> float:
-    """The standard error at which `centre` is as unlikely by the normal law as it is by Student's t at `error`.
+    """The standard error that makes `centre` as unlikely by the normal law as Student's t makes it at `error`.
 
-    Wallace's approximation; at a centre of 0, its limit. The deviate is at most 0.01 too large, and of few degrees of
-    freedom too small, which is careful: at 2 by 0.12 with 1 degree, 0.03 with 2, 0.004 with 5.
+    By Wallace's approximation; at a centre of 0, its limit. The deviate is at most 0.01 too large. With few degrees of
+    freedom it is too small, which errs on the safe side: a deviate of 2 by 0.12 with 1 degree, 0.03 with 2, 0.004 with
+    5.
     """
     t = abs(centre) / error
     scale = (8.0 * degrees + 1.0) / (8.0 * degrees + 3.0)
@@ -138,13 +140,14 @@ class Verdict:
 
 @dataclass(slots=True)
 class Walk:
-    """How trainings move the gain, by one assumption: a Kalman filter of log(1 + gain) and of its rise in a training.
+    """How trainings move the gain, under one assumption: a Kalman filter of log(1 + gain) and of its rise per training.
 
-    A training adds the rise, and an amount with standard deviation `step`. The rise changes by as much.
+    A training adds the rise and a random amount with standard deviation `step`. The rise changes too, by an independent
+    amount with the same standard deviation.
     """
 
     step: float
-    chance: float  # that this assumption is the right one
+    chance: float  # that this assumption is right
     mean: float = 0.0
     variance: float = _UNKNOWN_SD**2
     rise: float = 0.0
@@ -152,20 +155,20 @@ class Walk:
     covariance: float = 0.0  # of gain and rise
 
     def trained(self, share: float) -> None:
-        """The challenger had that share of a whole training."""
+        """Note that share of a whole training of the challenger."""
         self.mean += share * self.rise
         self.variance += share * (2.0 * self.covariance + share * self.rise_variance + self.step**2)
         self.covariance += share * self.rise_variance
         self.rise_variance += share * self.step**2
 
     def forget(self, log_gain: float, noise: float) -> None:
-        """Let go of what no longer holds, as this look shows. The chance of an error does not rest on it."""
+        """Widen the expectation, or reset it where this look contradicts it. The gate's error does not depend on it."""
         self.variance = max(self.variance, noise / _MEMORY_LOOKS)
         if log_gain - self.mean > _BREAK * math.sqrt(self.variance + noise):
             self.mean, self.variance, self.covariance = 0.0, _UNKNOWN_SD**2, 0.0
 
     def learn(self, log_gain: float, noise: float) -> float:
-        """Learn from a look; returns the logarithm of its density by this assumption, but for a constant."""
+        """Learn from a look. Returns the logarithm of its density under this assumption, up to a constant."""
         surprise, expected = log_gain - self.mean, self.variance + noise
         kept, raised = self.variance / expected, self.covariance / expected
         self.mean += kept * surprise
@@ -176,22 +179,22 @@ class Walk:
         return -0.5 * (math.log(expected) + surprise**2 / expected)
 
     def next(self) -> Walk:
-        """Against another served drafter: the gain is not known, and the rise is about what it was."""
+        """The walk against another served drafter: the gain is unknown, and the rise stays about the same."""
         return Walk(self.step, self.chance, rise=self.rise, rise_variance=self.step**2)
 
 
 @dataclass(slots=True)
 class GainPosterior:
-    """What is expected of a challenger: the posterior of log(1 + gain), over all assumptions of `_STEPS`.
+    """The posterior of a challenger's log(1 + gain), over all assumptions of `_STEPS`.
 
-    A single step that is learnt falls to its least value where looks are noisy, and then hardly learns: whatever looks
-    show, what is expected goes on by the usual rise.
+    Why several: a single step that is learnt falls to its least value where looks are noisy. After that looks hardly
+    change the expectation, which just goes on by the usual rise.
     """
 
     walks: list[Walk] = field(
         default_factory=lambda: [Walk(step, chance, rise_variance=step**2) for step, chance in _STEPS.items()]
     )
-    moved: float = 0.0  # trainings since the last look; one that was cut short counts for the share that was done
+    moved: float = 0.0  # trainings since the last look; a part of one counts by its share
 
     @property
     def mean(self) -> float:
@@ -200,24 +203,24 @@ class GainPosterior:
 
     @property
     def variance(self) -> float:
-        """Its variance: within the assumptions and between them."""
+        """The variance of log(1 + gain): within the assumptions and between them."""
         mean = self.mean
         return math.fsum(walk.chance * (walk.variance + (walk.mean - mean) ** 2) for walk in self.walks)
 
     def known(self, variance: float = 0.0) -> GainPosterior:
-        """The gain is 0, with that variance: by default the challenger is the served drafter itself. Returns this."""
+        """Set the gain to 0 with that variance; 0: the challenger is the served drafter itself. Returns this object."""
         for walk in self.walks:
             walk.mean, walk.variance, walk.covariance = 0.0, variance, 0.0
         return self
 
     def trained(self, share: float) -> None:
-        """The challenger had that share of a whole training: what it showed before says less about it now."""
+        """Note that share of a whole training of the challenger. Earlier looks say less about it from now on."""
         for walk in self.walks:
             walk.trained(share)
         self.moved += share
 
     def learn(self, log_gain: float, noise: float) -> None:
-        """Learn from a look, of that `noise` (a variance): the gain, its rise, and which assumption holds."""
+        """Learn the gain, its rise and the assumptions' chances from a look. `noise`: the look's variance."""
         if not self.moved:
             for walk in self.walks:
                 walk.forget(log_gain, noise)
@@ -229,7 +232,7 @@ class GainPosterior:
         self.moved = 0.0
 
     def next(self) -> GainPosterior:
-        """Of the same challenger against another served drafter: how far trainings move it stays known."""
+        """The posterior against another served drafter. How far trainings move the challenger stays known."""
         return GainPosterior([walk.next() for walk in self.walks])
 
 
@@ -245,7 +248,7 @@ class LookError:
     looks: int = 0
 
     def take(self, look: Look) -> float:
-        """Count a look; returns its error²."""
+        """Count a look, and return its error²."""
         self.total += look.error**2 * look.prompts
         self.looks += 1
         return max(look.error**2, self.total / self.looks / look.prompts)
@@ -261,19 +264,19 @@ class ClaimSpread:
 
     @property
     def sd(self) -> float:
-        """The standard deviation that the error of a look allows for, whatever the number of prompts.
+        """The standard deviation between claims, which a look's error includes whatever its number of prompts.
 
-        Its square is about the posterior mean of the variance under an inverse gamma law. An observation counts for no
-        more than `_LARGEST_CLAIM_SD`, so a spread near that is learnt too small: 2 and 3 % as 1.8 and 2.2 %.
+        Its square is about the posterior mean of the variance under an inverse gamma law. An observation counts as
+        `_LARGEST_CLAIM_SD` at most, so a spread near that is learnt too small: 2 and 3 % as 1.8 and 2.2 %.
         """
         return math.sqrt(max(self.variances / (self.observations - 2.0), CLAIM_SD**2))
 
     def learn(self, log_gain: float, error2: float) -> None:
-        """Learn from three looks in a row how much the gain varies by beside their errors.
+        """Learn from three looks in a row how much the gain varies beyond their errors.
 
-        g₁ - 2g₂ + g₃ has no mean where each training brings as much as the one before. Its variance is six times that
-        from claim to claim, and what the looks' errors add. Looks of few prompts show little of it, and weigh little:
-        by the square of the part that is not their errors.
+        g₁ - 2g₂ + g₃ has mean 0 where each training brings as much as the one before. Its variance is six times the
+        variance from claim to claim, plus what the looks' errors add. The weight is the square of (usual spread /
+        (usual spread + the looks' errors)), both as variances: small where prompts are few.
         """
         if len(self.last) == 2:
             (first, first2), (second, second2) = self.last
@@ -286,34 +289,34 @@ class ClaimSpread:
         self.last = [*self.last[-1:], (log_gain, error2)]
 
     def kept(self) -> ClaimSpread:
-        """What the next trial begins with: what was learnt, if that is more than the first assumption.
+        """The spread that the next trial begins with: the learnt one, if it is above the prior; else the prior.
 
-        The new trial has its whole error to spend, and a small spread so far does not say that it stays small.
+        The new trial has its whole error to spend, and a spread that was small so far may grow.
         """
         return ClaimSpread(self.variances, self.observations) if self.sd > _CLAIM_SD_BEFORE else ClaimSpread()
 
 
 @dataclass(slots=True)
 class SpentError:
-    """The chance of an error that looks have spent: half on each alone, half on an e-process that pools them."""
+    """The chance of an error that looks have spent: half on single looks, half on an e-process that pools them."""
 
     looks: int = 0
     single: float = 1.0  # smallest p-value of a look, divided by the weight of that look
     starts: list[tuple[float, float, float]] = field(default_factory=list)  # log weight, Σ √n·z, Σ n
 
     def spend(self, z: float, prompts: int) -> None:
-        """Spend a look's part: on itself, and on a process that begins with it. `z`: its gain in standard errors."""
+        """Spend on a look by itself, and on a process that begins with it. `z`: its gain in standard errors."""
         share, weight = 6.0 / (math.pi * (self.looks + 1.0)) ** 2, math.sqrt(prompts)  # shares add up to 1
         self.single = min(self.single, _NORMAL.cdf(-z) / share)
         self.starts.append((math.log(share), 0.0, 0.0))
         self.starts = [(w, s + weight * z, n + prompts) for w, s, n in self.starts]
-        if len(self.starts) > _STARTS + 1:  # what is left out only makes the process smaller, so the bound holds
+        if len(self.starts) > _STARTS + 1:  # a start that is left out makes the process smaller: the bound holds
             first, second, *rest = self.starts
             self.starts = [max(first, second, key=lambda start: start[0] + _log_e(*start[1:])), *rest]
         self.looks += 1
 
     def chance(self, share: float) -> float:
-        """Chance, at most, that an equal challenger ever comes so far, where it has that share of the error."""
+        """An upper bound of the chance that an equal challenger ever comes so far. `share`: its part of the error."""
         logs = [weight + _log_e(s, n) for weight, s, n in self.starts]
         top = max(logs, default=0.0)
         log_e = top + math.log(math.fsum(math.exp(log - top) for log in logs) or 1.0)
@@ -323,9 +326,9 @@ class SpentError:
 
 @dataclass(slots=True)
 class Trial:
-    """All that one challenger has shown against one served drafter. A challenger may change (be trained) in between.
+    """All looks at one challenger against one served drafter. The challenger may be trained between looks.
 
-    `share`: its part of the error that all challengers of the served drafter have. Shares add up to 1 at most.
+    `share`: its part of the error that all challengers of the served drafter share. The parts add up to 1 at most.
     """
 
     share: float = 1.0
@@ -336,13 +339,13 @@ class Trial:
     same: int = 0  # looks that showed no difference: they spend nothing
 
     def trained(self, share: float = 1.0) -> None:
-        """The challenger had that share of a whole training."""
+        """Note that share of a whole training of the challenger."""
         self.promise.trained(share)
 
     def take(self, look: Look) -> None:
-        """Pool a look; one with a fault teaches nothing. The rollouts must be new: never looked at or trained on.
+        """Pool a look. Its rollouts must be new: never looked at or trained on. A look with a fault teaches nothing.
 
-        Where both drafters did the same, the gain to expect is nearer to 0, and none of the error is spent.
+        If both drafters did the same, the expected gain moves towards 0, and no error is spent.
         """
         if look.same:
             self.same += 1
@@ -351,23 +354,23 @@ class Trial:
             return
         error2 = self.look_error.take(look)
         self.spent.spend(look.log_gain / math.sqrt(error2 + self.claims.sd**2), look.prompts)
-        self.claims.learn(look.log_gain, error2)  # only now: a look must not choose what it is judged by
+        self.claims.learn(look.log_gain, error2)  # after `spend`: a look must not change the error that judges it
         self.promise.learn(look.log_gain, error2 + CLAIM_SD**2)
 
     def next(self) -> Trial:
-        """The trial of the same challenger against another served drafter: how much it moves and varies stays known."""
+        """The same challenger's trial against another served drafter. How much it moves and varies stays known."""
         return Trial(self.share, self.promise.next(), claims=self.claims.kept())
 
     @property
     def error(self) -> float:
-        """Chance, at most, that an equal challenger ever comes so far."""
+        """An upper bound of the chance that an equal challenger ever comes so far."""
         return self.spent.chance(self.share)
 
     def verdict(self, *, min_gain: float = 0.005, confidence: float = 0.95) -> Verdict:
-        """Promote where an equal challenger would hardly ever come so far, and the promised gain is worth a swap.
+        """Promote if an equal challenger would hardly ever come so far, and the promised gain is worth a swap.
 
-        `confidence`: 1 - the chance, over all looks together, that an equal or worse challenger is promoted.
-        `min_gain`: relative gain in α that a swap is worth.
+        `confidence`: 1 minus the chance, over all looks together, that an equal or worse challenger is promoted.
+        `min_gain`: the least relative gain in α that is worth a swap.
         """
         if not 0.5 <= confidence < 1.0:
             raise ValueError(f"expected a confidence from 0.5 to below 1, got {confidence}")
@@ -389,7 +392,7 @@ class Trial:
         reason += f"({100 * (1.0 - confidence):.3g} % allowed)"
         if not worth:
             reason += f"; a swap is worth {min_gain:+.2%}"
-        promote = sure and worth and self.spent.looks > 0  # not where all looks showed no difference
+        promote = sure and worth and self.spent.looks > 0  # not if all looks showed no difference
         return Verdict(promote, gain, low, high, taken, error, reason)
 
     def to_json(self) -> dict[str, Any]:
@@ -419,7 +422,7 @@ class Trial:
 
 
 def _posterior(values: dict[str, Any]) -> GainPosterior:
-    """Of a trial's `values`; of before there were several assumptions, with what was known by the one."""
+    """The posterior in a trial's `values`. Older values have one assumption, with which all of today's begin."""
     if "walks" in values:
         return GainPosterior([Walk(**walk) for walk in values["walks"]], values["moved"])
     posterior = GainPosterior(moved=values["moved"])
@@ -443,7 +446,7 @@ def _log_e(s: float, n: float) -> float:
 
 
 def _fault(challenger: Replay, served: Replay, groups: npt.NDArray[np.int64] | None) -> str:
-    """Why the two replays cannot be compared, or nothing."""
+    """Why the two replays cannot be compared; empty: they can."""
     if challenger.rollouts != served.rollouts or not np.array_equal(challenger.tokens, served.tokens):
         return "not paired: the two replays are of different rollouts; replay both drafters on the same batch"
     if challenger.depth != served.depth:

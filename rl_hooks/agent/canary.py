@@ -1,22 +1,24 @@
-"""Whether a new drafter has a lower acceptance length in this engine than the one that it replaced.
+"""Whether a new drafter has a lower acceptance length in this engine than the drafter that it replaced.
 
 Both must be measured on the same traffic. So the old version's α is taken over its last rounds in this engine, and a
 baseline that is too old gives no verdict.
 
-Rounds of one prompt are alike, and an engine serves few prompts at a time: 2,000 rounds may be two prompts. So the
-error is taken from what the traffic does by itself. Stretches of `rounds` rounds are kept; how α changes from one to
-the next, under one version, is how it changes under an equal one. Until such changes were seen, a usual one is assumed
-(`_USUAL_CHANGE`). The error is at least what the blocks within the stretches say, with the correlation of neighbours.
-A trial is looked at after 1, 2, 4, ... stretches, beside as many of the old version: it passes if its α is at
-least `ratio` of the old one's, and is swapped back where it is certainly lower. One that is never certain passes after
-`patience` stretches.
+Rounds of one prompt are alike, and an engine serves few prompts at a time: 2,000 rounds may be of two prompts. So the
+error comes from how the traffic itself changes α. The canary keeps stretches of `rounds` rounds. Under an equal version
+α would change as it changes from one stretch to the next under one version. Until such changes were seen, a usual one
+is assumed (`_USUAL_CHANGE`). The error is never below that of the blocks within the stretches, including the
+correlation of neighbouring blocks.
 
-An engine that has restarted may draw at another temperature. Until it has done `rounds` rounds with the old version
-again, a new one is swapped back only where it is dead.
+A trial is looked at after 1, 2, 4, ... stretches, and compared with as many of the old version. It passes if its α is
+at least `ratio` of the old one's. It is swapped back if its α is certainly lower. If neither holds up to `patience`
+stretches, it passes.
 
-An engine may draft fewer tokens the more requests it serves (vLLM's `num_speculative_tokens_per_batch_size`), and α
-falls with them. Where the two sides were drafted at different depths, both are therefore taken at a depth of 1: by the
-first draft of each round, whose acceptance depends on no depth.
+A restarted engine may sample at another temperature. Until it has done `rounds` rounds with the old version again, a
+new one is swapped back only if it is dead.
+
+An engine may draft fewer tokens the more requests it serves (vLLM's `num_speculative_tokens_per_batch_size`), which
+lowers α. If the two sides were drafted at different depths, both are therefore taken at a depth of 1: by the first
+draft of each round, whose acceptance does not depend on the depth.
 
 Pure: times are passed in.
 """
@@ -32,21 +34,21 @@ from typing import Any, Final, Self
 
 from rl_hooks.engines.counters import Counts
 
-#: How much log α changes from one stretch to the next under one version, before it was measured (root mean square), and
-#: how many measured changes that counts for.
+#: The assumed change of log α from one stretch to the next under one version (root mean square), and for how many
+#: measured changes it counts.
 _USUAL_CHANGE: Final = 0.1
 _USUAL_COUNTS_FOR: Final = 4
-#: One that accepts less than this share of what the old one accepts is dead, however little is known of the traffic.
+#: A version that accepts less than this share of what the old one accepts is dead, whatever the error.
 _DEAD_SHARE: Final = 0.05
-#: Changes that are remembered.
+#: How many changes are remembered.
 _CHANGES: Final = 32
-#: Blocks that a stretch is cut into; their variance is not measured where there are fewer than half as many.
+#: A stretch is cut into so many blocks. With fewer than half as many, their variance is not measured.
 _BLOCKS: Final = 8
-#: Variance of clustered rounds over that of independent ones, where there are too few blocks to measure it.
+#: The assumed ratio of the variances of clustered and independent rounds, where too few blocks are there to measure it.
 _DESIGN_EFFECT: Final = 4.0
-#: Correlation of neighbouring blocks, at most.
+#: The largest correlation of neighbouring blocks.
 _MOST_ALIKE: Final = 0.9
-#: By how much the depths of two sides may differ: ends of requests and of the context cut some drafts short.
+#: Depths that differ by up to this share count as equal: ends of requests and of the context cut some drafts short.
 _SAME_DEPTH: Final = 0.05
 
 
@@ -54,8 +56,8 @@ _SAME_DEPTH: Final = 0.05
 class CanaryRule:
     """After `rounds` rounds of the new version, α below `ratio` x the old one's swaps it back. 0 rounds: never.
 
-    2000 rounds are about 100 answers of 20 rounds each: the spread of α over answers is near a third of α, so that a
-    drop of a tenth is then 2 to 3 standard errors: enough for a verdict.
+    2000 rounds are about 100 answers of 20 rounds each. The spread of α over answers is near a third of α, so a drop of
+    a tenth is then 2 to 3 standard errors, enough for a verdict.
     """
 
     rounds: int = 2000
@@ -73,7 +75,7 @@ class CanaryRule:
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """What the canary found, as it is reported to the service; both α are at a depth of 1 where the depths differed."""
+    """The canary's verdict, as it is reported to the service. Both α are at a depth of 1 if the depths differed."""
 
     version: str
     previous: str
@@ -91,24 +93,24 @@ class CanaryResult:
 
 
 class Canary:
-    """Watches one engine. During the trial of a version, `good` stays the one before it."""
+    """Watches one engine. During the trial of a version, `good` is still the version before it."""
 
     def __init__(self, rule: CanaryRule) -> None:
         self.rule = rule
         self.good: str | None = None
         self.trial: str | None = None
         self._good = _Stretches(rule)
-        self._good_at = 0.0  # when the newest of them came
+        self._good_at = 0.0  # when the newest counts of `good` came
         self._trial = _Stretches(rule)
-        self._trial_at: float | None = None  # when its first counts came
+        self._trial_at: float | None = None  # when the trial's first counts came
         self._replayed: float | None = None
 
     def loaded(self, version: str, *, exempt: bool, replayed: float | None = None) -> None:
-        """A version was just swapped in. `exempt`: a person asked for it, or it was restored after a restart.
+        """Note that a version was swapped in. `exempt`: a person asked for it, or it was restored after a restart.
 
-        `replayed`: α that the gate's replay gave the version *before* it, on rollouts of the newest policy. The engine
-        counted that version while the policy was an older one. RL may have lowered α since, so the new version is
-        compared with the lower of the two.
+        `replayed`: the gate's replay α of the version *before* it, on rollouts of the newest policy. The engine counted
+        that version under an older policy, and RL may have lowered α since. So the new version is compared with the
+        lower one of the two.
         """
         if version == self.trial:
             return  # loaded again: its trial goes on
@@ -121,13 +123,13 @@ class Canary:
             self.trial, self._trial = version, _Stretches(self.rule)
 
     def interrupted(self, *, restarted: bool = False) -> None:
-        """The engine restarted, or another client swapped it: a running trial ends."""
+        """End a running trial, because the engine restarted or another client swapped its drafter."""
         self.trial = None
         if restarted:
             self._good.set_before()
 
     def count(self, version: str, counts: Counts, now: float) -> CanaryResult | None:
-        """Take in counts of the loaded version; a verdict comes once, when the trial has seen enough rounds."""
+        """Take in counts of the loaded version. Returns the verdict once, when the trial has seen enough rounds."""
         if version == self.good:
             if counts.rounds:
                 self._good_at = now
@@ -178,11 +180,11 @@ class Canary:
         self._good, self._trial = good, trial
         self._good_at = now - float(document["baseline_age_seconds"])
         self._trial_at = now if document["begun"] else None
-        if self.trial is not None and not good.done:  # by today's rule there is nothing to compare with
+        if self.trial is not None and not good.done:  # another rule kept the counts: nothing to compare with
             self._accept(self.trial, trial)
 
     def _previous_alpha(self, baseline: Counts) -> float:
-        """The α of the version before: what the engine counted, or what replay says of now, where that is less."""
+        """The α of the version before: the engine's count, or replay's α under today's policy if that is lower."""
         if self._replayed is None:
             return baseline.alpha
         many = len(self._trial.done)
@@ -204,9 +206,9 @@ class Canary:
         return False if math.log(trial.alpha / previous) + error < 0 else None
 
     def _error_of_change(self, many: int) -> float:
-        """By how much log α falls by itself from so many stretches to the next, under one version, in 1 of 100 cases.
+        """The fall of log α, from so many stretches to the next under one version, that 1 of 100 exceeds.
 
-        Until changes over so many were seen often, it is taken to change as over fewer, if that is more than usual.
+        Until such changes were seen often, the change over fewer stretches is assumed, or the usual one if larger.
         """
         expected, measured, counts_for = _USUAL_CHANGE**2, 0.0, 0.0
         for scale in self.rule.looks[: self.rule.looks.index(many) + 1]:
@@ -224,11 +226,11 @@ class Canary:
 
 
 class _Stretches:
-    """Rounds of one version in stretches, the newest last; each is kept in blocks.
+    """Rounds of one version in stretches, the newest last. Each stretch is kept in blocks.
 
-    `changes`: how much log α changed from so many stretches to the next so many, by how many; of earlier versions too.
-    Neighbours are compared, so what RL does to α in the long run does not count. `of_before`: the engine has restarted
-    since; the next stretch replaces these.
+    `changes[n]`: changes of log α from n stretches to the next n, of earlier versions too. Only neighbours are
+    compared, so RL's slow change of α does not count. `of_before`: the engine has restarted since, and the next stretch
+    replaces all of these.
     """
 
     def __init__(self, rule: CanaryRule) -> None:
@@ -239,7 +241,7 @@ class _Stretches:
         self.changes = {many: deque[float](maxlen=_CHANGES) for many in rule.looks}
 
     def add(self, counts: Counts) -> bool:
-        """Take in a difference between two scrapes; returns whether it ended a stretch."""
+        """Take in the difference between two scrapes. Returns whether it ended a stretch."""
         if counts.rounds:
             self._begun.append(replace(counts, by_prompt={}))
         if sum(part.rounds for part in self._begun) < max(self._rule.rounds, 1):
@@ -257,11 +259,11 @@ class _Stretches:
         return True
 
     def set_before(self) -> None:
-        """The engine has restarted: none of these rounds is of a stretch to come."""
+        """Note that the engine has restarted: the next stretch begins with new rounds."""
         self.of_before, self._begun = True, []
 
     def newest(self, many: int) -> list[Counts]:
-        """The blocks of the newest stretches, as many as there are, and of what came after them."""
+        """The blocks of the newest `many` stretches, or of all if there are fewer, and all rounds after them."""
         return [*chain(*list(self.done)[-many:]), *self._begun]
 
     def dump(self) -> dict[str, Any]:
@@ -276,7 +278,7 @@ class _Stretches:
 
     @classmethod
     def load(cls, rule: CanaryRule, document: Mapping[str, Any]) -> Self:
-        """Inverse of `dump`; what was kept by another rule is forgotten."""
+        """Inverse of `dump`. Counts that another rule kept are forgotten."""
         stretches, changes = cls(rule), {int(many): found for many, found in document["changes"]}
         if document["rounds"] == rule.rounds and changes.keys() == stretches.changes.keys():
             stretches.done.extend(tuple(map(Counts.load, stretch)) for stretch in document["done"])
@@ -305,7 +307,7 @@ def _student_99(degrees: float) -> float:
 def _at_common_depth(
     trials: Sequence[Counts], baselines: Sequence[Counts]
 ) -> tuple[Sequence[Counts], Sequence[Counts]] | None:
-    """Both sides, at a depth of 1 where their depths differ; None where positions were not counted then."""
+    """Both sides, at a depth of 1 if their depths differ; None if that needs positions which were not counted."""
     sides = trials, baselines
     depths = [total.drafted_tokens / max(total.rounds, 1) for total in map(_total, sides)]
     if max(depths) <= (1 + _SAME_DEPTH) * min(depths):
@@ -317,9 +319,9 @@ def _at_common_depth(
 
 
 def _at_depth_one(alpha: float, depth: int) -> float:
-    """The α at a depth of 1 of a drafter that has `alpha` at `depth`, if all drafts of a round are accepted as often.
+    """The α at a depth of 1 of a drafter with `alpha` at `depth`, if all drafts of a round are accepted equally often.
 
-    First drafts are accepted more often than later ones, so this is rather too low, and a trial passes more easily.
+    First drafts are accepted more often than later ones. So this is rather too low, and a trial passes more easily.
     """
     low, high = 0.0, 1.0
     for _ in range(40):
@@ -351,7 +353,7 @@ def blocks(parts: Sequence[Counts], rounds: int) -> list[Counts]:
 def log_alpha_variance(sides: Sequence[Counts]) -> float:
     """Variance of log α (delta method, ratio of sums over blocks); at least the variance of independent rounds.
 
-    Neighbouring blocks may be of one prompt: their correlation counts, as of an autoregressive process of first order.
+    Neighbouring blocks may be of one prompt. Their correlation enters as that of a first-order autoregressive process.
     """
     total = sum(sides, Counts())
     if not total.rounds:

@@ -164,10 +164,11 @@ def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
 
 
 def _remembered(memory: Path) -> set[str]:
-    """The versions that an engine's memory (`EngineFollower`) names: what it has, was asked to load, would go back to.
+    """The versions that an engine's memory names: the one it has, the one it was asked to load, and its fallback.
 
-    One that was not written for a week, or for an hour of an engine that follows by itself, is of an engine that is
-    gone. The latter, which was killed, is deleted then: its name is never used again.
+    `EngineFollower` writes the memory. A memory that was not written for a week is of an engine that is gone, and names
+    nothing. For an engine that follows by itself an hour is enough: it was killed, and its memory is deleted,
+    because its name is never used again.
     """
     try:
         document = json.loads(memory.read_bytes())
@@ -179,7 +180,7 @@ def _remembered(memory: Path) -> set[str]:
         releases = [document[name] for name in ("fallback", "pending") if document[name] is not None]
         served = [] if document["known"] is None else [document["known"]["version"]]
         return {str(release["manifest"]["version"]) for release in releases} | set(map(str, served))
-    except (OSError, ValueError, KeyError, TypeError):  # its own agent ignores it, too
+    except (OSError, ValueError, KeyError, TypeError):  # the engine's own agent ignores it too
         return set()
 
 

@@ -1,16 +1,15 @@
 """Keeps one engine on the drafter that the service offers, and counts what that drafter achieves there.
 
 One `tick`: scrape the counters, ask what is loaded, book the difference, judge a running canary, and swap if another
-release is wanted. The engine's own answer decides what is loaded; the agent's memory only tells whether that
-changed.
+release is wanted. What is loaded is what the engine answers. The agent's memory only shows whether that has changed.
 
 Restart of the agent: `engines/<digest of the URL>.json` in the cache keeps counts and verdicts, so that cumulative
 reports never go backwards and a rejected version stays rejected. A swap is written there before the engine is asked for
-it, so the next agent judges a version even if this one dies during the swap.
+it, so the next agent judges the version even if this one dies during the swap.
 
-Every load: the cached files are verified first, the engine is told their digests and loads no other bytes where it can
-compare them, and the digest that it answers is compared afterwards. Files that differ from the download are deleted and
-downloaded again, and the engine gets them at once.
+Every load: the cached files are verified first. The engine gets their digests, and an engine that can compare them
+loads no other bytes. Afterwards the digest in the engine's answer is compared. Files that differ from the download are
+deleted, downloaded again, and loaded at once.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ log = logging.getLogger("draftalign.agent")
 
 
 class EngineFollower:
-    """One engine's loop body; `tick` raises EngineError when the engine cannot be reached.
+    """One engine's loop body. `tick` raises EngineError when the engine cannot be reached.
 
-    `fetch(manifest, again)` brings a version into the cache; `again`: even if it is there. It is called in a thread.
+    `fetch(manifest, again)` downloads a version into the cache, with `again` even if it is there. It runs in a thread.
     """
 
     def __init__(
@@ -55,9 +54,9 @@ class EngineFollower:
         self.url = engine.url
         self.books = EngineBooks(rule)
         self.seen = Seen(time.monotonic())
-        self._metrics_error = ""  # the last error of the counters: it comes up again at every tick
-        self._last_fault = ""  # the last fault of a version's files, until one was loaded
-        self.withheld = ""  # why the engine does not have the newest offer; nothing, once it has
+        self._metrics_error = ""  # the last error of the counters, which is logged once
+        self._last_fault = ""  # the last fault of a version's files; empty once a version was loaded
+        self.withheld = ""  # why the engine does not have the newest offer; empty if it has
         self._choice = ReleaseChoice()
         self._process = EngineProcess()
         self._engine = engine
@@ -68,12 +67,12 @@ class EngineFollower:
 
     @property
     def sequence(self) -> int:
-        """Of the newest offer that was loaded, by an earlier agent perhaps; -1 before the first."""
+        """Sequence number of the newest offer that was loaded, by this agent or an earlier one; -1: none was."""
         return self._choice.sequence
 
     @property
     def ledger(self) -> Ledger:
-        """What the engine's rounds were credited to."""
+        """The engine's rounds, by the version that made them."""
         return self.books.ledger
 
     @property
@@ -87,9 +86,9 @@ class EngineFollower:
         return {release.version for release in releases if release is not None}
 
     async def tick(self, offer: Release | None) -> bool:
-        """Bring the engine and the books up to date; returns whether a swap took place."""
+        """Bring the engine and the books up to date. Returns whether a swap took place."""
         snapshot = await self._scrape()
-        # Asked *after* the scrape: if nothing changed since the last tick, all of the difference is one version's.
+        # After the scrape: if nothing has changed since the last tick, one version made all rounds between.
         state = await self._engine.state()
         self._metrics.last_contact.labels(self.url).set_to_current_time()
         verdict = self._account(snapshot, state)
@@ -103,7 +102,7 @@ class EngineFollower:
             if contest.lost:
                 if state.version != wanted.version:
                     return False
-                self._process.contest = RivalClient()  # the other one has gone
+                self._process.contest = RivalClient()  # the other client has gone
                 self.ledger.begin_life()
                 self._metrics.contested.labels(self.url).set(0)
             needed = self._needs(wanted, state)
@@ -159,7 +158,7 @@ class EngineFollower:
         before, after, mistrusted = since.snapshot, self.seen.snapshot, self._process.mistrusted
         if after is None:
             return None
-        if after.exact is not None:  # it knows whose each round is
+        if after.exact is not None:  # the engine itself knows which version made each round
             earlier = None if since.restarted else before
             now, anothers = time.monotonic(), self._anothers(state)
             return self.books.book_exact(earlier, after, state, since.seconds, now, mistrusted, anothers)
@@ -169,7 +168,7 @@ class EngineFollower:
             return None
         if found in (Between.SAME, Between.RESTART):
             counts, now = after.counts.since(before.counts, since.seconds), time.monotonic()
-            if state.version is not None:  # drafts by n-grams or MTP cost what ours do not
+            if state.version is not None:  # drafts by n-grams or MTP take another time than ours
                 self.books.step_times.add(before, after)
             return self.books.book(counts, state, after.policy_version, mistrusted, now, self._anothers(state))
         if found is Between.OTHER_SWAP:
@@ -189,18 +188,18 @@ class EngineFollower:
         self._metrics.contested.labels(self.url).set(0)
 
     def _anothers(self, state: EngineState) -> str | None:
-        """The version that the engine has instead of the run's; None where it was not given up."""
+        """Of an engine that was given up: the version that it has instead of the run's. Else None."""
         return state.version if self._process.contest.lost else None
 
     def _contend(self, state: EngineState) -> None:
-        """Another client has changed the drafter. Where it undoes swaps again and again, the engine is its own."""
+        """Note that another client changed the drafter. If it undoes swaps again and again, give the engine up."""
         contest, ours = self._process.contest, self._process.loaded
         if contest.lost or ours is None or state.version in (None, ours.version):
             return
         contest.undone(time.monotonic())
         if not contest.lost:
             return
-        self.ledger.begin_life()  # what it counts of a version from now on is not what it counted of it as the run's
+        self.ledger.begin_life()  # counts of a version from now on are apart from those before
         run, root = ours.manifest.run, self._memory.parent.parent.parent
         named = PLAIN_NAME.fullmatch(str(state.version))  # an engine may answer anything, a pattern too
         others = sorted(path.parent.name for path in root.glob(f"*/{state.version}")) if named else []
@@ -220,7 +219,7 @@ class EngineFollower:
         return PLAIN_NAME.fullmatch(version) is not None and (self._memory.parent.parent / version).is_dir()
 
     def _keep_good(self) -> None:
-        """Remember what to go back to: the canary's good version, also where it was accepted without a trial."""
+        """Keep the canary's good version as the fallback, also where it was accepted without a trial."""
         loaded = self._process.loaded
         if loaded is not None and loaded.version == self.books.canary.good:
             self._choice.fallback = loaded
@@ -245,14 +244,14 @@ class EngineFollower:
         if wanted.sha256 is not None and state.sha256 not in (None, wanted.sha256):
             self._note_mismatch(_other_bytes(wanted.version, wanted.sha256, state.sha256))
             return True
-        # Sequence numbers only grow: the same version under a higher one was pushed again.
+        # The same version under a higher sequence number was pushed again.
         return 0 <= self.sequence < wanted.sequence
 
     def _adopt(self, release: Release) -> None:
-        """The engine already has the wanted release."""
+        """Take note of a wanted release that the engine already has."""
         if self._process.loaded is not None:
             return
-        self._process.loaded = release  # it was there before this agent
+        self._process.loaded = release  # it was loaded before this agent began
         if release.version != self.books.canary.trial:
             self.books.canary.loaded(release.version, exempt=True)
             self._choice.fallback = release
@@ -273,7 +272,7 @@ class EngineFollower:
             self._metrics.swaps.labels(self.url, "failed").inc()
             raise
         since = self.seen.look(after, confirmed, time.monotonic())
-        if since.restarted:  # before it took the drafter
+        if since.restarted:  # the engine did, before it loaded the drafter
             self.ledger.begin_life()
         self._process.repeated(since.known, self.seen.known)
         if after is not None and after.exact is not None:
@@ -290,10 +289,10 @@ class EngineFollower:
         self._metrics.swaps.labels(self.url, "refused").inc()
 
     async def _load(self, release: Release) -> tuple[Snapshot | None, EngineState]:
-        """Have the engine load the downloaded bytes and no others; returns its counters and state afterwards.
+        """Have the engine load the downloaded bytes and no others. Returns its counters and state afterwards.
 
-        If it read other bytes, the files are downloaded again and loaded once more. If it reads other bytes again, the
-        files are not the cause, and the next tick tries again.
+        If the engine read other bytes, the files are downloaded again and loaded once more. If it reads other bytes
+        again, the files are not the cause: EngineError, and the next tick tries again.
         """
         again = False
         while True:
@@ -328,7 +327,7 @@ class EngineFollower:
             again = True
 
     async def _verify(self, release: Release, *, again: bool) -> Release:
-        """Make sure that the release's files are as downloaded; `again`: download them in any case."""
+        """Make sure that the release's files are as downloaded. `again`: download them in any case."""
         if not again:
             if await in_thread(is_intact, release):
                 return cached_release(release.manifest, release.path)
@@ -343,17 +342,17 @@ class EngineFollower:
         self._say(logging.ERROR, fault)
 
     def _say(self, level: int, fault: str) -> None:
-        """Log what is wrong with a version's files, once: it is tried again until there are right ones."""
+        """Log once what is wrong with a version's files, which are tried again at every tick."""
         log.log(logging.DEBUG if fault == self._last_fault else level, "%s: %s", self.url, fault)
         self._last_fault = fault
 
     def _took(self, release: Release, before: str | None, *, died: bool = False) -> None:
-        """The engine has loaded the release that we asked for; `before`: the version that it served until then."""
+        """Take note that the engine has loaded our release. `before`: the version that it served until then."""
         canary, outcome = self.books.canary, "swapped"
         if release.version == canary.good and before != release.version:
             if self._process.replaced or died:
                 outcome = "restored"
-            elif before in self._choice.rejected:  # else somebody else's swap is undone, or a person went back
+            elif before in self._choice.rejected:  # else another client's swap is undone, or a person went back
                 outcome = "rolled_back"
         insisted = self._choice.rejected.pop(release.version, None) is not None
         canary.loaded(release.version, exempt=insisted, replayed=release.manifest.replayed_alpha)
@@ -374,7 +373,7 @@ class EngineFollower:
             self._metrics.alpha(self.url, self.loaded_version, self.ledger.version_counts(self.loaded_version).alpha)
 
     def _store(self, *, durable: bool = False) -> None:
-        """Remember; `durable` for what must survive a power cut. Losing the rest loses counts only."""
+        """Write the memory. `durable`: it must survive a power cut; else a cut costs counts only."""
         document = {
             "engine": self.url,
             **self.seen.dump(),
@@ -388,11 +387,11 @@ class EngineFollower:
         replace_file(self._memory, json.dumps(document).encode(), durable=durable)
 
     def forget(self) -> None:
-        """Delete the memory: the engine ends, and its name is never used again."""
+        """Delete the memory, because the engine ends and its name is never used again."""
         self._memory.unlink(missing_ok=True)
 
     def _recall(self) -> None:
-        """Take up what an earlier agent left. Of a memory that cannot be read, only what is rejected stays so."""
+        """Go on from an earlier agent's memory. If it cannot be read, only the rejected versions are kept."""
         document: object = None
         try:
             self._restore(document := json.loads(self._memory.read_text()))

@@ -1,4 +1,4 @@
-"""What is known of an engine: the facts of the last tick, and the facts of its present process."""
+"""Facts about an engine: those of the last tick, and those of its present process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Release, VerifiedManifest
 
-#: A swap that another client undoes so soon is a turn of a contest.
+#: If another client undoes a swap within so long, that is a turn of a contest.
 _TURN_SECONDS: Final = 300.0
-#: Turns after which the agent gives the engine up: one that found another's drafter there, before one that was first.
+#: After so many turns the agent gives the engine up. An agent that found another's drafter there gives up sooner.
 _TURNS_YOUNGER: Final = 3
 _TURNS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """What the engine said is loaded."""
+    """The drafter that the engine answered is loaded."""
 
     version: str | None
     swaps: int
@@ -30,7 +30,7 @@ class LoadedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """From the tick before to this one."""
+    """The time from the tick before to this one."""
 
     known: LoadedVersion | None  # at the tick before
     snapshot: Snapshot | None  # at the tick before
@@ -44,17 +44,20 @@ class Since:
 
 
 class Between(Enum):
-    """What happened between two ticks; it says which drafter the rounds between them are of."""
+    """What happened between two ticks. It decides to which drafter the rounds between them belong."""
 
-    SAME = "same"  # one drafter; all swaps were the agent's own and put in what was there
-    OWN_SWAP = "own swap"  # the answer was lost, or the agent that asked died before it came
-    OTHER_SWAP = "other swap"  # another client's, unless this is the first tick
-    RESTART = "restart"  # and no swap since: one drafter since the start
+    SAME = "same"  # one drafter: any swaps were the agent's own, and loaded the version that was there
+    OWN_SWAP = "own swap"  # the agent's request was done, but its answer was lost or the agent died before it came
+    OTHER_SWAP = "other swap"  # by another client, unless this is the first tick
+    RESTART = "restart"  # without a swap since: one drafter since the start
     RESTART_AND_SWAP = "restart and swap"
 
 
 def between(since: Since, now: LoadedVersion, pending: str | None, *, repeated: bool) -> Between:
-    """`now`: what is loaded. `pending`: the version that the agent waits for. `repeated`: of `EngineProcess`."""
+    """What happened since. `now`: what is loaded. `pending`: the version that the agent has asked for.
+
+    `repeated`: the result of `EngineProcess.repeated`.
+    """
     if since.restarted:
         return Between.RESTART if now.swaps == 0 else Between.RESTART_AND_SWAP
     if pending is not None and now.version == pending and since.known != now:
@@ -69,23 +72,25 @@ class Seen:
     at: float
     known: LoadedVersion | None = None
     snapshot: Snapshot | None = None
-    #: Tokens that it drafts a round, and `greedy` or `probabilistic`, where it says so.
+    #: Tokens drafted in a round, and `greedy` or `probabilistic`; None where the engine does not answer it.
     depth: int | None = None
     drafting: str | None = None
-    #: The engine's mark of its process, as it was told last.
+    #: The engine's newest mark of its process.
     life: str | None = None
 
     def look(self, snapshot: Snapshot | None, state: EngineState, now: float) -> Since:
-        """Take in a scrape and the state that was asked for after it; returns what lies between."""
-        # Some engines tell the policy version in their metrics, others in their state.
+        """Take in a scrape and the state that was read after it; returns what happened since the tick before."""
+        # Some engines have the policy version in their metrics, others in their state.
         if snapshot is not None and snapshot.policy_version is None:
             snapshot = replace(snapshot, policy_version=state.policy_version)
         known, before = self.known, self.snapshot
         life = state.life or (None if snapshot is None else snapshot.life)
         if life is not None and self.life is not None:
             other = life != self.life
-        else:  # it does not say: counters that fell tell, where they do not pass what they had before
-            # Exact counts are of an engine in the agent's own process: they end together.
+        else:
+            # There are no two marks to compare. Counters that fell show that it is another process, unless by now the
+            # new counts exceed the old ones. An engine with exact counts is in the agent's
+            # own process: the two end together.
             exact = snapshot is None or snapshot.exact is not None
             other = before is not None and snapshot is not None and not exact and snapshot.has_fallen(before)
         since = Since(known, before, now - self.at, other or (known is not None and state.swaps < known.swaps))
@@ -116,9 +121,10 @@ class Seen:
 
 @dataclass(slots=True)
 class RivalClient:
-    """Another client that undoes the agent's swaps: an agent of another run, say. Neither would ever end.
+    """Another client that undoes the agent's swaps, such as an agent of another run.
 
-    Who gives up first leaves the engine to the other. So that both do not give up at once, their limits differ.
+    Neither would stop by itself. The first one to give up leaves the engine to the other. Their limits differ, so that
+    they do not both give up.
     """
 
     turns: int = 0
@@ -131,25 +137,25 @@ class RivalClient:
         return self.turns >= (_TURNS_YOUNGER if self.younger else _TURNS)
 
     def took(self, now: float, *, others: bool) -> None:
-        """The agent has swapped; `others`: in place of a drafter that is not of its run."""
+        """Note a swap by the agent. `others`: it replaced a drafter that is not of the agent's run."""
         if not self.turns:
             self.younger = self.younger or (self._took_at is None and others)
         self._took_at = now
 
     def undone(self, now: float) -> None:
-        """Another client has put another drafter in the place of the agent's."""
+        """Note that another client has replaced the agent's drafter."""
         soon = self._took_at is not None and now - self._took_at <= _TURN_SECONDS
         self.turns = self.turns + 1 if soon else 0
 
 
 @dataclass(slots=True)
 class EngineProcess:
-    """Facts about one process of the engine; a restarted engine gets a new one."""
+    """Facts about one process of the engine. A restarted engine gets a new object."""
 
-    #: The process before this one is gone, and with it the drafter that was swapped into it.
+    #: The engine was restarted, and so lost the drafter that was swapped into it.
     replaced: bool = False
     loaded: Release | None = None
-    #: The engine was asked to load it, and has not been seen with it yet.
+    #: The engine was asked to load this release, and has not been seen with it yet.
     pending: Release | None = None
     #: Version for which the engine read other bytes than were verified.
     mistrusted: str | None = None
@@ -158,30 +164,30 @@ class EngineProcess:
     #: Sequences that the engine refused for good.
     given_up: set[int] = field(default_factory=set)
     contest: RivalClient = field(default_factory=RivalClient)
-    #: Requests to swap in `_asked_for` that no swap has been seen for: the engine may still be at them.
+    #: Requests for `_asked_for` for which no swap was seen yet: the engine may still be working on them.
     unseen_swaps: int = 0
     _asked_for: str | None = None
-    _shape: tuple[str, str] | None = None  # (config fingerprint, d2t digest) that it takes
+    _shape: tuple[str, str] | None = None  # (config fingerprint, d2t digest) of drafters that fit
 
     def __post_init__(self) -> None:
         if self.pending is not None:  # the agent before this one asked for it
             self._asked_for, self.unseen_swaps = self.pending.version, 1
 
     def asks(self, release: Release) -> None:
-        """It is asked to load the release."""
+        """Note that the engine is asked to load the release."""
         if release.version != self._asked_for:
             self._asked_for, self.unseen_swaps = release.version, 0
         self.pending, self.unseen_swaps = release, self.unseen_swaps + 1
 
     def did_nothing(self) -> None:
-        """It answered that it did not load the release."""
+        """Note the engine's answer that it did not load the release."""
         self.pending, self.unseen_swaps = None, self.unseen_swaps - 1
 
     def repeated(self, before: LoadedVersion | None, now: LoadedVersion | None) -> bool:
-        """Whether the swaps between two looks are the agent's own and left the version as it was.
+        """Whether the swaps between two ticks are all the agent's own, and left the version as it was.
 
-        The answer to a request may be lost while the engine is busy. The agent asks again, and the engine then does
-        both: the second swap puts in what the first did.
+        While the engine is busy, the answer to a request may be lost. The agent asks again, and the engine then does
+        both requests: the second swap loads the same version again.
         """
         if before is None or now is None or now.version != self._asked_for:
             return False
@@ -190,7 +196,7 @@ class EngineProcess:
         return before.version == now.version and swaps <= asked
 
     def took(self, release: Release) -> None:
-        """It has loaded the release that it was asked for."""
+        """Note that the engine has loaded the release that it was asked for."""
         self._shape = (release.manifest.config_fingerprint, release.manifest.d2t_sha256)
         self.loaded, self.pending, self.replaced = release, None, False
 
@@ -214,7 +220,7 @@ class EngineProcess:
         )
 
     def _unlike(self, manifest: VerifiedManifest, state: EngineState) -> str:
-        """In which of the things that an engine keeps a drafter differs from the engine's, in words."""
+        """How a drafter differs, in words, from the engine's in what an engine cannot change."""
         vocabulary, other = state.d2t_sha256 or (self._shape and self._shape[1]), []
         if vocabulary not in (None, manifest.d2t_sha256):
             other.append("another draft vocabulary")

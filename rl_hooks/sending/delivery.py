@@ -1,4 +1,4 @@
-"""Sends one request at a time to the service, until it is accepted or given up, and reads what the answer says.
+"""Sends one request at a time to the service, until it is accepted or given up, and reads the answer.
 
 | what comes back | what happens |
 |---|---|
@@ -8,10 +8,10 @@
 | `run-closed` to anything | a person drains or archived the run: the same |
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
-| 401, 403, and any refusal by a proxy, of what is kept | the same without an end: somebody may mend it |
+| 401, 403, and any refusal by a proxy, of a job with `keep` | the same without an end: a person may mend it |
 | `too-many-runs`, `run-damaged` | a person has to act: the same, but after a minute |
 | `StoreUnreachable` from an upload by the object store | the same file through the API, and all for five minutes |
-| any other status | dropped and counted, never retried; one warning per status and call tells what the service said |
+| any other status | dropped and counted, never retried; one warning per status and call has the service's answer |
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from rl_hooks.sending.tally import Tally, kind_of
 _FIRST_BACKOFF_SECONDS: Final = 0.25
 _MAX_BACKOFF_SECONDS: Final = 15.0
 _MAX_RETRY_AFTER_SECONDS: Final = 60.0
-#: Type of the problem document that says so.
+#: Problem type: a person drains or archived the run.
 _CLOSED: Final = "urn:draftalign:run-closed"
-#: Likewise, that it has no such path.
+#: Problem type: the service has no such path.
 _NOT_FOUND: Final = "urn:draftalign:not-found"
-#: Likewise, that no run of this name is registered.
+#: Problem type: no run of this name is registered.
 NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
-#: Likewise, what lasts until a person acts. A registration goes on being sent, for somebody may, at this pace.
+#: Problem types that last until a person acts. Such a request is sent again, at this interval.
 _TAKES_A_PERSON: Final = ("urn:draftalign:too-many-runs", "urn:draftalign:run-damaged")
 _PERSON_SECONDS: Final = 60.0
-#: A smaller file costs the API less when it goes through it: docs/lab/performance.md.
+#: A smaller file costs the API less if the API itself takes it: docs/lab/performance.md.
 _SMALLEST_DIRECT_BYTES: Final = 8 << 20
-#: After it could not be used.
+#: After the store could not be used, files go through the API for so long.
 _STORE_AWAY_SECONDS: Final = 300.0
 _THROUGH: Final = "Rollouts go through the service's API for five minutes, then it is tried again"
 _STOPPED: Final = "This process sends nothing until it is attached again; its own work goes on"
@@ -54,9 +54,9 @@ _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the t
 
 
 def _may_pass(job: Job, status: int, kind: object) -> bool:
-    """Whether a refusal may end by itself, or by what somebody does; `kind` is the type of its problem document.
+    """Whether a refusal may end, by itself or by what a person does. `kind`: the type of its problem document.
 
-    What is kept outlasts a token that is missing, and any refusal that is not the service's own but a proxy's.
+    A job with `keep` is also sent again after a token is refused, and after any refusal that is a proxy's.
     """
     if status == 429 or status >= 500 or status in job.retry_statuses or kind in _TAKES_A_PERSON:
         return True
@@ -65,13 +65,13 @@ def _may_pass(job: Job, status: int, kind: object) -> bool:
 
 
 def _passes_soon(status: int, kind: object) -> bool:
-    """Whether seconds may end such a refusal; else a person does, where the service or a proxy is set up."""
+    """Whether such a refusal may end within seconds. Else it ends when a person changes the service or a proxy."""
     return kind not in _TAKES_A_PERSON and (status in (401, 403, 404, 429) or status >= 500)
 
 
 @dataclass(frozen=True, slots=True)
 class FilesWanted:
-    """What the service said last of the run's files; until it has said so, what any takes."""
+    """What the service wants of the run's files, by its newest answer. At first: what any service takes."""
 
     #: Rows that the run wants of the last state.
     last_rows: wire.LastRows = "all"
@@ -81,7 +81,7 @@ class FilesWanted:
     direct_uploads: bool = False
 
     def heard(self, fields: Mapping[str, object]) -> FilesWanted:
-        """With what this answer says; the answer to a head says nothing of it."""
+        """What it wants after this answer. The answer to a head changes nothing."""
         rows, named = fields.get("last_rows"), fields.get("optional_tensors")
         return FilesWanted(
             "predicting" if rows == "predicting" else "all" if rows == "all" else self.last_rows,
@@ -112,7 +112,10 @@ class ServiceClient:
     _store_away_until: float = field(init=False, default=-math.inf)  # monotonic
 
     def deliver(self, job: Job, pause: Callable[[float], bool]) -> str:
-        """Try until there is a verdict; returns the counter that it belongs to. `pause` waits; True: stop trying."""
+        """Send a job until it is accepted or given up. Returns the counter to raise.
+
+        `pause` waits for so many seconds, and returns True to stop trying.
+        """
         if self.refused:  # queued before that was known
             return "dropped_error"
         started = time.monotonic()
@@ -157,7 +160,7 @@ class ServiceClient:
         return self.service.ask(method, path, headers, parts, timeout_seconds=self.timeout_seconds)
 
     def _direct(self, job: Job, parts: Parts, headers: Mapping[str, str]) -> DirectUpload | None:
-        """The file's way by the object store; None: it goes through the API."""
+        """The file's upload by the object store; None: it goes through the API."""
         if not (self.wanted.direct_uploads and job.path.startswith("/rollouts?")):
             return None
         if wire.parts_bytes(parts) < _SMALLEST_DIRECT_BYTES or time.monotonic() < self._store_away_until:
@@ -172,7 +175,7 @@ class ServiceClient:
             return None
 
     def _judge(self, job: Job, reply: Reply) -> str | None:
-        """The counter of a final answer; None: try again."""
+        """The counter that belongs to a final answer; None: try again."""
         self.tally.add("bytes_sent", reply.body_bytes_sent)
         registers, kind = job.path == run_path(self.service.run), reply.fields.get("type")
         if 200 <= reply.status < 300:
@@ -216,12 +219,12 @@ class ServiceClient:
     def read_deaths(self, fields: Mapping[str, object]) -> None:
         """Count the batches of the run that the worker has refused since the first answer.
 
-        The worker reads a batch after the API has accepted it, so its verdict comes with the answer to a later one, or
-        to the question how the run stands.
+        The worker reads a batch after the API has accepted it. So its verdict comes with the answer to a later batch,
+        or to the question how the run stands.
         """
         total, reason = fields.get("dead_total"), fields.get("last_dead_reason")
         if type(total) is not int or not isinstance(reason, str):
-            return  # the answer to no batch
+            return  # this answers no batch
         # Batches that died before the first answer are another trainer's. A smaller total: the run was deleted and
         # registered again, or Redis was emptied, and the count began at 0.
         before = total if self._dead_total is None else min(self._dead_total, total)

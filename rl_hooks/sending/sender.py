@@ -1,8 +1,8 @@
 """Sends rollouts in the background: never blocks the trainer, never raises into it, never grows without bound.
 
 One daemon thread sends jobs in the order in which they were submitted, so that a head update precedes the rollouts of
-its policy version. What waits is bounded (`rl_hooks.sending.jobs`); in RL stale data is worth little, so the oldest
-rollouts go first. Which answers are retried: `rl_hooks.sending.delivery`.
+its policy version. The queue is bounded (`rl_hooks.sending.jobs`). When it is full, the oldest rollouts are dropped,
+because stale data is worth little in RL. Which answers are retried: `rl_hooks.sending.delivery`.
 
 Nothing is written to disk. Rollouts still queued when the process ends are lost: call `close` or `flush` first.
 """
@@ -28,17 +28,17 @@ from rl_hooks.sending.tally import Tally
 
 logger = logging.getLogger("rl_hooks")
 
-#: Rollouts that may wait to be sent, by default. Of a policy of 8 B, 1 GiB is 32,768 tokens in bfloat16.
+#: Bytes of rollouts that may wait to be sent, by default. Of a policy of 8 B, 1 GiB is 32,768 tokens in bfloat16.
 QUEUE_BYTES: Final = 1 << 30
 #: Largest rollout file: the service takes 512 MiB, unless its `max_body_bytes` says otherwise.
 _LARGEST_FILE_BYTES: Final = 511 << 20
-#: A file is to hold at most this share of the queue: the rollouts of one forward may be more than fit into it.
+#: A file holds a quarter of the queue's bytes at most: the rollouts of one forward may be more than fit into the queue.
 _FILES_IN_QUEUE: Final = 4
 
-#: How often whoever waits for the queue says so; and how long for how the run stands after that, by default.
+#: While `flush` waits, the log says so at this interval. Then it waits so long, by default, for how the run stands.
 _SAY_SECONDS: Final = 10.0
 _LAST_ANSWER_SECONDS: Final = 5.0
-#: How long they wait at most by default: other ranks of the trainer may wait in a collective, which ends after minutes.
+#: The longest wait of `flush`, by default: other ranks may wait in a collective, which times out after minutes.
 _LONGEST_FLUSH_SECONDS: Final = 300.0
 
 _COUNTERS: Final = (
@@ -71,7 +71,7 @@ class RolloutSender:
     ) -> None:
         """`asks`: the thread also asks the service how the run stands (`standing`), every 10 s.
 
-        `token`: of scope write; None: DRAFTALIGN_TOKEN of the environment, where that is set.
+        `token`: of scope write. None: that of the environment (DRAFTALIGN_TOKEN), if there is one.
         """
         self.run = run
         token = (os.environ.get("DRAFTALIGN_TOKEN") if token is None else token) or None
@@ -86,7 +86,7 @@ class RolloutSender:
         self._start_empty()
 
     def _start_empty(self) -> None:
-        """At first, and in a forked child, which must not send its parent's jobs a second time."""
+        """Begin with an empty queue: at first, and in a forked child, which must not send its parent's jobs again."""
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._queue = JobQueue(self._queue.limit_bytes)
@@ -97,9 +97,9 @@ class RolloutSender:
         self._closed = False
 
     def _guard(self) -> threading.Condition:
-        """The lock of everything here. A forked child starts empty, with its own lock.
+        """The lock of everything here. A forked child begins empty, with a lock of its own.
 
-        A thread of the parent may have held the parent's lock at the fork. No thread of the child would release it.
+        A thread of the parent may have held the parent's lock at the fork, and no thread of the child would release it.
         """
         if os.getpid() != self._pid:
             self._start_empty()
@@ -107,17 +107,17 @@ class RolloutSender:
 
     @property
     def joined(self) -> bool:
-        """Whether the run existed when it was registered, as the service has answered."""
+        """Whether the run existed when it was registered, by the service's answer."""
         return self._delivery.joined
 
     @property
     def refused(self) -> bool:
-        """Whether the run is another policy's, closed or not there, as the service said; then nothing more is sent."""
+        """Whether the service answered that the run is another policy's, closed or missing: nothing more is sent."""
         return self._delivery.refused
 
     @property
     def file_bytes(self) -> int:
-        """Bytes up to which rollouts go into one file; a single rollout may have more (`rollout_bytes`)."""
+        """Rollouts of up to so many bytes share a file. A single rollout may have more (`rollout_bytes`)."""
         return min(self._queue.limit_bytes // _FILES_IN_QUEUE, _LARGEST_FILE_BYTES)
 
     @property
@@ -132,18 +132,18 @@ class RolloutSender:
 
     @property
     def optional_tensors(self) -> frozenset[str]:
-        """Tensors that the service takes besides the format's own, as it said last."""
+        """Tensors that the service takes besides the format's own, by its newest answer."""
         return self._delivery.wanted.optional_tensors
 
     def standing(self) -> dict[str, float | str]:
-        """How the run stands, as the service said last (`Standing.facts`); what is not known is left out."""
+        """How the run stands, by the service's newest answer (`Standing.facts`). What is not known is left out."""
         with self._guard():
             return self._standing.facts()
 
     def submit(self, body: Parts | Callable[[], Parts], *, size_bytes: int | None = None) -> bool:
-        """Queue a rollout file: its parts, or a function that makes them (then `size_bytes` says how many bytes).
+        """Queue a rollout file: its parts, or a function that makes them, with their `size_bytes`.
 
-        False if it was not queued. Queuing it may have pushed out older rollouts (`dropped_full` counts them).
+        Returns False if it was not queued. Older rollouts may have been dropped for it (`dropped_full` counts them).
         """
         try:
             make: Callable[[], Parts] = body if callable(body) else partial(tuple, body)
@@ -155,7 +155,7 @@ class RolloutSender:
         return self.submit_job(Job("POST", path, make, size, retry_statuses=self._retry_statuses))
 
     def submit_job(self, job: Job) -> bool:
-        """Queue any request, behind all that was queued before it."""
+        """Queue any request, behind all earlier ones."""
         try:
             with self._guard():
                 return self._enqueue(job)
@@ -191,9 +191,9 @@ class RolloutSender:
             self._thread = thread
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a trainer's own log, `draftalign/...`. No network, no waiting.
+        """Numbers for a trainer's own log, `draftalign/...`. It waits for nothing and asks nobody.
 
-        What the service has not said within a minute is left out, and so is what it does not know.
+        Numbers that are older than a minute, or that the service does not know, are left out.
         """
         sent = self.stats()
         dropped = sum(sent[f"dropped_{why}"] for why in ("full", "error", "closed"))
@@ -217,11 +217,10 @@ class RolloutSender:
             }
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until everything queued was sent or dropped; False if that took longer than `timeout_seconds`.
+        """Wait until everything queued was sent or dropped. Returns False if `timeout_seconds` passed first.
 
-        None: as long as files arrive, no longer than `patience_seconds` for the next one, and 300 s in all. Every 10 s
-        the log says what is waited for. A sender that asks how the run stands asks once more then, within the same
-        time, if there is any left.
+        None: as long as files arrive, at most `patience_seconds` for the next one, and 300 s in all. Every 10 s the log
+        says how much waits. A sender that `asks` how the run stands does so once more at the end, if time is left.
         """
         limit = None if timeout_seconds is None else min(timeout_seconds, threading.TIMEOUT_MAX)
         began = time.monotonic()
@@ -235,7 +234,7 @@ class RolloutSender:
             return flushed
 
     def _wait_until_empty(self, limit: float | None) -> bool:
-        """Wait for the queue, as `flush` says. What is said meanwhile is said without the lock."""
+        """Wait for the queue, with the limits of `flush`. Logging happens without the lock."""
         began = heard = time.monotonic()
         patience, arrived = self._delivery.patience_seconds, self._arrived()
         while True:
@@ -267,7 +266,7 @@ class RolloutSender:
         return tally["sent"] + tally["duplicates"]
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Flush as `flush` does, then drop the rest (`dropped_closed`) and say so. True if nothing was lost."""
+        """Do a `flush`, then drop the rest (`dropped_closed`) and log it. Returns what `flush` does."""
         flushed = self.flush(timeout_seconds)
         tally = self._delivery.tally
         with self._guard():
@@ -278,7 +277,7 @@ class RolloutSender:
             thread = self._thread
         if thread is not None:
             thread.join(1.0 if timeout_seconds is None else min(timeout_seconds, 1.0))
-        with self._guard():  # what was being sent has ended by now, or hangs
+        with self._guard():  # the request in progress has ended by now, or hangs
             lost = tally["dropped_closed"] - before + len(self._queue)
         if lost:
             tally.warn("closed", f"closed with {lost} requests that were not sent: what they hold is lost")
@@ -315,7 +314,7 @@ class RolloutSender:
         return self._asks and not self._standing.seconds_left
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; True if the sender was closed."""
+        """Wait. Returns whether the sender was closed."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closed, seconds)
 

@@ -1,4 +1,4 @@
-"""What the hooks have in common: their options, what each of them owns, and how failures stay out of the step."""
+"""The common parts of the hooks: their options, what each owns, and the guard that keeps failures out of the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_hooks.sending.tally import Tally, kind_of
 from rl_hooks.trainer.plan import RolloutChoice, RolloutIds, checked_version
 from rl_hooks.trainer.session import Session, untold
 
-#: Counted by a hook.
+#: Names of a hook's counters.
 COUNTERS: Final = (
     *("captured_rollouts", "captured_tokens", "skipped_empty", "skipped_sampling", "skipped_budget", "cut_long"),
     *("head_updates", "failures"),
@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookOptions:
-    """What both hooks are told when they are made, by keyword. docs/reference/settings.md says more of each."""
+    """Options of both hooks, by keyword. docs/reference/settings.md explains each."""
 
     run: str = "default"
     token: str | None = field(default=None, repr=False)  # of scope write; None: DRAFTALIGN_TOKEN of the environment
@@ -37,24 +37,24 @@ class HookOptions:
     initial_drafter: Path | str | None = None
     draft_vocab_size: int | None = None
     policy_version: int = 0
-    #: These two bound the tokens that are sent of each policy version, by each rank.
+    #: These two bound the tokens that each rank sends of a policy version.
     sample_fraction: float = 1.0
     max_tokens_per_step: int = 65_536
     #: How the auxiliary states are sent: "float8_e4m3" halves them, with one scale per token and layer.
     dtype: FeatureDtype = "bfloat16"
     #: The relative change of `lm_head` after which it is sent again.
     head_tolerance: float = 0.005
-    #: Of the processes that see different rollouts. Rank 0 registers the run; the others wait until it exists.
+    #: Rank and number of the processes that see different rollouts. Rank 0 registers the run; the others wait for that.
     rank: int = 0
     world_size: int = 1
     queue_bytes: int = QUEUE_BYTES
     timeout_seconds: float = 30.0
     patience_seconds: float = 120.0
-    #: Called at each capture; returns the drafter version that drafted these rollouts: replay α is measured with it.
+    #: Called at each capture. Returns the drafter version that drafted these rollouts; replay α is measured with it.
     drafter_version: Callable[[], str] | None = None
-    #: What the model does to its logits after lm_head, for models that this package does not know.
+    #: How a model that this package does not know changes its logits after lm_head.
     logit_map: wire.LogitMap | None = None
-    #: Raise what fails, instead of counting it: for tests.
+    #: Raise failures instead of counting them: for tests.
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class HookOptions:
 
 
 class AttachKeywords(TypedDict, total=False):
-    """Names and types of the options that every `attach` takes: `HookOptions` but for what the trainer says itself."""
+    """Names and types of the options of every `attach`: `HookOptions` without those that the trainer itself knows."""
 
     run: str
     token: str | None
@@ -87,22 +87,22 @@ class AttachKeywords(TypedDict, total=False):
 
 
 class HookKeywords(AttachKeywords, total=False):
-    """The names and types of `HookOptions`, for editors and type checkers: of a call with `**` they ask for these."""
+    """The names and types of `HookOptions`, by which editors and type checkers check a call with `**`."""
 
     policy_version: int
     rank: int
     world_size: int
 
 
-#: How long a `with` block waits at its end where an error ends it.
+#: How long the end of a `with` block waits after an error.
 _AFTER_ERROR_SECONDS: Final = 5.0
 
 
 class Closing:
-    """What is closed at the end of its `with` block; after an error within seconds, for the error is to be seen."""
+    """Closed at the end of its `with` block; after an error within seconds, so that the error is seen soon."""
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """True if nothing was lost."""
+        """Close. Returns whether nothing was lost."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -113,13 +113,13 @@ class Closing:
 
 
 class TrainerHook(Closing):
-    """A hook's counters, sender and session, and how it stands."""
+    """A hook's counters, sender and session."""
 
     def __init__(self, url: str, options: HookOptions, *, asks: bool, waits_for_run: bool) -> None:
-        """`asks`: this rank asks the service how the run stands. `waits_for_run`: another one may register it first."""
+        """`asks`: this rank asks the service how the run stands. `waits_for_run`: another rank registers it."""
         #: Counters, and the newest failure.
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
-        #: Runs our own work: times it, and keeps its failures from the trainer.
+        #: Runs our own work, times it, and keeps its failures from the trainer.
         self.guard = TrainerGuard(self.tally, strict=options.strict)
         #: Names rollouts.
         self.ids = RolloutIds(options.rank)
@@ -133,7 +133,7 @@ class TrainerHook(Closing):
             retry_statuses=frozenset({404}) if waits_for_run else frozenset(),
             asks=asks,
         )
-        #: What tells this start of the trainer from others.
+        #: The id of this start of the trainer.
         self.session = Session(options.run, options.rank, options.world_size)
         if told := self.guard(untold, options.rank, options.world_size):
             self.tally.warn("ranks", told)
@@ -159,16 +159,16 @@ class TrainerHook(Closing):
         return own | self.sender.stats() | {"run_stands": self.sender.standing()}
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for the trainer's own log, `draftalign/...`: `wandb.log(hook.metrics())`. No network, no waiting.
+        """Numbers for the trainer's own log, `draftalign/...`: `wandb.log(hook.metrics())`. It waits for nothing.
 
-        What the service has not said within a minute is left out, and so is what it does not know.
+        Numbers that are older than a minute, or that the service does not know, are left out.
         """
         return self.sender.metrics()
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until everything captured was sent or dropped; False if that took longer than `timeout_seconds`.
+        """Wait until everything captured was sent or dropped. Returns False if `timeout_seconds` passed first.
 
-        None: as long as files arrive, no longer than `patience_seconds` for the next one, and 300 s in all.
+        None: as long as files arrive, at most `patience_seconds` for the next one, and 300 s in all.
         """
         return self.sender.flush(timeout_seconds)
 
@@ -186,7 +186,7 @@ class TrainerGuard:
         self._strict = strict
 
     def __call__(self, work: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result | None:
-        """What `work` returns; None where it failed, which is counted and logged, and raised only if `strict`."""
+        """Do `work` and return its result. A failure is counted and logged, and returns None; `strict` raises it."""
         started = time.perf_counter()
         try:
             return work(*args, **kwargs)
@@ -202,18 +202,18 @@ class TrainerGuard:
 
 
 def captured(hook: Any, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> AbstractContextManager[object]:
-    """`hook.capture` of what `ask` tells it; nothing where there is no hook, `ask` fails, or it tells None."""
+    """`hook.capture` with the arguments that `ask` returns; nothing without a hook or if `ask` fails or gives None."""
     told = None if hook is None else hook.guard(ask, *args, **kwargs)
     return nullcontext() if told is None else hook.capture(**told)
 
 
 def left_out_for_images(tally: Tally) -> None:
-    """Say once that such rollouts are not sent."""
+    """Log once that rollouts with images are not sent."""
     tally.warn("images", "rollouts with images are left out: a drafter cannot embed them")
 
 
 def one_temperature(said: Iterable[float]) -> float:
-    """That of all rollouts of a micro-batch; 1 where there is none. Raises `UnsupportedTrainerError` for several."""
+    """The one temperature of a micro-batch's rollouts; 1 without rollouts. UnsupportedTrainerError: several."""
     found = sorted(set(said))
     if len(found) > 1:
         raise UnsupportedTrainerError(f"rollouts of several temperatures in one micro-batch: {found}")

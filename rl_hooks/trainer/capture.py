@@ -1,18 +1,18 @@
 """Captures hidden states in the trainer's forward: the states *entering* chosen decoder layers, and the last one.
 
-An auxiliary state is the residual stream entering layer `i` (0-based), residual added and before the layer's own norm:
-`output_hidden_states`' `hidden_states[i]`. The last state is the output of the final norm, which is what `lm_head`
-multiplies. Module hooks take both, so the model need not return them, and no other state is kept in memory.
+An auxiliary state is the residual stream that enters layer `i` (0-based), after the residual addition and before the
+layer's own norm: `hidden_states[i]` of `output_hidden_states`. The last state is the final norm's output, which
+`lm_head` multiplies. Module hooks take both. So the model need not return them, and no other state is kept in memory.
 
 Invariants
-- Nothing is captured unless armed: generation, evaluation and reference forwards run through the same modules.
-- The first firing of a hook in an armed forward counts; of the norm, the first after the chosen layers. Activation
-  checkpointing of some frameworks runs a module again in the backward pass; such a second firing is ignored.
+- Only an armed forward is captured: generation, evaluation and reference forwards run through the same modules.
+- Of each hook the first firing in an armed forward counts; of the norm, the first one after the chosen layers. Some
+  frameworks' activation checkpointing runs a module again in the backward pass. That second firing is ignored.
 - Hooks never raise into the forward. `pop` raises the first error of a hook.
-- Register before `torch.compile`: a hook added to a model that was already compiled never fires (and `pop` says so).
+- Register the hooks before `torch.compile`. A hook that is added to a compiled model never fires, and `pop` says so.
 
-Data parallelism only, its sharded forms (FSDP, ZeRO-3) included: under sequence or pipeline parallelism a rank holds
-part of a state, and `pop` finds a shape that does not fit. `rl_hooks.trainer.megatron` joins such parts.
+For data parallelism and its sharded forms (FSDP, ZeRO-3). Under sequence or pipeline parallelism a rank holds a part of
+a state, and `pop` finds a shape that does not fit. `rl_hooks.trainer.megatron` joins such parts.
 
 Legend: B batch, S padded length, N selected rows, H hidden size, A auxiliary layers.
 """
@@ -47,7 +47,7 @@ DECODER_PATHS: Final[tuple[tuple[str, str], ...]] = (
 
 
 class ModuleHook:
-    """What of ours hangs on a module. A copy of it, deep or pickled, does nothing, and is loaded without `rl_hooks`."""
+    """A hook of ours on a module. Its copies, deep or pickled, do nothing, and are loaded without `rl_hooks`."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -57,12 +57,12 @@ class ModuleHook:
         self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A plain function of the standard library that takes any arguments and returns None.
+        # A function of the standard library that takes any arguments and returns None.
         return getattr, (nullcontext, "__exit__")
 
 
 class Hooked:
-    """What has hooks on modules, `_handles`, until `close`."""
+    """Base of classes that have hooks on modules (`_handles`) until `close`."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -88,7 +88,7 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def dropping(model: nn.Module) -> str:
-    """Name of the first module of `model` that drops values at random now; "" where none does."""
+    """Name of the first module of `model` that drops values at random now; empty: none does."""
     name: str
     for name, module in model.named_modules():
         share: Any = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
@@ -128,7 +128,7 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
 
 @dataclass
 class _Forward:
-    """What the hooks have taken of one forward, by the name of a layer or "norm"; the shape that it must have."""
+    """The captured states of one forward, by the name of a layer or "norm", and the shape that they must have."""
 
     shape: tuple[int, ...] | None = None
     packed: bool = False
@@ -160,7 +160,7 @@ class FeatureCapture(Hooked):
         super().__init__()
         layers, self.norm = find_decoder(model, layers_path, norm_path)
         self.aux_layers: tuple[int, ...] = _check_layers(aux_layers, len(layers))
-        #: Time spent inside the hooks, that is, copying the selected rows.
+        #: Time spent inside the hooks, copying the selected rows.
         self.hook_seconds = 0.0
         self._armed = False
         self._rows: Tensor | None = None
@@ -176,9 +176,9 @@ class FeatureCapture(Hooked):
     ) -> Iterator[FeatureCapture]:
         """Capture the next forward.
 
-        `rows`: int64 [N], which rows of the flattened [B * S] token axis to copy; without it, all are referenced
-        without a copy. `shape`: the [B, S] that the states must have; another one is an error that `pop` raises. A
-        `packed` row may be longer in the forward: trainers pad it to the size of a bucket.
+        `rows`: int64 [N], the rows of the flattened [B * S] token axis to copy. None: all rows, without a copy.
+        `shape`: the [B, S] that the states must have; `pop` raises if they have another. A `packed` row may be longer
+        in the forward, because trainers pad it to the size of a bucket.
         """
         self._rows, self._forward = rows, _Forward(shape, packed)
         self._armed = True
@@ -189,7 +189,7 @@ class FeatureCapture(Hooked):
             self._rows = None
 
     def is_past_norm(self) -> bool:
-        """Whether the armed forward has come to its last state."""
+        """Whether the last state of the armed forward was captured."""
         return "norm" in self._forward.states
 
     def normed(self) -> Tensor:
@@ -201,7 +201,7 @@ class FeatureCapture(Hooked):
         forward = self._forward
         self.clear()
         if forward.errors:
-            # No name here holds it: its traceback would hold this frame, and so the trainer's.
+            # Not bound to a name: the traceback would keep this frame alive, and so the trainer's.
             raise forward.errors.pop(0)
         wanted = [f"layer {index}" for index in self.aux_layers]
         missed = [name for name in [*wanted, "norm"] if name not in forward.states]
@@ -216,7 +216,7 @@ class FeatureCapture(Hooked):
         return Captured(tuple(forward.states[name] for name in wanted), forward.states["norm"], forward.boundaries)
 
     def clear(self) -> None:
-        """Hold nothing of a forward any longer."""
+        """Let go of everything from the last forward."""
         self._forward = _Forward()
 
     def _entering(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -224,33 +224,33 @@ class FeatureCapture(Hooked):
             self._take(name, args[0] if args else kwargs.get("hidden_states"), kwargs)
 
     def _normed(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        # NanoChat's goes over the embedding, too, before any layer: only what comes after the layers is the last state.
+        # NanoChat's norm also runs on the embedding, before any layer. The last state comes after the layers.
         if self._armed and "norm" not in self._forward.states and len(self._forward.states) == len(self.aux_layers):
             self._take("norm", output)
 
     def _take(self, name: str, state: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-        # Dynamo traces through hooks and would break the graph at a clock.
+        # Dynamo traces through hooks, and a clock would break its graph.
         compiling = torch.compiler.is_compiling()
         started = 0.0 if compiling else time.perf_counter()
         try:
-            if kwargs is not None and not self._forward.states:  # all layers get the same ones
+            if kwargs is not None and not self._forward.states:  # once: all layers get the same arguments
                 self._forward.boundaries = boundaries_among(kwargs)
             flat = _flatten(name, state)
-            # `pop` compares the shape: a comparison here would make Dynamo compile again for each length of a batch.
+            # `pop` compares the shape, not this: Dynamo would compile again for each length of a batch.
             self._forward.shapes[name] = state.shape
             if self._rows is not None:
-                # Rows beyond a state that does not fit would be an assertion on the device, which ends the process.
+                # If the state is too short, rows beyond it would fail an assertion on the device and end the process.
                 flat = flat.index_select(0, self._rows.to(flat.device).clamp(max=flat.shape[0] - 1))
             self._forward.states[name] = flat
         except Exception as error:  # noqa: BLE001 - a hook must never raise into the trainer's forward; pop raises it
-            # Its frames hold the trainer's tensors.
+            # Without its traceback, whose frames hold the trainer's tensors.
             self._forward.errors.append(error.with_traceback(None))
         if not compiling:
             self.hook_seconds += time.perf_counter() - started
 
 
 def writes(tensor: Tensor) -> int | None:
-    """How often it was written to in place; None where that is not counted."""
+    """How often a tensor was written to in place; None if that is not counted."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -269,7 +269,7 @@ def _flatten(name: str, state: Any) -> Tensor:
 
 
 def _check_shape(name: str, state: tuple[int, ...], shape: tuple[int, ...] | None, *, packed: bool) -> None:
-    """Raise where a state of this shape does not fit [B, S]."""
+    """Raise if a state of this shape does not fit [B, S]."""
     found = tuple(state[:-1])
     padded = packed and shape is not None and shape[0] == 1 and found[:-1] in ((), (1,)) and found[-1] >= shape[1]
     if shape is not None and found != shape and not padded:

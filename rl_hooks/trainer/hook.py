@@ -5,11 +5,11 @@
 ...     loss = compute_loss(model, ids, mask)        # the forward that happens anyway
 >>> hook.stats()
 
-Only rows of sampled rollouts are copied. Their normalisers are computed inside the forward: from its own logits, or
-where the trainer has the head whole (FSDP2 and ZeRO-3 have it whole nowhere else), and with no collective of ours. A
-background thread sends them. Only whole rollouts are sent. No failure of ours reaches the trainer unless
-`strict=True`: it is counted (`failures`), the newest is in `stats()["last_failure"]`, each kind is logged once, and the
-step goes on without a rollout.
+Only rows of sampled rollouts are copied. Their normalisers are computed inside the forward, from its own logits or
+where the trainer has the whole head (FSDP2 and ZeRO-3 have it nowhere else). That takes no collective of ours. A
+background thread sends whole rollouts. No failure of ours reaches the trainer unless `strict=True`. A failure is
+counted (`failures`), the newest is in `stats()["last_failure"]`, each kind is logged once, and the step goes on without
+a rollout.
 
 The forward must run with the weights that generated the rollouts, and with PEFT the adapter must be active.
 
@@ -38,13 +38,13 @@ from rl_hooks.trainer.registrar import Registrar
 from rl_hooks.trainer.staging import RolloutStaging, Targets
 from rl_hooks.trainer.whole import WholeWeight
 
-#: Said once where the head is gathered by hand, or split over the vocabulary.
+#: Logged once if the head is gathered by hand, or split over the vocabulary.
 NEVER_WHOLE: Final = (
     "no rank holds lm_head whole at any place of the forward: rollouts are sent without normalisers, which the service "
     "computes with the head that it has, and no head is sent from here. Let an engine's tap send it, or wrap lm_head "
     "with the root of the model"
 )
-#: Said once where the captured forward has dropout.
+#: Logged once if the captured forward has dropout.
 DROPPED: Final = (
     "the captured forward drops values at random ({name}), so its features and log-probabilities are not those of the "
     "policy that generated: set dropout to 0 (lora_dropout; disable_dropout=True of TRL), or capture a forward in "
@@ -54,18 +54,18 @@ DROPPED: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterOptions(HookOptions):
-    """`HookOptions`, and what `DrafterHook` is told besides."""
+    """`HookOptions`, and the further options of `DrafterHook`."""
 
     #: Dotted paths to the decoder layers and the final norm of an unknown architecture.
     layers_path: str | None = None
     norm_path: str | None = None
-    #: The model may return `log_probs` [B, S - 1], of every generated token at the temperature that `capture` is told,
-    #: as in TRL's GRPO; then normalisers are made of them.
+    #: Whether the model may return `log_probs` [B, S - 1] of every generated token, at the temperature that `capture`
+    #: gets, as in TRL's GRPO. Normalisers are then computed from them.
     own_log_probs: bool = False
 
 
 class PathKeywords(TypedDict, total=False):
-    """Where an unknown architecture has what is captured."""
+    """Paths to the captured modules of an unknown architecture."""
 
     layers_path: str | None
     norm_path: str | None
@@ -78,7 +78,7 @@ class DrafterKeywords(HookKeywords, PathKeywords, total=False):
 
 
 class ForwardReader:
-    """What hangs on one model. Of an armed forward it takes the features, its own scores, and the head while whole."""
+    """The hooks on one model. They take features, the forward's own scores and the whole head of an armed forward."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ForwardReader:
 
     @contextmanager
     def armed(self, plan: BatchPlan, targets: Targets) -> Iterator[None]:
-        """Read the forward that happens inside."""
+        """Read the one forward that happens inside."""
         staging, layout, is_past_norm = self._staging, plan.layout, self.features.is_past_norm
         may_pad = layout.packed and layout.tree is None
         at_head = partial(self._at_head, plan, targets, self.own.expected)
@@ -121,7 +121,7 @@ class ForwardReader:
 
     @contextmanager
     def armed_for_head(self, policy_version: int) -> Iterator[None]:
-        """Around a forward of which no rollout is sent: rank 0 registers the run, and sends the head, for all ranks."""
+        """Read only the head, of a forward without sent rollouts: rank 0 registers the run and sends it for all."""
         registrar = self._registrar
         if registrar is None or not registrar.wants(policy_version):
             yield
@@ -130,7 +130,7 @@ class ForwardReader:
             yield
 
     def pop_head(self) -> None:
-        """Raise what went wrong in a forward that was armed for its head."""
+        """Raise the error of a forward that was armed for its head."""
         try:
             self.head.pop()
         finally:
@@ -138,9 +138,9 @@ class ForwardReader:
                 self._registrar.check()
 
     def pop(self, plan: BatchPlan, targets: Targets) -> tuple[Captured, Scores | None]:
-        """Features and scores of the forward. Raises what went wrong in it."""
+        """Features and scores of the forward. Raises its error."""
         captured, of_head, own = self.features.pop(), self.head.pop(), self.own.pop()
-        if isinstance(of_head, Tensor):  # the logits of the tokens, to whose log-probabilities they belong
+        if isinstance(of_head, Tensor):  # logits of the tokens, which go with the model's log-probabilities
             scored = self._staging.score_log_probs(plan, targets, own, of_head) if isinstance(own, OwnRows) else None
         else:
             scored = own if isinstance(own, tuple) else of_head
@@ -150,7 +150,7 @@ class ForwardReader:
         return captured, scored
 
     def clear(self) -> None:
-        """Hold nothing of a forward any longer."""
+        """Let go of everything from the last forward."""
         for part in (self.features, self.head, self.own, self.agreement):
             part.clear()
 
@@ -163,7 +163,7 @@ class ForwardReader:
     def _at_head(
         self, plan: BatchPlan, targets: Targets, expected: Kind | None, head_VH: Tensor
     ) -> Scores | Tensor | None:
-        """The head is whole: tell the service of it, and do what scoring takes of it."""
+        """Register or send the head, which is whole now, and do the part of scoring that needs it."""
         if self._registrar is not None:
             self._registrar.saw(head_VH, plan.policy_version)
         self._staging.see_head(targets, self.features.normed(), head_VH)
@@ -182,7 +182,7 @@ class DrafterHook(TrainerHook):
 
     def __init__(self, model: nn.Module, url: str, **options: Unpack[DrafterKeywords]) -> None:
         told = DrafterOptions(**options)
-        # Made before the hooks are registered: a refused model is left as it was found.
+        # Before any hook is registered, so that a refused model is left as it was.
         refuse_model_parallel(model)
         waits = bool(told.rank) or is_sharded(policy_head(model))
         super().__init__(url, told, asks=not told.rank, waits_for_run=waits)
@@ -212,7 +212,7 @@ class DrafterHook(TrainerHook):
 
     @property
     def overhead_seconds(self) -> float:
-        """Wall time that the hook took from the trainer, hooks inside the forward included."""
+        """Wall time that the hook took from the trainer, including hooks inside the forward."""
         return self.guard.seconds + self._reader.seconds
 
     @contextmanager
@@ -231,7 +231,7 @@ class DrafterHook(TrainerHook):
             return
         self.session.saw(version)
         plan = self.guard(plan_batch, self.ids, self._choice, arguments)
-        # Copied before the forward: a copy inside would make the device wait.
+        # Copied before the forward, because a copy inside would make the device wait.
         targets = None if plan is None else self.guard(self._staging.targets, plan, arguments.input_ids.device)
         if plan is None or targets is None:
             with self._reader.armed_for_head(version):
@@ -242,7 +242,7 @@ class DrafterHook(TrainerHook):
             with self._reader.armed(plan, targets):
                 yield
             self.guard(self._submit, plan, targets)
-        finally:  # where the trainer's forward raises too: the device's memory is the trainer's
+        finally:  # also if the trainer's forward raises: it needs the device's memory
             self._reader.clear()
 
     def stats(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class DrafterHook(TrainerHook):
     def _submit(self, plan: BatchPlan, targets: Targets) -> None:
         captured, scored = self._reader.pop(plan, targets)
         if self._model.training and not self._looked_for_dropout:
-            self._looked_for_dropout = True  # once: a large model has many modules
+            self._looked_for_dropout = True  # only once, because a large model has many modules
             if name := dropping(self._model):
                 self.tally.warn("dropout", DROPPED.format(name=name))
         attention, recurrent = how_it_reads(self._model)

@@ -1,18 +1,21 @@
-"""What the trainer's forward computes of its distribution anyway: with it, normalisers need no product with lm_head.
+"""Takes the logits or log-probabilities that a trainer's forward makes, in place of a product with lm_head of our own.
 
-* **Logits.** Most trainers call lm_head on the final norm's output or on a slice of it. Which rows they are of is told
-  by memory: the input must be a view of that output. So no value is compared, and the device need not wait.
-* **Log-probabilities.** TRL's fused head never makes whole logits, and returns `log_probs` [B, S - 1] of the next
-  tokens. Normaliser = logit of the token - its log-probability; that logit is one row of lm_head. Temperature and
-  labels of `log_probs` cannot be checked here: whoever asks for them vouches that they are those of the capture.
+Each scored row needs its normaliser, the logsumexp of its logits. Two things in a forward give it:
 
-Logits of lm_head, and those that a model returns, are also shown to `see`, which compares them with the head's.
+* **Logits.** Most trainers call lm_head on the final norm's output, or on a slice of it. The rows of the logits follow
+  from memory: lm_head's input must be a view of the norm's output. So no value is compared, and the device need not
+  wait.
+* **Log-probabilities.** TRL's fused head never makes whole logits. It returns `log_probs` [B, S - 1] of the next
+  tokens. The normaliser is the token's logit minus its log-probability, and that logit needs one row of lm_head. The
+  temperature and labels of `log_probs` cannot be checked here: the caller vouches that they are those of the capture.
 
-What a forward gives is known only after it, when the head may be sharded again. So each forward is expected to give
-what the one before gave; the first is scored by the product with lm_head. Where one gives something else, its rollouts
-are left out, and later ones are scored by the product.
+The logits of lm_head and of the model's output are also passed to `see`, which compares them with the head's.
 
-Legend: B batch, S padded length, n positions that logits are of, V vocabulary, H hidden size, M rows that are scored.
+Whether a forward makes either is known only at its end, when the head may be sharded again. So each forward is expected
+to make what the one before made, and the first is scored by a product with lm_head. If a forward does not make what was
+expected, its rollouts are left out, and later forwards are scored by the product.
+
+Legend: B batch, S padded length, n positions with logits, V vocabulary, H hidden size, M rows that are scored.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """Logits or log-probabilities of the last states [B, S, H]: of positions `begin` to `begin + kept` of each row."""
+    """Logits or log-probabilities of last states [B, S, H]: of `kept` positions of each row, from `begin` on."""
 
     values: Tensor  # logits [B * n, V], or log-probabilities of the next tokens [B * n]; detached
     begin: int
@@ -48,49 +51,49 @@ class OwnRows:
     length: int  # S
 
     def hold(self, rows_M: npt.NDArray[np.int64]) -> bool:
-        """Whether these rows of the flattened [B * S] are among them."""
+        """Whether `values` has all of these rows of the flattened [B * S]."""
         position = rows_M % self.length - self.begin
         inside = (position >= 0) & (position < self.kept) & (rows_M // self.length * self.kept < len(self.values))
         return bool(inside.all())
 
     def at(self, rows_M: Tensor) -> Tensor:
-        """Where in `values` these rows of the flattened [B * S] are."""
+        """The places in `values` of these rows of the flattened [B * S]."""
         return rows_M // self.length * self.kept + rows_M % self.length - self.begin
 
 
 @dataclass(slots=True)
 class _SeenForward:
-    """What an armed forward is asked for, and what was seen of it so far."""
+    """What is wanted of an armed forward, and what it has made so far."""
 
     rows: npt.NDArray[np.int64]
     score: Callable[[OwnRows], Scores]
     see: Callable[[OwnRows, bool], None]
     is_past_norm: Callable[[], bool]
-    looking: bool  # until its scores were found, or cannot be
-    norms: int = 0  # last states
-    last: Tensor | None = None  # the last states, until rows of them are found
-    writes: int | None = None  # how often these had been written to when the norm returned them
-    place: OwnRows | None = None  # of which rows returned logits would be; without values
+    looking: bool  # for scores; False once they are found, or cannot be
+    norms: int = 0  # how often the final norm has returned the last states
+    last: Tensor | None = None  # its output, the last states, until scores of them are found
+    writes: int | None = None  # how often that tensor had been written to when the norm returned it
+    place: OwnRows | None = None  # the rows that logits in the model's output would have; without values
 
     def end(self) -> None:
-        """Look for no scores any more, and hold no state."""
+        """Stop looking for scores, and let go of the last states."""
         self.looking, self.last = False, None
 
 
 class OwnScores(Hooked):
-    """Finds `OwnRows` in an armed forward: in lm_head's output, or in `log_probs` of what one of `models` returns.
+    """Finds `OwnRows` in an armed forward: in lm_head's output, or in `log_probs` of the output of one of `models`.
 
-    `log_probs`: the caller vouches that they are of the capture's temperature and labels.
+    `log_probs`: look for these too. The caller vouches that they have the capture's temperature and labels.
     """
 
     def __init__(self, models: Sequence[nn.Module], norm: nn.Module, lm_head: nn.Module, *, log_probs: bool) -> None:
         super().__init__()
         #: Wall time of all work.
         self.seconds = 0.0
-        #: What the next forward is expected to give: it does not pay to make the product for it.
+        #: What the next forward is expected to make, so that it needs no product with lm_head.
         self.expected: Kind | None = None
-        self._due: Kind | None = None  # what this one is expected to give
-        self._trusted = True  # no forward did otherwise than the one before
+        self._due: Kind | None = None  # what the armed forward is expected to make
+        self._trusted = True  # every forward so far made what was expected of it
         self._log_probs = log_probs
         self._forward: _SeenForward | None = None  # while one is armed
         self._made: Scores | OwnRows | None = None
@@ -107,11 +110,13 @@ class OwnScores(Hooked):
         see: Callable[[OwnRows, bool], None],
         is_past_norm: Callable[[], bool],
     ) -> Iterator[None]:
-        """Look for them in the forward that happens inside. `rows_M`: of the flattened [B * S], all must be there.
+        """Look for scores of `rows_M` in the forward that happens inside; they count only if all rows are there.
 
-        `score` is called on logits at once, where they were expected: trainers change them in place later.
-        `see` is shown lm_head's output, then what a model returned, with True: mapped by what it does after lm_head.
-        `is_past_norm`: whether the norm's output is the last state by now (NanoChat's runs on the embedding first).
+        `rows_M`: rows of the flattened [B * S].
+        `score`: called at once on logits that were expected, because trainers change them in place later.
+        `see`: called with the logits of lm_head and False, then with those that a model returns and True. The model
+        may have changed the latter after lm_head.
+        `is_past_norm`: whether the norm's output is the last state by now. NanoChat's norm runs on the embedding first.
         """
         self.clear()
         self._forward = _SeenForward(rows_M, score, see, is_past_norm, self._trusted)
@@ -122,9 +127,9 @@ class OwnScores(Hooked):
             self._forward = None
 
     def pop(self) -> Scores | OwnRows | None:
-        """Scores of logits, or log-probabilities, where they were expected.
+        """The scores from logits, or the log-probabilities, that were expected; None where nothing was.
 
-        Raises the error of `score`, and RolloutError where the forward did otherwise than expected.
+        Raises the error of `score` or `see`, and RolloutError where the forward did not make what was expected.
         """
         made, errors, missed = self._made, self._errors, self._due is not None and self._made is None
         self.clear()
@@ -139,7 +144,7 @@ class OwnScores(Hooked):
         return made
 
     def clear(self) -> None:
-        """Hold nothing of a forward any longer."""
+        """Let go of everything from the last forward."""
         self._made = self._due = None
         self._errors = []
 
@@ -148,12 +153,12 @@ class OwnScores(Hooked):
         if forward is None or torch.compiler.is_compiling() or not forward.is_past_norm():
             return
         forward.norms += 1
-        if forward.norms > 1:  # of another forward: whose the logits or log-probabilities are can't be told
+        if forward.norms > 1:  # a second forward inside: nobody knows to which one the logits will belong
             forward.end()
             forward.place = None
         if not forward.looking or not isinstance(output, Tensor) or output.ndim < 2:
             return
-        # Where log-probabilities are expected its shape is enough, and its memory stays the trainer's to free.
+        # For log-probabilities the shape is enough: the trainer may free the state's memory.
         state = output.detach()
         forward.last, forward.writes = state, writes(output)
         if self._due == "log_probs":
@@ -164,7 +169,7 @@ class OwnScores(Hooked):
     def _at_head(self, _module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         forward = self._forward
         if forward is not None and forward.last is not None and not torch.compiler.is_compiling():
-            changed = writes(forward.last) != forward.writes  # by the model, in place
+            changed = writes(forward.last) != forward.writes  # the model changed the state in place
             given = args[0] if args and not changed else None
             self._look(forward, "logits", partial(_logits, forward.last, given, output))
 
@@ -194,7 +199,7 @@ class OwnScores(Hooked):
                 forward.place = replace(found, values=found.values.new_empty((len(found.values), 0)))
                 forward.see(found, False)
             if self._due == kind:
-                # A copy: they are read after the loss, which may change them in place.
+                # Log-probabilities are copied: they are read after the loss, which may change them in place.
                 self._made = forward.score(found) if kind == "logits" else replace(found, values=found.values.clone())
         except Exception as error:  # noqa: BLE001 - nothing of ours is raised into the trainer's forward; pop raises it
             self._errors.append(error.with_traceback(None))  # whose frames hold the trainer's tensors
@@ -204,7 +209,7 @@ class OwnScores(Hooked):
 
 
 def _logits(last: Tensor, given: Any, output: Any) -> OwnRows | None:
-    """The logits that lm_head made of `given`, where that is a slice of the last states; None where it is none."""
+    """lm_head's `output` as `OwnRows`, if `given`, its input, is a slice of the last states; else None."""
     if not all(isinstance(one, Tensor) and not hasattr(one, "to_local") for one in (last, given, output)):
         return None
     if output.shape[:-1] != given.shape[:-1] or output.dtype not in _FLOATS:
@@ -225,7 +230,7 @@ def _logits(last: Tensor, given: Any, output: Any) -> OwnRows | None:
 
 
 def _returned(place: OwnRows, logits: Any) -> OwnRows | None:
-    """The logits that a model returned, where they are of as many rows as at that place."""
+    """The logits that a model returned, if they have as many rows as `place`; else None."""
     if not isinstance(logits, Tensor) or hasattr(logits, "to_local") or logits.dtype not in _FLOATS or logits.ndim < 2:
         return None
     rows = logits.shape[:-1].numel()
@@ -235,7 +240,7 @@ def _returned(place: OwnRows, logits: Any) -> OwnRows | None:
 
 
 def _log_probs(last: Tensor, log_probs: Any) -> OwnRows | None:
-    """`log_probs` [B, S - 1] of the tokens after these last states [B, S, H]; None where they are something else."""
+    """`log_probs` as `OwnRows`, if it is float32 of [B, S - 1] for last states [B, S, H]; else None."""
     if not isinstance(log_probs, Tensor) or last.ndim != 3 or log_probs.dtype != torch.float32:
         return None
     B, S, _ = last.shape

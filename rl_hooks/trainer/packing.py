@@ -1,16 +1,17 @@
-"""Where the rollouts of one forward lie: one a padded row, or several in a packed row. And whether the forward agrees.
+"""Where the rollouts of one forward lie: one in each padded row, or several in a packed row. Compared with the forward.
 
-A packed row is told apart by `cu_seqlens`, by `position_ids` that begin again, or as a nested tensor. After the
-forward its own arguments are compared: a boundary inside what was called one rollout, or none between two, is refused.
-A drafter trained across such a boundary learns to predict the first tokens of one rollout from another, and replay α
-counts rounds over it. Where a packed forward attends from one rollout to the one before, its states are of neither.
+The caller tells the rollouts of a packed row apart by `cu_seqlens`, by `position_ids` that begin again, or by nested
+tensors. After the forward its own arguments are compared with that. A boundary inside one rollout is refused, and so is
+a missing one between two. Across such a boundary a drafter would learn to predict the first tokens of one rollout from
+another, and replay α would count rounds. If a packed forward attends from one rollout to the one before, its states are
+of neither.
 
-What the forward says: positions, boundaries of sequences (`cu_seq_lens_q` and the like), sequence numbers (`seq_idx`,
-or an `attention_mask` that numbers documents), and the mask that attention is computed with.
+The forward's arguments that are compared: positions, boundaries of sequences (`cu_seq_lens_q` and the like), sequence
+numbers (`seq_idx`, or an `attention_mask` that numbers documents), and the mask of the attention.
 
-A forward over a prefix tree holds what several rollouts begin with once, and each rollout is a path of it. Then the
-told row has the rollouts one after the other, `PackedRollouts.tree` says where the forward has each of its tokens, and
-the forward must say the same tree.
+A forward over a prefix tree has the common beginning of several rollouts once; each rollout is a path of the tree. The
+caller's row then has the rollouts one after the other. `PackedRollouts.tree` maps its tokens to the forward's, and the
+forward's own arguments must describe the same tree.
 
 Legend: B rows, S tokens of a row, padding included; T = B * S; N tokens of a forward over a prefix tree.
 """
@@ -34,15 +35,15 @@ UNPACK: Final = (
     "Say where the rollouts of a packed row begin: cu_seqlens= or position_ids= of `capture`, or nested tensors. Or "
     "send one rollout a row, padded to [B, S] with an attention_mask, and do not pack the forward that is captured."
 )
-#: Arguments that hold the number of its sequence for each token.
+#: Arguments that number the sequence of each token.
 _NUMBERS: Final = ("seq_idx", "attention_mask")
-#: transformers' flash attention goes by boundaries only where it has all of these, and by positions otherwise.
+#: transformers' flash attention uses boundaries only if it has all of these; else it uses positions.
 _VARLEN: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-#: Kinds of layers, in a config, that carry a state from token to token.
+#: Names in a config for layers that carry a state from token to token.
 _RECURRENT: Final = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
-#: What attention over a prefix tree goes by: the tokens that each segment reads, and where segments and these begin.
+#: Arguments of attention over a prefix tree: the tokens that each segment reads, where these begin, where segments do.
 _TREE: Final = ("tree_kv_index", "tree_cu_seqlens_k", "tree_cu_seqlens_q")
-#: An additive mask hides what is below.
+#: An additive mask hides a position whose value is below this.
 _HIDDEN: Final = -1e4
 
 Ints = npt.NDArray[np.int64]
@@ -55,9 +56,9 @@ class PackedRollouts:
     shape: tuple[int, int]
     rollouts: tuple[Ints, ...]
     packed: bool
-    #: Tokens of each sequence, where lengths told them apart: other nested tensors must have the same.
+    #: Tokens of each sequence, if lengths told the rollouts apart: other nested tensors must have the same.
     lengths: tuple[int, ...] | None = None
-    #: Where a forward over a prefix tree has each of these tokens, [T]; None: where they are told.
+    #: The place of each token in a forward over a prefix tree, [T]; None: the forward has them as the caller has.
     tree: Ints | None = None
 
     @property
@@ -66,7 +67,7 @@ class PackedRollouts:
         return self.shape if self.tree is None else (1, int(self.tree.max()) + 1)
 
     def in_forward(self, tokens: Ints) -> Ints:
-        """Where the flattened forward has these tokens of the flattened axis."""
+        """The places, in the flattened forward, of these tokens of the flattened axis."""
         return tokens if self.tree is None else self.tree[tokens]
 
     def owners(self) -> Ints:
@@ -104,7 +105,7 @@ class PackedRollouts:
         return host(values, dtype).reshape(-1)
 
     def generated(self, loss_mask: Tensor | None) -> npt.NDArray[np.bool_]:
-        """Whether the policy generated each token, [T]. Raises where one of a packed row is in no rollout."""
+        """Whether the policy generated each token, [T]. Raises if such a token of a packed row is in no rollout."""
         generated_T = self.flat("loss_mask", loss_mask, np.bool_)
         lost = np.flatnonzero(generated_T & (self.owners().reshape(-1) < 0)) if self.packed else np.array([])
         if lost.size:
@@ -307,7 +308,7 @@ def _sequence_starts(marks: Mapping[str, Ints], owner_BS: Ints) -> dict[str, npt
 
 
 def _refuse_cut(marks: Mapping[str, Ints], layout: PackedRollouts) -> None:
-    """Raise where a forward is longer than the row and has no boundary at the row's end: it is of other tokens."""
+    """Raise if a forward is longer than the row without a boundary at the row's end: its tokens are others."""
     S = layout.shape[1]
     if layout.owners()[-1, -1] < 0:
         return  # the row ends in padding: no rollout is cut
@@ -326,7 +327,7 @@ def _refuse_cut(marks: Mapping[str, Ints], layout: PackedRollouts) -> None:
 
 
 def _owner_before(owner_BS: Ints) -> Ints:
-    """The rollout of the last token before each one that is no padding; -1 where its row has none."""
+    """For each token, the rollout of the last token before it in its row that is no padding; -1: there is none."""
     column = np.where(owner_BS >= 0, np.arange(owner_BS.shape[1]), -1)
     last = np.maximum.accumulate(column, axis=1)[:, :-1]
     before = np.full_like(owner_BS, -1)
@@ -335,7 +336,7 @@ def _owner_before(owner_BS: Ints) -> Ints:
 
 
 def _begins(name: str, values: Ints, owner_BS: Ints) -> npt.NDArray[np.bool_] | None:
-    """Where an argument says that a sequence begins, [B, S]; None where its values are not of these rows."""
+    """The places where a sequence begins, by one argument of the forward, [B, S]; None: it is not of these rows."""
     B, S = owner_BS.shape
     begins = np.zeros((B, S), np.bool_)
     if name.startswith("cu_seq"):
@@ -347,7 +348,7 @@ def _begins(name: str, values: Ints, owner_BS: Ints) -> npt.NDArray[np.bool_] | 
         values = values[0]  # multimodal positions: the first axis of them counts text, or time
     if values.ndim == 1:
         values = values[None]
-    # A packed forward may be longer than what it was told to hold: padded to the size of a bucket.
+    # A packed forward may be longer than the caller's row: padded to the size of a bucket.
     if values.ndim != 2 or values.shape[1] < S or (B > 1 and values.shape[1] != S) or values.shape[0] not in (1, B):
         return None
     values_BS = np.broadcast_to(values[:, :S], (B, S))
@@ -375,32 +376,7 @@ def _refuse_leak(
     starts = np.argwhere((before_BS >= 0) & (owner_BS >= 0) & (before_BS != owner_BS))
     if not len(starts):
         return
-    ends = np.array([layout.rollouts[before_BS[row, token]][-1] % layout.shape[1] for row, token in starts])
-    rows, tokens = starts[:, 0], starts[:, 1]
-
-    def begins(name: str) -> npt.NDArray[np.bool_]:
-        return told[name][rows, tokens] if name in told else np.zeros(len(starts), np.bool_)
-
-    mask = said.get("mask")
-    if isinstance(mask, Tensor) and mask.ndim == 4:
-        at = mask[
-            torch.from_numpy(rows if len(mask) > 1 else 0 * rows), 0, torch.from_numpy(tokens), torch.from_numpy(ends)
-        ]
-        apart = ~host(at if at.dtype == torch.bool else at > _HIDDEN, np.bool_)
-    elif mask is not None or ("mask" in said and "flash" not in attention):
-        apart = np.zeros(len(starts), np.bool_)  # each row is one sequence to this attention
-    elif {*said} == {"cu_seqlens"}:  # layers of a trainer's own, with flash attention by these (prime-rl)
-        apart = begins("cu_seqlens")
-    elif "flash" in attention:
-        # All that it may go by must agree. Positions are looked at in a row alone, and where boundaries are not whole.
-        apart = np.ones(len(starts), np.bool_)
-        for name in _VARLEN[:2]:
-            apart &= begins(name) if name in told else True
-        if not all(said.get(name) is not None for name in _VARLEN):
-            apart &= _lowest(marks.get("position_ids"), rows, tokens, layout)
-    else:  # a mask that cannot be read
-        bounds = [begins(name) for name in told if name.startswith("cu_seq")]
-        apart = np.logical_and.reduce(bounds) if bounds else begins("position_ids")
+    apart = _kept_apart(said, marks, told, layout, attention, starts)
     if not apart.all():
         row, token = starts[np.flatnonzero(~apart)[0]]
         raise RolloutError(
@@ -408,12 +384,55 @@ def _refuse_leak(
             "not told of the packing. Pass it one row with position_ids that begin again, use_cache=False and no "
             "attention_mask, or send one rollout a row"
         )
-    if recurrent and not (apart := begins("seq_idx") & begins("cu_seq_lens_q")).all():
+    if recurrent and not (apart := _told_at(told, "seq_idx", starts) & _told_at(told, "cu_seq_lens_q", starts)).all():
         row, token = starts[np.flatnonzero(~apart)[0]]
         raise RolloutError(
             f"the recurrent layers carry their state into the rollout that begins at token {token} of row {row}: they "
             "do not look at positions. Pass the forward seq_idx and cu_seq_lens_q, or send one rollout a row"
         )
+
+
+def _kept_apart(
+    said: Mapping[str, Tensor | None],
+    marks: Mapping[str, Ints],
+    told: Mapping[str, npt.NDArray[np.bool_]],
+    layout: PackedRollouts,
+    attention: str,
+    starts: Ints,
+) -> npt.NDArray[np.bool_]:
+    """Whether attention keeps each rollout that begins at (row, token) of `starts` from the one before it, [n].
+
+    What decides depends on the kind of attention: its mask, its boundaries, or its positions.
+    """
+    rows, tokens = starts[:, 0], starts[:, 1]
+    mask = said.get("mask")
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        before_BS = _owner_before(layout.owners())
+        ends = np.array([layout.rollouts[before_BS[row, token]][-1] % layout.shape[1] for row, token in starts])
+        at = mask[
+            torch.from_numpy(rows if len(mask) > 1 else 0 * rows), 0, torch.from_numpy(tokens), torch.from_numpy(ends)
+        ]
+        return ~host(at if at.dtype == torch.bool else at > _HIDDEN, np.bool_)
+    if mask is not None or ("mask" in said and "flash" not in attention):
+        return np.zeros(len(starts), np.bool_)  # each row is one sequence to this attention
+    if {*said} == {"cu_seqlens"}:  # layers of a trainer's own, with flash attention by these (prime-rl)
+        return _told_at(told, "cu_seqlens", starts)
+    if "flash" in attention:
+        # All that the kernel may use must agree. It uses positions in a single row, if not all boundaries are given.
+        apart = np.ones(len(starts), np.bool_)
+        for name in _VARLEN[:2]:
+            apart &= _told_at(told, name, starts) if name in told else True
+        if not all(said.get(name) is not None for name in _VARLEN):
+            apart &= _lowest(marks.get("position_ids"), rows, tokens, layout)
+        return apart
+    # A mask that cannot be read.
+    bounds = [_told_at(told, name, starts) for name in told if name.startswith("cu_seq")]
+    return np.logical_and.reduce(bounds) if bounds else _told_at(told, "position_ids", starts)
+
+
+def _told_at(told: Mapping[str, npt.NDArray[np.bool_]], name: str, starts: Ints) -> npt.NDArray[np.bool_]:
+    """Whether this argument of the forward says that a sequence begins at each (row, token), [n]."""
+    return told[name][starts[:, 0], starts[:, 1]] if name in told else np.zeros(len(starts), np.bool_)
 
 
 def _lowest(positions: Ints | None, rows: Ints, tokens: Ints, layout: PackedRollouts) -> npt.NDArray[np.bool_]:

@@ -176,10 +176,10 @@ class RolloutIds:
 
 
 def content_id(name: object, tokens: npt.NDArray[np.int32], generated: npt.NDArray[np.bool_]) -> str:
-    """The id under which a rollout is sent that its trainer calls `name`: that, and a digest of what it holds.
+    """The id of a rollout that its trainer calls `name`: the name and a digest of the rollout's tokens.
 
-    The service counts an id once within a run. So the same rollout, sent again, in another batch or in a later epoch,
-    counts once; and another one under the same name, as where a loop counts from 0 in each step, is another one.
+    The service counts an id once within a run. So a rollout that is sent again, in another batch or in a later epoch,
+    counts once. Other tokens under the same name are another rollout: a loop may number from 0 in each step.
     """
     if isinstance(name, UniqueId):
         return name
@@ -191,12 +191,13 @@ def content_id(name: object, tokens: npt.NDArray[np.int32], generated: npt.NDArr
 
 
 class VersionOrder:
-    """Tells by the order of policy versions whether the trainer went back to an earlier checkpoint: 8, 4, 5.
+    """Finds out from the order of policy versions whether the trainer went back to an earlier checkpoint.
 
-    Late rollouts among fresh ones are no return: 8, 4, 9, or 8, 5, 3, 9. Neither is a fall of less than three, which
-    the service takes for late rollouts, too. 8, 3, 5, 9 looks like a return at the 5. If a step larger than usual then
-    reaches or passes the highest version of before (the 9), it was none: rollouts are that late here, and from then on
-    only a larger fall counts.
+    A return is a fall of three or more, followed by a version above the fallen one and below the highest: 8, 4, 5.
+    A smaller fall is taken for late rollouts, by the service too. Late rollouts among fresh ones are no return either:
+    8, 4, 9, or 8, 5, 3, 9. But 8, 3, 5, 9 looks like a return at the 5. If the next version that reaches the highest
+    one before (the 9) comes by a larger step than usual, it was no return: rollouts are late by that much in this run,
+    and from then on only a larger fall counts.
     """
 
     def __init__(self) -> None:

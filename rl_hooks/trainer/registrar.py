@@ -73,7 +73,7 @@ class Registrar:
         session: Session,
         tolerance: float,
     ) -> None:
-        #: Until it is queued: it holds the embedding, the head and the initial drafter.
+        #: None once it is queued, because it holds the embedding, the head and the initial drafter.
         self._registration: RunRegistration | None = registration
         self._sender = sender
         self._tally = tally
@@ -88,7 +88,7 @@ class Registrar:
             self._embedding = WholeWeight(partial(embedding_weight, model), [inner.get_input_embeddings()])
 
     def wants(self, policy_version: int) -> bool:
-        """Whether it has not seen this version's head: the run is not registered, or it may have moved."""
+        """Whether it needs this version's head: to register the run, or because the head may have moved."""
         return self._updates is None or self._updates.wants(policy_version)
 
     @contextmanager
@@ -102,12 +102,12 @@ class Registrar:
             yield
 
     def check(self) -> None:
-        """Raise what went wrong in the forward; called where no failure of ours reaches the trainer."""
+        """Raise the error of the forward. Call it where no failure of ours reaches the trainer."""
         if self._embedding is not None:
             self._embedding.pop()
 
     def saw(self, head_VH: Tensor, policy_version: int) -> None:
-        """The whole head of the forward that is captured: register the run with it, or send it if it has moved."""
+        """Register the run with the captured forward's whole head, or send the head if it has moved."""
         if (waiting := self._registration) is not None:
             waiting.add_head(head_VH)
             if waiting.complete:
@@ -125,7 +125,7 @@ class Registrar:
             self._tally.add("head_updates")
 
     def close(self) -> None:
-        """Remove what hooks are left."""
+        """Remove the remaining hooks."""
         if self._embedding is not None:
             self._embedding.close()
 

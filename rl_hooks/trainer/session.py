@@ -1,10 +1,12 @@
-"""One start of a trainer. The service tells it from another by its id: after a restart another attempt may begin.
+"""The session of a trainer: a random id of one start, by which the service knows one start from another.
 
-All ranks of a start have one id, which the store of their process group keeps: no collective, and no rank waits for
-another. Where ranks have no such group in common they have no session, and the service guesses.
+All ranks of a start share one id. The store of their process group keeps it: that takes no collective, and no rank
+waits for another. Ranks that share no process group have no session. The service then guesses the trainer's attempts
+(docs/reference/state.md, "Attempts").
 
-torchrun's store outlives a start of its ranks, and has the ids of those before. So each rank notes in the store which
-id it has joined. An id that another process of the same rank has joined is of an earlier start: a new one replaces it.
+torchrun starts its ranks again with the same store, which still has the ids of earlier starts. So each rank notes in
+the store which id it has joined. If another process of the same rank has joined an id, that id is of an earlier start,
+and a new one replaces it.
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ import torch.distributed as dist
 
 from rl_hooks import wire
 
-#: Hooks that were made in a process group, by its store and by run: ranks make them in the same order.
+#: How many hooks were made, by the process group's store and by run. All ranks make their hooks in the same order, so
+#: the n-th hooks of all ranks belong together.
 _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-#: Policy versions at which a rank looks whether its id is still that of all. At the second one each has its hook.
+#: At so many policy versions a rank compares its id with the store's. By the second one every rank has made its hook.
 _LOOKS: Final = 2
-#: Seconds that a hook waits for the store, whose host may be stopped: at its start, and at each look.
+#: Seconds that a hook waits for the store, at its start and at each look: the store's host may be stopped.
 _WAIT_SECONDS: Final = 2.0
-#: What says, in the environment of a process, that it is one of several: torchrun and Open MPI. Slurm's variables do
-#: not: srun also starts Ray's nodes, and engines beside one trainer.
+#: Variables by which torchrun and Open MPI tell a process how many there are. Slurm's are not used: srun also starts
+#: Ray's nodes, and engines beside one trainer.
 _TOLD_BY: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
 class Session:
-    """What a hook says of its start in each file. `id` is empty where ranks have none in common."""
+    """The session of one hook. `id` is empty where the ranks have no session."""
 
     def __init__(self, run: str, rank: int, world_size: int) -> None:
         self._agreed: _Agreed | None = None
@@ -51,7 +54,7 @@ class Session:
         self._seen = set[int]()
 
     def saw(self, policy_version: int) -> None:
-        """A forward of this policy version is captured; the first one tells where the trainer begins."""
+        """Note that a forward of this policy version is captured. The first one is where this start began."""
         if self._began is None:
             self._began = policy_version
         if self._agreed is not None and len(self._seen) < _LOOKS and policy_version not in self._seen:
@@ -60,15 +63,18 @@ class Session:
             self._ask(lambda: agreed.look(joined) if joined else agreed.join())
 
     def of_run(self) -> dict[str, str]:
-        """Its entry in the metadata of a registration or a head."""
+        """The session's entry in the metadata of a registration or a head."""
         return {"session": self.id} if self.id else {}
 
     def of_rollouts(self) -> dict[str, str]:
-        """Its entries in the metadata of a rollout file."""
+        """The session's entries in the metadata of a rollout file."""
         return {"session": self.id, "session_began": str(self._began or 0)} if self.id else {}
 
     def _ask(self, ask: Callable[[], str]) -> None:
-        """Take the id that the store answers with, now or when it answers: a forward must not wait for its host."""
+        """Take the id that `ask` returns. If the store does not answer soon, the id is taken when it does.
+
+        A forward must not wait for the store's host, so a thread asks.
+        """
 
         def work() -> None:
             with contextlib.suppress(Exception):  # it cannot do it, or its host is gone
@@ -81,7 +87,7 @@ class Session:
 
 
 class _Agreed:
-    """The id that the ranks of this process group have in common for one hook of each."""
+    """The session id that the ranks of a process group share for one hook of each rank."""
 
     def __init__(self, run: str) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()
@@ -92,14 +98,17 @@ class _Agreed:
         self._me = uuid.uuid4().hex
 
     def join(self) -> str:
-        """The id of this start: that which is there, or a new one where a process of this rank has joined that."""
+        """Join the id in the store, or a new one where another process of this rank has joined that; returns it."""
         found = self._set(self._key, "", uuid.uuid4().hex)
         while not self._joins(found):
             found = self._set(self._key, found, uuid.uuid4().hex)
         return found
 
     def look(self, joined: str) -> str:
-        """The id that a rank has which came later, where `joined` was of a start that died half-way; else `joined`."""
+        """Join the id that is in the store now; returns the id to use.
+
+        It differs from `joined` where that was of a start that died half-way, and a rank that came later replaced it.
+        """
         found = self._set(self._key, joined, joined)
         return found if found == joined or self._joins(found) else joined
 
@@ -114,7 +123,7 @@ class _Agreed:
 
 
 def untold(rank: int, world_size: int) -> str:
-    """What to say of a process that is one of several, whose hook was told of one; empty where it was told more."""
+    """A warning for a hook that was told of one process while its launcher started several; else empty."""
     if max(rank + 1, world_size, _grouped()) > 1:
         return ""
     several = [f"{name}={count}" for name, count in _launched().items() if count > 1]
@@ -128,16 +137,16 @@ def untold(rank: int, world_size: int) -> str:
 
 
 def _launched() -> dict[str, int]:
-    """What launchers say of the number of processes; of what is no number, that it is not one."""
+    """How many processes there are, by each launcher's variable. A value that is no number counts as several (2)."""
     said = {name: os.environ.get(name) or "1" for name in _TOLD_BY}
     return {name: int(text) if text.isdecimal() else 2 for name, text in said.items()}
 
 
 def _processes(rank: int, world_size: int) -> int:
-    """How many train together, as far as a hook is told, and its environment and process group say."""
+    """How many processes train together: the most that the hook's arguments, environment and process group say."""
     return max(rank + 1, world_size, _grouped(), *_launched().values())
 
 
 def _grouped() -> int:
-    """How many are in this process's group."""
+    """How many processes are in this one's process group; 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -28,22 +28,22 @@ from rl_hooks.trainer.own_scores import OwnRows, Scores
 from rl_hooks.trainer.plan import BatchPlan
 from rl_hooks.trainer.session import Session
 
-#: Rows of a forward whose logits are compared.
+#: So many rows of a forward are compared with the policy's own logits.
 _COMPARED: Final = 32
-#: Of a file beside its rows: offsets of one rollout. Its header is far below what `rollout_bytes` leaves.
+#: Bytes of a file besides its rows: offsets of one rollout. `rollout_bytes` leaves room enough for the header.
 _HEAD_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Where a forward is read, on its device."""
+    """The rows at which a forward is read, on its device."""
 
     rows: Tensor  # int64 [N], of the flattened [B * S] token axis
     scored: Tensor  # int64 [M], rows among these N whose next token the policy generated
     next_ids: Tensor  # int64 [M], that token
 
     def some(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """A few of the M, spread evenly: which of the N rows, where in the forward, and the token that follows."""
+        """A few of the M rows, spread evenly: their place among the N, in the forward, and the token that follows."""
         few = slice(0, None, -(-len(self.scored) // _COMPARED))
         at = self.scored[few]
         return at.to(device), self.rows.index_select(0, at).to(device), self.next_ids[few].to(device)
@@ -51,7 +51,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStaging:
-    """The facts that all files of one hook share, and who sends and counts them."""
+    """The facts that all files of one hook share, with the sender and the counters."""
 
     sender: RolloutSender
     tally: Tally
@@ -77,7 +77,7 @@ class RolloutStaging:
             strata=plan.strata,
             prompt_hashes=plan.prompt_hashes,
             drafter_version="" if options.drafter_version is None else options.drafter_version(),
-            extra={  # `rank` and `world_size` are for whoever looks into a file that was refused
+            extra={  # `rank` and `world_size` are for people who look into a refused file
                 "rank": str(options.rank),
                 "world_size": str(options.world_size),
                 **self.session.of_rollouts(),
@@ -85,11 +85,11 @@ class RolloutStaging:
         )
 
     def targets(self, plan: BatchPlan, device: torch.device) -> Targets:
-        """What the forward is to be read at, on its device."""
+        """The rows at which to read the forward, on its device."""
         return Targets(*(torch.from_numpy(array).to(device) for array in (plan.rows, *plan.scored())))
 
     def score(self, plan: BatchPlan, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> Scores:
-        """Normaliser and log p, [N] each, of the tokens that the policy generated; with the head as it is now."""
+        """Normaliser and log p, [N] each, of the tokens that the policy generated, by a product with the head."""
         _check_generated(plan, len(head_VH))
         at = targets.scored.to(last_NH.device)
         lse, logp = score_rows(
@@ -108,13 +108,13 @@ class RolloutStaging:
             self.agreement.see_head(last_NH.index_select(0, at), head_VH, next_ids)
 
     def see_logits(self, targets: Targets, own: OwnRows, mapped: bool) -> None:
-        """The policy's own: lm_head's output, or (`mapped`) what the model returned."""
+        """Note the policy's own logits for the comparison: lm_head's output, or (`mapped`) the model's."""
         if self.agreement is not None and self.agreement.wanted:
             _, rows, next_ids = targets.some(own.values.device)
             self.agreement.see_logits(own.values.index_select(0, own.at(rows)), next_ids, mapped=mapped)
 
     def score_logits(self, plan: BatchPlan, targets: Targets, logits: OwnRows) -> Scores:
-        """Normaliser and log p, as `score` gives them, from the trainer's own logits."""
+        """Normaliser and log p, as of `score`, from the trainer's own logits."""
         V = logits.values.shape[-1]
         _check_generated(plan, V)
         at = targets.scored.to(logits.values.device)
@@ -129,7 +129,7 @@ class RolloutStaging:
         return placed(len(plan.rows), at, lse, logp)
 
     def chosen_logits(self, plan: BatchPlan, targets: Targets, last_NH: Tensor, head_VH: Tensor) -> Tensor:
-        """Of each token that the policy generated, its own logit divided by the temperature: [M]."""
+        """The logit of each token that the policy generated, divided by the temperature, [M]."""
         _check_generated(plan, len(head_VH))
         at = targets.scored.to(last_NH.device)
         return chosen_logits(
@@ -142,7 +142,7 @@ class RolloutStaging:
 
     @staticmethod
     def score_log_probs(plan: BatchPlan, targets: Targets, log_probs: OwnRows, chosen_M: Tensor) -> Scores:
-        """Normaliser and log p from the trainer's own log-probabilities and what `chosen_logits` gave."""
+        """Normaliser and log p from the trainer's own log-probabilities and the result of `chosen_logits`."""
         at = targets.scored.to(chosen_M.device)
         rows_M = targets.rows.to(at.device).index_select(0, at)
         logp = log_probs.values.index_select(0, log_probs.at(rows_M).to(log_probs.values.device)).to(at.device)
@@ -151,8 +151,8 @@ class RolloutStaging:
     def submit(self, plan: BatchPlan, captured: Captured, scored: Scores | None, at: Tensor) -> None:
         """Start the copies to the host, and queue the files. `at`: rows whose next token the policy generated.
 
-        Rollouts of one forward are one file, or several where they are too large for it. Raises RolloutError where
-        nobody says the log-probabilities.
+        Rollouts of one forward are one file, or several if they are too large for one. Raises RolloutError if
+        log-probabilities are neither given nor computed.
         """
         index = plan.index
         unknown = index.logprobs is None or not np.isfinite(index.logprobs[index.loss_mask == 1]).all()
@@ -168,7 +168,7 @@ class RolloutStaging:
             return
         files = plan.files(tokens, longest)
         self._tell_cut(plan, files, longest)
-        predicting = plan.scored()[0]  # as `at`, on the host: to read them from the device would wait for the forward
+        predicting = plan.scored()[0]  # `at` on the host: reading it from the device would wait for the forward
         for rows, part in files:
             begin, end = np.searchsorted(predicting, [rows.start, rows.stop - 1]).tolist()
             of_part = Captured(tuple(state[rows] for state in captured.aux), captured.last[rows])
@@ -176,7 +176,7 @@ class RolloutStaging:
             self._send(part, of_part, scores, at[begin:end] - rows.start)
 
     def _tell_cut(self, plan: BatchPlan, files: Sequence[tuple[slice, BatchPlan]], longest: int) -> None:
-        """Count the rollouts that are longer than a file, and say it once."""
+        """Count the rollouts that are longer than a file, and log it once."""
         self.tally.add("skipped_budget", len(plan.rollout_ids) - sum(len(part.rollout_ids) for _, part in files))
         if cut := int(np.count_nonzero(np.diff(plan.index.cu_seqlens) > longest)):
             self.tally.add("cut_long", cut)
@@ -187,7 +187,7 @@ class RolloutStaging:
             )
 
     def _send(self, plan: BatchPlan, captured: Captured, scored: Scores | None, at: Tensor) -> None:
-        """One file. `at`: as for `submit`."""
+        """Queue one file. `at`: as for `submit`."""
         sender, predicting = self.sender, at if self.sender.last_rows == "predicting" else None
         staged = StagedRollouts(plan.index, captured, scored, dtype=self.options.dtype, predicting=predicting)
         metadata = self._metadata(plan)
@@ -205,7 +205,7 @@ class RolloutStaging:
 def _check_generated(plan: BatchPlan, vocab_size: int) -> None:
     generated = plan.index.input_ids[plan.index.loss_mask == 1]
     if generated.min() < 0 or generated.max() >= vocab_size:
-        # On the device the gather would be an assertion, which ends the trainer's process.
+        # On the device the gather would fail an assertion, which ends the trainer's process.
         raise RolloutError(
             f"generated tokens are {generated.min()} to {generated.max()}, but lm_head has {vocab_size} rows: "
             "loss_mask is 1 at a token that the policy cannot have generated, or the head is a slice"
@@ -213,6 +213,6 @@ def _check_generated(plan: BatchPlan, vocab_size: int) -> None:
 
 
 def placed(rows: int, at: Tensor, lse: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
-    """Normaliser and log p of each of these many rows, float32 [N] each: of row `at`, and of the token after it."""
+    """Place values of the M rows `at` among all N `rows`: `lse` at the row itself, `logp` at the token after it."""
     logsumexp_N = torch.zeros(rows, dtype=torch.float32, device=at.device).index_copy_(0, at, lse)
     return logsumexp_N, torch.zeros_like(logsumexp_N).index_copy_(0, at + 1, logp)

@@ -1,8 +1,8 @@
-"""Where in the trainer's own forward a weight is whole.
+"""Uses a weight at a place of the trainer's own forward where it is whole.
 
-FSDP2 and ZeRO-3 keep a part of each weight on a rank. The trainer gathers it for the module that uses it, and frees it
-after that. So the places around that module are asked in turn, and the first that finds the weight whole uses it.
-No gather is started here: it is a collective, and the other ranks would wait for ranks that never come.
+FSDP2 and ZeRO-3 keep a part of each weight on a rank. The trainer gathers a weight for the module that uses it, and
+frees it afterwards. So hooks before and after that module look in turn, and the first one that finds the weight whole
+uses it. No gather is started here: that is a collective, and ranks that do not take part would block the others.
 
 Legend: V vocabulary, H hidden size.
 """
@@ -27,8 +27,8 @@ _Made = TypeVar("_Made")
 class WholeWeight(Hooked, Generic[_Made]):
     """Runs some work on a weight, once in each armed forward, at the first place where the weight is whole.
 
-    `read` returns the weight as it is at that moment. It is asked before and after each of `modules`, and once more
-    after the forward. A work that fails never disturbs the forward: `pop` raises its error.
+    `read` returns the weight's present state. It is called before and after each of `modules`, and once more after the
+    forward. Work that fails does not disturb the forward: `pop` raises its error.
     """
 
     def __init__(self, read: Callable[[], Tensor], modules: Sequence[nn.Module]) -> None:
@@ -38,7 +38,7 @@ class WholeWeight(Hooked, Generic[_Made]):
         self._read: Final = read
         self._work: Callable[[Tensor], _Made] | None = None
         self._ready: Callable[[], bool] = lambda: True
-        #: How often the weight had been written to when the forward began; None: not to be known.
+        #: How often the weight had been written to when the forward began; None: that cannot be known.
         self._writes: int | None = None
         self._made: _Made | None = None
         self._errors: list[Exception] = []
@@ -49,16 +49,16 @@ class WholeWeight(Hooked, Generic[_Made]):
 
     @contextmanager
     def armed(self, work: Callable[[Tensor], _Made], ready: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Do `work` in the forward that happens inside, or right after it; not before `ready` says so.
+        """Do `work` in the forward that happens inside, or right after it, but not before `ready` returns True.
 
-        `pop` raises RolloutError where an optimizer's step has changed the weight before `work` was done. (A write
-        through `.data` is not seen.)
+        `pop` raises RolloutError if an optimizer's step has changed the weight before `work` was done. (A write through
+        `.data` is not seen.)
         """
         self.clear()
         self._work, self._ready = work, ready
         try:
             self._writes = _writes(self._read())
-        except Exception:  # noqa: BLE001 - `look` meets it again, and keeps it
+        except Exception:  # noqa: BLE001 - `look` meets the error again, and keeps it
             self._writes = None
         try:
             yield
@@ -67,7 +67,7 @@ class WholeWeight(Hooked, Generic[_Made]):
             self._work = None
 
     def pop(self) -> _Made | None:
-        """What the work returned; None where the weight was never whole. Raises the error of the work."""
+        """The result of the work; None if the weight was never whole. Raises the work's error."""
         made, errors = self._made, self._errors
         self.clear()
         if errors:
@@ -75,7 +75,7 @@ class WholeWeight(Hooked, Generic[_Made]):
         return made
 
     def look(self, *, late: bool = False) -> None:
-        """Do the work if the weight is whole now and nothing was done in this forward."""
+        """Do the work if the weight is whole now, unless it was done in this forward."""
         if self._work is None or not self._ready():
             return
         started = time.perf_counter()
@@ -101,11 +101,11 @@ class WholeWeight(Hooked, Generic[_Made]):
             )
 
     def clear(self) -> None:
-        """Hold nothing of a forward any longer."""
+        """Let go of everything from the last forward."""
         self._made, self._errors = None, []
 
     def _at(self, _module: nn.Module, *_: Any) -> None:
-        # A compiled forward cannot run it; where weights are whole anyway, it is done after the forward.
+        # Compiled code cannot run the work. If the weight is whole anyway, the work is done after the forward.
         if not torch.compiler.is_compiling():
             self.look()
 

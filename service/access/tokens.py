@@ -1,11 +1,12 @@
-"""Who may call the API: tokens with a name, scopes and runs; those of the settings, and those of a file.
+"""Who may call the API: tokens, each with a name, scopes and runs. They come from the settings and from a token file.
 
 The file has one JSON object a line, which `draftalign token` writes:
 
     {"name": "math-trainer", "scopes": ["write"], "runs": ["math-*"], "sha256": "<64 hex digits>"}
 
-It holds no token, only the SHA-256 of each. That is enough, because `new_secret` draws 256 random bits: nobody can try
-them all, salted and slow hashes are for passwords that people think up. `DRAFTALIGN_TOKENS` takes such lines as well.
+It holds the SHA-256 of each token, and no token. A plain hash is enough: `new_secret` draws 256 random bits, and nobody
+can try them all. Salted and slow hashes protect passwords that people think up. `DRAFTALIGN_TOKENS` takes such lines
+too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ log = logging.getLogger("draftalign.api")
 LOOPBACK: Final = "loopback"
 ALL_RUNS: Final = ("*",)
 _MAX_FILE_BYTES: Final = 1 << 20
-#: An editor, or `>`, empties a file before it writes it: without entries it is believed only once it stays so.
+#: An editor, or `>`, empties a file before it writes it. So an emptied file counts only after so many seconds.
 _REWRITE_SECONDS: Final = 5.0
 #: Its inode, size, and times of change in nanoseconds.
 _Seen = tuple[int, int, int, int] | None
@@ -44,19 +45,19 @@ Pattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,63}$")
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What a caller may do. `runs`: names, or patterns with `*` and `?`. It does not hold the secret."""
+    """What a caller may do. `runs`: names, or patterns with `*` and `?`. The secret is not in here."""
 
     name: str
     scopes: frozenset[Scope]
     runs: tuple[str, ...] = ALL_RUNS
 
     def covers(self, run: str) -> bool:
-        """Whether it may be used for this run."""
+        """Whether the token may be used for this run."""
         return any(fnmatchcase(run, pattern) for pattern in self.runs)
 
     @property
     def is_limited(self) -> bool:
-        """Whether there are runs that it may not be used for."""
+        """Whether the token is for some runs only."""
         return "*" not in self.runs
 
 
@@ -71,12 +72,12 @@ class TokenEntry(BaseModel):
 
     @property
     def token(self) -> Token:
-        """What it allows: `admin` includes the other scopes."""
+        """The token of this entry. Scope `admin` includes the other scopes."""
         return Token(self.name, frozenset(SCOPES) if "admin" in self.scopes else self.scopes, self.runs)
 
 
 def hashed(secret: bytes) -> str:
-    """How a token is kept."""
+    """The hash under which a token is kept."""
     return hashlib.sha256(secret).hexdigest()
 
 
@@ -86,7 +87,7 @@ def new_secret() -> str:
 
 
 def read_entries(path: Path) -> list[TokenEntry]:
-    """All entries of a token file. Raises ConfigurationError that names the line; OSError where it cannot be read."""
+    """All entries of a token file. Raises ConfigurationError, which names the line, and OSError."""
     with path.open("rb") as file:
         text = file.read(_MAX_FILE_BYTES + 1)
     if len(text) > _MAX_FILE_BYTES:
@@ -95,7 +96,7 @@ def read_entries(path: Path) -> list[TokenEntry]:
 
 
 def _parsed(lines: Sequence[str | bytes], where: str) -> Iterator[TokenEntry]:
-    """Entries of lines that are not empty. `where`: what an error says before a line's number."""
+    """The entries; empty lines are passed over. `where`: what an error says before the line's number."""
     names, digests = {LOOPBACK}, set[str]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -114,9 +115,9 @@ def _parsed(lines: Sequence[str | bytes], where: str) -> Iterator[TokenEntry]:
 
 
 def append_entry(path: Path, entry: TokenEntry) -> None:
-    """Add an entry to a token file, which is made if it does not exist. Raises ConfigurationError if its name is taken.
+    """Add an entry to a token file, and make the file if there is none. Raises ConfigurationError if the name is taken.
 
-    A running service reads it within its next request.
+    A running service knows the entry from its next request on.
     """
     known = read_entries(path) if path.exists() else []
     if any(entry.name == one.name for one in known):
@@ -125,20 +126,20 @@ def append_entry(path: Path, entry: TokenEntry) -> None:
 
 
 class Tokens:
-    """All tokens that are valid now. The file is looked at before each answer, and read again when it changed.
+    """All tokens that are valid now. Each request compares the file's inode, size and times.
 
-    A file that is broken or gone changes nothing: the last good one stays valid, and `trouble` says why. So is one that
-    has just been emptied.
+    If the file is broken, gone or was just emptied, the tokens of its last good state stay valid, and `trouble` says
+    why.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Raises ConfigurationError where the file, or an entry of the settings, is broken: no good one is kept."""
+        """Raises ConfigurationError where the file or an entry of the settings is broken: no earlier state is known."""
         self._path = settings.token_file
         self._fixed = dict(_of_settings(settings))
         self._of_file: dict[str, Token] = {}
         self._seen: _Seen = None
-        self._believed_at = math.inf  # an emptied file, in monotonic time
-        #: Why the file as it is now is not used; None: it is used.
+        self._believed_at = math.inf  # monotonic time from which on an emptied file counts
+        #: Why the file's present state is not used; None: it is used.
         self.trouble: str | None = None
         #: Whether callers need a token. With a file they do, also when it is empty.
         self.required = bool(self._fixed) or self._path is not None
@@ -148,7 +149,7 @@ class Tokens:
                 raise ConfigurationError(self.trouble)
 
     def find(self, secret: bytes) -> Token | None:
-        """The token with this secret. What it takes to find tells nothing of other tokens: hashes are looked up."""
+        """The token with this secret. Hashes are looked up, so the time that takes reveals nothing of other tokens."""
         if self._path is not None:
             self._refresh(self._path)
         digest = hashed(secret)
@@ -161,9 +162,10 @@ class Tokens:
         return token in self._fixed.values() or token in self._of_file.values()
 
     def share_of_runs(self, token: Token, most: int) -> int:
-        """Most runs that there may be of those that a token is for, where there may be `most` in all.
+        """How many runs may exist among those that a token is for, if `most` may exist in all.
 
-        Tokens limited to the same runs have one share together; as much is left for the unlimited ones.
+        Limited tokens (scope write) that are for the same runs have one share together. One more share is left over for
+        unlimited tokens, which may take all.
         """
         if not token.is_limited:
             return most
@@ -192,7 +194,7 @@ class Tokens:
         self.trouble, self._of_file = None, found
 
     def _check_apart(self, path: Path, found: Mapping[str, Token]) -> None:
-        """Raise ConfigurationError where DRAFTALIGN_TOKENS has one of these too: its scopes may be others."""
+        """Raise ConfigurationError where a name or hash is in DRAFTALIGN_TOKENS as well, perhaps with other scopes."""
         names = {token.name for token in self._fixed.values()}
         for digest, token in found.items():
             if token.name in names or digest in self._fixed:
@@ -220,7 +222,7 @@ def _look(path: Path) -> _Seen:
 
 def _of_settings(settings: Settings) -> Iterator[tuple[str, Token]]:
     entries, plain = settings.token_entries(), settings.token_scopes()
-    # An empty line in the place of each plain one, so that an error counts all.
+    # Plain entries become empty lines, so that the number in an error counts all entries.
     parsed = _parsed([e if e.startswith("{") else "" for e in entries], "DRAFTALIGN_TOKENS, entry")
     lines = {entry.sha256: entry.token for entry in parsed}
     yield from lines.items()

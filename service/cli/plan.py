@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rl_hooks.format.eagle3 import DrafterConfig, DrafterError
-from service.capacity.estimate import estimate, money, worst_first
+from service.capacity.estimate import Fact, estimate, money, worst_first
 from service.capacity.sizes import GIB, LAYERS, POLICIES, Deployment, FeatureDtype
 from service.capacity.work import GPU_TFLOPS
 from service.errors import ConfigurationError
@@ -69,23 +69,23 @@ def plan(
     """Compute what a deployment will need, worst fact first. No service need run; settings: DRAFTALIGN_* variables."""
     settings = Settings()
     above_zero = {"worker-gpus": worker_gpus, "gpu-tflops": gpu_tflops, "gpu-hour-price": gpu_hour_price}
-    above_zero |= {"step-gpus": step_gpus, "alpha-gain": alpha_gain}
-    for name, value in above_zero.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigurationError(f"--{name} must be above 0, got {value}")
-    if not 0 <= generation_share <= 1:
-        raise ConfigurationError(f"--generation-share is a share, from 0 to 1, got {generation_share}")
-    if (alpha_now is None) != (alpha_gain is None) or (alpha_now is not None and gpu_hour_price is None):
-        raise ConfigurationError("--alpha-now and --alpha-gain go together, and with --gpu-hour-price")
-    if alpha_now is not None and not 1 <= alpha_now < math.inf:
-        raise ConfigurationError(f"--alpha-now is tokens a verification round, at least 1; got {alpha_now}")
+    _check(above_zero | {"step-gpus": step_gpus, "alpha-gain": alpha_gain}, generation_share, alpha_now)
     try:
-        config = policy_config(policy)
-        whole = config.get("vocab_size")  # a small policy's draft vocabulary is all of its tokens
-        draft_vocab_size = min(settings.draft_vocab_size, whole) if type(whole) is int else settings.draft_vocab_size
-        drafter = DrafterConfig.from_target(config, LAYERS, draft_vocab_size)
-        sizes = (step_seconds, rollouts_a_step, tokens_a_rollout, prompt_share, sampled_share, ranks, runs, engines)
-        given = Deployment(drafter, *sizes, network_gbit, dtype, post_share, group)
+        given = Deployment(
+            drafter=_drafter(policy, settings),
+            step_seconds=step_seconds,
+            rollouts=rollouts_a_step,
+            tokens=tokens_a_rollout,
+            prompt_share=prompt_share,
+            sampled_share=sampled_share,
+            ranks=ranks,
+            runs=runs,
+            engines=engines,
+            network_gbit=network_gbit,
+            dtype=dtype,
+            post_share=post_share,
+            group=group,
+        )
         facts = estimate(given, settings, tflops=gpu_tflops, worker_gpus=worker_gpus)
         if gpu_hour_price is not None:
             gpus = worker_gpus or math.ceil(facts["worker_gpus"].value)
@@ -95,10 +95,38 @@ def plan(
         raise ConfigurationError(str(error)) from error
     if json_:
         typer.echo(json.dumps({name: asdict(fact) for name, fact in worst_first(facts)}, indent=1))
-        return
-    each = f"{ranks} rank(s) and {engines} engine(s); a step of {step_seconds:g} s, {rollouts_a_step:,} rollouts of"
-    sent = f"{sampled_share:.0%} of them sent, as {dtype}"
-    typer.echo(f"{policy}: {runs} run(s) of {each} {tokens_a_rollout:,} tokens, {sent}. Each is an option (--help).")
+    else:
+        _print(policy, given, facts)
+
+
+def _check(above_zero: Mapping[str, float | None], generation_share: float, alpha_now: float | None) -> None:
+    """Raise ConfigurationError for an option that `Deployment` does not check. `above_zero`: by name."""
+    for name, value in above_zero.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigurationError(f"--{name} must be above 0, got {value}")
+    if not 0 <= generation_share <= 1:
+        raise ConfigurationError(f"--generation-share is a share, from 0 to 1, got {generation_share}")
+    alone = (alpha_now is None) != (above_zero["alpha-gain"] is None)
+    if alone or (alpha_now is not None and above_zero["gpu-hour-price"] is None):
+        raise ConfigurationError("--alpha-now and --alpha-gain go together, and with --gpu-hour-price")
+    if alpha_now is not None and not 1 <= alpha_now < math.inf:
+        raise ConfigurationError(f"--alpha-now is tokens a verification round, at least 1; got {alpha_now}")
+
+
+def _drafter(policy: str, settings: Settings) -> DrafterConfig:
+    """The drafter that a policy's run would train. A small policy's draft vocabulary is all of its tokens."""
+    config = policy_config(policy)
+    whole = config.get("vocab_size")
+    draft_vocab_size = min(settings.draft_vocab_size, whole) if type(whole) is int else settings.draft_vocab_size
+    return DrafterConfig.from_target(config, LAYERS, draft_vocab_size)
+
+
+def _print(policy: str, given: Deployment, facts: Mapping[str, Fact]) -> None:
+    """Print the deployment in a sentence, and a line for each fact, worst first."""
+    parts = f"{given.ranks} rank(s) and {given.engines} engine(s)"
+    step = f"a step of {given.step_seconds:g} s, {given.rollouts:,} rollouts of {given.tokens:,} tokens"
+    sent = f"{given.sampled_share:.0%} of them sent, as {given.dtype}"
+    typer.echo(f"{policy}: {given.runs} run(s) of {parts}; {step}, {sent}. Each is an option (--help).")
     typer.echo(f"{'':13} {'needed':>22} {'of limit':8}  [rests on]")
     for name, fact in worst_first(facts):
         said = "" if fact.load is None else f"{fact.load:7.0%}{' DOES NOT FIT' if fact.load > 1 else ''}"

@@ -237,20 +237,11 @@ class Attempt(Generic[_Scored]):
 def attempts(
     scores: Iterable[_Scored], max_lag: int | None = None, returns: Sequence[Return] = ()
 ) -> list[Attempt[_Scored]]:
-    """Tell a trainer's attempts apart, oldest first; there always is one.
+    """Tell a trainer's attempts apart, oldest first; at least one. The rule: docs/reference/state.md, "Attempts".
 
-    Where a trainer has told its sessions, batches have the number of their attempt (`ScoreRecord.attempt`), and the
-    next attempt begins with the first batch of a higher number. Batches of one session are of one attempt whatever
-    their versions are, unless the trainer's hook says that it went back (a return of that number).
-
-    Of other batches it is guessed, but not where batches of the last number are still to come: then they are of that
-    attempt (an engine's, beside the trainer's). `returns`: when a trainer registered again below the policy version
-    that came last, and at which version (or that of the first head that it sent), ascending by time. Batches are taken
-    in order of arrival, and compared with the highest version that came before; one batch of an absurd version alone
-    does not count as that.
-    * After a return the next attempt begins at the first of the next `_IN_A_ROW` batches that is nearer to the return's
-      version than to the highest, if the two after it, once they have come, are below the highest too. Others are late.
-    * Without one it begins at the first of `_IN_A_ROW` batches that are all more than `max_lag` below the highest.
+    A batch has the number of its attempt (`ScoreRecord.attempt`) where a session told it; other batches are guessed.
+    `returns`: signs that a trainer went back, ascending by time. Batches are taken in order of arrival, and compared
+    with the highest version so far; a single batch of an absurd version does not count as that.
     """
     reach = _USUAL_LAG if max_lag is None else max_lag
     records = sorted((s for s in scores if s.policy_version is not None), key=lambda score: score.arrival)
@@ -275,6 +266,7 @@ def attempts(
         )
         returned = near_one and policy < top - 1 and max(ahead[:3]) < top
         fell = own is None and len(ahead) == _IN_A_ROW and max(ahead) < top - reach
+        # Before the last batch of the attempt's number, batches without a number are an engine's, beside the trainer's.
         guessed = (returned or fell) and (own is not None or number is None or last_of[number] < index)
         if told or guessed:
             starts.append(index)

@@ -2,23 +2,24 @@
 
 Pure: numbers in, a decision out; no clock, no Redis, no torch. The state is JSON, so the worker persists it.
 
-The cost model. A round costs the same whatever it yields, so the time of rounds with drafts goes as 1/α: a drafter
-better by the fraction `g` saves `g / (1 + g)` of it in every policy version until the policy has moved on. How much of
-the time that is, engines say (`service.monitor.worth.DraftingTime`): where large batches run without drafts, or engines
-rest while the trainer works, there is less to save. Training costs worker seconds, each worth `worker_cost` seconds of
-the engines that generate. Training pays while
+The cost model. A round costs the same whatever it yields, so the time of rounds with drafts goes as 1/α. A drafter that
+is better by the fraction `g` saves `g / (1 + g)` of that time in every policy version, until the policy has moved on.
+Engines report how much time goes to rounds with drafts (`service.monitor.worth.DraftingTime`). There is less to save
+where large batches run without drafts, or engines rest while the trainer works. Training costs worker seconds, each
+worth `worker_cost` seconds of the engines. Training pays while
 
     versions_served · drafting_seconds · g / (1 + g)  >  worker_cost · train_seconds
 
-`g` is measured: the paired gain of the trained candidate over the served drafter (drafter.replay.gate). One measurement
-is noisy, so it enters a Kalman filter with its standard error: the expected gain of the next training, and how sure
-that is. Training stops when the expected gain no longer pays, and goes on when it pays by a standard error.
+`g` is measured: the paired gain of the trained candidate over the served drafter (drafter.replay.gate). A measurement
+is noisy, so it enters a Kalman filter with its standard error. The filter's state is the expected gain of the next
+training, with its variance. Training stops when the expected gain no longer pays. It goes on when the gain exceeds what
+pays by a standard error.
 
-While idle the worker scores on, and probes: it trains once to see what that gains. Probes are paid from a credit that
-grows by one in `_CLAIMS_PER_PROBE` claims, so no noise makes it train more often for nothing. A probe is due when α of
-the served drafter has fallen (`Cusum`), when the last probe was promising, and when the credit is full. Where engines
-draft nothing, it still probes, for a poor drafter may be why; not where their step times say that no drafter could make
-them faster.
+While idle the worker goes on scoring, and probes: it trains once to measure the gain. Each probe costs one credit.
+Credit grows by one in `_CLAIMS_PER_PROBE` claims, which bounds how often noise can make the worker train for nothing. A
+probe is due when α of the served drafter has fallen (`Cusum`), when the last probe was promising, or when the credit is
+full. If engines draft nothing, the worker still probes, because a poor drafter may be the reason; but not if their step
+times show that no drafter could make them faster.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Action(StrEnum):
     """What to do with a batch after it was scored."""
 
     TRAIN = "train"  #: the last trainings paid, or nothing is known yet
-    PROBE = "probe"  #: idle, but test whether training would pay again
+    PROBE = "probe"  #: idle, but train once to see whether it pays again
     IDLE = "idle"  #: training saves less than it costs
     DEFER = "defer"  #: rollouts of a newer policy have arrived: train on those instead
 
@@ -44,7 +45,7 @@ class Action(StrEnum):
 class Decision:
     """An action and the sentence that explains it to a person.
 
-    `undrafted`: engines spend no time in rounds with drafts, so that no price of a training would make it pay.
+    `undrafted`: engines spend no time in rounds with drafts, so training cannot pay at any price.
     """
 
     action: Action
@@ -54,30 +55,31 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Economy:
-    """The prices. Units: seconds; `worker_cost` = seconds of the engines that one worker second is worth.
+    """The prices, in seconds. `worker_cost`: how many seconds of the engines one worker second is worth.
 
-    `drafting_share`: of the time between two policy versions, what engines spend in rounds with drafts; None: unknown.
+    `drafting_share`: the share of the time between two policy versions that engines spend in rounds with drafts; None:
+    unknown.
     """
 
     worker_cost: float = 0.1
     drafting_share: float | None = None
     versions_served: float = 5.0  # how long a gain lasts before the policy has moved on
     min_gain: float = 0.005  # a smaller relative gain is not worth a swap, whatever it costs
-    may_pay: bool = False  # engines draft nothing now; with a better drafter they might
+    may_pay: bool = False  # engines draft nothing now, but might with a better drafter
 
     @property
     def assumed_share(self) -> float:
-        """The drafting share, or what is assumed of it."""
+        """The drafting share, or the usual one where it is unknown."""
         return _DRAFTING_SHARE if self.drafting_share is None else self.drafting_share
 
     def worth(self, gain: float, version_seconds: float) -> float:
-        """Seconds of the engines saved by a relative gain in α."""
+        """How many seconds of the engines a relative gain in α saves."""
         return self.versions_served * self.assumed_share * version_seconds * gain / (1.0 + gain)
 
     def break_even(self, train_seconds: float, version_seconds: float | None) -> float:
-        """The relative gain from which a training pays; infinite where no gain is worth its seconds.
+        """The relative gain from which on a training pays; infinite where no gain is worth its seconds.
 
-        `version_seconds` None: not known yet, so that a training costs nothing that could be compared.
+        `version_seconds` None: not known yet. Then `min_gain` is enough, since costs cannot be compared.
         """
         if self.assumed_share == 0.0:
             return math.inf
@@ -90,20 +92,20 @@ class Economy:
 #: Share of the time between two policy versions that goes to rounds with drafts (generation, reported: 65 to 85 %).
 _DRAFTING_SHARE: Final = 0.7
 _SMOOTHING: Final = 0.4
-#: A training counts for at most so many times the usual seconds: a machine that slept says nothing of the next one.
+#: A training counts as at most so many times the usual seconds: the machine may have slept.
 _MOST_AT_ONCE: Final = 4.0
 _MIN_TRAININGS: Final = 4
-#: Most claims passed over in a row, so that training goes on even if scoring alone cannot catch up.
+#: At most so many claims are passed over in a row, so that training goes on even if scoring alone cannot catch up.
 _MOST_DEFERRED: Final = 8
-#: What a training gains before anything is known: mean and standard deviation.
+#: Mean and standard deviation of a training's gain, before any is known.
 _FIRST_GAIN: Final = 0.05
-#: Variance by which the gain of a training wanders from claim to claim: 0.3 %.
+#: Variance by which the expected gain wanders from claim to claim: a standard deviation of 0.3 %.
 _GAIN_DRIFT: Final = 0.003**2
 #: Standard deviation, at least, of what a training may gain after a fall of α.
 _GAIN_OF_A_FALL: Final = 0.03
-#: Claims for which an idle worker may train once: of those with nothing to gain it is to train on 5 % at most.
+#: An idle worker may train once in so many claims: where nothing is to be gained, on 5 % of the claims at most.
 _CLAIMS_PER_PROBE: Final = 28
-#: Probes that the credit holds at most, and at first. A full credit is reason enough for a probe: the first one is due
+#: The largest credit, and the first one, in probes. A full credit is reason enough for a probe, so the first is due
 #: after a quarter of those claims.
 _MOST_PROBES: Final = 2.0
 _PROBES_AT_FIRST: Final = 1.75
@@ -118,11 +120,12 @@ UNJUDGED: Final = Decision(
 NO_MEMORY: Final = Decision(Action.IDLE, "nothing is trained on for a while, because memory ran out in each training")
 
 
-#: Claims that the level of α is of: few while publishes move it, more while nothing does.
+#: Over how many claims the level of α is taken: few while publishes move it, more while nothing does.
 _MEMORY_AWAKE: Final = 5
 _MEMORY_IDLE: Final = 64
-#: The CUSUM of shortfalls: claims before it begins, what it takes off each claim, what one claim counts for at most (an
-#: outlier alone is no fall), and the limit above which α fell. All but the first in standard deviations.
+#: The CUSUM of shortfalls: claims before it begins; the slack, which each claim subtracts; the most that one claim
+#: counts for, so that an outlier alone is no fall; the limit above which α fell. All but the first are in standard
+#: deviations.
 _LEAST_CLAIMS: Final = 6
 _SLACK: Final = 0.5
 _MOST_OF_A_CLAIM: Final = 4.0
@@ -133,13 +136,13 @@ _LEAST_DEVIATION: Final = 0.005
 
 @dataclass(slots=True)
 class Cusum:
-    """Where the served drafter's α stood, and the evidence that it fell.
+    """The level of the served drafter's α, and the evidence that α fell.
 
-    A one-sided CUSUM (Page 1954) of shortfalls in standard deviations, from a mean and a variance that are learnt on
-    the way (Hawkins 1987, self-starting). In logarithms, so a fall of 5 % is one whatever α is.
+    A one-sided CUSUM (Page 1954) of shortfalls in standard deviations. Mean and variance are learnt on the way (Hawkins
+    1987, self-starting). In logarithms, so that a fall of 5 % counts the same whatever α is.
     """
 
-    claims: float = 0.0  # that mean and variance rest on
+    claims: float = 0.0  # on which mean and variance rest
     mean: float = 0.0
     variance: float = 0.0
     evidence: float = 0.0  # the CUSUM, in standard deviations
@@ -170,7 +173,7 @@ class Cusum:
         self.variance += (step * step * (1.0 - 1.0 / count) - self.variance) / count
 
     def restart(self) -> None:
-        """Learn the level from now on: what was known counts like half a dozen claims."""
+        """Learn the level again. What was known counts like at most `_LEAST_CLAIMS` claims."""
         self.claims, self.evidence = min(self.claims, float(_LEAST_CLAIMS)), 0.0
 
 
@@ -179,21 +182,21 @@ class Controller:
     """The controller's whole state."""
 
     trainings: int = 0
-    gain: float = _FIRST_GAIN  # that the next training is expected to bring, relative
+    gain: float = _FIRST_GAIN  # relative gain that the next training is expected to bring
     variance: float = _FIRST_GAIN**2  # of that expectation
     train_seconds: float = 0.0  # smoothed
     version_seconds: float = 0.0  # smoothed time between policy versions; 0: not known
     deferred: int = 0  # claims passed over since the last decision
     idle: bool = False
     probes: float = _PROBES_AT_FIRST  # credit for probes
-    probing: bool = False  # a probe has begun that may have been cut for newer rollouts
+    probing: bool = False  # a probe has begun, and may have ended early for newer rollouts
     level: Cusum = field(default_factory=Cusum)
     curve: LearningCurve = field(default_factory=LearningCurve)
 
     def defers(self, *, newer_waits: bool) -> bool:
         """Whether to pass a claim over because rollouts of a newer policy wait in the queue (`newer_waits`).
 
-        Not while idle: no time is spent on training then, and every claim counts towards the next probe.
+        Not while idle: there is no training to save time on, and every claim counts towards the next probe.
         """
         if self.idle or not newer_waits or self.deferred >= _MOST_DEFERRED:
             return False
@@ -211,14 +214,15 @@ class Controller:
     ) -> Decision:
         """Decide about one scored claim.
 
-        `alpha_served`: replay α of the served drafter, pooled over the claim; None: none serves. `version_seconds`:
-        between policy versions now, also while nothing is trained. `warming_up`: the learning rate has not reached its
-        value, so gains do not show what training can do. `unfinished`: the last training was cut for newer rollouts and
-        has not been judged; a probe, once paid for, goes on with those.
+        `alpha_served`: replay α of the served drafter, pooled over the claim; None: no drafter is served.
+        `version_seconds`: time between policy versions now, also while nothing is trained.
+        `warming_up`: the learning rate is still rising, so gains do not show what training can do.
+        `unfinished`: the last training ended early for newer rollouts and was not judged. A probe goes on with those,
+        without another credit.
         """
         self.deferred = 0
         if version_seconds is not None:
-            weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING  # it is a mean over many versions already
+            weight = 1.0 if self.version_seconds == 0.0 else _SMOOTHING  # the first is taken whole
             self.version_seconds += weight * (version_seconds - self.version_seconds)
         if alpha_served is None:
             return self._train("no drafter is served yet")
@@ -252,7 +256,7 @@ class Controller:
         return Decision(Action.TRAIN, reason)
 
     def _probe(self, price: float) -> Decision | None:
-        """Train once to see what it gains, where that is due, is paid for, and could pay at all."""
+        """A probe, if one is due, there is credit for it, and its gain could pay. Else None."""
         if self.probes < 1.0:
             return None
         if self.level.fell:
@@ -274,7 +278,7 @@ class Controller:
     def _probed(self, reason: str) -> Decision:
         self.probes -= 1.0
         self.probing = True
-        self.level.evidence = 0.0  # whatever it was due for, it answers this
+        self.level.evidence = 0.0  # the probe answers a fall, too
         return Decision(Action.PROBE, reason)
 
     def learn(
@@ -287,8 +291,8 @@ class Controller:
     ) -> None:
         """Record one training: its paired relative gain, and the seconds it took.
 
-        `error`: the gain's standard error; None: it could not be measured, so only the seconds are learnt. `promoted`:
-        the candidate is served now.
+        `error`: the gain's standard error; None: the gain could not be measured, and only the seconds count.
+        `promoted`: whether the candidate is served now.
         """
         first = self.trainings == 0
         self.trainings += 1

@@ -1,4 +1,4 @@
-"""The events of a run's history: what moved `latest`, what was sent, refused, held, measured. Table: architecture.md.
+"""The events of a run's history: what moved `latest`, what was sent, refused, held, measured. Table: state.md.
 
 Pure: no torch, no Redis, no clock. A writer makes a model, a reader takes one. The history may be of another version,
 or damaged: `read_event` takes a field of another type for unknown, and keeps what it does not know. What is unknown is

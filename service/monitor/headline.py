@@ -63,64 +63,79 @@ _ORDER: Final[tuple[Severity, ...]] = ("bad", "warn", "wait", "good", "note")
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What is known of a run at one moment. Times are Unix seconds; None: never, or nobody knows.
-
-    `recent_batches`, `recent_dead`: of the batches that arrived last and have ended or were scored; `newest_dead`: how
-    many of the newest of them, in a row, are dead. `gathered`, `wanted`: response tokens for the draft vocabulary,
-    while it is not there yet. `current`: as in `GET /alpha`. `longest_pause`: between batches that arrived of late, in
-    seconds. `outdated`: a trainer that another one has followed goes on sending. `queue_fill`: of its bounds;
-    `disk_fill`: of the run's share of the disk, where that bounds its queue, infinite where there is no room;
-    `redis_fill`: of its memory. `engines`: the newest report of each that has reported of late; `drafted`: they have
-    counted a round; `contested`: of each that another client keeps on its own drafter; `moves`: of `latest`.
-    `failed_pushes`: that did not revive the drafter of the engine that is dead. `api_began`: when this API process did.
-    `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out. `for_memory`:
-    that is what `worker_error` is about, and what waits is tried again. `waiting`: versions that people sent and that
-    are not judged yet, oldest first; `of_sent`: the one that was looked at last, and what the gate found.
-    """
+    """What is known of a run at one moment. Times are Unix seconds; None: never, or not known."""
 
     now: float
+    #: When this API process began.
     api_began: float | None = None
     registered: float | None = None
+    #: The worker's last sign of life, and why it cannot work on the run.
     heartbeat: float | None = None
     worker_error: str | None = None
+    #: Whether `worker_error` is about memory; what waits is then tried again.
     for_memory: bool = False
+    #: What the controller decided last: train, probe or idle.
     action: str | None = None
+    #: Whether nothing is trained because nothing that comes can judge it, or because memory ran out.
     unjudged: bool = False
     no_memory: bool = False
+    #: Batches: taken in since the run began, and in the queue now.
     accepted: int = 0
     queued: int = 0
+    #: Share of the queue's bounds that is in use.
     queue_fill: float = 0.0
+    #: Share in use of the run's part of the disk, where that bounds its queue; infinite where there is no room.
     disk_fill: float = 0.0
+    #: Share in use of Redis' memory.
     redis_fill: float = 0.0
     oldest_queued: float | None = None
     last_arrival: float | None = None
+    #: Whether a trainer goes on sending that another start has followed.
     outdated: bool = False
+    #: The longest pause between the batches that arrived last, in seconds.
     longest_pause: float | None = None
     last_scored: float | None = None
+    #: Of the `RECENT_BATCHES` that arrived last and have ended or were scored: all, and the dead ones.
     recent_batches: int = 0
     recent_dead: int = 0
+    #: How many of the newest of these, in a row, are dead, and why the newest dead one is.
     newest_dead: int = 0
     dead_reason: str | None = None
+    #: Response tokens that are gathered for the draft vocabulary, and how many it needs; None once it is there.
     gathered: int | None = None
     wanted: int | None = None
     served_version: str | None = None
+    #: How many versions were published.
     published: int = 0
+    #: As in `GET /alpha`.
     current: Current | None = None
     drift_alarm: bool = False
+    #: What the drift monitor compares: α of the last tick, and its level so far.
     drift_alpha: float | None = None
     drift_level: float | None = None
+    #: What explains the change of α.
     cause: Cause | None = None
+    #: Verdicts on the engines.
     watch: Watch = field(default_factory=Watch)
+    #: The newest report, with a published drafter, of each engine that has reported within `ENGINE_SILENT_SECONDS`.
     engines: Sequence[AcceptanceRecord] = ()
+    #: Whether these engines have counted a round.
     drafted: bool = True
+    #: The newest report of each engine that another client keeps on its own drafter.
     contested: Sequence[AcceptanceRecord] = ()
+    #: The moves of `latest`.
     moves: Moves = field(default_factory=Moves)
+    #: How many pushes did not revive the drafter of an engine that is dead.
     failed_pushes: int = 0
     last_engine_report: float | None = None
+    #: What further training would bring.
     headroom: Advice | None = None
+    #: What a person wants of the run, and the version that a person holds.
     state: RunState = field(default_factory=RunState)
     held: HeldVersion | None = None
+    #: Versions that people sent and that are not judged yet, oldest first.
     waiting: Sequence[str] = ()
+    #: The sent version that was looked at last, and what the gate found.
     of_sent: tuple[str, str] | None = None
 
 

@@ -1,4 +1,4 @@
-"""The facts that travel between worker, engines and API: score, acceptance, gauges. Tables: architecture.md.
+"""The facts that travel between worker, engines and API: score, acceptance, gauges. Tables: state.md.
 
 The events of a run's history are models of the same kind, in `service.monitor.events`.
 

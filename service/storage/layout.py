@@ -1,12 +1,11 @@
-"""The state directory: its paths, and how what API and worker processes share in it is changed.
+"""The state directory: its paths, and how API and worker processes change the files that they share.
 
-It is the only place that builds a path from a name given by a client. Every method that takes a name checks it against
-a strict pattern first, so no name leads out of the directory. docs/reference/architecture.md draws the tree.
+This is the only place that builds a path from a name given by a client. Every method that takes a name checks it
+against a strict pattern first, so no name leads out of the directory. docs/reference/state.md draws the tree.
 
-Processes share what is theirs together (`runs/` but for `worker/recent`) in one of two ways. `Layout` is a directory
-that all of them have mounted; a run's lock is an `flock`. `Mirror` (`service.storage.mirror`) is a directory of one
-host, whose shared part is a copy of what stands in an object store. Whoever reads a file reads it by its path in both;
-whoever changes one does so in a `change`.
+`runs/`, but for `worker/recent`, is shared in one of two ways. `Layout` is a directory that all processes have mounted;
+a run's lock is an `flock`. `Mirror` (`service.storage.mirror`) is a directory of one host, whose shared part is a copy
+of an object store. In both, files are read by their paths, and changed within a `change`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rl_hooks.wire import RUN_NAME
 from service.errors import RegistryBusy, RunNotFound, VersionNotFound
 
 T = TypeVar("T")
-#: How long to wait for a run's lock. It is held for renames, and for deleting old versions.
+#: How long to wait for a run's lock, which is held for renames, and while old versions are deleted.
 LOCK_SECONDS = 30.0
 
 #: Drafter versions: `v`, a number of at least six digits, and the first eight digits of the content digest.
@@ -39,27 +38,27 @@ FileId = tuple[int, int] | None
 
 
 class Layout:
-    """One state directory, which several hosts may have mounted. Creates nothing but in `make_run` and `change`."""
+    """One state directory, which several hosts may have mounted. Only `make_run` and `change` create anything."""
 
     def __init__(self, state_dir: Path) -> None:
         self.root = state_dir.absolute()
-        #: `runs/`, one directory per run. Kept, as the next: an upload asks for them a dozen times.
+        #: `runs/`, one directory per run. An attribute, as the next: each upload needs them a dozen times.
         self.runs: Final = self.root / "runs"
         #: Uploads in progress.
         self.spool_tmp: Final = self.root / "spool" / "tmp"
 
-    #: Why nobody knows now what other hosts do; None: it is known.
+    #: Why other hosts' changes cannot be seen now; None: they can.
     away: str | None = None
-    #: Into how many pieces a file of lines is cut that would be one in a mounted directory.
+    #: A file of lines is cut into so many pieces; in a mounted directory it is one.
     pieces = 1
 
     # --- what several processes share
     def change(self, run: str, work: Callable[[Layout], T], *, alone: bool = True, checkpoints: bool = False) -> T:  # noqa: ARG002
-        """Change files of a run: what `work` does with the layout that it is given. Blocks.
+        """Change files of a run by `work`, which gets the layout to change. Blocks.
 
-        `work` may be called again, where another host was faster; it changes nothing else that it could not do twice.
-        `alone`: under the run's lock. `checkpoints`: it changes the worker's too. Raises `RegistryBusy`, and what
-        `work` raises: nothing is changed then, but for what it had done in a mounted directory.
+        If another host was faster, `work` is called again. So its other effects must be such that it can repeat them.
+        `alone`: under the run's lock. `checkpoints`: `work` changes checkpoints too. Raises `RegistryBusy`, and
+        whatever `work` raises. Then nothing is changed, but in a mounted directory by what `work` had done already.
         """
         if not alone:
             return work(self)
@@ -67,28 +66,28 @@ class Layout:
             return work(self)
 
     def fenced(self, work: Callable[[int | None], bool]) -> None:
-        """Within `change`: do what cannot be taken back; begin again if another host was faster.
+        """Within `change`: do `work`, which cannot be undone. Begin again if another host was faster.
 
-        `work` is given a number, higher than that of every change before (a fencing token); None: it is under the run's
-        lock. It returns False, and does nothing, where a later change was there before it.
+        `work` gets a fencing token: a number higher than that of every change before. None: the run's lock is held
+        instead. It must do nothing and return False if a later change was done before it.
         """
         work(None)
 
     def own(self, path: Path) -> Path:
-        """Within `change`: the file or directory at `path`, as one that may be renamed into the layout."""
+        """Within `change`: a file or directory like that at `path`, which may be renamed into the layout."""
         return path
 
     def announce(self, run: str, path: Path) -> None:
-        """Before `change`: say that a file, or those of a directory, will become the run's. It may take long."""
+        """Before `change`: announce a file, or a directory's files, that will become the run's. It may take long."""
 
     def abandon(self, run: str) -> None:
-        """Before a run is withdrawn: where what hosts share of it cannot be read, make it one that is being deleted."""
+        """Before a run is withdrawn: if its shared part cannot be read, mark it as being deleted."""
 
     def pull(self, run: str, *, checkpoints: bool = False) -> None:
-        """See what other hosts did before now. Blocks; raises OSError where nobody knows."""
+        """Fetch what other hosts have changed. Blocks. Raises OSError if that cannot be known."""
 
     def followed(self) -> contextlib.AbstractContextManager[object]:
-        """See what other hosts do within a second, while the context lasts."""
+        """While the context lasts, see other hosts' changes within a second."""
         return contextlib.nullcontext()
 
     def trained(self, run: str) -> bool:
@@ -96,7 +95,7 @@ class Layout:
         return any(self.worker(run).glob("checkpoint-*"))
 
     def sweep(self) -> None:
-        """Delete what died before it became a run's. Blocks."""
+        """Delete leftovers of changes that did not end. Blocks."""
 
     # --- shared by all runs
     @property
@@ -106,7 +105,7 @@ class Layout:
 
     @property
     def audit(self) -> Path:
-        """Directory of who did what, of all runs: kept when a run is deleted."""
+        """The audit log of all runs. It stays when a run is deleted."""
         return self.root / "audit"
 
     @property
@@ -236,13 +235,13 @@ def locked(layout: Layout, run: str) -> Iterator[None]:
 
 
 def revalidate(directory: Path) -> None:
-    """Have this host's file system look at a directory's names again; what cannot be opened is left as it is.
+    """Make this host's file system read a directory's names again. A directory that cannot be opened is left alone.
 
-    An NFS client answers from its cache for up to a minute: that a name is not there, or which file it is of. To open
-    the directory makes it ask the server (close-to-open consistency). A local disk's names are never old.
+    For up to a minute an NFS client's cache may lack a new name, or have an old file under a name. Opening the
+    directory makes the client ask the server (close-to-open consistency). A local disk's names are never old.
     """
     above = [directory]
-    while not _opens(above[-1]) and above[-1] != above[-1].parent:  # the cache may say of it, too, that it is not there
+    while not _opens(above[-1]) and above[-1] != above[-1].parent:  # the cache may lack the directory itself
         above.append(above[-1].parent)
     for one in reversed(above[:-1]):
         if not _opens(one):

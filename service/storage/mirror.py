@@ -1,20 +1,20 @@
-"""A state directory of one host, whose shared part is a copy of what stands in an object store (`state_url`).
+"""The state directory of one host that shares its runs with other hosts by an object store (`state_url`).
 
-    <url>/trees/<run>           the names, sizes and times of a run's files, and what is in the small ones
-    <url>/files/<run>/<uuid>    a large one
+    <url>/trees/<run>           a run's tree: names, sizes and times of its files, and the contents of small files
+    <url>/files/<run>/<uuid>    the contents of one large file
 
-Invariants:
-* A run's tree is replaced by one put, on condition that it is still the one with which the change began (If-Match; for
-  a run's first, If-None-Match: *). So a change appears whole or not at all, and of two at one moment the second begins
-  again with what the first has left. No clock, lock or lease is asked.
-* What a change does elsewhere (it deletes a run's keys in Redis) is fenced: a put of the tree as it is comes first, and
-  its number, higher than all before, goes along. Redis refuses a number that is below one that it had.
-* A tree names the change that made it: a put whose answer was lost is recognised as its own.
-* A large file has an object of its own before a tree names it. No object of a file is ever written again, and one is
-  deleted after no tree names it any more.
-* This directory changes only to what a tree says, never ahead of it: whatever is read here, all hosts are told. What
-  others name appears before its name: a version's files before its manifest, all of it before `latest.json`.
-* What the worker alone reads (its checkpoints) is fetched when it asks. Recent rollouts and the spool are this host's.
+The shared part of the directory is a copy of what the trees describe. Invariants:
+* A run's tree is replaced by one put, on condition that it is still the tree with which the change began (If-Match; for
+  a run's first tree If-None-Match: *). So a change appears whole or not at all. Of two changes at one moment the second
+  begins again, with the result of the first. No clock, lock or lease decides.
+* Effects of a change outside the store (deleting a run's keys in Redis) are fenced. The change first puts its tree
+  unchanged, under a number higher than all before. It passes that number on to Redis, which refuses lower ones.
+* A tree names the change that made it. So a put whose answer was lost is recognised.
+* A large file has its object before a tree names it. An object is never written again, and is deleted only after no
+  tree names it any more.
+* This directory follows the trees and is never ahead of them: all hosts see whatever is read here. A file appears
+  before other files name it: a version's files before its manifest, and all of these before `latest.json`.
+* Checkpoints, which only the worker reads, are fetched when it asks. Recent rollouts and the spool are not shared.
 
 Every error of the store is an `ObjectStoreError`, which is an OSError, and comes within a bounded time.
 """
@@ -50,45 +50,45 @@ from service.storage.layout import FILE_NAME, Layout, is_there, locked
 log = logging.getLogger("draftalign.storage")
 
 T = TypeVar("T")
-#: A file of up to this size stands in the tree.
+#: The contents of a file of up to this size are in the tree itself.
 _SMALL_BYTES: Final = 16 << 10
-#: As of `Layout.pieces`: an event sends the newest one, 128 KiB at most.
+#: As `Layout.pieces`. Each event sends the newest piece again, so pieces are small: 128 KiB at most.
 _PIECES: Final = 16
-#: How often a process looks what other hosts did.
+#: Seconds between two looks at what other hosts have changed.
 _LOOK_SECONDS: Final = 1.0
-#: How often a change is tried where other hosts were faster, and the longest pause between two tries.
+#: How often a change is tried while other hosts are faster, and the longest pause between two tries.
 _TRIES: Final = 12
 _PAUSE_SECONDS: Final = 2.0
-#: Age at which objects, files and directories of a change were left by one that died.
+#: Objects, files and directories of a change that are older than this are taken for leftovers of a dead process.
 _LEFTOVER_SECONDS: Final = 3600.0
 #: A tree of 1,000 versions and heads is a tenth of this.
 _TREE_BYTES: Final = 64 << 20
-#: So many changes are told of: an answer that was lost is asked for again before as many others are made.
+#: A tree names so many changes before it. A process whose answer was lost asks again before as many more are made.
 _CHANGES_TOLD: Final = 32
-#: Says of which URL a directory is a copy.
+#: The file that names the URL whose copy a directory is.
 _MARK: Final = "mirror.json"
-#: Of a tree: above what any clock shows in milliseconds, and with room left to count on.
+#: A tree's number is below this. No clock's milliseconds reach it, and there is room above it to count on.
 _NUMBERS: Final = 1 << 52
-#: Files that hosts share, within a run's directory. Names that begin with a dot are passing ones.
+#: The shared files in a run's directory. Names that begin with a dot are temporary.
 _SHARED: Final = ("*.json", "*.json.deleted", "*.jsonl", "*.safetensors", "heads/*", "drafters/*/*")
 _CHECKPOINTS: Final = "worker/checkpoint-*/**/*"
 #: The names of both; each part is a `FILE_NAME`.
 _NAME: Final = re.compile(
     r"[^/]+\.(json|json\.deleted|jsonl|safetensors)|heads/[^/]+|drafters/[^/]+/[^/]+|worker/checkpoint-[^/]+/.+"
 )
-#: Names the order in which files appear; what is not here comes first.
+#: The order in which files appear: those that are not named here come first.
 _LATER: Final = {"manifest.json": 1, "run.json": 2, "state.json": 2, "drafting.json": 2, "latest.json": 3}
 
 
 def _shared_name(name: str) -> str:
-    """Refuse what leads out of a run's directory, or to a file in it that hosts do not share."""
+    """The name, if it is that of a shared file in a run's directory; else ValueError."""
     if _NAME.fullmatch(name) and all(map(FILE_NAME.fullmatch, name.split("/"))):
         return name
     raise ValueError(f"{name[:80]!r} is not the name of a file that hosts share")
 
 
 class FileEntry(BaseModel):
-    """One file: what it holds (UTF-8), or the name of its object."""
+    """One file: its contents (UTF-8), or the name of the object that has them."""
 
     model_config = ConfigDict(frozen=True)
     bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -98,39 +98,39 @@ class FileEntry(BaseModel):
 
 
 class Tree(BaseModel):
-    """What stands under `trees/<run>`. No files: the run was deleted."""
+    """What is stored under `trees/<run>`. No files: the run was deleted."""
 
     model_config = ConfigDict(frozen=True)
     change: str = ""
-    #: Higher than that of the tree before; where there was none, or it was lost, by the clock (Unix milliseconds).
+    #: Higher than that of the tree before, also where that one was lost: at least the clock's Unix milliseconds.
     number: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
     changes: tuple[str, ...] = ()  # those before it, newest first
     files: dict[Annotated[str, AfterValidator(_shared_name)], FileEntry] = {}
 
     @classmethod
     def read(cls, body: bytes) -> Tree:
-        """What stands in the store; ValueError where it is none."""
+        """Read a tree from its JSON. Raises ValueError where it is none."""
         tree = cls.model_validate_json(body)
         if tree.number >= _NUMBERS:
             raise ValueError(f"its number is {tree.number}, of a time that no clock shows")
         return tree
 
     def after(self, files: dict[str, FileEntry]) -> Tree:
-        """What a change makes of this one."""
+        """The tree that follows this one, with these files."""
         before = (self.change, *self.changes) if self.change else ()
         number = max(self.number + 1, time.time_ns() // 1_000_000)
         return Tree(change=uuid.uuid4().hex, number=number, changes=before[:_CHANGES_TOLD], files=files)
 
 
 class _Known(NamedTuple):
-    """A tree, and the entity tag under which it was read; None: there is none yet."""
+    """A tree, and the entity tag under which it was read. Tag None: the store has no tree yet."""
 
     tree: Tree
     etag: str | None
 
 
 class _Sent(NamedTuple):
-    """A file that was sent for a change in hand: as what."""
+    """A file that was sent during a change, and the name of its object."""
 
     name: str
     file: BinaryIO
@@ -142,17 +142,17 @@ class _Changed(Exception):  # noqa: N818 - reads as what happened
 
 
 class _Draft(Layout):
-    """A copy of a run's shared files, in which one change is tried. Large ones are links: nobody writes into them."""
+    """A copy of a run's shared files in which one change is tried. Large files are links; nobody writes into them."""
 
     pieces = _PIECES
 
     def __init__(self, root: Path, known: _Known, put: Callable[[Tree, str | None], _Known | None]) -> None:
-        """`known`: of what it is a copy. `put`: puts a tree in the place of the one that has this entity tag."""
+        """`known`: the tree that is copied. `put`: replaces the tree that has this entity tag."""
         super().__init__(root)
         self.known, self._put = known, put
 
     def fenced(self, work: Callable[[int | None], bool]) -> None:
-        """As of `Layout`: from the put on, no change that began before it succeeds."""
+        """As in `Layout`. After the put no change succeeds that began before it."""
         before = self.known.tree
         found = self._put(own := before.after(before.files), self.known.etag)
         if found is None or found.tree.change != own.change:
@@ -162,11 +162,11 @@ class _Draft(Layout):
             raise _Changed
 
     def change(self, run: str, work: Callable[[Layout], T], *, alone: bool = True, checkpoints: bool = False) -> T:  # noqa: ARG002
-        """A part of the change in hand."""
+        """Do `work` as a part of the change that is being tried."""
         return work(self)
 
     def own(self, path: Path) -> Path:
-        """A copy made of links, so that another try finds the file or directory where it was."""
+        """A copy made of links. The original stays where it is, for another try."""
         copy = self.root / uuid.uuid4().hex
         if path.is_dir():
             shutil.copytree(path, copy, copy_function=os.link)
@@ -176,12 +176,12 @@ class _Draft(Layout):
         return copy
 
     def trained(self, run: str) -> bool:  # noqa: ARG002
-        """As the tree says."""
+        """As in `Layout`, by the tree."""
         return _trained(self.known.tree)
 
 
 class Mirror(Layout):
-    """The directory of this host. Several processes of it may have it."""
+    """The state directory of this host. Several of its processes may use it at once."""
 
     pieces = _PIECES
 
@@ -190,11 +190,11 @@ class Mirror(Layout):
         super().__init__(state_dir)
         self._store = ObjectStore("state_url", url)
         self._sent: dict[str, dict[tuple[int, int], _Sent]] = {}  # by run, by the file's identity
-        self._seen: dict[str, str] = {}  # by run: the entity tag of the tree that was taken over last
+        self._seen: dict[str, str] = {}  # by run: entity tag of the tree that was copied last
         self._claim(url)
 
     def _claim(self, url: str) -> None:
-        """A directory is one URL's: what another one's, or none's, has in it would be deleted as unknown."""
+        """Refuse a directory of another URL, or of none: its files would be deleted, since no tree names them."""
         mark = self.root / _MARK
         if not mark.exists():
             if self.runs.is_dir() and any(self.runs.iterdir()):
@@ -209,7 +209,7 @@ class Mirror(Layout):
 
     # --- a change
     def change(self, run: str, work: Callable[[Layout], T], *, alone: bool = True, checkpoints: bool = False) -> T:  # noqa: ARG002
-        """As of `Layout`: `work` is done with a copy, and one put makes it true of all hosts."""
+        """As in `Layout`: `work` changes a copy, and one put makes the change visible to all hosts."""
         try:
             with locked(self, run):  # processes of this host take turns
                 for turn in range(_TRIES):
@@ -228,7 +228,7 @@ class Mirror(Layout):
         )
 
     def announce(self, run: str, path: Path) -> None:
-        """Send them now: under the lock, and while other hosts change the run, only their names are left to send."""
+        """Send large files now, so that under the lock only their names are left to send."""
         for file in [path] if path.is_file() else filter(Path.is_file, path.rglob("*")):
             if file.stat().st_size > _SMALL_BYTES:
                 self._sent_as(run, file)
@@ -240,12 +240,12 @@ class Mirror(Layout):
         root.mkdir(parents=True)
         held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX)  # `tidy` leaves it alone: what is gone from it would be deleted everywhere
+            fcntl.flock(held, fcntl.LOCK_EX)  # against `tidy`: a file that is missing here is deleted on all hosts
             draft.make_run(run)
             for name, kept in known.tree.files.items():
                 if _is_wanted(name, checkpoints):
                     own, path = self.run(run) / name, draft.run(run) / name
-                    if not _is_same(own, kept):  # somebody meddled with this host's copy
+                    if not _is_same(own, kept):  # this host's copy was changed by hand
                         self._place(run, own, kept)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     copy = shutil.copy2 if _is_copied(path, kept) else os.link
@@ -256,7 +256,7 @@ class Mirror(Layout):
             os.close(held)
 
     def _commit(self, run: str, draft: _Draft, checkpoints: bool) -> bool:
-        """Make a draft the run's. False: another host changed the run since."""
+        """Publish a draft as the run's tree. False: another host has changed the run since."""
         known = draft.known
         root, own, before = draft.run(run), self.run(run), known.tree.files
         files = (
@@ -276,7 +276,7 @@ class Mirror(Layout):
             self._take_over(run, there, checkpoints, draft if there.tree.change == after.change else None)
             gone = {kept.object for kept in before.values()} - {kept.object for kept in files.values()} - {None}
             self._store.delete([_object(run, str(name)) for name in gone])
-        except OSError as error:  # it is true of all hosts; this one catches up, and the sweep deletes
+        except OSError as error:  # the change is published: this host catches up, and the sweep deletes objects
             log.warning("run %s was changed, and this host's copy is not what it was changed to yet: %s", run, error)
         return True
 
@@ -289,21 +289,21 @@ class Mirror(Layout):
 
     # --- the store
     def _sent_as(self, run: str, path: Path) -> str:
-        """The name of a file's object, which is sent now unless it was for the change in hand."""
+        """The name of a file's object. The object is sent now, unless this change has sent it already."""
         found, sent = path.stat(), self._sent.setdefault(run, {})
         identity = found.st_dev, found.st_ino
         if identity in sent and time.time() - sent[identity].at > _LEFTOVER_SECONDS / 2:
-            sent.pop(identity).file.close()  # this process was stopped: a sweep may have taken it for a leftover
+            sent.pop(identity).file.close()  # after a pause: a sweep may have deleted it (docs/guide/failures.md)
         if identity not in sent:
             name, at = uuid.uuid4().hex, time.time()
-            file = path.open("rb")  # while it is open, no other file can be taken for it
+            file = path.open("rb")  # while it is open, no other file gets its inode
             with self._store.errors(_object(run, name)):
                 self._store.send(_object(run, name), path)
             sent[identity] = _Sent(name, file, at)
         return sent[identity].name
 
     def _get(self, run: str, etag: str | None = None) -> _Known | None:
-        """A run's tree as it stands; None where it still has this entity tag."""
+        """A run's present tree; None if it still has this entity tag."""
         try:
             found = self._store.look(_tree(run), etag, most_bytes=_TREE_BYTES)
             if found is None:
@@ -314,14 +314,14 @@ class Mirror(Layout):
             raise TreeDamaged(_tree(run), error) from error
 
     def _put(self, run: str, tree: Tree, etag: str | None) -> _Known | None:
-        """Put a tree in the place of another one, and return what stands there by now. None: that one is gone."""
+        """Replace the tree that has this entity tag. Returns the present tree; None: another one was there."""
         trouble = None
         try:
             if tag := self._store.replace(_tree(run), tree.model_dump_json(exclude_defaults=True).encode(), etag):
                 return _Known(tree, tag)
         except ObjectStoreError as error:
             trouble = error
-        there = self._get(run)  # where only the answer was lost, it is this one, or has come of it
+        there = self._get(run)  # if only the answer was lost, this tree is there, or one that followed it
         if there is not None and tree.change in (there.tree.change, *there.tree.changes):
             return there
         if trouble is not None:
@@ -329,8 +329,8 @@ class Mirror(Layout):
         return None
 
     def abandon(self, run: str) -> None:
-        """As of `Layout`: where its tree is damaged. The sweep deletes what no tree names any more."""
-        self.run(run)  # a name that none can have ends here
+        """As in `Layout`, for a run whose tree is damaged. The sweep deletes its objects."""
+        self.run(run)  # refuses impossible names
         etag = self._store.tag(_tree(run))
         try:
             self._get(run)
@@ -343,21 +343,21 @@ class Mirror(Layout):
 
     # --- this host's copy
     def trained(self, run: str) -> bool:
-        """As the tree says: the files are a worker's."""
+        """As in `Layout`, by the tree: checkpoints themselves may not have been fetched."""
         return _trained(self._copy(run).tree)
 
     def pull(self, run: str, *, checkpoints: bool = False) -> None:
-        """As of `Layout`."""
+        """As in `Layout`."""
         copy = self._copy(run)
         found = self._get(run, copy.etag)
         unknown = found is not None and found.etag is None and copy.etag is None
-        if unknown or (found is None and not checkpoints):  # else nothing is new
+        if unknown or (found is None and not checkpoints):  # nothing is new
             return
         with locked(self, run):
             self._pull(run, checkpoints)
 
     def _pull(self, run: str, checkpoints: bool) -> _Known:
-        """Take the run's tree over, under its lock, and return it."""
+        """Copy what the run's present tree describes, under the run's lock. Returns the tree."""
         for last in (False, False, True):
             copy = self._copy(run)
             found = self._get(run, copy.etag)
@@ -376,7 +376,7 @@ class Mirror(Layout):
         raise AssertionError("unreachable")
 
     def _copy(self, run: str) -> _Known:
-        """The tree that this directory has."""
+        """The tree that this directory is a copy of."""
         try:
             found = json.loads((self.run(run) / ".tree.json").read_bytes())
             return _Known(Tree.model_validate(found["tree"]), found["etag"])
@@ -384,7 +384,7 @@ class Mirror(Layout):
             return _Known(Tree(), None)
 
     def _take_over(self, run: str, known: _Known, checkpoints: bool, draft: _Draft | None = None) -> None:
-        """Make this directory's files what a tree says. `draft`: has them."""
+        """Make this directory's files those of a tree. `draft`: has the files, so that they need not be fetched."""
         root, files = self.run(run), known.tree.files
         if not files:
             if known.etag is not None:
@@ -394,7 +394,7 @@ class Mirror(Layout):
         had = self._copy(run).tree.files
         for name in sorted(files, key=_order):
             path, kept = root / name, files[name]
-            other = name in had and had[name].object != kept.object  # also one of the same length and time
+            other = name in had and had[name].object != kept.object  # another file, perhaps of equal length and time
             if _is_wanted(name, checkpoints) and (other or not _is_same(path, kept)):
                 self._place(run, path, kept, None if draft is None else draft.run(run) / name)
         self._remove(root, _shared(root, checkpoints).keys() - files.keys(), files)
@@ -412,7 +412,7 @@ class Mirror(Layout):
                 self._store.fetch(_object(run, str(kept.object)), kept.bytes, passing)
             os.utime(passing, ns=(kept.changed_ns, kept.changed_ns))
             sync(passing)
-            # A history that only grew is appended to: those who follow it go on where they were.
+            # A history that only grew is appended to, so that its readers go on where they are.
             if path.suffix == ".jsonl" and (new := _grown(path, passing)) is not None:
                 with path.open("ab") as file:
                     file.write(new)
@@ -426,7 +426,7 @@ class Mirror(Layout):
             passing.unlink(missing_ok=True)
 
     def _remove(self, root: Path, names: Collection[str], left: Collection[str]) -> None:
-        """Delete files. A whole version or checkpoint is renamed first: none is ever seen in part."""
+        """Delete files. A whole version or checkpoint is renamed first, so that nobody sees a part of it."""
         for directory in {_directory(name) for name in names} - {_directory(name) for name in left} - {None}:
             path = root / str(directory)
             path.rename(gone := path.with_name(f".deleted-{uuid.uuid4().hex}"))
@@ -435,7 +435,7 @@ class Mirror(Layout):
             (root / name).unlink(missing_ok=True)
 
     def _forget(self, run: str) -> None:
-        """Delete all that this host has of a run that was deleted."""
+        """Delete this host's files of a run that was deleted."""
         for directory in (self.run(run), self.spool(run)):
             with contextlib.suppress(FileNotFoundError):
                 directory.rename(gone := directory.with_name(f".deleted-{uuid.uuid4().hex}"))
@@ -443,7 +443,7 @@ class Mirror(Layout):
 
     # --- what other hosts do
     def refresh(self) -> None:
-        """Take over whatever was changed: a question for each thousand runs, and some for each that was. Blocks."""
+        """Copy all runs that were changed. Blocks. One request per thousand runs, and some per changed run."""
         trouble: Exception | None = None
         try:
             tags = self._store.tags("trees/")
@@ -456,7 +456,7 @@ class Mirror(Layout):
             if RUN_NAME.fullmatch(run) and self._seen.get(run) != etag:
                 try:
                     self.pull(run)
-                except (OSError, ServiceError) as error:  # the others are told all the same
+                except (OSError, ServiceError) as error:  # the other runs go on
                     trouble = error
                 else:
                     self._seen[run] = etag
@@ -465,9 +465,9 @@ class Mirror(Layout):
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """As of `Layout`. Begins with all that stands in the store; raises OSError where it does not answer.
+        """As in `Layout`. Copies everything at first, and raises OSError if the store does not answer.
 
-        A run whose tree is damaged stays as it was known here; the others are followed.
+        A run whose tree is damaged stays as this host knows it. The others are followed.
         """
         if (trouble := self._store.trouble_with_conditions(f"tried/{uuid.uuid4().hex}")) is not None:
             raise ConfigurationError(
@@ -507,7 +507,7 @@ class Mirror(Layout):
             thread.join(1.0)
 
     def sweep(self) -> None:
-        """Delete objects that no tree names, and those of trials that died."""
+        """Delete objects that no tree names, and leftovers of tests of the store."""
         old = time.time() - _LEFTOVER_SECONDS
         self._store.delete([key for key, written in self._store.listed("tried/") if written < old])
         found = defaultdict[str, list[str]](list)
@@ -520,15 +520,15 @@ class Mirror(Layout):
             except TreeDamaged as error:
                 log.warning("what no list of files names of run %s stays: %s", run, error)
                 continue
-            if known is not None and known.etag is not None:  # else somebody deleted it, and may put it back
+            if known is not None and known.etag is not None:  # without a tree: a person may put it back
                 named = {_object(run, str(kept.object)) for kept in known.tree.files.values()}
                 gone = [key for key in keys if key not in named]
-                # Whoever sent one and was stopped since has begun with this tree, and may go on: let him begin again.
+                # First another tree: a paused change that sent one of these begins again (docs/guide/failures.md).
                 if gone and self._put(run, known.tree.after(known.tree.files), known.etag) is not None:
                     self._store.delete(gone)
 
     def tidy(self) -> None:
-        """Delete what processes of this host left that died amid a change."""
+        """Delete what processes of this host left when they died during a change."""
         left = [(self.root, "changes/*"), (self.runs, ".deleted-*"), (self.runs, "*/.fetched-*")]
         left += [(self.runs, "*/drafters/.deleted-*"), (self.runs, "*/worker/.deleted-*")]
         for path in (path for top, pattern in left for path in top.glob(pattern)):
@@ -538,7 +538,7 @@ class Mirror(Layout):
 
 
 def state_of(settings: Settings) -> Layout:
-    """The state directory that these settings name, shared in the way that they say."""
+    """The state directory of these settings: of one host, or shared by an object store."""
     if settings.state_url is None:
         return Layout(settings.state_dir)
     return Mirror(settings.state_dir, settings.state_url)
@@ -550,9 +550,9 @@ def is_copy(state_dir: Path) -> bool:
 
 
 def copy_run(origin: Layout, target: Layout, run: str) -> None:
-    """Copy what hosts share of a run, checkpoints too, from one state to another. Nobody may change the run. Blocks.
+    """Copy a run's shared files and checkpoints from one state directory to another. Blocks.
 
-    Raises RunConflict where the other state has a run of this name.
+    Nobody may change the run meanwhile. Raises RunConflict where the other state has a run of this name.
     """
     origin.pull(run, checkpoints=True)
     root, names = origin.run(run), _shared(origin.run(run), True)
@@ -561,10 +561,10 @@ def copy_run(origin: Layout, target: Layout, run: str) -> None:
         if is_there(now.run_json(run)) or is_there(now.withdrawn(run)):
             raise RunConflict(f"run {run!r} is there already, and was not copied; delete it first, or leave it")
         now.make_run(run)
-        for name in sorted(names, key=lambda name: (name == "run.json", name)):  # last: until then the run is not there
+        for name in sorted(names, key=lambda name: (name == "run.json", name)):  # `run.json` last: it makes the run
             path = now.run(run) / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, path)  # with its time: that of heads is their order
+            shutil.copy2(root / name, path)  # with its time: heads are ordered by time
             sync(path)
 
     target.change(run, work, checkpoints=True)
@@ -575,7 +575,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def _delete_unless_held(path: Path) -> None:
-    """Delete a file, or a directory unless a process has it locked. Raises OSError where one has."""
+    """Delete a file, or a directory that no process has locked. Raises OSError where one has."""
     if not path.is_dir():
         path.unlink()
         return
@@ -596,7 +596,7 @@ def _object(run: str, name: str) -> str:
 
 
 def _directory(name: str) -> str | None:
-    """That of the version or checkpoint to which a file belongs."""
+    """The directory of the version or checkpoint that a file belongs to; None: it belongs to neither."""
     parts = name.split("/")
     return "/".join(parts[:2]) if parts[0] in ("drafters", "worker") else None
 
@@ -617,19 +617,19 @@ def _shared(root: Path, checkpoints: bool) -> dict[str, Path]:
 
 
 def _is_copied(path: Path, kept: FileEntry) -> bool:
-    """Whether a draft has a copy of a file: what is small, and what is appended to. Of others it has a link."""
+    """Whether a draft has a copy of a file: small ones and those that are appended to. Others are links."""
     return kept.text is not None or path.suffix == ".jsonl"
 
 
 def _is_linked(path: Path, own: Path) -> bool:
     """Whether a draft's file is the link that it began with."""
-    with contextlib.suppress(FileNotFoundError):  # a process that waited for the lock of a deleted run is at it, too
+    with contextlib.suppress(FileNotFoundError):  # the run was deleted while a process waited for its lock
         return path.samefile(own)
     return False
 
 
 def _is_same(path: Path, kept: FileEntry) -> bool:
-    """Whether a file has the length and time that a tree names, and the text. Two small ones may be of one moment."""
+    """Whether a file has the length and time of a tree's entry, and its text: equal times do not prove equal text."""
     try:
         found = path.stat()
         same = (found.st_size, found.st_mtime_ns) == (kept.bytes, kept.changed_ns)
@@ -639,7 +639,7 @@ def _is_same(path: Path, kept: FileEntry) -> bool:
 
 
 def _grown(path: Path, newer: Path) -> bytes | None:
-    """What a file of lines has to be appended to be another one; None where it does not begin so."""
+    """The bytes that `newer` has beyond `path`; None where `newer` does not begin with what `path` holds."""
     try:
         old = path.read_bytes()
     except FileNotFoundError:

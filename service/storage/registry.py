@@ -3,16 +3,14 @@
 Invariants, also after loss of power at any line:
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
   take a new number, so a reader that remembers the last sequence can refuse anything older.
-* `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against. So a worker
-  that was paused during another publish or a rollback changes nothing (docs/guide/failures.md, "What a paused process
-  can do").
+* `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against, also where
+  the worker was paused meanwhile (docs/guide/failures.md, "What a paused process can do").
 * With `drafters_url`, a version's files are in the object store before `latest.json` names it.
 * A hold is part of `latest.json`, so it appears and ends in the same rename as a move. While it is there, nothing but
   another hold moves `latest` to another version: what was judged before it and is published after it raises
   `LatestHeld`.
 * One `flock` per run serialises the API (rollback, push-again) and the worker (publish). After `LOCK_SECONDS` the error
-  names the holder: a paused process (a debugger, a paused container) keeps the lock until it goes on or is killed.
-  With `state_url` a change is one conditional put instead (`Layout.change`), and appears whole.
+  names the holder. With `state_url` a change is one conditional put instead (`Layout.change`), and appears whole.
 
 Handles files and objects only: no torch, no tensors.
 """

@@ -78,7 +78,7 @@ class WorkerCheckpoint:
                 finally:
                     self._mine = mine if staged.renamed else self._mine
                 for before in _complete(directory):  # also one that an earlier life could not remove
-                    if before.name < mine:  # after SIGSTOP here there may be a successor's newer ones
+                    if before.name < mine:  # a successor's are newer (docs/guide/failures.md)
                         shutil.rmtree(before, ignore_errors=True)
 
             self._layout.change(self._run, work, alone=False, checkpoints=True)
@@ -92,8 +92,7 @@ class WorkerCheckpoint:
     def _clear_leftovers(self) -> None:
         """Delete what workers that were killed while they wrote have left.
 
-        Renamed away first: a worker that was stopped (SIGSTOP) and goes on fails at its next step, and never gives a
-        half-deleted directory a checkpoint's name.
+        Renamed away first, so that the next step of a worker that was paused fails (docs/guide/failures.md).
         """
         for leftover in self._directory.glob(".writing-*"):
             with contextlib.suppress(FileNotFoundError):

@@ -58,17 +58,17 @@ class Fates(Protocol):
         """What is in the queue, oldest first: of a long one, the head."""
 
     def finish(self, loaded: Loaded) -> None:
-        """All that was to be done with it is done."""
+        """Nothing is left to do with the batch."""
 
     def reject(self, entry: Entry, reason: str) -> None:
-        """It cannot be used."""
+        """The batch cannot be used."""
 
     def fail(self, entry: Entry, error: Exception, what: str) -> None:
-        """An unforeseen exception ends it or puts it off; raised again where it cannot be the batch's fault."""
+        """End the batch or put it off after an unforeseen exception, which is raised again if no batch caused it."""
 
 
 class ClaimScorer:
-    """Scores the batches of one run's claims. `keeps_up`: newer rollouts did not wait for the last training's end."""
+    """Scores the batches of one run's claims. `keeps_up`: False after a training that ended early or was overdue."""
 
     def __init__(self, settings: Settings, target: Target, lineage: Lineage, journal: Journal, gate: Gate) -> None:
         self._settings = settings
@@ -80,17 +80,17 @@ class ClaimScorer:
         self.keeps_up = True
 
     def score_claim(self, plan: ClaimPlan, fates: Fates) -> tuple[list[Scored], list[Scored]]:
-        """Score a claim: what is to be trained on, and what is passed over."""
+        """Score a claim. Returns what is to be trained on, and what is passed over."""
         newest, others = self._score_newest(plan.to_train, fates) if plan.to_train else ([], [])
         tested = sum(len(scores.looked) for _, scores in newest)
         return newest, self._score_passed_over([*plan.to_pass_over, *others], fates, tested)
 
     def _score_newest(self, fresh: Sequence[Loaded], fates: Fates) -> tuple[list[Scored], Sequence[Loaded]]:
-        """Score what the newest policy wrote; also returns what other policies wrote.
+        """Score the newest policy's batches. Returns them scored, and the batches of other policies.
 
-        The newest of the last `RECENT_BATCHES`, not of all: a trainer that went back to a checkpoint counts on from
-        there. If none of its batches can be used, the policy before it: else such a trainer would keep the worker from
-        the others' rollouts.
+        Newest among the last `RECENT_BATCHES`, not among all: a trainer that went back to a checkpoint counts on from
+        lower versions. If none of that policy's batches can be used, the next lower version is taken: a trainer whose
+        batches are all rejected must not keep the worker from the others'.
         """
         rest, comparison = fresh, self._comparison(fresh)
         for version in sorted({loaded.batch.policy_version for loaded in fresh[-RECENT_BATCHES:]}, reverse=True):
@@ -101,10 +101,11 @@ class ClaimScorer:
         return [], rest
 
     def _score_passed_over(self, rest: Sequence[Loaded], fates: Fates, tested: int) -> list[Scored]:
-        """With the candidate, from the newest on, until it was judged enough: `gate_rollouts` of each training.
+        """Score batches that are not trained on, the newest ones with the candidate as well.
 
-        Never on what was put back: that is of policies that are gone. `tested`: rollouts of this claim that it is
-        judged on already.
+        The candidate is scored until `gate_rollouts` of each training have judged it. `tested`: how many rollouts of
+        this claim judge it already. It is never scored on a batch that was put back, because
+        that batch's policy is gone.
         """
         compared, found = set(), []
         for loaded in reversed(rest):
@@ -116,11 +117,13 @@ class ClaimScorer:
         return found
 
     def score(self, loaded: Loaded, fates: Fates, comparison: Comparison) -> Scored | None:
-        """Check a batch's features against its log-probabilities, and score it; None when it was rejected.
+        """Check a batch's features against its log-probabilities, and score it; None where it was rejected.
 
-        It comes back with what its sender could not compute.
-        `comparison`: with the drafter that served it alone, with the candidate and the one that is served now as well,
-        or with the first one and the one served before too.
+        The result has the batch with its normalisers.
+        `comparison`: which drafters are scored. "served": the one that served the batch, or, where that is gone, the
+        one that is served now (the candidate while none is), and the one that the drift monitor watches. "candidate":
+        the candidate and the one that is served now as well. "all": also the first version, sent drafters, and the
+        version over which a gain is being measured.
         """
         batch = loaded.batch
         policy = self._target.at(batch.policy_version, batch=loaded.path)
@@ -168,7 +171,7 @@ class ClaimScorer:
         return replace(loaded, batch=found.batch), scores
 
     def _looked(self, loaded: Loaded) -> Sequence[int]:
-        """Places of the rollouts that are replayed. While newer ones wait, that takes time which training needs."""
+        """Places of the rollouts that are replayed: all, or some of each prompt's where newer batches had to wait."""
         if self.keeps_up:
             return range(loaded.batch.rollouts)
         return some_siblings(prompt_hashes(loaded.batch), loaded.batch.policy_version)
@@ -176,7 +179,7 @@ class ClaimScorer:
     def _shared(
         self, loaded: Loaded, looked: Sequence[int], roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
     ) -> SharedScore:
-        """What ranks do together, if there are several (`service.ranks.FollowedRun` is their side), else this one."""
+        """Check and replay the batch, with the other ranks if there are any (`service.ranks.FollowedRun`)."""
         ranks, drafters = self._lineage.needed_trainer.ranks, dict(roles.values())
         order = ScoreOrder(
             looked=list(looked),
@@ -193,7 +196,11 @@ class ClaimScorer:
         return score_shared(ranks, drafters, policy, loaded.batch, order)
 
     def _comparison(self, fresh: Sequence[Loaded]) -> Comparison:
-        """With what a claim's newest rollouts are scored. Time is short where several policies' have gathered."""
+        """How a claim's newest rollouts are scored.
+
+        By all drafters if the worker keeps up and one policy wrote them all; else by all only now and then, or while a
+        gain is unmeasured.
+        """
         self._uncompared += 1
         keeps_up = self.keeps_up and len({loaded.batch.policy_version for loaded in fresh}) == 1
         if keeps_up or self._gate.outcomes.unmeasured or self._uncompared >= _CLAIMS_PER_COMPARISON:

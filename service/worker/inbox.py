@@ -1,16 +1,16 @@
 """Every delivery of one run, from its claim to its acknowledgement. Knows Redis and files, and no training.
 
 Delivery is at least once, effect once:
-* An entry is acknowledged by `commit` alone, after a checkpoint that holds its effect. A batch that the last checkpoint
-  holds and that is delivered again is acknowledged unread.
-* The queue counts deliveries, because an entry that kills its worker again and again must end. A delivery that ended
-  for another reason (Redis, the disk, memory, a wait for the draft vocabulary) is not to be counted: it is marked here,
-  and the mark stays until Redis has taken it.
-* Rollouts that came in an earlier batch are left out: the script that enqueues has named them in the entry.
-* A batch that cannot be loaded, or that the learner rejects, is a dead letter with the reason; its file is kept. A file
-  that cannot be read now (too many open files, a bad sector; no memory, where none can be made) waits until its entry
-  is idle, and the others go on. One for which memory runs out `MEMORY_TRIES` times, in its loading or scoring, is a
-  dead letter: else a rollout that is too long for this worker would never end.
+* An entry is acknowledged as trained only once a checkpoint holds its effect: by `commit`, or, if it is delivered
+  again after that, unread.
+* The queue counts deliveries, so that an entry that kills its worker again and again ends. Deliveries that ended for
+  another reason (Redis, the disk, memory, a wait for the draft vocabulary) must not count. They are marked here, and
+  the mark stays until Redis has taken it.
+* Rollouts that came in an earlier batch are left out. The script that enqueues has named them in the entry.
+* A batch that cannot be loaded, or that the learner rejects, ends as a dead letter with the reason; its file is kept.
+* A batch whose file cannot be read now (too many open files, a bad sector, no memory and none can be made by closing
+  runs) is put off until its entry is idle; other batches go on. If memory runs out for it `MEMORY_TRIES` times, in
+  loading or scoring, it ends as a dead letter: a rollout may be too long for this worker.
 """
 
 from __future__ import annotations
@@ -157,26 +157,26 @@ class Inbox:
         self._backlog_uncounted = False  # the backlog comes from a failure that is no batch's, not from a death
 
     def forget_brought(self) -> None:
-        """Delete what an earlier worker brought to this host and the store still has: another may have ended it."""
+        """Delete files that an earlier worker fetched from the store: another host may have ended their batches."""
         if self._kept is not None:
             for path in self._layout.spool(self._queue.run).glob("*.safetensors"):
                 path.unlink(missing_ok=True)
 
     # --- the ledger
     def _set(self, delivery: Delivery) -> None:
-        # One assignment: the heartbeat's thread finds the delivery before it or after it, and never misses it.
+        # One assignment, so that the heartbeat's thread always finds the delivery, old or new.
         self._deliveries[delivery.entry.entry_id] = delivery
 
     def _forget(self, entry: Entry) -> None:
         self._deliveries.pop(entry.entry_id, None)
 
     def _in(self, *phases: Phase) -> list[Delivery]:
-        snapshot = tuple(self._deliveries.values())  # copied in one step, of frozen ones
+        snapshot = tuple(self._deliveries.values())  # copied in one step; deliveries are frozen
         return [delivery for delivery in snapshot if delivery.phase in phases]
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Ids of the entries that no other worker may claim: a snapshot, complete at any moment in any thread."""
+        """Ids of the entries that no other worker may claim. A snapshot: complete, whichever thread takes it."""
         return tuple(d.entry.entry_id for d in self._in(Phase.CLAIMED, Phase.WAITING, Phase.DONE))
 
     @property
@@ -191,7 +191,7 @@ class Inbox:
 
     @property
     def put_off(self) -> list[str]:
-        """Ids of the entries that are put off: files that cannot be read now, or no memory."""
+        """Ids of the entries that are put off: their file cannot be read now, or there is no memory."""
         return [delivery.entry.entry_id for delivery in self._in(Phase.UNREADABLE, Phase.NO_MEMORY)]
 
     @property
@@ -201,12 +201,12 @@ class Inbox:
 
     # --- claiming
     def renew(self) -> None:
-        """Renew the hold on what is held, or `claim` would take it for abandoned after Redis was away for long."""
+        """Renew the hold on all held entries. Without that, `claim` takes them for abandoned after a long outage."""
         if self.held:
             self._queue.heartbeat(CONSUMER, self.held)
 
     def redeliver(self) -> list[Entry]:
-        """Claim again what a failure, or the process before this one, left unfinished; empty: nothing is left."""
+        """Claim again what a failure or an earlier process left unfinished. Empty: nothing is left."""
         self._tell_uncounted()
         entries = self._queue.own_pending(CONSUMER, skip=self._deliveries.keys())
         for entry in entries:
@@ -215,9 +215,9 @@ class Inbox:
         return entries
 
     def claim(self) -> list[Entry]:
-        """Claim what is new; only when `redeliver` has nothing left."""
+        """Claim new entries. Call it only when `redeliver` has nothing left."""
         self.backlog = self._backlog_uncounted = False
-        self._applied.clear()  # each of them came again, and was acknowledged
+        self._applied.clear()  # each was delivered again, and is acknowledged
         entries = self._queue.claim(
             CONSUMER, self._settings.claim_tokens, min_idle_seconds=self._settings.claim_idle_seconds
         )
@@ -226,8 +226,8 @@ class Inbox:
         return entries
 
     def load(self, entries: Sequence[Entry]) -> list[Loaded]:
-        """Load and screen claimed entries. Those that are missing in the result ended here, or could not be read."""
-        for entry in entries:  # all before any is loaded: the newest of a claim makes others stale
+        """Load and screen claimed entries. An entry that is missing in the result has ended, or was put off."""
+        for entry in entries:  # before any is loaded: a claim's newest policy decides which entries are too old
             self.versions.note(entry)
         return [loaded for entry in entries if (loaded := self._load(entry)) is not None]
 
@@ -238,14 +238,14 @@ class Inbox:
             return None
         try:
             path = self._layout.blob(self._queue.run, entry.blob)
-        except ValueError as error:  # the batches behind it shall have their turn
+        except ValueError as error:  # not raised: it must not hold up the batches behind this one
             log.error("%s: %s: another version of draftalign queued it", self._queue.run, error)
-            self._bury(entry, _OF_ANOTHER, "blob_missing", keep_file=False)
+            self._end_dead(entry, _OF_ANOTHER, "blob_missing", keep_file=False)
             return None
         lag = None if entry.put_back else self._settings.max_policy_lag
         if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:
             if self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}"):
-                path.unlink(missing_ok=True)  # else another worker ended it, and it may be put back by now
+                path.unlink(missing_ok=True)  # not where another worker ended it: it may have been put back since
             return None
         try:
             if not self._bring(entry, path):
@@ -254,7 +254,7 @@ class Inbox:
             if self._screens():
                 screen(batch)
         except FileNotFoundError as error:
-            if self._is_kept(entry):  # another worker of this host began with the run, and deleted what was brought
+            if self._is_kept(entry):  # another worker of this host opened the run, and deleted what was fetched
                 self._put_off(entry, error, Phase.UNREADABLE)
             else:
                 self.reject(entry, _GONE, "blob_missing")
@@ -273,7 +273,7 @@ class Inbox:
         return None
 
     def _bring(self, entry: Entry, path: Path) -> bool:
-        """Bring a file into the spool that lies in the object store; whether it came just now, and was compared."""
+        """Fetch the file unless this host has it. Returns whether it was fetched, which compares its SHA-256."""
         if not sha256_in(entry.blob) or is_there(path):
             return False
         if self._incoming is None:
@@ -286,15 +286,15 @@ class Inbox:
         except FileNotFoundError:
             if not is_there(path):
                 raise
-            return False  # another worker, whose lease ran out, brought it meanwhile
+            return False  # another worker, whose lease ran out, fetched it meanwhile
         return True
 
     def _newest_policy(self) -> int:
-        """Of the last batches, and of those that still wait in the queue."""
+        """The newest policy version of the last batches, and of those that still wait in the queue."""
         return max(self.versions.newest, self._queue.newest_policy() or 0)
 
     def newest_waiting(self, after: Loaded) -> int | None:
-        """The newest policy version that waits in the queue behind this batch. None: nothing waits."""
+        """The newest policy version in the queue behind this batch. None: nothing waits there."""
         return self._queue.newest_policy(after=after.entry.entry_id)
 
     def unfinished(self) -> list[Entry]:
@@ -303,14 +303,14 @@ class Inbox:
 
     # --- what became of a batch
     def finish(self, loaded: Loaded) -> None:
-        """Leave a batch to the next checkpoint, which acknowledges it: nothing is left to be done with it."""
+        """Nothing is left to do with a batch: the next checkpoint acknowledges it."""
         self._set(Delivery(loaded.entry, Phase.DONE))
 
     def reject(self, entry: Entry, reason: str, code: DeathCode = "unusable") -> None:
         """End a batch as a dead letter."""
-        self._bury(entry, reason, code, keep_file=self._layout.blob(self._queue.run, entry.blob).exists())
+        self._end_dead(entry, reason, code, keep_file=self._layout.blob(self._queue.run, entry.blob).exists())
 
-    def _bury(self, entry: Entry, reason: str, code: DeathCode, *, keep_file: bool) -> None:
+    def _end_dead(self, entry: Entry, reason: str, code: DeathCode, *, keep_file: bool) -> None:
         log.warning("%s: batch %s is dead: %s", self._queue.run, entry.batch_id, reason)
         self._queue.dead_letter(entry, reason, code=code, keep_file=keep_file)
         self._forget(entry)
@@ -338,7 +338,7 @@ class Inbox:
             return True
 
     def fail(self, entry: Entry, error: Exception, what: str) -> None:
-        """End a batch for an unforeseen exception, or put it off, or raise what cannot be the batch's fault."""
+        """Handle an unforeseen exception: end the batch, put it off, or raise again what no batch can have caused."""
         if is_out_of_memory(error) and not is_device_fault(error):
             self._put_off_for_memory(entry, error, what)
             return
@@ -357,7 +357,7 @@ class Inbox:
         self.reject(entry, f"{told}: {error_text(error)}")
 
     def _put_off(self, entry: Entry, error: Exception, phase: Phase) -> None:
-        """Leave a batch until it is idle; the others do not wait for it."""
+        """Put a batch off until its entry is idle. Other batches do not wait for it."""
         log.error("%s: batch %s is put off: %s", self._queue.run, entry.batch_id, error_text(error))
         self._set(Delivery(entry, phase, uncounted=True))
         self._tell_uncounted()
@@ -370,9 +370,9 @@ class Inbox:
         return ended
 
     def wait(self, batches: Sequence[Loaded]) -> None:
-        """Keep batches until there is a draft vocabulary. A wait does no harm, so their deliveries do not count.
+        """Keep batches in memory until there is a draft vocabulary. Their deliveries do not count.
 
-        They are in memory, so beyond `_MOST_WAITING_TOKENS` the oldest are skipped; their tokens were counted.
+        Beyond `_MOST_WAITING_TOKENS` the oldest batches are skipped. Their tokens are in the vocabulary's counts.
         """
         for loaded in batches:
             self._set(Delivery(loaded.entry, Phase.WAITING, loaded=loaded, uncounted=True))
@@ -387,7 +387,7 @@ class Inbox:
         self._tell_uncounted()
 
     def resume(self) -> list[Loaded]:
-        """Hand over what waited for the draft vocabulary; from here on its deliveries count."""
+        """Return the batches that waited for the draft vocabulary. From now on their deliveries count."""
         resumed = []
         for delivery in self._in(Phase.WAITING):
             self._set(Delivery(delivery.entry, Phase.CLAIMED))
@@ -413,7 +413,7 @@ class Inbox:
                 self._set(replace(delivery, uncounted=False))
 
     def interrupt(self) -> None:
-        """A failure that is no batch's ended the turn: what was claimed comes again at once, and none of it counts."""
+        """End a turn after a failure that no batch caused: claimed entries come again at once, and none counts."""
         for delivery in self._in(Phase.CLAIMED, Phase.DONE):
             phase = Phase.INTERRUPTED if delivery.phase is Phase.CLAIMED else Phase.DONE
             self._set(replace(delivery, phase=phase, uncounted=True))
@@ -421,16 +421,17 @@ class Inbox:
         self.backlog = True
 
     def end_turn(self) -> None:
-        """Forget what is still claimed: it was interrupted by its own fault, or is another worker's now."""
+        """Forget what is still claimed: a batch's own fault interrupted it, or another worker has it now."""
         for delivery in self._in(Phase.CLAIMED):
             self._forget(delivery.entry)
 
     # --- checkpoint, then acknowledge
     def commit(self, write_checkpoint: Callable[[Sequence[str]], None]) -> None:
-        """Write a checkpoint, then acknowledge what it holds: the one place with that order.
+        """Write a checkpoint, then acknowledge what it holds. No other code does both.
 
-        `write_checkpoint` is given the batches whose effect is in it and that are not acknowledged yet. A death between
-        the two, or a Redis that fails, leaves entries that are delivered again, and acknowledged unread.
+        `write_checkpoint` gets the ids of the batches whose effect is in the checkpoint but which are not acknowledged
+        yet. If the process dies or Redis fails between the two, these entries are delivered again, and acknowledged
+        unread.
         """
         done = self._in(Phase.DONE)
         write_checkpoint(sorted(self._applied | {delivery.entry.batch_id for delivery in done}))
@@ -439,9 +440,9 @@ class Inbox:
 
 
 def is_batch_fault(error: Exception) -> bool:
-    """Whether this error may be the fault of the batch that was worked on alone.
+    """Whether the batch that was worked on alone may have caused this error.
 
-    Errors of Redis, the disk, memory and the device never are, nor is a drafter or head that does not fit.
+    No batch causes an error of Redis, the disk, memory or the device, or a drafter or head that does not fit.
     """
     if isinstance(error, BatchRejected):
         return True

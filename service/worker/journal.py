@@ -1,6 +1,6 @@
-"""What the worker tells the world about one run: score records, running totals, the drift monitor, gauges, the log.
+"""What the worker publishes about one run: score records, running totals, the drift monitor, gauges, the log.
 
-Score records that Redis did not take are kept and sent with the next ones; `state` goes into the worker's checkpoint.
+Score records that Redis did not take are kept, and sent with the next ones. `state` goes into the worker's checkpoint.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from service.worker.scoring import Scores
 
 log = logging.getLogger("draftalign.worker")
 
+#: After a tick with the alarm on, the alarm is logged again only after so many ticks without it.
 _QUIET_TICKS = 50
-#: Fewest seconds, and policy versions, over which the share of the engines' time that goes to rounds is measured.
+#: The share of the engines' time that goes to rounds is measured over so many seconds and policy versions at least.
 _LEAST_WINDOW_SECONDS: Final = 60.0
 _WINDOW_VERSIONS: Final = 4
-#: Batches from which an attempt is no longer provisional: until then one may be late.
+#: From this number of batches on an attempt is no longer provisional. Fewer may be late rollouts.
 _SURE_ATTEMPT: Final = 3
-#: `served` counted on the batches alone on which all drafters were scored: what `frozen` and `best` are compared with.
+#: Totals of `served` on those batches on which all drafters were scored, to compare `frozen` and `best` with.
 COMPARED: Final = "served_compared"
 
 
 class Abandoned(NamedTuple):
-    """When the last batch came of an attempt that the trainer has given up, in Unix ms; -inf: it never did.
+    """The attempt that the trainer abandoned last. Times are Unix ms; -inf: there is none.
 
-    `told`: by a session, and not guessed. `last_told`: when the last one came that a session says is of it.
+    `until`: when its last batch came. `told`: whether a session told of the abandonment; else it is guessed.
+    `last_told`: when the last batch came whose session is of that attempt.
     """
 
     until: float = -math.inf
@@ -53,10 +55,10 @@ class Abandoned(NamedTuple):
     last_told: float = -math.inf
 
     def has_not(self, head_ns: int, came: float) -> bool:
-        """Whether a head that was received then (Unix ns) is the next attempt's, for a batch that came before it.
+        """Whether a head is of the next attempt, and so not for a batch of this one that came before the head.
 
-        `came`: when that batch did, in Unix ms. A head that came before a batch of its attempt's session is of this
-        attempt: it was late.
+        `head_ns`: when the head came, in Unix ns. `came`: when the batch did, in Unix ms. A head that came before the
+        last batch of this attempt's session is of this attempt, and was late.
         """
         return came <= self.until and not head_ns < self.last_told * 1e6
 
@@ -75,9 +77,9 @@ class Totals:
 
 
 class _Pace:
-    """The share of its time that the worker trains, over about its last twenty claims.
+    """The share of the worker's time that goes to training, over about its last twenty claims.
 
-    No checkpoint holds it: it is known again after two claims.
+    It is in no checkpoint, since it is known again after two claims.
     """
 
     def __init__(self) -> None:
@@ -90,7 +92,7 @@ class _Pace:
         return min(1.0, self._trained / self._passed) if self._passed > 0 else None
 
     def claimed(self, train_seconds: float) -> None:
-        """Batches were scored, and trained on for so long, since the last call."""
+        """Note a claim, and how long its training took."""
         now, before = time.monotonic(), self._seen
         self._seen = now
         if before is not None:
@@ -99,7 +101,7 @@ class _Pace:
 
 
 class EngineReports:
-    """What the engines of one run report. Not in a checkpoint: they go on reporting."""
+    """What the engines of one run report. It is in no checkpoint, since engines go on reporting."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store
@@ -108,16 +110,16 @@ class EngineReports:
         self.drafting = DraftingTime()
 
     def hear(self, rule: LiveRule, version_seconds: float | None) -> str | None:
-        """Why nothing may be published: engines count otherwise than replay says. None: it may.
+        """Compare engines' counts with replay. Returns why nothing may be published; None: it may.
 
-        It is logged when that begins and when it ends. `version_seconds`: between two policy versions.
+        The log has when a hold begins and ends. `version_seconds`: mean time between two policy versions.
         """
         try:
             heard = self._store.accounts(time.time() - EVIDENCE_SECONDS)
             found = self._store.watch({name: account for name, (_, account) in heard.items()}, rule).hold
             steps = {name: (at, account.steps) for name, (at, account) in heard.items()}
             self.drafting.feed(steps, max(_LEAST_WINDOW_SECONDS, _WINDOW_VERSIONS * (version_seconds or 0.0)))
-        except (ValueError, TypeError, ArithmeticError):  # of counts that nobody could foresee: no batch's fault
+        except (ValueError, TypeError, ArithmeticError):  # odd counts, which no batch has caused
             log.exception("%s: what engines report cannot be read; nothing changes about publishing", self._run)
             return self._held
         if (found is None) != (self._held is None):
@@ -132,7 +134,7 @@ class EngineReports:
 
 
 class DriftWatch:
-    """Whether α of one run falls: the monitor, which version feeds it, and what people said about its alarm."""
+    """Whether α of one run falls: the drift monitor, the version that feeds it, and requests about its alarm."""
 
     def __init__(self, settings: Settings, run: str) -> None:
         self.monitor = DriftMonitor(
@@ -150,7 +152,7 @@ class DriftWatch:
 
     @property
     def watched(self) -> str | None:
-        """The version whose α the monitor is fed: every batch must be scored with it."""
+        """The version whose α feeds the monitor. Every batch must be scored with it."""
         return self._succession.watched
 
     @property
@@ -172,7 +174,7 @@ class DriftWatch:
             log.warning("%s: the drift monitor starts afresh: %s", self._run, error)
 
     def heed(self, asked: Mapping[str, str]) -> bool:
-        """Carry out what people ask, by action, unless it was; returns whether there was anything."""
+        """Carry out new requests of people. `asked`: request ids by action. Returns whether there were any."""
         new = {action: request for action, request in asked.items() if request != self.heeded.get(action)}
         for action in new:
             if action == "reset":
@@ -188,13 +190,13 @@ class DriftWatch:
         return bool(new)
 
     def forget_baseline(self) -> None:
-        """Learn a new baseline of α: what came before is not comparable."""
+        """Learn a new baseline of α, because earlier α cannot be compared with what comes."""
         self.monitor.reset()
         self._reading = None
 
     @property
     def gauges(self) -> WorkerGauges:
-        """What is told of it."""
+        """The drift monitor's part of the worker's gauges."""
         lanes = {} if self._reading is None else self._reading.lanes
         return WorkerGauges.model_construct(
             drift_alpha=None if self._reading is None else self._reading.value,
@@ -221,7 +223,7 @@ class DriftWatch:
                 entropies=scores.entropies or None,
                 arrived=milliseconds / 1000.0 if known else None,
             )
-        except (ValueError, TypeError, ArithmeticError):  # no batch's fault, and none must die of it
+        except (ValueError, TypeError, ArithmeticError):  # no batch caused it, and none may end as dead because of it
             log.exception("%s: the drift monitor starts afresh", self._run)
             self.monitor, self._succession = DriftMonitor(self.monitor.config), Succession()
             return
@@ -276,7 +278,7 @@ class Journal:
         """
         for entry, scores in scored:
             record = scores.record
-            if entry.belated:  # it says nothing about what is true now, nor about the engines
+            if entry.belated:  # no evidence about the present, or about the engines
                 record = replace(record, favour=None, replayed=None)
             self._unsent[entry.batch_id] = replace(
                 record,
@@ -292,7 +294,7 @@ class Journal:
                 self._coverage = (scores.record.draftable_tokens or 0) / max(1, scores.record.tokens or 0)
             replays = dict(scores.replays)
             if "frozen" not in replays:
-                replays.pop("best", None)  # the better of two, not the best of all
+                replays.pop("best", None)  # the better of two drafters is not the best of all
             elif "served" in replays:
                 replays[COMPARED] = replays["served"]
             for name, found in replays.items():
@@ -305,8 +307,8 @@ class Journal:
     def send(self) -> None:
         """Send the score records that Redis has not taken yet.
 
-        A full Redis is not waited for: a worker that waits acknowledges nothing, and acknowledging makes room. The
-        newest records are kept until then.
+        A full Redis is not waited for: acknowledging makes room in it, and a worker that waits acknowledges nothing.
+        The newest `MAX_SCORES` records are kept meanwhile.
         """
         for batch_id in list(self._unsent):
             if not self._store.put_score(batch_id, self._unsent[batch_id]):
@@ -317,11 +319,10 @@ class Journal:
             del self._unsent[next(iter(self._unsent))]
 
     def abandoned(self, unfinished: Sequence[Entry]) -> Abandoned:
-        """Which attempt the trainer has given up last, and when its last batch came.
+        """The attempt that the trainer abandoned last. `unfinished`: the entries in the queue.
 
-        The batches of the attempt after it show that it was abandoned, as in the curves (`attempts`). A registration at
-        an earlier version does not: many trainers register at 0, and go on where they were. `unfinished`: what is in
-        the queue.
+        The next attempt's batches show that it was abandoned, by the rule of the curves (`attempts`). A registration
+        at an earlier version does not show it: many trainers register at 0, and go on where they were.
         """
         if not (returns := self._store.returns()):
             return Abandoned()

@@ -1,12 +1,12 @@
-"""What one run's rollouts do to its drafters: score, decide, train, judge. Knows no queue; an entry only names a score.
+"""Scores one run's rollouts, decides whether to train, trains, and has the result judged. Knows no queue.
 
 Invariants
-* A batch is scored before it is trained on, and the candidate is judged on it as it stands: the gate's evidence is what
-  arrived after the training.
-* A training ends early where rollouts of a newer policy wait: they judge the candidate as it stands, and it is trained
-  on them next. So a long training is published in parts. Each part is judged on rollouts that came after it was
-  trained, and the gate's budget is for all looks at one served drafter, however many there are. It also ends early
-  where it takes long and another run has work.
+* A batch is scored, and the candidate judged on it, before it is trained on. So the gate's evidence arrived after the
+  training that it judges.
+* A training ends early when rollouts of a newer policy wait. These judge the candidate as it stands, which is trained
+  on them next. So a long training is published in parts, and each part is judged on rollouts that came after it. The
+  gate has one budget for all looks at one served drafter, however many there are.
+* A training also ends early when it takes long and another run has work.
 * What is published, and when: `service.worker.promotion.judge`.
 """
 
@@ -44,13 +44,13 @@ from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
 
-#: Heads are kept this many policy versions back where `max_policy_lag` does not say how late a batch may be.
+#: Heads are kept for so many policy versions where no `max_policy_lag` limits how late a batch may be.
 _HEADS_KEPT_VERSIONS = 64
 
-#: Share of a training that is done although rollouts of a newer policy wait: judging takes time too.
+#: At least this share of a training is done before newer rollouts or another run may end it: judging takes time too.
 _LEAST_PART = 0.125
-#: A claim's training ends after so long where another run of this worker has work. A default claim takes half of it on
-#: a GPU; the work grows with the square of a rollout's length.
+#: A claim's training ends after this time if another run of this worker has work. On a GPU a claim of the default
+#: size takes half of it. The work grows with the square of a rollout's length.
 LONGEST_CLAIM_SECONDS = 30.0
 
 
@@ -80,7 +80,7 @@ class Learner:
         stopping: Callable[[], bool] = lambda: False,
         others_wait: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`stopping`: whether somebody waits for the process to end. `others_wait`: whether another run has work."""
+        """`stopping`: whether the process is asked to end. `others_wait`: whether another run has work."""
         self.run = run
         self._settings = settings
         self._layout = layout
@@ -128,19 +128,19 @@ class Learner:
         if drafting != Drafting.supposed(self._settings).model_dump():
             self._measure_from_scratch()
         self.recent.restore(recent, self._layout.spool(self.run), known, self.target.normalised)
-        self.recent.settle()  # the checkpoint lists them: the crash came before it could be done
+        self.recent.settle()  # a crash may have come between the checkpoint and this step
         log.info("%s: resumed after %d batches, %d tokens trained", self.run, self.journal.totals.batches,
                  self.journal.totals.trained_tokens)  # fmt: skip
         return state
 
     def _measure_from_scratch(self) -> None:
-        """Forget gains, baseline and evidence: engines draft another way now, so these are of another α."""
+        """Forget gains, baseline and evidence. They are of another α, since engines draft in another way now."""
         log.info("%s: gains and the baseline of α are measured from scratch: engines draft otherwise now", self.run)
         self.journal.drift.forget_baseline()
-        self.judge.measure_anew()
+        self.judge.measure_from_scratch()
 
     def save(self, checkpoint: WorkerCheckpoint, applied: Sequence[str]) -> None:
-        """Write a checkpoint, which names the `applied` batches; what it lists of the recent rollouts moves there."""
+        """Write a checkpoint that names the `applied` batches. Then move recent rollouts' files to `worker/recent`."""
         trainer = self.lineage.needed_trainer
         self.journal.send()  # first: what a checkpoint holds is not scored again
         checkpoint.save(
@@ -159,19 +159,19 @@ class Learner:
 
     # --- from scratch
     def count_tokens(self, batches: Sequence[RolloutBatch]) -> None:
-        """Count the response tokens from which the draft vocabulary is to be chosen."""
+        """Count response tokens, from which the draft vocabulary will be chosen."""
         for batch in batches:
             self.token_counts += torch.bincount(batch.input_ids[batch.loss_mask], minlength=self.vocab_size)
 
     def begin_from_scratch(self) -> bool:
-        """Choose the draft vocabulary and begin. False: too few tokens were counted yet."""
+        """Choose the draft vocabulary and begin. False: too few tokens were counted so far."""
         if int(self.token_counts.sum()) < self._settings.vocab_min_tokens:
             return False
         self.lineage.begin_from_scratch(self.token_counts)
         return True
 
     def report_vocabulary(self, batches_waiting: int) -> None:
-        """Say how far the draft vocabulary is, or that it is known."""
+        """Report how many tokens are gathered for the draft vocabulary, or that it is known."""
         if self.begun:
             self.journal.vocabulary_known()
         else:
@@ -188,13 +188,14 @@ class Learner:
         version_seconds: float | None = None,
         isolated: bool = False,
     ) -> Learnt | None:
-        """Score all, judge, then train on the newest policy's rollouts.
+        """Score all batches of a claim, judge, then train on the newest policy's rollouts.
 
-        Where the queue holds a newer policy's, nothing of this claim is trained on (`Controller.defers`): a worker that
-        is behind spends no time on policies that are gone.
-        `before_publishing` must write a checkpoint, and raise where nothing may be published. `newest_waiting`: newest
-        policy version in the queue now. `version_seconds`: between two of them.
-        `isolated`: no recent rollouts are mixed in, and nothing is judged, so what is raised is the fault of `fresh`.
+        If the queue has rollouts of a newer policy, the claim is passed over, unless the controller is idle or too many
+        were passed over in a row (`Controller.defers`): a worker that is behind spends no time on policies that are
+        gone.
+        `before_publishing` must write a checkpoint, and raise if nothing may be published. `newest_waiting`: newest
+        policy version in the queue now. `version_seconds`: mean time between two policy versions.
+        `isolated`: mix in no recent rollouts and judge nothing, so that `fresh` causes whatever is raised.
         """
         plan = ClaimPlan.of(fresh, isolated=isolated)
         began = time.monotonic()
@@ -204,7 +205,8 @@ class Learner:
             return waiting is not None and waiting > plan.newest
 
         waits = newer_waits()
-        overdue = waits and not self.controller.idle  # if it is trained on: claims enough were passed over
+        # A claim that is trained on although newer rollouts wait: enough claims were passed over before it.
+        overdue = waits and not self.controller.idle
         if plan.to_train and self.controller.defers(newer_waits=waits):
             plan = plan.without_training()
         scored, passed_over = self.scorer.score_claim(plan, fates)
@@ -219,11 +221,11 @@ class Learner:
         decision = self._decide(scored, held, version_seconds)
 
         def ends() -> bool:
-            if isolated:  # a part of it would not tell whether the batch is at fault
+            if isolated:  # a part of a training cannot show that the batch is sound
                 return False
             if time.monotonic() - began > LONGEST_CLAIM_SECONDS and self._others_wait():
                 return True
-            return not overdue and newer_waits()  # a worker that trains in one claim of nine does the whole training
+            return not overdue and newer_waits()  # an overdue training is done whole
 
         share, undisturbed = self._train_on(scored, decision, fates, ends, isolated)
         self.scorer.keeps_up = share == 1.0 and not overdue
@@ -240,9 +242,10 @@ class Learner:
         may_publish: bool,
         isolated: bool,
     ) -> Contest | None:
-        """Judge the challengers on what was scored, and finish what is not trained on; returns the best contest.
+        """Judge the challengers on the scored batches, and finish those that are not trained on.
 
-        `may_publish`: false where the evidence does not describe the engines, or must not change what they serve.
+        Returns the best contest. `may_publish`: False where replay does not describe the engines, or a person holds
+        the served version.
         """
         judged = may_publish and not isolated
         if judged:
@@ -252,13 +255,13 @@ class Learner:
             best = contests[0] if contests else None
             if not may_publish:
                 self.judge.conclude_unasked()
-            elif scored or (best and best.verdict.promote):  # else more is to come before the next training
+            elif scored or (best and best.verdict.promote):  # else more evidence comes before the next training
                 self.judge.conclude(contests, newest_version)
             self._pass_over(passed_over, fates)
         return best
 
     def _pass_over(self, scored: Sequence[Scored], fates: Fates) -> None:
-        """Finish what is not trained on now; it joins the recent rollouts."""
+        """Finish batches that are not trained on now. They join the recent rollouts."""
         if scored:
             for loaded, _ in scored:
                 self.recent.add(loaded.path, loaded.batch, loaded.entry.known)
@@ -267,10 +270,10 @@ class Learner:
     def _train_on(
         self, scored: Sequence[Scored], decision: Decision, fates: Fates, ends: Callable[[], bool], isolated: bool
     ) -> tuple[float, bool]:
-        """Do what was decided, and finish the batches.
+        """Train if that was decided, and finish the batches. `ends`: as for `train`.
 
-        Returns the share of a training that was done, and whether it was undisturbed.
-        `ends`: as for `train`. Undisturbed: with recent rollouts, and nobody waits for the process to end.
+        Returns the share of the training that was done, and whether it was undisturbed: recent rollouts were mixed in,
+        and the process is not asked to end.
         """
         newest = [self.recent.add(loaded.path, loaded.batch, loaded.entry.known) for loaded, _ in scored]
         try:
@@ -289,13 +292,13 @@ class Learner:
         self._finish(scored, fates, decision, seconds)
         undisturbed = trained and not isolated and not self._stopping()
         if trained:
-            known = seconds if undisturbed and share else None  # one that was stopped, or had no rollout, says nothing
+            known = seconds if undisturbed and share else None  # others do not show how long one takes
             self.gate.trained(known, scored[-1][0].batch.policy_version, share)
         return share, undisturbed
 
     def _decide(self, scored: Sequence[Scored], held: str | None, version_seconds: float | None) -> Decision:
-        """Decide about the newest rollouts. `held`: why nothing may be published."""
-        if held is not None:  # the gains are not known, and what is learnt from such features may have to be unlearnt
+        """Decide what to do with the newest rollouts. `held`: why engines and replay disagree, or None."""
+        if held is not None:  # gains are not known, and training on wrong features may do harm
             self.controller.deferred = 0
             return Decision(Action.IDLE, f"nothing is trained while nothing may be published: {held}")
         served = [sums for _, scores in scored if (sums := scores.record.sums("served")) is not None]
@@ -308,7 +311,7 @@ class Learner:
         if self.gate.training.is_blind:
             return UNJUDGED
         engines = self.journal.engines.drafting
-        may_pay = engines.share == 0.0 and engines.may_pay  # none drafts: with a better drafter it could be faster
+        may_pay = engines.share == 0.0 and engines.may_pay  # no engine drafts, but a better drafter may make it faster
         economy = Economy(self._settings.worker_cost, engines.share, may_pay=may_pay)
         return self.controller.decide(
             economy,
@@ -319,14 +322,14 @@ class Learner:
         )
 
     def report(self, outcome: Learnt) -> None:
-        """Say in one line what was done, and set the gauges."""
+        """Log in one line what was done, and set the gauges."""
         size = len(self.lineage.candidate.vocabulary)
-        # While the learning rate rises, small gains do not say that little is left to gain.
+        # While the learning rate rises, small gains are no sign that little is left to gain.
         curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.controller.curve
         self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest, self.gate.of_sent)
 
     def _finish(self, scored: Sequence[Scored], fates: Fates, decision: Decision, seconds: float = 0.0) -> None:
-        """Leave batches to the next checkpoint, and record their scores. `seconds`: of the training."""
+        """Finish batches and record their scores. `seconds`: of the training."""
         for loaded, _ in scored:
             fates.finish(loaded)
         latest = self.lineage.served_version()
@@ -335,9 +338,9 @@ class Learner:
     def train(
         self, newest: Sequence[KeptBatch], older: Sequence[KeptBatch], ends: Callable[[], bool]
     ) -> tuple[float, float]:
-        """Train on the newest batches mixed with older ones; returns the seconds it took, and what share was done.
+        """Train on the newest batches, mixed with older ones. Returns the seconds it took, and the share that was done.
 
-        Once `_LEAST_PART` of it is done, it ends where `ends` says so.
+        After `_LEAST_PART` of the training `ends` is asked, after each step, whether to end it.
         """
         trainer = self.lineage.needed_trainer
         started = time.perf_counter()
@@ -355,7 +358,7 @@ class Learner:
             return 0.0, 0.0
 
         def verdict() -> str:
-            if self._stopping():  # what is learnt so far is kept; the rest and the gate are left out
+            if self._stopping():  # the candidate keeps what it has learnt so far
                 return "stop"
             return "cut" if _LEAST_PART * whole <= done < whole and ends() else ""
 
@@ -383,7 +386,7 @@ class Learner:
         return seconds, done / whole if cut else 1.0
 
     def forget_heads(self, newest_policy: int) -> None:
-        """Delete heads that neither a kept batch nor one still to come can need."""
+        """Delete heads that no kept batch and no batch still to come can need."""
         kept = self.recent.oldest_policy_version()
         if kept is None:
             return

@@ -1,16 +1,17 @@
 """The worker's loop for one run: claim, load, learn, checkpoint, acknowledge.
 
-Whose fault a failure is
-* An exception while one batch is loaded, screened or scored is that batch's fault: it is a dead letter with the
-  exception as its reason, and the others go on. One in training or at the gate cannot be laid to one batch. It leaves
-  `cycle`, and the worker opens the run again from its last checkpoint. What was in hand has one more delivery, as after
-  a death of the process. On its third delivery a batch is learnt from in isolation: trained on nothing but itself, and
-  without the gate. What is raised then is its fault, and it is a dead letter, after `MAX_DELIVERIES` tries at most.
-* Where training or the gate failed, and then nothing that was in hand fails in isolation, it is the fault of the recent
-  rollouts that are mixed in. They are deleted: what was learnt from them stays.
-* Redis, the disk, a lost lease and a drafter or head that does not fit are never a batch's fault, however often they
-  fail: that delivery is not counted. A fault of the device ends the process, and counts as any death of it does.
-* Where memory runs out while one batch is loaded or scored, that delivery is not counted either. The batch is put off,
+What a failure is blamed on
+* An exception while one batch is loaded, screened or scored: on that batch. It ends as a dead letter with the exception
+  as its reason, and the others go on.
+* An exception in training or at the gate: on no single batch yet. It leaves `cycle`, and the worker opens the run again
+  from its last checkpoint. All claimed batches have one more delivery, as after a death of the process. On its third
+  delivery a batch is learnt from in isolation: it is trained on alone, and the gate does not look. An exception then is
+  blamed on the batch, which ends as a dead letter after `MAX_DELIVERIES` tries at most.
+* If training or the gate failed, and no batch then fails in isolation: on the recent rollouts, which are mixed in. They
+  are deleted; what was learnt from them stays.
+* Redis, the disk, a lost lease, a drafter or head that does not fit: never on a batch, however often they fail. The
+  delivery does not count. A fault of the device ends the process, and counts like any death of it.
+* Memory that runs out while one batch is loaded or scored: the delivery does not count either. The batch is put off,
   `MEMORY_TRIES` times at most (`Inbox`).
 """
 
@@ -39,24 +40,25 @@ from service.worker.recent import LengthLimit
 
 log = logging.getLogger("draftalign.worker")
 
-#: While there is work, at most a tenth of the time goes to checkpoints, unless they take longer than the second limit.
+#: While there is work, the pause after a checkpoint is at least this multiple of the time that it took, up to
+#: `_LONGEST_PAUSE_SECONDS`. So checkpoints take a tenth of the time at most.
 _CHECKPOINT_PAUSE = 9.0
 _LONGEST_PAUSE_SECONDS = 120.0
 
 
 class LeaseLost(WorkerError):  # noqa: N818 - reads as what happened
-    """Another worker has this run now; what this one still holds of it must not be written down."""
+    """Another worker has this run now. This one must not write what it still holds of it."""
 
 
 class RegisteredAgain(WorkerError):  # noqa: N818
-    """Another file has taken the place of the run's target; nothing of the old one may be written beside it."""
+    """The file of the run's target was replaced. Nothing that was made with the old target may be written."""
 
 
 @dataclass
 class Suspicion:
-    """What of a run may be at fault. A failure ends its `RunWorker`, and not this.
+    """What is suspected after a failure of a run. A failure ends the `RunWorker`; this outlives it.
 
-    `recent`: whether its recent rollouts may be. `limit`: which are too long to be trained on.
+    `recent`: whether the recent rollouts may be the cause. `limit`: which rollouts are too long to train on.
     """
 
     recent: bool = False
@@ -65,7 +67,7 @@ class Suspicion:
 
 @dataclass
 class _Newest:
-    """The newest checkpoint: when it was written (monotonic), how long that took, and whether it holds all there is."""
+    """The newest checkpoint: when it was written (monotonic), how long that took, and whether it is still complete."""
 
     written_at: float
     took_seconds: float = 0.0
@@ -89,7 +91,7 @@ class RunWorker:
         suspicion: Suspicion | None = None,
         ends_for_memory: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`settings`: with how the run's engines draft. `ends_for_memory`: see `Inbox`."""
+        """`settings`: including how the run's engines draft. `ends_for_memory`: see `Inbox`."""
         self.run = run
         self._store = store
         self._holds_lease = holds_lease
@@ -108,11 +110,11 @@ class RunWorker:
             applied: Sequence[str] = ()
         else:
             state = self.learner.resume(self._checkpoint)
-            # With engines that draft another way it measures from scratch.
+            # If engines draft in another way since, it measures from scratch, which is in no checkpoint yet.
             self._newest.holds_all = state["drafting"] == self.drafting.model_dump()
             applied = state["applied"]
 
-        def screens() -> bool:  # several ranks screen when they score, and what waits for a vocabulary is scored late
+        def screens() -> bool:  # several ranks screen as they score; batches that wait for a vocabulary do so unscored
             return current().world == 1 or not self.learner.begun
 
         self.inbox = Inbox(settings, layout, queue, self.learner.vocab_size, applied, ends_for_memory, screens)
@@ -121,16 +123,16 @@ class RunWorker:
 
     @property
     def drafting(self) -> Drafting:
-        """How the run's engines draft, as this worker supposes."""
+        """How the run's engines draft, as this worker assumes."""
         return Drafting.supposed(self._settings)
 
     def cycle(self) -> bool:
-        """Do one claim's worth of work; False when there was nothing to do."""
+        """Work on one claim. Returns False if there was nothing to do."""
         self.inbox.renew()
         try:
             if self.learner.journal.heed_people():
                 self._newest.holds_all = False
-                self.save()  # not to be done again after a restart
+                self.save()  # so that the request is not done again after a restart
             entries = self._claim()
             with self._noted(entries):
                 self._work_on(entries)
@@ -138,12 +140,12 @@ class RunWorker:
             self.inbox.interrupt()
             raise
         except (LeaseLost, CheckpointSuperseded):
-            raise  # what is in hand is another worker's now, and what it counts there must stay
+            raise  # another worker has the claimed batches now, and its counts must stay
         except Exception as error:
             if not is_batch_fault(error) and not is_device_fault(error):
                 self.inbox.interrupt()
                 with contextlib.suppress(RedisError):
-                    self.inbox.uncount()  # now: this worker may be dropped for the error
+                    self.inbox.uncount()  # at once, because the error may end this worker
             raise
         finally:
             self.inbox.end_turn()
@@ -151,10 +153,10 @@ class RunWorker:
 
     @contextlib.contextmanager
     def _noted(self, entries: Sequence[Entry]) -> Iterator[None]:
-        """Note that this run is worked on, until that has ended, well or by an error.
+        """Note that this run is worked on, and delete the note at the end, also after an error.
 
-        A process that is killed, for memory say, on this rank or another, leaves the note. Without it a run
-        whose every batch kills the process would keep the worker from all other runs.
+        A process that is killed leaves the note, on whichever rank that happens. The notes count a run's deaths. Else
+        a run whose every batch kills the process would keep the worker from all other runs.
         """
         if not entries or self._target_file is None:
             yield
@@ -173,7 +175,7 @@ class RunWorker:
 
     def _claim(self) -> list[Entry]:
         if entries := self._claimed():
-            self._layout.pull(self.run)  # a head that came before a batch may have come to another host
+            self._layout.pull(self.run)  # another host may have received a batch's head
         return entries
 
     def _claimed(self) -> list[Entry]:
@@ -185,7 +187,7 @@ class RunWorker:
         return self.inbox.claim()
 
     def _forget_recent(self) -> None:
-        self.save()  # it moves the newest out of the spool
+        self.save()  # moves the newest files out of the spool
         self._check_still_ours()
         log.warning("%s: the recent rollouts are dropped: training failed with them, and works without them", self.run)
         self.learner.recent.clear()
@@ -196,20 +198,20 @@ class RunWorker:
         if not self.learner.begun:
             fresh = self._gather_vocabulary(fresh)
         suspects = [loaded for loaded in fresh if loaded.entry.suspect]
-        # A suspect is not left unacknowledged while others are worked on: its next death would count against them.
+        # Others are acknowledged before a suspect is worked on: if that kills the process, it must not count for them.
         for group in [[loaded for loaded in fresh if not loaded.entry.suspect], *([s] for s in suspects)]:
             if group:
                 self._learn_from(group, isolated=group[0].entry.suspect)
             if suspects and self.inbox.done:
                 self.save()
         pause = self._settings.checkpoint_seconds
-        if pause and entries:  # a large drafter's takes seconds, in which nothing is trained
+        if pause and entries:  # a large drafter's checkpoint takes seconds, in which nothing is trained
             pause = max(pause, min(_CHECKPOINT_PAUSE * self._newest.took_seconds, _LONGEST_PAUSE_SECONDS))
         if self.inbox.done and (self.inbox.backlog or time.monotonic() - self._newest.written_at >= pause):
             self.save()
 
     def _gather_vocabulary(self, fresh: Sequence[Loaded]) -> list[Loaded]:
-        """Count tokens of the first rollouts; once they are enough, begin from scratch and return all of them."""
+        """Count tokens of the first rollouts. Once they are enough, begin from scratch and return all batches."""
         self.learner.count_tokens([loaded.batch for loaded in fresh])
         self.inbox.wait(fresh)
         if fresh:
@@ -244,7 +246,7 @@ class RunWorker:
                 self._suspicion.recent = True
             raise
         finally:
-            self._newest.holds_all = False  # also where one was written before something was published
+            self._newest.holds_all = False  # also if a checkpoint was written during this, before a publish
 
     # --- checkpoint, then acknowledge
     def save(self) -> None:
@@ -262,27 +264,27 @@ class RunWorker:
         self._newest.took_seconds = time.monotonic() - started
 
     def _check_still_ours(self) -> None:
-        """Raise unless this worker may write: it holds the lease, and the run's target is the one that it opened."""
+        """Raise unless this worker may write: it must hold the lease, and the target's file be the one it opened."""
         if not self._holds_lease():
             raise LeaseLost("its lease is gone")
         if self._layout.target_id(self.run) != self._target_file:
             raise RegisteredAgain(f"run {self.run} was registered again")
 
     def close(self) -> None:
-        """Checkpoint before an orderly stop, and do not let what is still in hand count.
+        """Checkpoint before an orderly stop. Deliveries that did not end do not count.
 
-        Nothing is written where the newest checkpoint holds all: a large one takes seconds, and a stop of many runs
-        would outlast the time that it is given.
+        Nothing is written if the newest checkpoint is complete: a large one takes seconds, and the stop of many runs
+        would take longer than it may.
         """
         try:
-            if not self._newest.holds_all or self.inbox.done:  # what is done is acknowledged by a checkpoint
+            if not self._newest.holds_all or self.inbox.done:  # only a checkpoint acknowledges what is done
                 self.save()
             else:
                 self._check_still_ours()
-                self.learner.journal.send()  # what a full Redis has not taken
+                self.learner.journal.send()  # score records that a full Redis did not take
             self.inbox.uncount(Phase.WAITING)
         except (LeaseLost, CheckpointSuperseded):
-            raise  # as in `cycle`: another worker counts them now
+            raise  # as in `cycle`: another worker has the batches now
         except Exception as error:
             if not is_batch_fault(error):  # a full disk, or no memory
                 self.inbox.uncount(Phase.DONE)

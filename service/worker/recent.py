@@ -1,10 +1,10 @@
-"""The worker's bounded memory of recent rollouts: what it trains on again.
+"""The worker's bounded memory of recent rollouts, which it trains on again.
 
-No rollout is held out. The gate judges on rollouts that have just arrived, before they come in here
-(`service.worker.promotion`), and leaves out those whose prompt is in here: their siblings were trained on.
+No rollout is held out. The gate judges on rollouts that have just arrived, before they are added here
+(`service.worker.promotion`). It leaves out rollouts whose prompt is in here, because their siblings were trained on.
 
-Batches are kept as the files they came in (`runs/<run>/worker/recent/`); the newest `capacity_tokens` of them stay, and
-no more bytes than are free beside them.
+Batches are kept as the files in which they came (`runs/<run>/worker/recent/`). The newest `capacity_tokens` tokens of
+them stay, and no more bytes than are free on the disk.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
 
-#: Trainings without the rollouts for which there was no memory, before these are tried again.
+#: Rollouts for which there was no memory are left out of so many trainings, and then tried again.
 _LIMITED_TRAININGS: Final = 64
-#: Trainings in a row, a minute apart, that ran out of memory with nothing to leave out; then nothing is trained on.
+#: After so many trainings in a row, a minute apart, that ran out of memory with nothing to leave out, none is trained.
 _HOPELESS_TRAININGS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """One batch. Its features are read from its file, which is mapped, each time that rows of it are drawn."""
+    """One batch. Its file is mapped, and its features are read whenever rows of it are drawn."""
 
     name: str  # file name inside the directory of recent batches
     batch: RolloutBatch
     prompts: frozenset[str]  # `prompt_hashes` of its rollouts
-    known: tuple[int, ...] = ()  # places in the file of rollouts that are not in `batch`: an earlier batch had them
+    known: tuple[int, ...] = ()  # places in the file of known rollouts, which are not in `batch`
 
     @property
     def policy_version(self) -> int:
@@ -70,10 +70,10 @@ Drawn = list[tuple[KeptBatch, list[int]]]
 
 @dataclass
 class LengthLimit:
-    """Rollouts of more `tokens` are not trained on: memory ran out with such ones. None: no limit; 0: none are.
+    """The length above which rollouts are not trained on, since memory ran out with such. None: no limit; 0: all.
 
-    A window holds whole rollouts: a smaller `step_tokens` does not cut one. After some `trainings` the long ones are
-    tried again, for another process may have had the memory.
+    A window holds whole rollouts, so a smaller `step_tokens` would not help. After some `trainings` the long ones are
+    tried again: another process may have had the memory.
     """
 
     tokens: int | None = None
@@ -81,10 +81,10 @@ class LengthLimit:
     hopeless: int = 0  # trainings in a row that failed with nothing to leave out
 
     def tighten(self, lengths: npt.NDArray[np.int64], step_tokens: int) -> bool:
-        """Lower the limit: the longer half of the rollouts above `step_tokens` is left out. Returns whether it did.
+        """Lower the limit by the longer half of the rollouts above `step_tokens`. Returns whether it was lowered.
 
-        Where no rollout would be left it does nothing. After `_HOPELESS_TRAININGS` of these, all are left out, and
-        batches are only scored.
+        If no rollout would be left, the limit stays. After `_HOPELESS_TRAININGS` of such calls all rollouts are left
+        out, and batches are only scored.
         """
         suspects = np.sort(lengths[lengths > step_tokens])
         most = int(suspects[(len(suspects) - 1) // 2]) - 1 if len(suspects) else 0
@@ -97,7 +97,7 @@ class LengthLimit:
         return True
 
     def trained(self) -> None:
-        """Note that a training ended well. One that the limit left out is none: `hopeless` stays."""
+        """Note a training that ended well. If the limit left all rollouts out, `hopeless` stays."""
         if self.tokens != 0:
             self.hopeless = 0
         self.trainings -= self.tokens is not None
@@ -106,14 +106,13 @@ class LengthLimit:
 
 
 class RecentRollouts:
-    """Newest batches of a run, oldest first. Its name is for the log."""
+    """The newest batches of a run, oldest first. `run`: for the log."""
 
     def __init__(self, directory: Path, *, capacity_tokens: int, run: str) -> None:
         self._run = run
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
-        # Listed before the checkpoint is read: after SIGSTOP in between, a successor's files must not look like strays.
-        # docs/guide/failures.md, "What a paused process can do".
+        # Listed before the checkpoint is read, so that no successor's files are among them (docs/guide/failures.md).
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
         self.limit = LengthLimit()
@@ -123,8 +122,8 @@ class RecentRollouts:
         self._dropped: set[str] = set()
 
     def add(self, path: Path, batch: RolloutBatch, known: tuple[int, ...] = ()) -> KeptBatch:
-        """Take in a batch whose file still lies in the spool; `settle` moves it here. `known`: see `KeptBatch`."""
-        self._remove(path.name)  # a redelivered one takes its own place
+        """Add a batch whose file is still in the spool. `settle` moves the file here. `known`: see `KeptBatch`."""
+        self._remove(path.name)  # a redelivered batch replaces itself
         kept = self._keep(path.name, batch, known)
         self._unsettled[path.name] = path
         self._dropped.discard(path.name)
@@ -146,13 +145,13 @@ class RecentRollouts:
             self._bytes -= kept.states_bytes
 
     def _drop(self, name: str) -> None:
-        """Train on a batch no more; `settle` deletes its file."""
+        """Forget a batch. `settle` deletes its file."""
         self._remove(name)
         self._dropped.add(name)
 
     @property
     def prompts(self) -> dict[str, int]:
-        """Prompts (hashes) of all that is kept, on which the candidate is trained -> newest policy that answered it."""
+        """Hashes of all prompts in here, which were trained on, with the newest policy that answered each."""
         found: dict[str, int] = {}
         for kept in self._kept.values():
             for prompt in kept.prompts:
@@ -160,15 +159,15 @@ class RecentRollouts:
         return found
 
     def names(self) -> list[str]:
-        """What a checkpoint must list to be able to `restore`."""
+        """File names that a checkpoint must list, for `restore`."""
         return list(self._kept)
 
     def known_rollouts(self) -> dict[str, tuple[int, ...]]:
-        """By a file's name, its rollouts that an earlier batch had. A checkpoint lists them too."""
+        """The known rollouts of each file. A checkpoint lists them too."""
         return {name: kept.known for name, kept in self._kept.items() if kept.known}
 
     def settle(self) -> None:
-        """After a checkpoint that lists `names()`: move new files out of the spool, delete what nothing lists now."""
+        """After a checkpoint with `names()`: move new files out of the spool, and delete files of forgotten batches."""
         for name, path in self._unsettled.items():
             if path.exists():
                 path.rename(self._directory / name)
@@ -178,7 +177,7 @@ class RecentRollouts:
         self._dropped.clear()
 
     def clear(self) -> None:
-        """Delete all that is kept. Called right after a checkpoint, whose drafter holds what was learnt from it."""
+        """Delete all batches. Call it right after a checkpoint, whose drafter has learnt from them."""
         for name in self.names():
             self._drop(name)
         self.settle()
@@ -190,9 +189,9 @@ class RecentRollouts:
         known: Mapping[str, Sequence[int]],
         complete: Callable[[RolloutBatch], RolloutBatch] = lambda batch: batch,
     ) -> None:
-        """Load what a checkpoint listed, from here or, if the crash came before `settle`, from the spool.
+        """Load the batches that a checkpoint lists, from here, or from the spool after a crash before `settle`.
 
-        `complete` adds what the sender could not compute. `known`: what `known_rollouts()` was.
+        `complete` adds normalisers that the sender could not compute. `known`: what `known_rollouts()` was.
         """
         for name in names:
             path = next((p for p in (self._directory / name, spool / name) if p.exists()), None)
@@ -202,10 +201,10 @@ class RecentRollouts:
                 check_blob(path)
                 places = tuple(known.get(name, ()))
                 self._keep(name, complete(without(load_batch(path), places)), places)
-            # Damaged, or without a head; what was learnt from it is in the checkpoint.
+            # Damaged, or without a head. The checkpoint has learnt from it already.
             except (BlobDamaged, WireError, TargetHeadError, OSError) as error:
                 if isinstance(error, OSError) and error.errno != errno.EIO:
-                    raise  # it may be read later
+                    raise  # a later read may succeed
                 log.warning("%s: %s is left out of the recent rollouts: %s", self._run, name, error)
                 continue
             if path.parent == spool:
@@ -215,11 +214,11 @@ class RecentRollouts:
                 stray.unlink(missing_ok=True)
 
     def forget_abandoned(self, heads: Sequence[tuple[int, int]], abandoned: Callable[[], Abandoned]) -> None:
-        """Drop what came in an attempt that the trainer gave up: the heads of its versions may be the next one's now.
+        """Drop batches of an attempt that the trainer abandoned, whose heads may be those of the next attempt by now.
 
-        `heads`: policy version of each received head, and when it came (Unix ns). `abandoned`: which attempt was given
-        up; it is called only where a head came after a batch of its version or a higher one. That alone may be a late
-        head: each of several engines sends the heads that it meets.
+        `heads`: policy version of each received head, and when it came (Unix ns). `abandoned`: returns the abandoned
+        attempt. It is called only if a head came after a batch of its version or a higher one. That alone proves
+        nothing: the head may be late, since several engines each send the heads that they meet.
         """
         if not self._outdated(heads, math.inf, told=True):
             return
@@ -231,10 +230,10 @@ class RecentRollouts:
                 self._drop(name)
 
     def _outdated(self, heads: Sequence[tuple[int, int]], until_ns: float, *, told: bool) -> set[str]:
-        """Names of the batches of a policy version that was reached again.
+        """Names of batches whose policy version was reached again.
 
-        A head outdates the batches of its version and of higher ones that came before it. Unless a session has `told`
-        that they were given up, only if there are any of a higher one. What came after `until_ns` stays.
+        A head outdates batches of its version and of higher ones that came before it. If no session `told` of the
+        abandonment, it does so only if some of them are of a higher version. Batches from after `until_ns` stay.
         """
         kept, came_ns = self._kept.values(), {name: self._came_ns(name) for name in self._kept}
         found = set[str]()
@@ -252,11 +251,11 @@ class RecentRollouts:
         return math.inf
 
     def oldest_policy_version(self) -> int | None:
-        """Of all that is kept; None when nothing is."""
+        """The oldest policy version of all batches; None: there is no batch."""
         return min((kept.policy_version for kept in self._kept.values()), default=None)
 
     def ran_out_of_memory(self, step_tokens: int) -> None:
-        """Memory ran out in a training: leave the longest rollouts out of the next ones, if there are others."""
+        """After memory ran out in a training: leave the longest rollouts out of the next ones, if others remain."""
         lengths = np.concatenate([_lengths(kept)[_short(kept, self.limit.tokens)] for kept in self._kept.values()])
         if self.limit.tighten(lengths, step_tokens):
             log.warning(
@@ -266,16 +265,16 @@ class RecentRollouts:
             )
 
     def but(self, newest: Sequence[KeptBatch]) -> list[KeptBatch]:
-        """All that is kept but these, oldest first."""
+        """All batches but these, oldest first."""
         names = {kept.name for kept in newest}
         return [kept for name, kept in self._kept.items() if name not in names]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One training: which batches its windows are drawn from, and how. Every rank draws the same.
+    """One training: the batches from which its windows are drawn, and how. Every rank draws the same.
 
-    `newest_share`: docs/lab/recipes.md has what other shares than half do.
+    `newest_share`: docs/lab/recipes.md compares other shares than half.
     """
 
     newest: Sequence[KeptBatch]
@@ -288,15 +287,15 @@ class Task:
 
     @property
     def tokens(self) -> float:
-        """Tokens that its windows have together; the last window may bring a few more."""
+        """Tokens of all windows together. The last window may exceed it a little."""
         return self.passes * sum(int(_lengths(kept)[_short(kept, self.longest)].sum()) for kept in self.newest)
 
     def drawn(self) -> Iterator[Drawn]:
-        """Draw what each optimizer step trains on: some tokens from the newest batches, the rest from older ones.
+        """Draw the rollouts of each optimizer step: a part from the newest batches, the rest from older ones.
 
-        Ends once `passes` times the tokens of the newest batches were drawn. Each part takes whole rollouts of as many
-        batches as fill it, of one policy version where that has enough; where there are too few, steps are smaller, and
-        more. `taken` takes them out of the batches.
+        Ends once `passes` times the tokens of the newest batches were drawn. Each part is filled with whole rollouts,
+        of one policy version if that has enough. With too few rollouts, steps are smaller, and there are more of them.
+        `taken` takes the rollouts out of the batches.
         """
         rng = np.random.default_rng(self.seed)
         of_new, of_old = self.step_tokens, self.step_tokens
@@ -310,19 +309,19 @@ class Task:
             yield drawn
 
     def order(self) -> dict[str, Any]:
-        """The task as JSON, in which a batch is the name of its file."""
+        """The task as JSON, with a batch as the name of its file."""
         batches = {part: [[k.name, k.known] for k in getattr(self, part)] for part in ("newest", "older")}
         return batches | {name: getattr(self, name) for name in ("passes", "step_tokens", "seed", "longest")}
 
     @classmethod
     def of(cls, order: Mapping[str, Any], kept: Callable[[str, tuple[int, ...]], KeptBatch]) -> Self:
-        """The task of an order; `kept` gives a batch by its file's name and what is known of it."""
+        """The task of an order. `kept`: returns a batch by its file's name and its known rollouts."""
         newest, older = ([kept(name, tuple(known)) for name, known in order[part]] for part in ("newest", "older"))
         return cls(newest, older, order["passes"], order["step_tokens"], order["seed"], longest=order["longest"])
 
 
 def with_normalisers(ranks: Ranks, task: Task) -> Task:
-    """The task with rank 0's normalisers: files may lack them, and each costs a product with the whole head."""
+    """The task with rank 0's normalisers. Files may lack them, and each costs a product with the whole head."""
     batches = [*task.newest, *task.older]
     sizes = [kept.batch.tokens for kept in batches]
     own = [kept.batch.logsumexp.float() if ranks.rank == 0 else torch.zeros(kept.batch.tokens) for kept in batches]
@@ -335,7 +334,7 @@ def with_normalisers(ranks: Ranks, task: Task) -> Task:
 
 
 def taken(drawn: Drawn, ranks: Ranks = ALONE) -> list[RolloutBatch]:
-    """A rank's share of what was drawn: every W-th rollout."""
+    """A rank's share of a drawn window: every W-th rollout."""
     parts, before = [], 0
     for kept, rollouts in drawn:
         if mine := rollouts[(ranks.rank - before) % ranks.world :: ranks.world]:
@@ -345,7 +344,7 @@ def taken(drawn: Drawn, ranks: Ranks = ALONE) -> list[RolloutBatch]:
 
 
 def windows(drawn: Iterable[Drawn], trainer: DrafterTrainer, target: Target) -> Iterator[list[tuple[Prepared, Policy]]]:
-    """Yield what `trainer.step` takes, for each window that was drawn: this rank's share, with rank 0's heads."""
+    """Yield the input of `trainer.step` for each drawn window: this rank's share, with rank 0's heads."""
     ranks = trainer.ranks
     shares = ((sorted({kept.policy_version for kept, _ in w}), taken(w, ranks)) for w in drawn)
     prepared = prefetch(((versions, [trainer.prepare(b) for b in mine]) for versions, mine in shares), trainer.device)
@@ -373,18 +372,18 @@ def _lengths(kept: KeptBatch) -> npt.NDArray[np.int64]:
 
 
 def _short(kept: KeptBatch, longest: int | None) -> npt.NDArray[np.int64]:
-    """Places of the rollouts that are no longer than that."""
+    """Places of the rollouts of at most `longest` tokens; None: of all."""
     return np.arange(kept.batch.rollouts) if longest is None else np.flatnonzero(_lengths(kept) <= longest)
 
 
 def without(batch: RolloutBatch, places: Sequence[int]) -> RolloutBatch:
-    """The batch less the rollouts at these places."""
+    """The batch without the rollouts at these places."""
     left_out = set(places)
     return batch.select([i for i in range(batch.rollouts) if i not in left_out]) if left_out else batch
 
 
 def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-    """One batch of each policy version and kind: a step of many small ones would keep no GPU busy."""
+    """One batch of each policy version and kind, because many small ones would not keep a GPU busy."""
     alike: dict[tuple[object, ...], list[RolloutBatch]] = {}
     for part in parts:
         alike.setdefault((part.policy_version, *part.kind), []).append(part)
@@ -396,8 +395,8 @@ def _fill(
 ) -> Iterator[tuple[KeptBatch, list[int]]]:
     """Draw random whole rollouts of at most `longest` tokens each, up to about `tokens` together; at least one.
 
-    All are of one policy version where that has enough: another version has another head, and needs a pass of its own.
-    A version is drawn in proportion to its number of rollouts, so that every rollout has the same chance.
+    All are of one policy version if that has enough: each version has its own head, and needs its own pass. A version
+    is drawn in proportion to its number of rollouts, so that every rollout has the same chance.
     """
     rollouts: dict[int, int] = {}
     for kept in batches:

@@ -1,6 +1,6 @@
 """Test before training: what every drafter would have had on a batch, from the batch alone.
 
-One record per batch (docs/reference/architecture.md, "Score record"). Only sums are kept: pooling batches is exact.
+One record per batch (docs/reference/state.md, "Score record"). Only sums are kept: pooling batches is exact.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""The target of one run as the worker sees it: what PUT /runs said, and the head and embedding of each policy version.
+"""The target of one run, as the worker sees it: the registration, and head and embedding of each policy version.
 
-Heads arrive now and then (`PUT /runs/{run}/head`). A batch of policy version v is scored and trained with the head that
-was received last among those that are not of a version above v. In a run that goes forward that is the one of the
-highest version; a trainer that goes back to an earlier checkpoint sends its head there, and that one hides those of the
-attempt that it abandoned, whose versions it reaches again. Batches that came before it are still checked against
-those. With tied embeddings a full head is the embedding as well; engines share the target's live embedding with the
-drafter, so the worker must move with it.
+Heads arrive now and then (`PUT /runs/{run}/head`). A batch of policy version v is scored and trained with one of the
+heads of versions up to v: the one that was received last. In a run that goes forward this is the head of the highest
+version. A trainer that goes back to an earlier checkpoint sends its head again. That head hides the heads of the
+abandoned attempt, whose versions the trainer reaches again. Batches that came before it are still checked against the
+hidden heads.
 
-What is large stays in the type that it was sent in. Heads stay on the host, the rows that a drafter needs of one are
-copied to the device once (`TargetHead.rows`); embeddings, which rows are looked up in, are on the device.
+With tied embeddings a full head is the embedding as well. Engines share the target's live embedding with the drafter,
+so the worker's embedding must follow it.
+
+Large tensors keep the type in which they were sent. Heads stay on the host; the rows that a drafter needs are copied to
+the device once (`TargetHead.rows`). Embeddings are on the device, where their rows are looked up.
 """
 
 from __future__ import annotations
@@ -36,25 +38,25 @@ from service.storage.runs import check_head_bytes, check_registered, delete_head
 
 log = logging.getLogger("draftalign.worker")
 
-#: Batches that are trained on again come from about as many policy versions.
+#: Recent batches, which are trained on again, come from about so many policy versions.
 _KEPT_HEADS = 8
 
 
 def read_tensor(file: MappedFile, name: str) -> Tensor:
-    """One tensor of a mapped file, copied out in the type that it is stored in."""
+    """A copy of one tensor of a mapped file, in its stored type."""
     array = torch.from_numpy(np.array(file.array(name)))  # a copy: the map is read-only
     return array.view(torch.bfloat16) if file.header.tensors[name].dtype == "BF16" else array
 
 
 class HeadFile(NamedTuple):
-    """Which file a head came in, also where another of the same version has taken its place since."""
+    """Identity of a head's file. A later head of the same version replaces the file, and has another identity."""
 
     changed_ns: int
     inode: int
 
 
 def _received(head: tuple[int, HeadFile]) -> tuple[int, int]:
-    """The order in which heads, by version, were received; of the same moment, by version."""
+    """Sort key: by the time at which a head was received, then by version."""
     version, file = head
     return file.changed_ns, version
 
@@ -66,7 +68,7 @@ def _in_force(heads: Mapping[int, HeadFile], batch_ns: int | None) -> int:
 
 
 class ReceivedHeads:
-    """The files of heads that came in after the run was registered, and which of them cannot be used."""
+    """The files of heads that came after the run's registration. It remembers which of them cannot be used."""
 
     def __init__(self, layout: Layout, run: str) -> None:
         self._layout = layout
@@ -82,7 +84,7 @@ class ReceivedHeads:
         self._useless.add((version, file))
 
     def in_force(self, policy_version: int, batch: Path | None) -> Iterator[tuple[int, HeadFile]]:
-        """The heads of `policy_version` and below, that in force first, then what would be in its place."""
+        """The heads of `policy_version` and below: first the one in force, then what would be in force without it."""
         found, batch_ns = self._up_to(policy_version), None
         if batch is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -94,10 +96,10 @@ class ReceivedHeads:
                 yield version, file
 
     def forget_before(self, policy_version: int, *, newest: int) -> None:
-        """Delete what no batch of `policy_version` or later can need.
+        """Delete the heads that no batch of `policy_version` or later can need.
 
-        `newest`: policy version of the newest batch seen. What came after its head stays: a trainer that went back to
-        an earlier checkpoint has sent it, and its batches are still to come.
+        `newest`: policy version of the newest batch seen. Heads that came after that batch's head stay: a trainer that
+        went back to an earlier checkpoint has sent them, and its batches are still to come.
         """
         older, known = self._up_to(policy_version), self._up_to(max(policy_version, newest))
         in_force = max((v for v in known if v <= newest), default=None)
@@ -150,7 +152,7 @@ class Target:
 
     @classmethod
     def open(cls, layout: Layout, run: str, device: torch.device | str = "cpu") -> Self:
-        """Read a run. WorkerError when its file is no body of PUT /runs, RunDamaged when it is not as it was sent."""
+        """Read a run. WorkerError: its file is no body of PUT /runs. RunDamaged: the file was changed since it came."""
         try:
             return cls(layout, run, torch.device(device))
         except (KeyError, TypeError, ValueError, OSError) as error:
@@ -173,7 +175,7 @@ class Target:
         return config
 
     def check(self) -> None:
-        """Raise `DrafterError` unless a lineage can begin on what was registered: what PUT /runs has asked as well."""
+        """Raise `DrafterError` unless a lineage can begin on the registration. PUT /runs has checked the same."""
         check_registered(self.config, self.aux_layers, self._header)
 
     @property
@@ -184,7 +186,7 @@ class Target:
         return sorted({i for i in ids if type(i) is int and 0 <= i < self.embed_tokens.shape[0]})
 
     def lm_head(self) -> Tensor:
-        """The registered head, [V, Ht] on the host as it was sent. RunDamaged: no batch's fault."""
+        """The registered head, [V, Ht] on the host as it was sent. Raises RunDamaged, which is no batch's fault."""
         file = load_target(self._layout, self._run, whole=True)
         return read_tensor(file, "embed_tokens" if self.tied else "lm_head")
 
@@ -196,13 +198,14 @@ class Target:
     def at(self, policy_version: int, *, batch: Path | None = None) -> Policy:
         """The policy with the head that was received last among those of `policy_version` and below.
 
-        `batch`: the file of the batch that asks. A head that was received after it hides none of those that were there:
-        the batch is of the attempt before. It counts if it is of a higher version: the head has come late.
+        `batch`: file of the batch that is to be scored. A head that came after the batch hides no head of its version
+        or above that was there before: the batch may be of an earlier attempt. A later head of a higher version than
+        the head in force before does count: it came late.
         """
         return self._cached(*self.head_of(policy_version, batch=batch))
 
     def head_of(self, policy_version: int, *, batch: Path | None = None) -> tuple[int, HeadFile | None]:
-        """The head that `at` takes, for `with_head`: its policy version, and its file (None: the registered one)."""
+        """Policy version and file of the head that `at` takes, for `with_head`. File None: the registered head."""
         for version, file in self.received.in_force(policy_version, batch):
             try:
                 self._cached(version, file)
@@ -214,13 +217,17 @@ class Target:
         return self.policy_version, None
 
     def later_head_ns(self, policy_version: int, batch: Path) -> int | None:
-        """When the head that `at` gives was received (Unix ns), if after the batch: late, or of another attempt."""
+        """When the head that `at` takes was received (Unix ns); None: before the batch, or it is the
+        registered one, or the batch's file is gone.
+
+        A head that came after its batch is late, or of another attempt.
+        """
         _, file = self.head_of(policy_version, batch=batch)
         late = file is not None and batch.exists() and file.changed_ns > batch.stat().st_mtime_ns
         return file.changed_ns if file is not None and late else None
 
     def with_head(self, version: int, file: Sequence[int] | None) -> Policy:
-        """The policy with the head that another process's `head_of` named. OSError: another file is there now."""
+        """The policy with a head that `head_of` named in another process. OSError: the file was replaced since."""
         upload = None if file is None else HeadFile(*file)
         if upload is not None and (version, upload) not in self._policies and self.received.upload(version) != upload:
             raise OSError(f"the head of policy version {version} is no longer the file that is trained with")

@@ -238,9 +238,9 @@ class ServiceContext:
         return await self._locking.run(work, *args, **named)
 
     async def in_turn(self, run: str, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """As `locking`, with one thread for each run: where a stopped process keeps a run's lock, others find threads.
+        """As `locking`, with one thread for each run: a lock that is kept (docs/guide/failures.md) delays no other run.
 
-        For what a trainer does by itself and again and again.
+        For what a trainer does by itself, again and again.
         """
         async with self._locking.turn(run):
             return await self._locking.run(work, *args, **named)

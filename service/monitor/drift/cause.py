@@ -1,7 +1,7 @@
-"""Why the served drafter's α changed: the change taken apart, and the part that explains a fall named.
+"""Why the served drafter's α changed: takes the change apart, and names the part that explains a fall.
 
-Pure: no torch, no Redis, no clock. The drift monitor adds a `Row` per tick; `RecentTicks.change` takes the fall apart
-since it began: since the last tick at which the alarm's statistic was 0, which is where a CUSUM puts the change.
+Pure: no torch, no Redis, no clock. The drift monitor adds a `Row` per tick. `RecentTicks.change` takes the change apart
+since the fall began. A CUSUM dates that to the last tick at which its statistic was 0.
 
     log(α now / α of the baseline) = prompts + policy + drafter        in replay, and + engine in engines
     prompts   other shares of the strata, each stratum at its level of the baseline
@@ -11,8 +11,9 @@ since it began: since the last tick at which the alarm's statistic was 0, which 
               moves every drafter's replay α, and no live α
     engine    the change of live over replay α
 
-The frozen drafter is *not* asked what the policy did. Where it fits worse than the served one it has less to lose, and
-where the policy comes back to what it began with it even gains: the served drafter would be blamed for both.
+The frozen drafter is no reference for what the policy did. If it fits worse than the served drafter, it has less to
+lose. If the policy returns to where it began, the frozen drafter even gains. Both would look like a fault of the served
+drafter.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from typing import Final, Protocol
 from service.monitor.counts import live_sums
 from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate
 
-#: Ticks that are remembered, and those looked at while there is no alarm.
+#: Number of ticks that are remembered, and of those that are looked at while there is no alarm.
 _REMEMBERED_TICKS: Final = 128
 _QUIET_WINDOW_TICKS: Final = 16
-#: A smaller fall (log) is named for nothing.
+#: A smaller fall (log) gets no cause.
 _LEAST_FALL: Final = 0.01
-#: Standard errors that a version must have lost to be named before there is an alarm: each publish is one more chance.
+#: Without an alarm a version is named only if it lost so many standard errors: each publish is one more chance to err.
 _SURE: Final = 3.0
-#: Change of log entropy from which a policy is called sharper or flatter.
+#: From this change of log entropy on a policy is called sharper or flatter.
 _SHARPER: Final = 0.25
-#: Live rounds that a live α needs, before the change and after it.
+#: A live α needs so many live rounds, before the change and after it.
 _LIVE_ROUNDS: Final = 1000
 
 
@@ -84,13 +85,13 @@ class RecentTicks:
         several_strata: bool,
         rollouts_per_tick: int,
     ) -> Change | None:
-        """Take the change apart. `alarms`: lanes above their limits; the one that rose last says since when.
+        """Take the change apart, since the alarm of the lane that rose last. `alarms`: the lanes above their limits.
 
-        `sd`: of a tick, in tokens per round. `uncertainty`: variance of the baseline in units of sd².
-        `owed`: what versions that were proven worse have cost since the baseline was set, at most 0, in tokens per
-        round. The baseline has not fallen with them, so it is their part of the change even if a small loss set the
-        statistic above 0 only some ticks later.
-        `several_strata`: without, nobody knows what the prompts did.
+        `sd`: standard deviation of a tick, in tokens per round. `uncertainty`: variance of the baseline, in sd².
+        `owed`: how much α has fallen by versions that were proven worse since the baseline was set, at most 0, in
+        tokens per round. The baseline has not fallen with them. So this is their part of the change, even if a small
+        loss raised the statistic only some ticks later.
+        `several_strata`: whether the prompts' part can be known.
         """
         if not self.rows:
             return None

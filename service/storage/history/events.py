@@ -92,7 +92,7 @@ class History:
     def record(self, run: str, event: Event) -> None:
         """Append an event (e.g. a refused candidate) to the history, durably. `time` is added when absent.
 
-        Waits for a paused process's lock for a second at most (`LineFile`).
+        Waits for a lock for a second at most (`LineFile`).
         """
 
         def work(now: History) -> None:

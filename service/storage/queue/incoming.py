@@ -3,15 +3,16 @@
     <url>/rollouts/<run>/<blob>
 
 Invariants:
-* The store carries files and keeps none: a file lies there from the trainer's PUT until a worker has it in the spool.
-  From there on it is as one that came through the API. With `state_url` the spool is one host's, and may go with it:
-  the object is kept until the batch is acknowledged, or as long as a dead one's file (`kept`).
-* Its name holds when it came, which is its time in the spool: heads and files are told apart by that order.
-* Its name holds the SHA-256 of the bytes. The URL that it is put to is signed for that digest and length; whoever
-  brings it compares both, for a store may ignore the one, and its owner may change the object.
-* An object is deleted when its file is in the spool (or its batch has ended), or when no entry will ever name it
-  (`disown`).
-* A prefix is one state directory's.
+* A file is in the store only from the trainer's PUT until a worker has it in the spool. After that it is like a file
+  that came through the API. With `state_url` the spool is lost if its host is, so the object is kept until the batch is
+  acknowledged, or as long as a dead batch's file (`kept`).
+* A file's name holds the time at which it came, which becomes its time in the spool: which head scores a file depends
+  on whether the head came before it.
+* A file's name holds the SHA-256 of its bytes. The URL for its PUT is signed for that digest and length. Both are
+  compared when the file is fetched: a store may ignore the signed digest, and its owner may change the object.
+* An object is deleted when its file is in the spool (with `kept`: when its batch has ended), or when no entry will ever
+  name it (`disown`).
+* A prefix belongs to one state directory.
 
 Every error of the store is an `ObjectStoreError`, which is an OSError, and comes within a bounded time.
 """
@@ -37,14 +38,14 @@ from service.storage.drafters.objects import FETCHED_BYTES, URL_SECONDS, ObjectS
 from service.storage.layout import BLOB_NAME
 from service.storage.spool import Spool
 
-#: Stretches of a file that are nearer are read in one request.
+#: Stretches of a file that are nearer to each other than this are read in one request.
 _NEAR_BYTES: Final = 16 << 10
-#: After a failure nothing is asked for so long, so that a claim of many files does not wait for each.
+#: After a failure the store is not asked for so long, so that a claim of many files does not wait for each.
 _AWAY_SECONDS: Final = 5.0
 
 
 class SignedPut(NamedTuple):
-    """Where a file may be put, once and the same: `headers` are signed into the URL."""
+    """The URL for the PUT of one file. `headers` must be sent with it: the signature covers them."""
 
     url: str
     headers: dict[str, str]
@@ -56,7 +57,7 @@ def new_name(batch_id: str, sha256: str, came_ns: int) -> str:
 
 
 def sha256_in(blob: str) -> str:
-    """The digest in a file's name; empty where it came through the API, which names another one."""
+    """The SHA-256 in a file's name; empty for a file that came through the API, which names another digest."""
     name = BLOB_NAME.fullmatch(blob)
     return name[1] if name is not None and len(name[1]) == 64 else ""
 
@@ -88,13 +89,13 @@ class Incoming(ObjectStore):
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
-        """What these settings name; None: files go through the API, into the directory."""
+        """The store of these settings; None: files go through the API, into the directory."""
         url = settings.rollouts_url or settings.state_url
         return None if url is None else cls(url, kept=settings.state_url is not None)
 
     @staticmethod
     def keeper(store: Incoming | None) -> Incoming | None:
-        """That store, if it keeps files until their batches have ended; None: the spool does."""
+        """The store, if it keeps files until their batches have ended; None: the spool keeps them."""
         return store if store is not None and store.kept else None
 
     def put(self, run: str, blob: str, path: Path) -> None:
@@ -103,7 +104,7 @@ class Incoming(ObjectStore):
             self.send(key, path)
 
     def holds(self, run: str, blob: str) -> bool:
-        """Whether a file lies there. Blocks."""
+        """Whether the store has a file. Blocks."""
         with self.errors(key := _key(run, blob)):
             return self.size(key) is not None
 
@@ -127,7 +128,7 @@ class Incoming(ObjectStore):
         return SignedPut(str(request.url), headers)
 
     async def read(self, run: str, blob: str, size: int, stretches: Sequence[tuple[int, int]]) -> list[bytes] | None:
-        """Some stretches of a file, each from one byte to another. None: there is no such file of this length."""
+        """Read stretches of a file, each a pair of begin and end. None: there is no such file of this length."""
         key, (begins, ends) = _key(run, blob), zip(*stretches, strict=True)
         with self.errors(key):
             try:
@@ -141,11 +142,11 @@ class Incoming(ObjectStore):
         return [bytes(one) for one in found]
 
     def bring(self, run: str, blob: str, size: int, spool: Spool, *, least_free_bytes: int, sync: bool) -> None:
-        """Bring one file into the spool, whole and with the digest in its name. Then, unless it is kept, delete the
-        object. Blocks.
+        """Fetch a file into the spool and compare its length and digest. Then delete the object, unless it is kept.
 
-        Raises FileNotFoundError where it is not there, BlobDamaged where it is another, OSError where it cannot be had
-        now: the store fails, or the disk has no room. Whoever is killed in here leaves the file in one place at least.
+        Blocks. Raises FileNotFoundError if it is not there, BlobDamaged if its length or digest differs, and OSError
+        if it cannot be fetched now: the store fails, or the disk has no room. If the process is killed in here, the
+        file is still in the store or in the spool.
         """
         key, digest = _key(run, blob), hashlib.sha256()
         if (left := self._away_until - time.monotonic()) > 0:
@@ -166,13 +167,13 @@ class Incoming(ObjectStore):
             if sync:
                 upload.sync()
             upload.keep(path := spool.path(run, blob))
-        came_ns = int(blob.split(".")[1][:16], 16)  # not now: heads of the trainer's next attempt may have come
-        os.utime(path, ns=(came_ns, came_ns))  # not before: what is old in `spool/tmp` is swept
+        came_ns = int(blob.split(".")[1][:16], 16)  # the time of arrival: heads that came since must be newer
+        os.utime(path, ns=(came_ns, came_ns))  # only now: old files in `spool/tmp` are swept
         if not self.kept:
             self.discard(run, [blob])
 
     def discard(self, run: str, blobs: Sequence[str]) -> None:
-        """Delete files that nobody needs; where the store is away, the sweep does it. Blocks."""
+        """Delete files that nobody needs. If the store is away, the sweep does it later. Blocks."""
         with contextlib.suppress(ObjectStoreError):
             self.remove(run, blobs)
 
@@ -185,7 +186,7 @@ class Incoming(ObjectStore):
             raise
 
     def old(self, run: str, older_than_seconds: float) -> list[str]:
-        """Names of files older than this: the reaper asks the queue about each. Blocks."""
+        """Names of files that are older than this. The reaper asks the queue about each. Blocks."""
         limit = time.time() - older_than_seconds
         names = [(key.rpartition("/")[2], written) for key, written in self.listed(f"rollouts/{run}/")]
         return [name for name, written in names if written < limit and BLOB_NAME.fullmatch(name)]

@@ -19,8 +19,8 @@ from redis.exceptions import OutOfMemoryError
 from service.storage.reports.keys import StoreKeys
 
 LEASE_SECONDS = 15.0
-#: Take or renew the lease in one step: a worker that is stopped (SIGSTOP) between two would renew what is another's by
-#: then. DEL before SET: a server that is full refuses what needs room as a script's first write, and not afterwards.
+#: Take or renew the lease in one step: a worker could be paused between two (docs/guide/failures.md). DEL before SET:
+#: a server that is full refuses a script whose first write needs room, and no later write.
 _TAKE: Final = """
 local holder = redis.call('GET', KEYS[1])
 if holder == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end

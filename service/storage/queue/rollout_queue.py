@@ -5,7 +5,7 @@ that enqueues. Here is the API's side. `dead` is what people do with dead batche
 
 Enqueue, end, heartbeat, disown, discard and sweep are one Lua script each, so every count is exact. Never MAXLEN on the
 queue: trimming deletes unread work silently. Redis 6.2 commands only. Keys and counters:
-docs/reference/architecture.md.
+docs/reference/state.md.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ one record per reporter and drafter version (policy version null), and the live 
 over all reporters, which the α chart draws. An agent reports at most 32 (drafter, policy) pairs, its newest ones
 (`rl_hooks.engines.counters.MAX_BUCKETS`), so it never reports again what was added up here.
 
-A trainer that goes back reaches policy versions again, and engines count on. What a reporter counts of a drafter and
-policy version *after* that is a record of its own (`_parted`): the older one is added up as above, in live sums of its
-attempt, and the newest report is kept beside (`unplaced`), for its counts are still of all time.
+A trainer that goes back reaches policy versions again, while engines go on counting. Counts of a drafter and policy
+version from *after* that are a record of their own (`_parted`). The older record is added up as above, to the live sums
+of its attempt. The newest report is kept beside (`unplaced`), because its counts still include the older ones.
 
-A reporter may say of which *life* its counts are: they begin again with another. What it counted in the old one is
-added up in the same way, and its blocks end there. Of a reporter that does not say it, a count that fell tells.
+A reporter may name the *life* of its counts. Under another name they begin again at 0. The counts of the old life are
+added up in the same way, and its blocks end there. If a reporter names no life, a count that fell is the sign.
 
 One script (`lua/book.lua`) writes all changes of a report, by compare-and-set on the reporter's account: a crash books
 a report completely or not at all, and a repeated report changes nothing.
@@ -39,29 +39,29 @@ from service.storage.reports.keys import StoreKeys
 KEPT_APART: Final = 64
 #: Drafter versions of a reporter with sums of their own; the agent's 32 pairs cannot name more.
 KEPT_DRAFTERS: Final = 32
-#: For one reporter too many, the one that was silent longest is dropped, if it was silent for so long. If it came back,
-#: its cumulative counts would count twice, so an active reporter that has rounds is never dropped. One without rounds
-#: has nothing that could count twice: it gives way at once to one that has some.
+#: For one reporter too many, the one that was silent longest is dropped, if it was silent for so long. Should it come
+#: back, its cumulative counts would count twice. So an active reporter with rounds is never dropped. A reporter without
+#: rounds has nothing to count twice: it is dropped at once for one that has rounds.
 _SILENT_SECONDS: Final = 3600.0
-#: Pairs of drafter and policy version, in each attempt, whose live sums over all reporters are kept.
+#: Live sums over all reporters are kept of so many pairs of drafter and policy version (those of each attempt apart).
 MAX_LIVE: Final = 4096
-#: Names of changes that readers can catch up with (`lua/follow.lua`); one that is further behind reads all.
-#: A report leaves at most four, so these are the last four reports of each of 1,024 reporters.
+#: Readers follow by the names of changes (`lua/follow.lua`). So many are kept; a reader that is further behind reads
+#: everything. A report leaves four names at most, so these are the last four reports of each of 1,024 reporters.
 KEPT_CHANGES: Final = 16 * 1024
-#: A reporter that counts a policy version again so far below one that it has counted since: its trainer went back.
+#: If a reporter counts a policy version again after one that is higher by more than this, the trainer went back.
 _WENT_BACK: Final = 16
-#: Names of a reporter's last lives that are kept: late reports of those before the newest are not counted.
+#: So many names of a reporter's last lives are kept. Late reports of any but the newest are refused.
 _LIVES: Final = 8
 _BOOK: Final = lua("book")
 
 
 @dataclass
 class Account:
-    """One reporter's: sums `[rounds, accepted tokens]` by drafter, and the records that are apart, oldest first.
+    """One reporter's account: sums `[rounds, accepted tokens]` by drafter, and its separate records, oldest first.
 
-    `blocks`: its last rounds, as the comparison of live with replay α takes them. `steps`: what it last said of the
-    time of its steps, cumulative. `lives`: names of the last lives of its counts, the newest last. `behind`:
-    the version that `latest` had replaced when it was reported last, the time of that, and `AcceptanceRecord.behind`.
+    `blocks`: its last rounds, for the comparison of live with replay α. `steps`: the times of its steps, cumulative, by
+    its last report that had some. `lives`: names of the last lives of its counts, the newest last. `behind`: a version
+    that `latest` has replaced and that was reported last, the time of that report, and `AcceptanceRecord.behind`.
     """
 
     sums: dict[str, list[int]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Account:
 
     @property
     def idle(self) -> bool:
-        """Whether it never counted a round, as far as is known: of one with as many drafters as are kept, it is not."""
+        """Whether the reporter certainly never counted a round: not if older drafters may have been forgotten."""
         return len(self.sums) < KEPT_DRAFTERS and not any(rounds for rounds, _ in self.sums.values())
 
     @classmethod
@@ -82,7 +82,7 @@ class Account:
         document = json.loads(text)
         apart = [(drafter, policy) for drafter, policy in document["apart"]]
         account = cls(document["sums"], apart)
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # written by hand: it is judged from scratch
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # edited by hand: the comparison begins again
             blocks, steps = tuple(map(_block, document["blocks"])), tuple(map(_step, document["steps"]))
             lives, behind = tuple(map(str, document["lives"])), document["behind"]
             account = cls(account.sums, apart, blocks, steps, lives, None if behind is None else tuple(behind))
@@ -98,10 +98,10 @@ class Account:
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def add(self, record: AcceptanceRecord, previous: AcceptanceRecord | None, more: AcceptanceRecord) -> None:
-        """Add to the sums what `record` has beyond `previous`, the record that it replaces.
+        """Add to the sums the difference between `record` and `previous`, which it replaces.
 
-        `more`: what was counted since the report before. The drafter, and its pair with the policy version, become the
-        newest. Without a `previous`, kept blocks of this pair are of another attempt, and are dropped.
+        `more`: the counts since the report before. The drafter, and its pair with the policy version, become the newest
+        ones. Without a `previous`, kept blocks of this pair are of another attempt, and are dropped.
         """
         drafter, key = str(record.drafter_version), (str(record.drafter_version), record.policy_version)
         before = previous or AcceptanceRecord()
@@ -120,11 +120,11 @@ class Account:
             self.apart.append(key)
 
     def note(self, report: AcceptanceRecord, *, outdated: bool) -> float | None:
-        """Note whether `latest` names another version than the engine drafts with; returns for how long that is so.
+        """Note whether `latest` names another version than the report's. Returns for how many seconds it has.
 
-        By the times of the reports alone: the clocks of those who publish and of those who take reports in may differ.
+        Only times of reports are compared: the clocks of hosts that publish and that take reports in may differ.
         """
-        if report.final or not report.ours:  # of what is not loaded any more
+        if report.final or not report.ours:  # the engine has another drafter loaded by now
             return None
         version, last, seconds = self.behind or ("", 0.0, 0.0)
         if not outdated:
@@ -136,12 +136,12 @@ class Account:
         return seconds
 
     def newer(self, drafter: str, policy: int | None) -> list[tuple[str, int | None]]:
-        """What was counted after this drafter and policy version; nothing where that was not counted, or last."""
+        """The pairs that were counted after this one; empty if this pair is the newest, or was not counted."""
         key = (drafter, policy)
         return self.apart[self.apart.index(key) + 1 :] if key in self.apart else []
 
     def shrink(self) -> tuple[list[str], list[tuple[str, int | None]]]:
-        """Let go of the oldest drafters and records beyond the bounds; returns both."""
+        """Remove the oldest drafters and records beyond the bounds. Returns both."""
         dropped = list(self.sums)[:-KEPT_DRAFTERS]
         for drafter in dropped:
             del self.sums[drafter]
@@ -165,7 +165,7 @@ def _step(values: Sequence[Any]) -> StepSample:
 
 @dataclass
 class _Changes:
-    """What one run of the script writes."""
+    """All that one call of the script writes."""
 
     set: dict[str, AcceptanceRecord] = field(default_factory=dict)
     delete: list[str] = field(default_factory=list)
@@ -188,7 +188,7 @@ class _Changes:
             self.live.append((live_name(record, returns), str(record.rounds), str(emitted), record.reported))
 
     def text(self) -> str:
-        """For the script, which sees numbers as text: its own have 53 bits."""
+        """The arguments of the script. Numbers are text, because Lua's have 53 bits."""
         document = {
             "set": [(name, written(record)) for name, record in self.set.items()],
             "del": self.delete,
@@ -211,14 +211,13 @@ class EngineCounts:
     async def book(
         self, record: AcceptanceRecord, steps: Sequence[StepSample] = (), *, outdated: bool = False
     ) -> tuple[Block, ...]:
-        """Take a report in; returns its reporter's last rounds, oldest first. `steps` replace what it said before.
+        """Book a report. Returns its reporter's last rounds, oldest first.
 
-        `outdated`: whether `latest` names another version than the report.
-
-        Raises TooManyReporters where a new reporter finds no room, and EndedLife for what comes after a later life has
-        begun; nothing is changed then.
+        `steps`: replace the reporter's earlier ones. `outdated`: whether `latest` names another version than the
+        report. Raises TooManyReporters if there is no room for a new reporter, and EndedLife if a later life of the
+        reporter has begun. Nothing is changed then.
         """
-        while True:  # another try where a report of the same reporter, or of another new one, was booked meanwhile
+        while True:  # again, if another report of this reporter, or another new reporter, was booked meanwhile
             blocks = await self._try(record, tuple(steps), outdated=outdated)
             if blocks is not None:
                 return blocks
@@ -227,7 +226,7 @@ class EngineCounts:
         self, report: AcceptanceRecord, steps: tuple[StepSample, ...], *, outdated: bool
     ) -> tuple[Block, ...] | None:
         reporter, drafter = str(report.reporter), str(report.drafter_version)
-        of_all = report.policy_version is None  # its counts are of all policy versions
+        of_all = report.policy_version is None  # the counts are of all policy versions together
         own = f"{reporter}/{drafter}" if of_all else acceptance_key(reporter, drafter, report.policy_version)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hget(self._keys.reporters, reporter)
@@ -259,9 +258,9 @@ class EngineCounts:
         if parted is not None and more.rounds:
             await self._part(reporter, parted, changes, returns)
             previous, whole = None, False
-        if more.rounds or parted is None:  # else it is reported again, and stays of its attempt
+        if more.rounds or parted is None:  # otherwise nothing new is reported, and the record keeps its attempt
             record = placed if whole else total(more, previous)
-            if not more.rounds and previous is not None:  # reported again: it stays where and when it was counted
+            if not more.rounds and previous is not None:  # nothing new is reported: the record keeps its time
                 record = replace(record, created=previous.created, behind=previous.behind)
             if not whole:
                 changes.unplaced[own] = report
@@ -274,13 +273,13 @@ class EngineCounts:
         return account.blocks if booked else None
 
     async def _part(self, reporter: str, record: AcceptanceRecord, changes: _Changes, returns: Sequence[int]) -> None:
-        """Add up what was counted of a drafter and policy version in an attempt that the trainer gave up."""
+        """Add up a record of an attempt that the trainer has abandoned."""
         target = older_key(reporter, str(record.drafter_version))
         changes.fold(record, target, await self._record(target), record.drafter_version)
         changes.pool(record, returns)
 
     async def _shrink(self, reporter: str, account: Account, changes: _Changes, returns: Sequence[int]) -> None:
-        """Add the account's oldest records up, where it has too many."""
+        """Add up the account's oldest records, if it has too many."""
         dropped, folded = account.shrink()
         if not (dropped or folded):
             return
@@ -302,7 +301,7 @@ class EngineCounts:
         changes.forget += sources[: len(folded)]
 
     async def _make_room(self, report: AcceptanceRecord, returns: Sequence[int]) -> None:
-        """Make room for a new reporter; raises TooManyReporters where there is none."""
+        """Make room for a new reporter. Raises TooManyReporters if none can be made."""
         if await self._redis.zcard(self._keys.reported) < self._most:
             return
         ((silent, last),) = await self._redis.zrange(self._keys.reported, 0, 0, withscores=True)
@@ -319,7 +318,7 @@ class EngineCounts:
         )
 
     async def _forget(self, reporter: str, returns: Sequence[int], *, idle: bool = False) -> bool:
-        """Drop a reporter; its rounds stay in the live sums. `idle`: only one that has none; else False."""
+        """Drop a reporter; its rounds stay in the live sums. `idle`: only if it has none. Returns whether it did."""
         known = await self._redis.hget(self._keys.reporters, reporter)
         account = Account() if known is None else Account.read(known)
         if idle and (known is None or not account.idle):
@@ -360,7 +359,7 @@ def acceptance_key(reporter: str, drafter_version: str, policy_version: int | No
 
 
 def older_key(reporter: str, drafter: str | None) -> str:
-    """Identity of the record that a reporter's older ones were added to: of one drafter version, or of the oldest."""
+    """Identity of the record to which a reporter's older ones are added: one a drafter version; None: the oldest."""
     return f"{reporter}/{drafter or ''}/older"
 
 
@@ -374,10 +373,10 @@ def _check_life(account: Account, report: AcceptanceRecord) -> None:
 
 
 def _parted(previous: AcceptanceRecord, newer: Sequence[tuple[str, int | None]], returns: Sequence[int]) -> bool:
-    """Whether a trainer went back since a reporter counted `previous`, so that what comes now is of another attempt.
+    """Whether a trainer went back since a reporter counted `previous`, so that new counts are of another attempt.
 
-    `newer`: what it has counted since. Where that is nothing, it is the attempt in which `previous` was counted: an
-    engine registers too, and is no sign by itself. Without a registration, a fall beyond what batches may be late is.
+    `newer`: the pairs that it has counted since. If there are none, the attempt is the same: a registration alone is no
+    sign, because engines register too. With some, a registration is a sign, and so is a fall that no late batch makes.
     """
     came = previous.policy_version
     registered = any(at / 1000.0 > previous.reported for at in returns)
@@ -386,16 +385,17 @@ def _parted(previous: AcceptanceRecord, newer: Sequence[tuple[str, int | None]],
 
 
 def live_name(record: AcceptanceRecord, returns: Sequence[int]) -> str:
-    """Identity of the live sum that a record is added to. `returns`: Unix ms at which trainers went back, ascending.
+    """Identity of the live sum to which a record is added. `returns`: Unix ms at which trainers went back, ascending.
 
-    The last of them before it was reported tells attempts apart; sums of before attempts were told apart have none.
+    The last return before the report is part of the identity, so that attempts have sums of their own. Older sums, and
+    those of a run's first attempt, have none.
     """
     before = [at for at in returns if at / 1000.0 <= record.reported]
     return json.dumps([record.method, record.drafter_version, record.policy_version, *before[-1:]])
 
 
 def live_records(table: Mapping[str, bytes | str]) -> Iterable[AcceptanceRecord]:
-    """The live sums over all reporters, as records without a reporter, of when they were reported last."""
+    """The live sums over all reporters, as records without a reporter, with the time of the last report."""
     for name, rounds in table.items():
         identity, _, kind = name.rpartition(":")
         if kind == "rounds":

@@ -2,7 +2,7 @@
 
 Every record is keyed by what it is about (a batch; a reporter with its drafter and policy version), so writing it
 again replaces it and nothing is counted twice. `Store` blocks (worker), `AsyncStore` does not (API); record shapes are
-in docs/reference/architecture.md.
+in docs/reference/state.md.
 """
 
 from __future__ import annotations

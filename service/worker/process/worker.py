@@ -62,21 +62,21 @@ log = logging.getLogger("draftalign.worker")
 
 _IDLE_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
-#: After an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
+#: Pause after an error of the disk; twice as long after each further one in a row, up to `REFUSED_SECONDS`.
 _DISK_SECONDS = 5.0
-#: Between two looks for runs. A look begins with questions to the file system about each run, which take long on a
-#: network's: the pause is 25 times as long as these took (ten times a whole look that opens nothing), 10 s at most.
+#: Pause between two looks for runs. A look begins with calls to the file system for each run, which take long on a
+#: network's. So the pause is 25 times as long as these took (ten times a whole look that opens nothing), 10 s at most.
 _LOOK_FOR_RUNS_SECONDS = 1.0
 _TIMES_LONGER, _MOST_TIMES_LONGER = 25.0, 10.0
-#: A worker whose look is overdue for this time is at a long turn, and is handed no run before its end.
+#: A worker whose look is overdue by more than this is in a long turn. It is handed no run before the turn's end.
 _BUSY_SECONDS = 10.0
-#: The queue of an archived run is looked at again after this: a batch may have been on its way.
+#: Pause between two looks at the queue of an archived run: a batch may have been on its way.
 _LOOK_AT_ARCHIVED_SECONDS = 60.0
 _ERROR_CHARACTERS = 2000
-#: After an exception that nobody foresaw; twice as long after each further one, up to `REFUSED_SECONDS`.
+#: Pause after an unforeseen exception; twice as long after each further one, up to `REFUSED_SECONDS`.
 _FAILED_SECONDS = 1.0
-#: A run that nothing but its file is known of, and that cannot begin with it, is tried again after this. Each try reads
-#: the file and writes the drafter in it. Another file, and a run that a person makes active, are tried at once.
+#: Pause before a run is tried again that cannot begin with its file, and of which there is nothing but that file. Each
+#: try reads the file and writes the drafter in it. Another file, or a person who makes the run active, ends the pause.
 _USELESS_SECONDS = 3600.0
 _NO_ROOM = "memory ran out, and to close idle runs did not help, or none was idle"
 
@@ -105,7 +105,7 @@ class Worker:
         return served(self._runs)
 
     def _has(self) -> int:
-        """How many runs it says that it has: in a long turn it is handed none before its end."""
+        """How many runs this worker announces. In a long turn it announces `BUSY` more, so that it is handed none."""
         busy = time.monotonic() - self._look_at > _BUSY_SECONDS
         return len(self.served) + (BUSY if busy else 0)
 
@@ -114,7 +114,7 @@ class Worker:
         self._stopping = True
 
     def serve(self) -> None:
-        """Work until `stop`. Redis going away is waited out; nothing in hand is lost by it."""
+        """Work until `stop`. While Redis is away it waits, and loses nothing."""
         with self._layout.followed(), self._heartbeat.beating():
             returned = time.monotonic()
             while not self._stopping:
@@ -150,7 +150,7 @@ class Worker:
         for run in self._turns.order(self.served):
             if self._stopping or (worked and time.monotonic() - began > AHEAD_SECONDS):
                 break
-            worker = self._runs[run].worker  # the one before is freed here, if its run was closed
+            worker = self._runs[run].worker  # this frees the worker before, if its run was closed
             if worker is None or self._runs[run].retry_at > began or not self._turns.may(run):
                 continue
             if self._runs[run].lost:
@@ -172,9 +172,9 @@ class Worker:
         return worked
 
     def _handle_error(self, run: str, error: Exception) -> None:
-        """Leave, close or open again the run in which an exception was raised, by what it is.
+        """Leave, close or open again the run in which an exception was raised, by its kind.
 
-        Raises it again where it is of no single run: where Redis is away, or the device has failed.
+        Raises it again if it concerns all runs: Redis is away, or the device has failed.
         """
         if is_device_fault(error) or (isinstance(error, RedisError) and not is_of_one_key(error)):
             raise error
@@ -191,17 +191,17 @@ class Worker:
                 self._close_until(run, REFUSED_SECONDS, str(error))
             case OSError():
                 self._leave_alone(run, error)
-            case _:  # nobody foresaw it
+            case _:  # unforeseen
                 seconds = self._runs[run].back_off(_FAILED_SECONDS)
                 self._close_until(run, seconds, advised(f"{type(error).__name__}: {error}"), trace=error)
 
     def _want_room(self, run: str, error: Exception) -> None:
-        """Close a run for which memory ran out; have it tried again once idle ones are closed, else refuse it."""
+        """Close a run for which memory ran out. It is tried again once idle runs are closed, or refused if none is."""
         state = self._runs[run]
         state.worker = None  # it goes on from its last checkpoint
         if not self._room.needs(run):
             log.info("run %s has no work, and there is no memory: it is opened when a batch comes", run)
-            self._note_work(run)  # a batch that it was refused with is gone
+            self._note_work(run)  # the batch for which memory ran out is gone
             state.closed = self._room.closed(run)
             self._give_back(run)
         elif not self._room.close_idle_for(run):
@@ -212,15 +212,15 @@ class Worker:
             self._share.leave(run, time.monotonic())
 
     def _drop(self, run: str, reason: str) -> None:
-        """Leave a run to another worker, without a checkpoint: theirs is newer."""
+        """Leave a run to another worker, whose checkpoint is newer: none is written."""
         log.warning("run %s is another worker's now: %s", run, reason)
         state = self._runs[run]
         state.worker, state.suspicion.recent = None, False
 
     def _leave_alone(self, run: str, error: Exception) -> None:
-        """Neither open nor close a run for a while: its files cannot be read or written; nothing was acknowledged."""
+        """Neither open nor close a run for a while, because its files cannot be read or written."""
         if self._runs[run].retry_at > time.monotonic():
-            return  # it was looked at meanwhile, and is left alone already
+            return  # it is left alone already
         seconds = self._runs[run].back_off(_DISK_SECONDS)
         log.error("run %s: %s; nothing was acknowledged, trying again in %.0f s", run, error, seconds)
         self._tell(run, seconds, str(error))
@@ -228,12 +228,12 @@ class Worker:
     def _close_until(
         self, run: str, seconds: float, told: str, *, trace: Exception | None = None, for_memory: bool = False
     ) -> None:
-        """Close a run; it is opened again from its last checkpoint, here or by another worker."""
+        """Close a run. It is opened again from its last checkpoint, here or by another worker."""
         log.error("run %s: %s; it is closed for up to %.0f s", run, told, seconds, exc_info=trace)
         state = self._runs[run]
         state.worker = None
-        self._tell(run, seconds, told, for_memory=for_memory)  # first: whoever serves it next takes it back
-        if not (trace and state.suspicion.recent):  # of the suspicion another worker would not know
+        self._tell(run, seconds, told, for_memory=for_memory)  # before the lease: the next worker clears the error
+        if not (trace and state.suspicion.recent):  # another worker would not know the suspicion
             self._give_back(run)
 
     def _tell(self, run: str, seconds: float, error: str, *, for_memory: bool = False) -> None:
@@ -241,12 +241,12 @@ class Worker:
         state.proven, state.retry_at = False, time.monotonic() + seconds
         error = error[:_ERROR_CHARACTERS].encode("utf-8", "backslashreplace").decode()  # it may quote what is not UTF-8
         with _despite_broken_keys(run):
-            if not self._leases.is_anothers(run):  # that one says how it is, and would not take this back
-                # GET /runs/{run} tells it.
+            if not self._leases.is_anothers(run):  # another worker reports on its run, and would not clear this
+                # GET /runs/{run} answers it as `worker_error`.
                 Store(self._redis, run).set_worker(WorkerGauges(error=error, for_memory=for_memory))
 
     def _note_work(self, run: str) -> None:
-        """Take back what was said of a run's trouble: it was opened and has worked, or has nothing to do any more."""
+        """Clear a run's error, because the run was opened and has worked, or has no work any more."""
         state = self._runs[run]
         if not state.proven and not self._leases.is_anothers(run):
             Store(self._redis, run).set_worker(WorkerGauges(error=None))
@@ -267,34 +267,34 @@ class Worker:
         for run in names:
             self._runs.setdefault(run, Run())
         for run in sorted(names, key=lambda run: not self._runs[run].short):  # first those that others were closed for
-            if self._stopping:  # to open what is left may take minutes
+            if self._stopping:  # opening the rest may take minutes
                 return
             self._attend_to(run, now)
         self._look_at = time.monotonic() + _LOOK_FOR_RUNS_SECONDS * times_longer
 
     def _hand_one_over(self, now: float) -> None:
-        """Leave a run that has work to another worker, which has fewer runs."""
-        idle = self._room.idle()  # one that has nothing to do gains nothing, and the other one may not open it
-        # The run that took the most seconds stays, and the next one goes: so those that work most are parted.
+        """Hand a run that has work to another worker, which has fewer runs."""
+        idle = self._room.idle()  # an idle run gains nothing from it, and the other worker may not even open it
+        # The run that took the most seconds stays, and the next one goes: so the busiest runs are separated.
         others = self._turns.order(self.served)[:-1]
         at_work = [run for run in others if run not in idle and self._share.may_hand_over(run, now)]
         if at_work:
             run = at_work[-1]
             log.info("run %s is left to another worker, which has fewer", run)
             self._checkpoint_and_close(run)
-            self._share.note_handed_over(run, time.monotonic())  # only now: until then its heartbeat was this worker's
+            self._share.note_handed_over(run, time.monotonic())  # after the close: until then this worker served it
 
     def _attend_to(self, run: str, now: float, *, due: bool = False) -> None:
         try:
             self._look_after(run, self._runs[run], now, due=due)
         except Exception as error:  # noqa: BLE001 - one run's trouble is not the others'
-            if is_out_of_memory(error) and not is_device_fault(error):  # for a look at its files, not for the run
+            if is_out_of_memory(error) and not is_device_fault(error):  # looking at its files needed the memory
                 self._leave_alone(run, error)
             else:
                 self._handle_error(run, error)
 
     def _look_after(self, run: str, state: Run, now: float, *, due: bool) -> None:
-        """Open, close or rest a run, as its files say. `due`: it was put off for having no work, and is opened now."""
+        """Open, close or rest a run, by its files. `due`: it was put off because it had no work, and is opened now."""
         file = self._layout.target_id(run)
         wanted = read_state(self._layout, run)
         if not wanted.worked_on:
@@ -325,7 +325,7 @@ class Worker:
                 self._open(run, state, file)
 
     def _keep_closed(self, run: str, state: Run) -> None:
-        """Close a run that a person does not want to be worked on; once it is active again, it is tried at once."""
+        """Close a run that a person has paused or archived. Once active again, it is tried at once."""
         if state.worker is not None:
             log.warning("run %s is not worked on until it is active again, as a person wants it", run)
         self._checkpoint_and_close(run)

@@ -1,4 +1,4 @@
-"""What a claim says of drafters that were not trained on it, and what several claims say together."""
+"""The evidence of a claim about drafters that were not trained on it, and the pooled evidence of several claims."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from drafter.batch import RolloutBatch
 from drafter.replay.acceptance import Replay
 from service.worker.scoring import Scores
 
-#: Fewest prompts of a look at a challenger; claims of fewer are pooled.
+#: A look at a challenger needs so many prompts. Claims of fewer are pooled.
 FEWEST_PROMPTS: Final = 4
-#: Once so many claims are pooled, two prompts are enough: a run may have no more.
+#: Once so many claims are pooled, two prompts are enough, because a run may have no more.
 POOLED_CLAIMS: Final = 4
-#: Fewest prompts that bound an error. They are enough for what promotes nothing: a fall of α, a realised gain.
+#: Fewest prompts that bound an error. They are enough where nothing is promoted: for a fall of α, for a realised gain.
 LEAST_PROMPTS: Final = 2
 
 
@@ -27,18 +27,19 @@ class Fresh:
     """A claim's rollouts, scored and not trained on yet."""
 
     batches: tuple[RolloutBatch, ...]
-    looked: tuple[tuple[int, ...], ...]  # of each batch, the places of those rollouts that were replayed
-    replays: Mapping[str, Replay]  # by version, of the drafters that were scored on all of them
-    prompts: tuple[str, ...]  # of each rollout that was replayed
-    evidence: tuple[int, ...]  # the rollouts whose prompts the candidate was not trained on (`of` has the exception)
-    by_prompt: bool  # False: there is one prompt only, so each rollout is an observation
+    looked: tuple[tuple[int, ...], ...]  # of each batch, the places of the rollouts that were replayed
+    replays: Mapping[str, Replay]  # by version, of the drafters that were scored on all batches
+    prompts: tuple[str, ...]  # of each replayed rollout
+    evidence: tuple[int, ...]  # rollouts whose prompts the candidate was not trained on (`of` has the exception)
+    by_prompt: bool  # False: there is only one prompt, so each rollout is an observation
 
     @classmethod
     def of(cls, scored: Sequence[tuple[RolloutBatch, Scores]], trained: Mapping[str, int]) -> Self:
-        """`trained`: prompts that the candidate was trained on of late -> newest policy version of their rollouts.
+        """`trained`: prompts that the candidate was trained on lately, with the newest policy version of each.
 
-        Where fewer than two prompts are new, those count whose earlier rollouts are of another policy version: what
-        comes next will repeat prompts too. Siblings of one group are of one version, whenever they arrive.
+        If fewer than two prompts are new, prompts whose earlier rollouts are of another policy version count as
+        evidence too: the run repeats its prompts, and later rollouts will. Siblings are never evidence, because
+        rollouts of one group are of one version whenever they arrive.
         """
         batches = tuple(batch for batch, _ in scored)
         names = set.intersection(*(set(scores.versions) for _, scores in scored))
@@ -52,7 +53,7 @@ class Fresh:
         return cls(batches, looked, replays, prompts, unseen, by_prompt=not trained or len({*trained, *prompts}) > 1)
 
     def select(self, rollouts: Sequence[int]) -> list[RolloutBatch]:
-        """These rollouts, in ascending order, as parts of the batches."""
+        """The parts of the batches with these rollouts, in ascending order."""
         bounds = np.cumsum([0, *(len(places) for places in self.looked)])
         chosen = np.array(sorted(rollouts), dtype=np.int64)
         parts = [chosen[(chosen >= low) & (chosen < high)] - low for low, high in pairwise(bounds)]
@@ -62,10 +63,10 @@ class Fresh:
 
 @dataclass(slots=True)
 class Pool:
-    """Claims that are kept until they have enough prompts together. Alone each has too few: one group, say."""
+    """Claims with too few prompts, such as a single group, which are kept until they have enough together."""
 
     claims: list[tuple[tuple[Replay, ...], tuple[str, ...]]] = field(default_factory=list)
-    by_prompt: bool = True  # of all that wait
+    by_prompt: bool = True  # of all waiting claims
 
     def add(
         self,
@@ -76,13 +77,13 @@ class Pool:
         alone: int = LEAST_PROMPTS,
         claims: int = 1,
     ) -> tuple[list[Replay], npt.NDArray[np.int64] | None] | None:
-        """Add `rollouts` of a claim; returns all replays that wait, and each rollout's prompt. None: too few yet.
+        """Add `rollouts` of a claim. Returns the pooled replays and each rollout's prompt; None: too few prompts yet.
 
-        No prompts are returned where each rollout is an observation. `alone`: so many prompts in one claim are enough.
-        `claims`: the fewest claims.
+        Where each rollout is an observation, no prompts are returned. `alone`: so many prompts in one claim are enough.
+        `claims`: wait for at least so many claims.
         """
         prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)
-        if fresh.by_prompt != self.by_prompt:  # siblings that wait are no observations of their own
+        if fresh.by_prompt != self.by_prompt:  # waiting rollouts counted in another way
             self.claims, self.by_prompt = [], fresh.by_prompt
         if prompts:
             self.claims.append((tuple(replays), prompts))

@@ -1,14 +1,14 @@
-"""Who may replace the served drafter: the candidate as it stands, an archived version, or a sent drafter.
+"""Judges what may replace the served drafter: the candidate as it stands, an archived version, or a sent drafter.
 
-They are judged on each claim's rollouts when it comes, before anything is trained on these. Nobody chose the rollouts,
-they are of newer policies than the candidate was trained on, and they are scored anyway. Rollouts whose prompt is among
-the recent rollouts are left out, for the candidate was trained on their siblings.
+They are judged on each claim's rollouts, before anything is trained on these. Such rollouts are not selected, are of
+newer policies than the candidate was trained on, and are scored anyway. Rollouts whose prompt is among the recent
+rollouts are left out, because the candidate was trained on their siblings.
 
-Archived versions are compared where they are scored anyway (the first one; the one served before). When the served
-drafter falls, all of them enter: by successive halving on a part of the claim's prompts, and the winner is judged on
-the other part, which did not choose it.
+The archived versions that are scored anyway (the first one; the one served before) are compared at each claim. When the
+served drafter falls, all archived versions compete, by successive halving on a part of the claim's prompts. The winner
+is judged on the other part, which did not choose it.
 
-What a published version then really gains over the one before it is measured on the rollouts that come after.
+The gain of a published version over the one before it is then measured on later rollouts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from service.worker.promotion.training import Training
 from service.worker.scoring import replay_each
 from service.worker.target import Target
 
-#: Part of the error that archived versions may spend together; the candidate has the rest.
+#: Archived versions may spend this part of the error together. The candidate has the rest.
 _ARCHIVE_SHARE: Final = 0.1
 #: A version that a person sent is given up after so many looks against one served drafter,
 SENT_LOOKS: Final = 64
@@ -52,12 +52,12 @@ class Contest:
     version: str
     verdict: Verdict
     look: Look  # the last one
-    trained_to: int | None = None  # newest policy version that the candidate was trained on, where that is known
-    correction: float = 1.0  # of the promise, by what earlier ones brought
+    trained_to: int | None = None  # newest policy version that the candidate was trained on; None: not known
+    correction: float = 1.0  # of the promise, from what earlier promises brought
 
     @property
     def promised(self) -> float:
-        """The gain over the served version that is to be expected on later rollouts; nan without a look."""
+        """The expected gain over the served version on later rollouts; nan without a look."""
         return math.expm1(self.correction * math.log1p(self.verdict.gain))
 
     @property
@@ -80,7 +80,7 @@ class Contest:
 
 
 class Gate:
-    """What has been shown so far against the drafter that is served now. One per run; `state` survives restarts."""
+    """All evidence so far against the drafter that is served now. One per run; `state` survives restarts."""
 
     def __init__(self, settings: Settings, lineage: Lineage, target: Target) -> None:
         self._settings = settings
@@ -116,9 +116,9 @@ class Gate:
         self.training = Training.from_state(state)
 
     def trained(self, seconds: float | None, policy_version: int, share: float = 1.0) -> None:
-        """The candidate was trained on that policy's rollouts, for a share of a whole training.
+        """Note that the candidate was trained on that policy's rollouts, for a share of a whole training.
 
-        `seconds`: None where nothing can be learnt from how that went.
+        `seconds`: how long it took; None if this training shows no price.
         """
         self.training.add(seconds, policy_version, share)
         self._trial(CANDIDATE).trained(share)
@@ -127,9 +127,9 @@ class Gate:
     def judge(self, fresh: Fresh, served: str | None, wider: Fresh | None = None) -> list[Contest]:
         """Look at all challengers on a claim, best first. `served`: the version that engines are offered.
 
-        `wider`: the part of `fresh` on which archived versions were scored too; all of it, without one.
-        A run from scratch has nothing to judge before its first training: random layers may be worth a few per cent
-        beside no drafter at all, and cost an engine more.
+        `wider`: the part of `fresh` on which archived versions were scored too; None: all of it.
+        A run from scratch judges nothing before its first training. Random layers may be a few per cent better than no
+        drafter at all, but cost an engine more than that.
         """
         wider = wider or fresh
         if served != self.served:
@@ -157,11 +157,11 @@ class Gate:
         return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
 
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
-        """A look at `rollouts` of a claim, which both replays are of. Where they say too little, claims are pooled.
+        """A look at `rollouts` of a claim, of which both replays are. Claims are pooled if one has too few prompts.
 
-        The candidate was trained in between, so such a look is of its mean state. One that never was better passes no
-        more often for that. An archived version whose wins did not last always gets pooled claims: where the kind of
-        the prompts alternates, one claim does not tell what the next one brings.
+        The candidate is trained between claims, so a pooled look is of its mean state. That gives a candidate that was
+        never better no more chances. An archived version whose wins did not last always gets pooled claims: where kinds
+        of prompts alternate, one claim does not predict the next.
         """
         claims = 1 if self.outcomes.lasts(version) else POOLED_CLAIMS
         pooled = self._pools[version].add(fresh, (challenger, incumbent), rollouts, alone=FEWEST_PROMPTS, claims=claims)
@@ -177,7 +177,7 @@ class Gate:
         return replace(look, prompts=0, fault=why)
 
     def _ask(self, fresh: Fresh, incumbent: Replay, versions: Sequence[str]) -> Contest:
-        """Look at the archived version that fits best; where a claim says too little, also on the next ones."""
+        """Look at the archived version that fits best, and go on with later claims if this one has too few prompts."""
         version, judging = self.archive.choose(fresh, versions)
         ours = self.archive.replay(version, fresh.select(judging)) if judging else incumbent.select([])
         theirs = incumbent.select(np.array(judging, dtype=np.int64))
@@ -188,7 +188,8 @@ class Gate:
 
     def _take(self, version: str, look: Look) -> Contest:
         trial = self._trial(version)
-        if version != CANDIDATE or not look.same or self.training.seconds is not None:  # else it is the served drafter
+        # A candidate that was not trained since it was published is the served drafter: no look at it.
+        if version != CANDIDATE or not look.same or self.training.seconds is not None:
             trial.take(look)
         verdict = trial.verdict(min_gain=self._settings.gate_min_gain, confidence=self._settings.gate_confidence)
         verdict = replace(verdict, reason=look.fault or verdict.reason)
@@ -196,10 +197,10 @@ class Gate:
         return Contest(version, verdict, look, trained_to, self.outcomes.correction)
 
     def begin(self, served: str | None) -> Realised | None:
-        """Begin all trials again, against `served`; how far a training moves the candidate stays known (`Trial.next`).
+        """Begin all trials again, against `served`. How far a training moves the candidate stays known (`Trial.next`).
 
-        What the version before was promised to gain is no longer measured: it does not serve. Returns the event of that
-        promise, with what is known of it; None where nothing is.
+        The promise of the version before is not measured any longer, since that version does not serve. Returns the
+        event of that promise with what was measured; None: nothing was.
         """
         event = self.outcomes.end()
         self.served, self._trials = served, {CANDIDATE: self._trials[CANDIDATE].next()}
@@ -209,14 +210,14 @@ class Gate:
 
     def _trial(self, version: str) -> Trial:
         if version not in self._trials:
-            self._trials[version] = archive_trial(len(self._trials))  # the candidate's is the first
+            self._trials[version] = archive_trial(len(self._trials))  # the candidate's trial is number 0
         return self._trials[version]
 
     # --- drafters that people sent
     def replay_sent(self, batch: RolloutBatch, path: Path) -> dict[str, Replay]:
-        """Replay the sent drafter that has waited longest for its verdict; empty where none waits.
+        """Replay the sent drafter that has waited longest for its verdict. Empty: none waits.
 
-        One that cannot be replayed is refused: that is no batch's fault.
+        A drafter that cannot be replayed is refused; no batch has caused that.
         """
         version = next(iter(self._lineage.waiting()), None)
         if version is None:
@@ -232,7 +233,7 @@ class Gate:
             return {}
 
     def dismiss_sent(self, contests: Sequence[Contest]) -> None:
-        """Refuse what was sent and is no better, or has not been shown to be in all the time that it had."""
+        """Refuse sent drafters that are no better, or were not shown to be better in the time that they had."""
         waiting = self._lineage.waiting()
         for contest in contests:
             if contest.version not in waiting or contest.verdict.promote:
@@ -241,11 +242,11 @@ class Gate:
             others = self._lineage.published - waiting[contest.version].published
             if why := given_up(contest.verdict, others, self._settings.gate_min_gain):
                 self._lineage.refuse_sent(contest.version, f"{why}: {contest.verdict.reason}", contest.evidence)
-                if contest.version in self._trials:  # what it spent stays spent; sent again, it has another trial
+                if contest.version in self._trials:  # its part of the error stays spent: sent again, it has a new trial
                     self._trials[f"{contest.version} {len(self._trials)}"] = self._trials.pop(contest.version)
 
     def promoted(self, version: str, before: str | None, chosen: Chosen) -> Realised | None:
-        """`version` is served now instead of `before`. All trials begin again. Returns what `begin` does."""
+        """Note that `version` is served now instead of `before`. All trials begin again. Returns what `begin` does."""
         event = self.begin(version)
         if before is not None:
             self.outcomes.begin(version, before, chosen)
@@ -255,18 +256,18 @@ class Gate:
 
 
 def archive_trial(place: int) -> Trial:
-    """The trial of the `place`-th archived version that is looked at, from 1. All together spend one share.
+    """The trial of the `place`-th archived version that is looked at, from 1. All together spend `_ARCHIVE_SHARE`.
 
-    Each has little of the error, and one claim must be enough for a version that fits again. So its gain is taken to
-    vary from claim to claim by `CLAIM_SD` only, until three looks show more.
+    Each has little of the error, and a single claim must be enough for a version that fits again. So its gain is
+    assumed to vary by only `CLAIM_SD` from claim to claim, until three looks show more.
     """
     return Trial(_ARCHIVE_SHARE / (place * (place + 1)), claims=ClaimSpread(0.0))
 
 
 def given_up(verdict: Verdict, others: int, min_gain: float) -> str:
-    """Why a version that a person sent is refused; empty while it may still prove better.
+    """Why a sent version is refused; empty while it may still prove better.
 
-    `others`: versions that were published since it came. `min_gain`: the gain that a swap is worth.
+    `others`: how many versions were published since it came. `min_gain`: the least gain that is worth a swap.
     """
     if verdict.looks and verdict.high < min_gain:
         return "it is no better"
@@ -282,6 +283,6 @@ def _or(value: float, otherwise: float) -> float:
 
 
 def _without_drafter(found: Replay) -> Replay:
-    """What plain decoding does with the same rollouts: one token a round."""
+    """The replay of plain decoding on the same rollouts: one token a round."""
     nothing = np.zeros_like(found.accepted)
     return Replay(found.tokens, found.tokens.copy(), nothing, nothing.copy())

@@ -2,8 +2,9 @@
 
 Invariants
 * What is served changes only through the gate, an archived version that proved better, or a person.
-* A candidate is published after the checkpoint that holds it, which was written before it was trained on the batches
-  that judged it. So redelivered batches are not scored by what was trained on them, and no look counts twice.
+* A candidate is published after the checkpoint that holds it. That checkpoint is written before the candidate is
+  trained on the batches that judged it. So redelivered batches never meet a drafter that was trained on them, and no
+  look counts twice.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ log = logging.getLogger("draftalign.worker")
 
 
 class Judge:
-    """Of one run: its gate, and what follows from the verdicts."""
+    """The judge of one run: its gate, and what follows from the verdicts."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Judge:
         journal: Journal,
         recent: RecentRollouts,
     ) -> None:
-        """`recent`: the prompts in it were trained on, and judge nothing."""
+        """`recent`: its prompts were trained on, so they judge nothing."""
         self.run = run
         self._lineage = lineage
         self._journal = journal
@@ -52,16 +53,16 @@ class Judge:
         self.gate = Gate(settings, lineage, target)
         self.controller = Controller()
 
-    def measure_anew(self) -> None:
-        """Engines draft otherwise now, so what was measured before is of another α: gains and evidence."""
+    def measure_from_scratch(self) -> None:
+        """Forget gains and evidence. They are of another α, since engines draft in another way now."""
         known = self.controller
         self.controller = Controller(train_seconds=known.train_seconds, version_seconds=known.version_seconds)
         self._record(self.gate.begin(self.gate.served))
 
     def follow(self) -> None:
-        """Take note where another version is served than the gate knows of.
+        """Follow a change of the served version that the gate does not know of.
 
-        Either this worker published it and ended before that was in a checkpoint, or a person chose it.
+        This worker published it and ended before the next checkpoint, or a person chose it.
         """
         served = self._lineage.served_version()
         if served == self.gate.served:
@@ -69,7 +70,7 @@ class Judge:
         evidence = self._lineage.chosen_after(self.gate.served)
         if served is None or evidence is None:
             if self.gate.served is not None:
-                self.controller.curve = LearningCurve()  # its verdicts were against another drafter
+                self.controller.curve = LearningCurve()  # its verdicts were beside another drafter
             event = self.gate.begin(served)
         else:
             event = self._go_on_from(served, evidence)
@@ -78,21 +79,22 @@ class Judge:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """Within it the gate's looks count only if nothing is raised: the same batches come again."""
+        """Undo the gate's looks if anything is raised within it, because the same batches come again then."""
         before = self.gate.state
         try:
             yield
         except Exception:  # a full disk, say
             if self.gate.served == before["served"]:
                 self.gate.restore(before)
-            else:  # a version was published, which the looks have ended with
+            else:  # a version was published, which ends the looks
                 self.gate.training.concluded()
             raise
 
     def judge(self, scored: Sequence[Scored], before_publishing: Callable[[], None]) -> list[Contest]:
-        """Let the gate judge on what was scored with the candidate; promote the winner. Returns all, best first.
+        """Let the gate judge on batches that were scored with the candidate, and promote the winner.
 
-        `before_publishing` must write a checkpoint, and raise where nothing may be published.
+        Returns all contests, best first. `before_publishing` must write a checkpoint, and raise if nothing may be
+        published.
         """
         served = self.gate.served
         scored = [(loaded, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
@@ -100,7 +102,7 @@ class Judge:
         if not compared:
             return []
         fresh = Fresh.of(compared, self._recent.prompts)
-        if served is not None and served not in fresh.replays:  # somebody changed it while the claim was scored
+        if served is not None and served not in fresh.replays:  # it changed while the claim was scored
             return []
         with_all = [(batch, scores) for batch, scores in compared if "frozen" in scores.replays]
         wider = Fresh.of(with_all, self._recent.prompts) if with_all else fresh
@@ -112,14 +114,14 @@ class Judge:
             after = self.gate.state
 
             def secured() -> None:
-                self.gate.restore(before)  # for the checkpoint: after a crash the same batches are looked at again
+                self.gate.restore(before)  # in the checkpoint: after a crash the gate looks at these batches again
                 before_publishing()
                 self.gate.restore(after)
 
             policy_version = max(batch.policy_version for batch in fresh.batches)
             try:
                 realised = self._promote(contests, served, policy_version, entries[-1], secured) or realised
-            except LatestMoved as moved:  # by a person or another worker: the next contest is against theirs
+            except LatestMoved as moved:  # a person or another worker moved it: the next contest is with that version
                 log.info("%s: %s", self.run, moved)
                 self.gate.restore(before)
                 return []
@@ -135,10 +137,10 @@ class Judge:
         judged_to: str,
         before_publishing: Callable[[], None],
     ) -> Realised | None:
-        """Serve the winner, and train on from it where it is an archived version and better than the candidate.
+        """Serve the winner. Training goes on from it if it is archived or sent, and better than the candidate.
 
-        `judged_to`: the newest queue entry of those that chose it. Returns the gate's event about the version that was
-        served before. Raises `LatestMoved` where another one is served.
+        `judged_to`: the newest queue entry of the evidence. Returns the gate's event about the version that was served
+        before. Raises `LatestMoved` if another version is served by now.
         """
         winner = contests[0]
         before_publishing()
@@ -150,24 +152,24 @@ class Judge:
         return self._go_on_from(manifest.version, evidence)
 
     def _go_on_from(self, version: str, evidence: GateEvidence) -> Realised | None:
-        """What the gate chose is served. `evidence`: all that is left of the choice after a crash."""
+        """Go on with the version that the gate chose. After a crash `evidence` is all that is known of the choice."""
         chosen = Chosen.of(evidence)
         if chosen.archived and chosen.train_on:
             self._lineage.train_from(version)
         self._journal.totals.published += 1
-        if chosen.archived:  # what was measured until now was against another drafter
+        if chosen.archived:  # gains so far were measured beside another drafter
             self.controller.curve = LearningCurve()
             self.gate.training.concluded()
         return self.gate.promoted(version, self.gate.served, chosen)
 
     def conclude(self, contests: Sequence[Contest], policy_version: int) -> None:
-        """Tell history and controller, once for each whole training, what the gate found of it.
+        """Write the gate's finding into history and controller, once for each whole training.
 
-        A part of one gains little beside the error of a look. Where that is published, it is as good as a whole one.
+        A part of a training gains little beside the error of a look, so it is left out, unless it is published.
         """
         candidate, training = _of_candidate(contests), self.gate.training
         if candidate is None or training.seconds is None or candidate.look.prompts < 2:
-            return  # where the prompts are too few, the next claims say more
+            return  # with too few prompts the next claims decide
         if training.is_part and not candidate.verdict.promote:
             return
         if not candidate.verdict.promote:
@@ -183,12 +185,12 @@ class Judge:
         training.concluded()
 
     def conclude_unasked(self) -> None:
-        """Nothing may be published, so the last training is not judged."""
+        """Leave the last training unjudged, because nothing may be published."""
         self.gate.training.concluded()
         self.gate.training.unjudged = 0
 
     def _record(self, realised: Realised | None) -> None:
-        """Write an event about the version that was served before into the run's history, where there is one."""
+        """Write an event about the version that was served before into the run's history, if there is one."""
         if realised is not None:
             self._lineage.record_gain(realised)
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,21 +28,6 @@ from rl_hooks.agent.download import prune_cache
 from rl_hooks.release import RECEIPT
 
 SMALL = CanaryRule(rounds=200)
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    peer = Service()
-    yield peer
-    peer.down()
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    peer = Engine()
-    yield peer
-    peer.swap_allowed.set()
-    peer.down()
 
 
 def flip(path: Path, offset: int) -> None:

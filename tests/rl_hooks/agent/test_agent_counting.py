@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,21 +33,6 @@ from rl_hooks.engines.protocol import EngineState
 from rl_hooks.errors import MetricsError
 from rl_hooks.release import _replayed_alpha
 from rl_hooks.wire import COUNTED_PROMPTS
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    peer = Service()
-    yield peer
-    peer.down()
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    peer = Engine()
-    yield peer
-    peer.down()
-
 
 #: A canary that these few rounds satisfy.
 SMALL = CanaryRule(rounds=200)

@@ -40,6 +40,11 @@ from rl_hooks.agent.canary import CanaryRule
 GREEDY = Sampling(64, temperature=0.0, eos_id=EOS_ID)
 
 
+@pytest.fixture
+def service(running_service: RunningService) -> RunningService:
+    return running_service
+
+
 class ServedEngine:
     """An example engine under real uvicorn."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,6 @@ from agent_fixtures import Engine, Service, eventually, mtp_bytes, running_agent
 from rl_hooks.errors import ManifestError
 from rl_hooks.release import parse_manifest
 from rl_hooks.wire import MappedFile
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    peer = Service()
-    yield peer
-    peer.down()
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    peer = Engine()
-    yield peer
-    peer.down()
 
 
 def publish_module(service: Service, number: int, **changes: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ from rl_hooks.agent.canary import CanaryRule
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    peer = Engine()
-    yield peer
-    peer.down()
+def service(running_service: RunningService) -> RunningService:
+    return running_service
 
 
 def _publish(service: RunningService, seed: int) -> str:

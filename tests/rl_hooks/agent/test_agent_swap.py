@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +39,6 @@ from rl_hooks.wire import MappedFile
 
 def exposed(agent: SwapAgent) -> str:
     return generate_latest(agent.metrics.registry).decode()
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    peer = Service()
-    yield peer
-    peer.down()
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    peer = Engine()
-    yield peer
-    peer.down()
 
 
 def test_a_published_drafter_reaches_every_engine(service: Service, engine: Engine, tmp_path: Path) -> None:

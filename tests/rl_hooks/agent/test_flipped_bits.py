@@ -22,11 +22,11 @@ import pytest
 import torch
 from agent_fixtures import Engine, Service, drafter_bytes, eventually, running_agent, settle
 from fastapi import FastAPI
+from formats_fixtures import ENGINES_CONFIG, ENGINES_VOCABULARY
 from safetensors.torch import load
 
 from drafter.files.checkpoint import write_drafter
-from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
-from drafter.vocabulary import DraftVocabulary
+from drafter.model.eagle3 import Eagle3Drafter
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import fetch_release
 from rl_hooks.agent.follower import EngineFollower
@@ -73,20 +73,6 @@ def flipped(data: bytes, rng: random.Random) -> bytes:
 def rng() -> random.Random:
     print(f"DRAFTALIGN_CHAOS_SEED={SEED} DRAFTALIGN_FLIPS={FLIPS}")
     return random.Random(SEED)
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    peer = Service()
-    yield peer
-    peer.down()
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    peer = Engine()
-    yield peer
-    peer.down()
 
 
 @pytest.fixture
@@ -216,22 +202,6 @@ def test_a_bit_that_flips_before_an_engine_restarts_is_replaced_by_the_agent(
 # --- vLLM: the engine reads what the agent has just verified
 
 
-CONFIG = DrafterConfig(
-    hidden_size=8,
-    target_hidden_size=8,
-    intermediate_size=12,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    vocab_size=16,
-    draft_vocab_size=8,
-    aux_layers=(1, 2, 3),
-    rope_theta=1e4,
-    model_type="qwen3",
-)
-VOCABULARY = DraftVocabulary(torch.arange(0, 16, 2), 16)
-
-
 class Vllm:
     """A vLLM whose plugin is real, and whose running model is not there: `loaded` is what would have come into it."""
 
@@ -263,8 +233,8 @@ class Vllm:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     made = Vllm()
     monkeypatch.setattr(DrafterSwap, "_check_method", lambda _: None)
-    monkeypatch.setattr(RunningDraft, "check", lambda _: CONFIG)
-    monkeypatch.setattr(RunningDraft, "offsets", lambda _: VOCABULARY.d2t)
+    monkeypatch.setattr(RunningDraft, "check", lambda _: ENGINES_CONFIG)
+    monkeypatch.setattr(RunningDraft, "offsets", lambda _: ENGINES_VOCABULARY.d2t)
     monkeypatch.setattr(RunningDraft, "dtype", lambda _: torch.float32)
     monkeypatch.setattr(RunningDraft, "read_initial", lambda _: None)
     monkeypatch.setattr(RunningDraft, "load", lambda _, tensors: made.loaded.append(dict(tensors)))
@@ -291,7 +261,7 @@ async def connected(kind: str, vllm: Vllm, cache: Path) -> AsyncIterator[protoco
 def real_drafter(directory: Path) -> dict[str, bytes]:
     """The files of a drafter with real weights."""
     directory.mkdir()
-    drafter = Eagle3Drafter(CONFIG, VOCABULARY)
+    drafter = Eagle3Drafter(ENGINES_CONFIG, ENGINES_VOCABULARY)
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter)
     write_drafter(directory, drafter)

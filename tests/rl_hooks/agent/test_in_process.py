@@ -43,6 +43,11 @@ from rl_hooks.release import Release, VerifiedManifest
 from service.storage.reports.keys import StoreKeys
 
 
+@pytest.fixture
+def service(running_service: RunningService) -> RunningService:
+    return running_service
+
+
 class Link:
     """A link whose engine counts what the test says, and swaps nothing."""
 

@@ -85,13 +85,6 @@ def between(service: RunningService) -> Iterator[Between]:
     peer.down()
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    peer = Engine()
-    yield peer
-    peer.down()
-
-
 def publish(service: RunningService, seed: int, run: str = "default") -> str:
     return service.publish(run, content=drafter_bytes(seed), config=json.dumps(drafter_config())).version
 

@@ -19,12 +19,13 @@ import httpx
 import pytest
 import torch
 from agent_fixtures import Service, eventually, running_agent
+from formats_fixtures import ENGINES_CONFIG, ENGINES_VOCABULARY
 from safetensors.torch import load, load_file, save
 from sglang_contract import SGLangServer, Unpickler
 from torch import Tensor
 
 from drafter.files.checkpoint import write_drafter
-from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.model.eagle3 import Eagle3Drafter
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks.agent.agent import SwapAgent
 from rl_hooks.agent.canary import CanaryRule
@@ -45,19 +46,6 @@ from service.monitor import records
 
 #: Bits that flip before a load; `make chaos` 1,000.
 FLIPS = int(os.environ.get("DRAFTALIGN_FLIPS", "20"))
-CONFIG = DrafterConfig(
-    hidden_size=8,
-    target_hidden_size=8,
-    intermediate_size=12,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    vocab_size=16,
-    draft_vocab_size=8,
-    aux_layers=(1, 2, 3),
-    rope_theta=1e4,
-    model_type="qwen3",
-)
 SEQUENCE = [
     "/pause_generation",
     "/begin_weight_update",
@@ -79,9 +67,9 @@ def drafter_files(
     """The files of a small drafter, over the `whole` vocabulary or half of it, with tensors or fields changed."""
     torch.manual_seed(seed)
     if whole:
-        drafter = Eagle3Drafter(replace(CONFIG, draft_vocab_size=16), DraftVocabulary.full(16))
+        drafter = Eagle3Drafter(replace(ENGINES_CONFIG, draft_vocab_size=16), DraftVocabulary.full(16))
     else:
-        drafter = Eagle3Drafter(CONFIG, DraftVocabulary(torch.arange(0, 16, 2), 16))
+        drafter = Eagle3Drafter(ENGINES_CONFIG, ENGINES_VOCABULARY)
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter)
     directory.mkdir(parents=True, exist_ok=True)
