@@ -36,7 +36,7 @@ EXTRA_nemo_rl := nemo-automodel==0.4.0
 	@test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
 	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) -c constraints.txt torch
 	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) -c constraints.txt \
-	  -e . pytest ray==2.60.0
+	  -e ".[s3]" pytest ray==2.60.0
 	@touch $@
 
 # Unsloth's source is read and not run: it asks for a GPU.

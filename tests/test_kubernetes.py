@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -42,7 +43,9 @@ from service.settings import Settings
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
 KUBERNETES = DEPLOY / "kubernetes"
 #: What a user applies; the other folders are parts of these.
-OVERLAYS = ("one-pod", "replicas", "hosts", "ranks", "keda", "engine")
+OVERLAYS = ("one-pod", "replicas", "hosts", "ranks", "keda", "hosts-keda", "engine")
+#: Those whose pods share no directory; those whose worker KEDA scales.
+APART, SCALED = ("hosts", "hosts-keda"), ("keda", "hosts-keda")
 #: Of API and agent, without torch; of the worker.
 IMAGES = ("draftalign-api", "draftalign")
 SERVICE = tuple(name for name in OVERLAYS if name != "engine")
@@ -104,7 +107,7 @@ def command_of(container: dict[str, Any]) -> list[str]:
 
 def test_every_folder_is_an_overlay_or_a_part_of_one() -> None:
     folders = {path.parent.name for path in KUBERNETES.glob("*/kustomization.yaml")}
-    assert folders == {*OVERLAYS, "base", "parts", "settings"}
+    assert folders == {*OVERLAYS, "base", "parts", "scaled", "settings"}
     assert not list(KUBERNETES.glob("*.yaml"))
     used = [
         {*documents.get("resources", []), *(patch["path"] for patch in documents.get("patches", []) if "path" in patch)}
@@ -125,7 +128,7 @@ def test_what_is_rendered_agrees_with_the_schemas(overlay: str) -> None:
         kubernetes_validate.validate(broken, "1.32", strict=True)
 
 
-@pytest.mark.parametrize("overlay", [name for name in SERVICE if name != "hosts"])
+@pytest.mark.parametrize("overlay", [name for name in SERVICE if name not in APART])
 def test_an_object_store_reaches_api_and_worker_once_its_lines_are_no_comments(overlay: str, tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
     found = 0
@@ -159,14 +162,15 @@ def kept_by_keda(document: dict[str, Any]) -> Any:
     return ScaledObject.model_validate(document).model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
-def test_the_scaled_object_agrees_with_keda_and_names_what_exists() -> None:
-    (scaled,) = [d for d in manifests("keda") if d["kind"] == "ScaledObject"]
+@pytest.mark.parametrize("overlay", SCALED)
+def test_the_scaled_object_agrees_with_keda_and_names_what_exists(overlay: str) -> None:
+    (scaled,) = [d for d in manifests(overlay) if d["kind"] == "ScaledObject"]
     assert kept_by_keda(scaled) == scaled, "a field that KEDA does not know is left out by its model"
     assert kept_by_keda(scaled | {"spec": scaled["spec"] | {"minReplicas": 1}}) == scaled
     with pytest.raises(ValueError, match="maxReplicaCount"):
         kept_by_keda(scaled | {"spec": scaled["spec"] | {"maxReplicaCount": "many"}})
     target = scaled["spec"]["scaleTargetRef"]
-    spec = specs("keda", target["kind"])[target["name"]]
+    spec = specs(overlay, target["kind"])[target["name"]]
     assert "replicas" not in spec, "each apply would undo what KEDA has set"
     (trigger,) = scaled["spec"]["triggers"]
     assert metric_names(trigger["metadata"]["query"]) <= documented_metrics()
@@ -186,6 +190,15 @@ CASES: dict[str, tuple[dict[str, tuple[str, str, str]], float | None]] = {
     "a run that never got a batch": ({"a": ("0", ABSENT, "")}, 0),
     "no run": ({}, 0),
 }
+
+
+def test_nothing_but_the_scaler_differs_where_keda_scales_the_worker() -> None:
+    for scaled, without in (("keda", "replicas"), ("hosts-keda", "hosts")):
+        found = [d for d in manifests(scaled) if d["kind"] != "ScaledObject"]
+        expected = json.loads(_text(without))
+        (worker,) = [d for d in expected if d["metadata"]["name"] == "draftalign-worker" and d["kind"] == "StatefulSet"]
+        del worker["spec"]["replicas"]
+        assert found == expected
 
 
 @promtool
@@ -388,7 +401,7 @@ def test_replicas_of_the_api_share_the_workers_state_and_grow_with_their_load(ov
         pod = spec["template"]["spec"]
         (container,) = pod["containers"]
         (volume,) = [v for v in pod["volumes"] if v["name"] == "state"]
-        if overlay == "hosts":
+        if overlay in APART:
             assert volume == {"name": "state", "emptyDir": {}}
             assert specs(overlay, "PersistentVolumeClaim") == {}
             assert environment(overlay, container)["DRAFTALIGN_STATE_URL"] == "s3://bucket/state"
@@ -454,7 +467,7 @@ def test_the_steps_to_another_image_name_what_there_is() -> None:
     assert set(re.findall(r"\b(?:scaledobject|deployment|statefulset)/[\w-]+", steps)) <= found
     (label,), (scaled,) = re.findall(r"-l app=(\S+)", steps), re.findall(r"scale (.*) --replicas=0", steps)
     names = {one.partition("/")[2] for one in scaled.split()}
-    for overlay in ("replicas", "ranks", "keda"):
+    for overlay in ("replicas", "hosts", "ranks", *SCALED):
         ended = {n for n, s in workloads(overlay).items() if s["template"]["metadata"]["labels"]["app"] == label}
         assert names == ended == workloads(overlay).keys() - {"draftalign-valkey"}
     least = specs("replicas", "HorizontalPodAutoscaler")["draftalign-api"]["minReplicas"]
@@ -462,11 +475,13 @@ def test_the_steps_to_another_image_name_what_there_is() -> None:
 
 
 def test_ranks_find_each_other() -> None:
-    """As many pods as torchrun waits for, at the name of one of them, and as many processes as GPUs."""
+    """As many pods as torchrun takes, at the name of one of them, and as many processes as GPUs."""
     spec = workloads("ranks")["draftalign-worker"]
     (container,) = spec["template"]["spec"]["containers"]
     options = dict(re.findall(r"--([a-z-]+)=(\S+)", " ".join(container["args"])))
-    assert int(options["nnodes"]) == spec["replicas"] > 1
+    least, most = map(int, options["nnodes"].split(":"))
+    assert (least, most) == (1, spec["replicas"])
+    assert most > 1
     assert int(options["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"] > 1
     host, _, port = options["rdzv-endpoint"].partition(":")
     assert (host, port.isdigit()) == (f"draftalign-worker-0.{spec['serviceName']}", True)
@@ -484,7 +499,8 @@ def test_ranks_find_each_other() -> None:
 class _Node:
     """A pod of the worker: its torchrun, with the arguments of the manifest, on this machine."""
 
-    def __init__(self, port: int, variables: dict[str, str]) -> None:
+    def __init__(self, port: int, variables: dict[str, str], *, first: bool) -> None:
+        """`first`: at its name the nodes meet. Of pods that is an address of one; here all have the same."""
         (container,) = workloads("ranks")["draftalign-worker"]["template"]["spec"]["containers"]
         here = {"nproc-per-node": "1", "rdzv-endpoint": f"127.0.0.1:{port}", "local-addr": "127.0.0.1"}
         self._argv: list[str] = [*container["command"], *container["args"]]
@@ -492,26 +508,45 @@ class _Node:
             name = argument[2:].partition("=")[0]
             self._argv[number] = f"--{name}={here.pop(name)}" if name in here else argument
         assert not here
+        self._argv.insert(1, f"--rdzv-conf=is_host={first}")
         beside = str(Path(sys.executable).parent)
-        self._environment = os.environ | variables | {"PATH": f"{beside}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        self._start()
+        of_manifest = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+        of_manifest |= variables | {
+            "DRAFTALIGN_DEVICE": "cpu",
+            "PATH": f"{beside}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._environment = os.environ | of_manifest
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin, or begin again as another pod of its name."""
         self._process = subprocess.Popen(self._argv, env=self._environment, cwd=ROOT)
 
     def tend(self) -> None:
         """Start the container again when it has failed."""
         if self._process.poll():
-            self._start()
+            self.start()
 
-    def replace(self) -> None:
-        """Kill all its processes, and start it again."""
+    def kill(self) -> None:
+        """All its processes."""
         self._process.send_signal(signal.SIGSTOP)  # it would start its rank again
-        for child in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
-            os.kill(int(child), signal.SIGKILL)
+        for child in self._children():
+            os.kill(child, signal.SIGKILL)
         self._process.kill()
         self._process.wait(30)
-        self._start()
+
+    def ranks(self) -> int | None:
+        """How many ranks there are, as its own was told; None where it has none."""
+        for child in self._children():
+            with contextlib.suppress(OSError):
+                found = re.search(rb"(?<!_)WORLD_SIZE=(\d+)", Path(f"/proc/{child}/environ").read_bytes())
+                return int(found[1]) if found else None
+        return None
+
+    def _children(self) -> list[int]:
+        place = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        return [int(child) for child in place.read_text().split()] if place.exists() else []
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -521,27 +556,54 @@ class _Node:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_ranks_on_two_nodes_train_on_when_one_is_replaced(tmp_path: Path, redis_url: str) -> None:
-    """Two pods as the manifest starts them. `torchrun` waits a minute for one that is gone."""
+    """Two pods as the manifest starts them: the first is replaced; the second is lost, and comes back later."""
     port = free_port()
     with Bench(tmp_path, redis_url, **ADAMW) as bench:
         bench.begin()
         given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
         variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()} | {"DRAFTALIGN_REDIS_URL": redis_url}
-        nodes = [_Node(port, variables) for _ in range(2)]
+        nodes = [_Node(port, variables, first=first) for first in (True, False)]
+        there = list(nodes)
+
+        began = time.monotonic()
+
+        def took(what: str) -> None:
+            nonlocal began
+            print(f"{time.monotonic() - began:.0f} s: {what}")
+            began = time.monotonic()
 
         def all_trained() -> bool:
-            for node in nodes:
+            for node in there:
                 node.tend()
             return set(states(bench)) == {"trained"}
 
+        def together() -> bool:
+            return all_trained() and [node.ranks() for node in nodes] == [2, 2]
+
         try:
             bench.post("a", policy_version=0, rollouts=3)
-            bench.wait(all_trained, 150)
-            nodes[0].replace()
+            bench.wait(together, 150)
+            took("two ranks from the first start")
+            nodes[0].kill()
+            nodes[0].start()
             bench.post("b", policy_version=0, rollouts=3)
             bench.wait(all_trained, 150)
+            took("trained on after the first node was replaced")
+            bench.wait(together, 150)
+            took("two ranks again")
+            nodes[1].kill()
+            there.remove(nodes[1])
+            bench.post("c", policy_version=0, rollouts=3)
+            bench.wait(all_trained, 150)
+            assert nodes[0].ranks() == 1
+            took("trained on after the second node was lost")
+            there.append(nodes[1])
+            nodes[1].start()
+            bench.post("d", policy_version=0, rollouts=3)
+            bench.wait(together, 150)
+            took("two ranks again, and trained on, after it came back")
         finally:
             for node in nodes:  # all at once: a rank other than 0 ends when rank 0 says so
                 node.terminate()

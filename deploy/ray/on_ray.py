@@ -6,15 +6,17 @@
     python deploy/ray/on_ray.py down
 
 Run where `ray.init()` finds the cluster (RAY_ADDRESS). Each node needs draftalign installed. All DRAFTALIGN_* variables
-of this call reach both parts. They are placed on one node, for the state directory; `--spread` where that is shared.
-Ray starts a part again when its process or its node dies; a part that ends by itself ends its actor. Redis is not
-started here: what was acknowledged lives there and in the state directory.
+of this call reach both parts, and so do those of an object store that they name (AWS_*, GOOGLE_*, AZURE_*). Both are
+placed on one node, for the state directory; `--spread` where that is shared, or with DRAFTALIGN_STATE_URL. Ray starts a
+part again when its process or its node dies; a part that ends by itself ends its actor. Redis is not started here: what
+was acknowledged lives there and in the state directory.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -36,6 +38,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from service.api.auth import check_binding
 from service.cli.checks import check_redis
 from service.cli.supervisor import spawn, stop
+from service.cli.up import worker_argv
 from service.errors import ConfigurationError
 from service.settings import Settings
 
@@ -44,17 +47,19 @@ PARTS: Final = ("api", "worker")
 #: A part that dies sooner is started again only after so long.
 _LEAST_SECONDS: Final = 5.0
 _PATIENCE_SECONDS: Final = 60.0
+#: How the variables begin that lead to an object store and open it, by how its URL begins.
+_STORES: Final = {"s3://": "AWS_", "gs://": "GOOGLE_", "az://": "AZURE_"}
 
 
 class Part:
     """One process of the service, whose life is that of this actor."""
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`argv`: of `draftalign`. Raises where the child could not start with that environment."""
+        """`argv`: what `python -m` runs. Raises where the child could not start with that environment."""
         self._began = time.monotonic()
         self._stopping = False
         # By the actor's main thread: the kernel ends the child with the thread that started it.
-        self._child = spawn(name, ["service.cli", *argv], environment)
+        self._child = spawn(name, argv, environment)
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
@@ -85,29 +90,30 @@ class Part:
 def up(worker_gpus: float = 0.0, *, spread: bool = False) -> str:
     """Start both parts, detached from this process; returns the API's URL. Raises ConfigurationError.
 
-    `worker_gpus`: 1, or a part of one; with 0 the worker runs on a CPU unless DRAFTALIGN_DEVICE says otherwise.
+    `worker_gpus`: a part of one, or whole ones of one node, of which each has a rank. With 0 the worker's ranks
+    (DRAFTALIGN_WORKER_RANKS) run on CPUs, unless DRAFTALIGN_DEVICE says otherwise.
     """
-    if not 0.0 <= worker_gpus <= 1.0:
-        raise ConfigurationError(
-            f"worker_gpus is {worker_gpus:g}, but this worker is one process, which uses one GPU: from 0 to 1. For "
-            "several, start `torchrun ... draftalign worker` in a job of its own: docs/guide/machines.md, Several GPUs"
-        )
     settings = Settings()
+    ranks = _ranks(worker_gpus, settings)
     if settings.redis_url is None:
         raise ConfigurationError("DRAFTALIGN_REDIS_URL must be set: a Redis that outlives any node of the cluster")
     check_binding(settings)
     check_redis(settings.redis_url.get_secret_value())
-    environment = {name: value for name, value in os.environ.items() if name.startswith("DRAFTALIGN_")}
+    environment = _environment(settings)
     environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
     environment["DRAFTALIGN_STATE_DIR"] = str(settings.state_dir.resolve())
     if worker_gpus:
         environment.setdefault("DRAFTALIGN_DEVICE", "cuda")
+    alone = environment | {"WORLD_SIZE": "1"}  # also where a rank of a trainer has started Ray
+    if ranks > 1:
+        alone["OMP_NUM_THREADS"] = "1"  # Ray would give each rank as many as the actor has processors
     if NAMESPACE in {group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"}:
         raise ConfigurationError("it runs in this cluster already; `down` ends it")
+    bundles = [{"CPU": 1.0}, {"CPU": float(ranks)} | ({"GPU": worker_gpus} if worker_gpus else {})]
     try:
-        places = _placed(worker_gpus, spread=spread)
-        api = _start("api", 0, places, environment, 0.0)
-        worker = _start("worker", 1, places, environment, worker_gpus)
+        places = _placed(bundles, spread=spread)
+        api = _start("api", ["service.cli", "serve"], environment, places, bundles)
+        worker = _start("worker", worker_argv(ranks), alone, places, bundles)
         ray.get([api.process.remote(), worker.process.remote()], timeout=_PATIENCE_SECONDS)
     except BaseException:
         down()
@@ -117,9 +123,34 @@ def up(worker_gpus: float = 0.0, *, spread: bool = False) -> str:
     return f"http{'s' if settings.tls_cert else ''}://{host}:{settings.port}"
 
 
-def _placed(worker_gpus: float, *, spread: bool) -> PlacementGroup:
+def _ranks(gpus: float, settings: Settings) -> int:
+    """How many processes the worker has: one for each GPU; without one, as the settings say."""
+    if not gpus >= 0 or (gpus > 1 and gpus % 1):  # nan and inf are neither
+        raise ConfigurationError(
+            f"worker_gpus is {gpus:g}, but a worker has 0 GPUs, a part of one, or whole ones with a rank on each. For "
+            "ranks on several nodes, start `torchrun ... draftalign worker` in a job of its own: "
+            "docs/guide/machines.md, Several GPUs"
+        )
+    if not gpus:
+        return settings.worker_ranks
+    ranks = math.ceil(gpus)
+    if "worker_ranks" in settings.model_fields_set and settings.worker_ranks != ranks:
+        raise ConfigurationError(
+            f"DRAFTALIGN_WORKER_RANKS is {settings.worker_ranks}, but worker_gpus is {gpus:g}, and each rank has one "
+            "GPU: leave the variable out, or give both one number"
+        )
+    return ranks
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """What of this process' variables the parts need: our own, and those of the object stores that they name."""
+    urls = [url for url in (settings.state_url, settings.drafters_url, settings.rollouts_url) if url is not None]
+    stores = [variables for scheme, variables in _STORES.items() if any(url.startswith(scheme) for url in urls)]
+    return {name: value for name, value in os.environ.items() if name.startswith(("DRAFTALIGN_", *stores))}
+
+
+def _placed(bundles: list[dict[str, float]], *, spread: bool) -> PlacementGroup:
     """A place for each part."""
-    bundles = [{"CPU": 1.0}, {"CPU": 1.0} | ({"GPU": worker_gpus} if worker_gpus else {})]
     strategy = "SPREAD" if spread else "STRICT_PACK"
     places = placement_group(bundles, strategy=strategy, name=NAMESPACE, lifetime="detached")
     if not places.wait(_PATIENCE_SECONDS):
@@ -127,15 +158,22 @@ def _placed(worker_gpus: float, *, spread: bool) -> PlacementGroup:
     return places
 
 
-def _start(name: str, place: int, places: PlacementGroup, environment: Mapping[str, str], gpus: float) -> Any:
-    argv = ["serve" if name == "api" else "worker"]
+def _start(
+    name: str,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    places: PlacementGroup,
+    bundles: Sequence[Mapping[str, float]],
+) -> Any:
+    # The environment, with its passwords and keys, is an argument: a `runtime_env` stands in Ray's logs.
+    place = PARTS.index(name)
     options = {
         "name": name,
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "max_restarts": -1,
-        "num_cpus": 1,
-        "num_gpus": gpus,
+        "num_cpus": bundles[place]["CPU"],
+        "num_gpus": bundles[place].get("GPU", 0.0),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=place),
     }
     if __name__ != "__main__":
@@ -163,8 +201,8 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("do", choices=("up", "down"))
-    parser.add_argument("--worker-gpus", type=float, default=0.0, help="1, or a part of one (default: 0, a CPU)")
-    parser.add_argument("--spread", action="store_true", help="on two nodes; the state directory must be shared")
+    parser.add_argument("--worker-gpus", type=float, default=0.0, help="a part of one, or several (default: 0)")
+    parser.add_argument("--spread", action="store_true", help="on two nodes that share a state directory or store")
     given = parser.parse_args()
     ray.init(namespace=NAMESPACE, log_to_driver=False)
     try:

@@ -36,6 +36,14 @@ checked_device(own_device(name) if ranks > 1 else name)
 """
 
 
+def worker_argv(ranks: int) -> list[str]:
+    """What `python -m` runs as a worker: one process, or a `torchrun` of as many ranks on this machine."""
+    alone = ["service.cli", "worker"]
+    if ranks == 1:
+        return alone
+    return [*_TORCHRUN, "--nproc-per-node", str(ranks), "-m", "service.cli.child", *alone]
+
+
 def _check_device(name: str, ranks: int = 1) -> None:
     """Raise `ConfigurationError` if a rank has no device: else `up` would restart a failing worker again and again.
 
@@ -80,13 +88,9 @@ def run_up(settings: Settings) -> None:
         environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
     # Longer than it waits for uploads that are on their way (`make_server`).
     children.append(Child("api", ["service.cli", "serve"], environment, patience_seconds=20.0))
-    worker = ["service.cli", "worker"]
-    if settings.worker_ranks > 1:
-        each = ["--nproc-per-node", str(settings.worker_ranks), "-m", "service.cli.child"]
-        worker = [*_TORCHRUN, *each, *worker]
     # On SIGTERM it finishes the optimizer step and writes a checkpoint.
     alone = environment | {"WORLD_SIZE": "1"}  # also where a rank of a trainer has started this
-    children.append(Child("worker", worker, alone, patience_seconds=45.0))
+    children.append(Child("worker", worker_argv(settings.worker_ranks), alone, patience_seconds=45.0))
     if settings.port:  # else the API says which one it took
         log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)
     Supervisor(children).run()

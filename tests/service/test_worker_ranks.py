@@ -231,14 +231,14 @@ def test_a_head_that_fits_no_batch_is_no_lost_rank(tmp_path: Path) -> None:
     assert run_two_ranks(work) == 0
 
 
-def dies_in_window(number: int) -> Callable[[int], None]:
-    """Rank 1 is killed in the middle of that window: rank 0 waits for its gradients."""
+def dies_in_window(number: int, dies: int = 1) -> Callable[[int], None]:
+    """That rank is killed in the middle of that window: the others wait for its gradients."""
 
     def arm(rank: int) -> None:
         real = DrafterTrainer._accumulate
 
         def dying(self: DrafterTrainer, *arguments: Any) -> Any:
-            if rank == 1 and self.windows == number:
+            if rank == dies and self.windows == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(self, *arguments)
 
@@ -269,6 +269,30 @@ def test_a_killed_rank_ends_all_and_the_next_start_learns_what_an_undisturbed_on
         assert run_ranks(bench, lambda: bench.drain(bench.worker())) == 0
         two = outcome(bench)
     assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), two)
+
+
+@pytest.mark.timeout(300)
+def test_a_start_with_another_number_of_ranks_goes_on_from_the_checkpoint(tmp_path: Path, redis_url: str) -> None:
+    """Two ranks, of which one is killed; one process, which is killed; three ranks: as one undisturbed process."""
+    changes = ADAMW | {"claim_tokens": 1}
+    with Bench(tmp_path / "several", redis_url, **changes) as bench:
+        five(bench)
+
+        def lead() -> None:
+            try:
+                bench.drain(bench.worker())
+            except RanksLost:
+                os._exit(3)
+
+        done = [0]
+        for world, fault in ((2, dies_in_window(2, dies=1)), (1, dies_in_window(4, dies=0)), (3, abs)):
+            assert (run_ranks(bench, lead, fault, world) == 0) == (world == 3)
+            done.append(states(bench).count("trained"))
+        print("trained after each start:", done, bench.trainer_counts())
+        assert sorted(set(done)) == done, "each start has trained some, from what the one before had learnt"
+        assert done[-1] == 5
+        several = outcome(bench)
+    assert_alike(one_process(tmp_path / "one", redis_url, five, **changes), several)
 
 
 def test_a_rank_that_does_not_answer_in_a_training_ends_it_and_the_next_start_learns_all(
