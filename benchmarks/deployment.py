@@ -3,7 +3,7 @@
 Ranks that make files, the hook's bounded queue (the shipped `JobQueue`), one sending thread each with the shipped
 patience and `Retry-After`, heads that rank 0 sends before its files, a line each way, API cores, an object store where
 the settings name one, a run's bounded queue with its 429, a worker that takes turns by the shipped `Turns`, passes
-claims over and cuts trainings by the shipped constants, and engines that download.
+claims over and cuts trainings by the shipped constants, checkpoints between its claims, and engines that download.
 Tensors are simulated: a file is its size. Metadata is real: jobs, versions, limits and tokens. What a GPU does, and how
 long it waits for files from the object store, is the plan's own count at its own rate, so GPU figures are compared as
 queueing, not as speed. CPU seconds of a request are the plan's; requests are counted here. The gate always agrees;
@@ -94,7 +94,7 @@ class Run:
     trained: float = 0.0
     came: float = 0.0
     saved_at: float = -math.inf
-    saving: bool = False
+    asked: bool = False  # an event is there that asks for a checkpoint
     ranks: list[Rank] = field(default_factory=list)
     published: int | None = None  # while engines download: -1, or the version that came meanwhile
 
@@ -168,6 +168,7 @@ class World:
         self.worked = 0.0
         self.idle = True
         self.training: Claim | None = None
+        self.waiting: list[Run] = []  # for a checkpoint that was due while the worker was at work
         self.has_store = bool(settings.rollouts_url or settings.state_url)
         self.tokens = sizes.tokens_a_file(given)
         R = max(1, round(self.tokens / given.tokens))
@@ -346,6 +347,9 @@ class World:
 
     def turn(self) -> None:
         """One claim of the run whose turn it is: the first by the shipped order may always be asked."""
+        late, self.waiting = self.waiting, []
+        for run in late:
+            self.save(run)
         waiting = self.turns.order([run.name for run in self.runs if run.queue])
         if waiting:
             self.claim(self.by_name[waiting[0]])
@@ -374,6 +378,7 @@ class World:
         run = claim.run
         if run.trained_to is not None and run.trained_to > run.offered:
             run.offered = run.trained_to
+            self.acknowledge(run)
             self.publish(run, run.trained_to)
         claim.start = self.now
         claim.seconds = claim.whole / self.given.sent_tokens * self.work.train / self.speed
@@ -399,17 +404,35 @@ class World:
         if done:
             run.trained_to = claim.newest
         run.done += claim.bytes
-        if not run.saving:
-            run.saving = True
-            self.at(max(self.now, run.saved_at + self.settings.checkpoint_seconds), partial(self.save, run))
+        self.save(run)
         self.worked += self.now - claim.began
         self.turns.asked(run.name, self.now - claim.began, at_work=True)
         self.turn()
 
     def save(self, run: Run) -> None:
-        """A checkpoint: what was worked on is acknowledged, and its bytes leave the queue."""
+        """A checkpoint, once the last one is old enough and no claim of this run is in hand.
+
+        What was worked on is acknowledged, and its bytes leave the queue.
+        """
+        due = run.saved_at + self.settings.checkpoint_seconds
+        if self.now >= due:
+            self.acknowledge(run)
+        elif not run.asked:
+            run.asked = True
+            self.at(due, partial(self.ask, run))
+
+    def ask(self, run: Run) -> None:
+        """The worker looks at a run that has nothing new; while it works, at the end of the claim."""
+        run.asked = False
+        if run.done and self.idle:
+            self.save(run)
+        elif run.done:
+            self.waiting.append(run)
+
+    def acknowledge(self, run: Run) -> None:
+        """The checkpoint itself; before a publish one is written whatever the pause."""
         run.held -= run.done
-        run.done, run.saved_at, run.saving = 0, self.now, False
+        run.done, run.saved_at = 0, self.now
 
     def publish(self, run: Run, version: int) -> None:
         """Every engine of the run downloads it; one that downloads takes the newest when it is done."""

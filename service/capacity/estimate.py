@@ -351,15 +351,27 @@ def _of_download(traffic: Traffic) -> Fact:
     return Fact(seconds, "s", "arithmetic", text, load)
 
 
-def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, checkpoint_seconds: float) -> float:
-    """The largest queue of a run: what came before the worker took it, and what no checkpoint has acknowledged."""
-    hold = checkpoint_seconds + claim * worker.drain
-    if worker.drain > traffic.arrive:
-        held = 1 - max(0.0, traffic.arrive - hold) / worker.drain
-    else:
-        held = hold / max(traffic.arrive, 1e-9)
-    steps = 2.0 - worker.trained if worker.trained < 1.0 else min(1.0, held + 1 / traffic.files)
-    return traffic.step_bytes * steps
+def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, pause: float) -> float:
+    """The largest queue of a run: what came before the worker took it, and what no checkpoint has acknowledged.
+
+    `pause`: from one checkpoint to the next, the least. Where the last one is older, the claim that ends acknowledges
+    what it held at once.
+    """
+    step, files, arrive = traffic.plan.step_seconds, traffic.files, max(traffic.arrive, 1e-9)
+    if worker.trained < 1.0:
+        return traffic.step_bytes * (2.0 - worker.trained)
+    hold, work = pause + claim * worker.drain, max(worker.drain, arrive)
+    if hold >= step:  # a publish, of one a step, writes a checkpoint too
+        return traffic.step_bytes * min(2.0, hold / step)
+    held = hold / arrive if worker.drain <= arrive else 1 - max(0.0, arrive - hold) / worker.drain
+    most = 1.0
+    if (
+        step - (0.0 if work <= pause else work) >= 2 * pause
+    ):  # the last checkpoint is old when a step's first claim ends
+        before = _waiting(worker.runs, worker.load) * worker.drain * claim
+        first = min(claim, max(1 / files, before / arrive))
+        most = max(1 - first, (before + first * worker.drain) / arrive + 1 / files)
+    return traffic.step_bytes * min(1.0, most, held + 1 / files)
 
 
 def _lag_seconds(traffic: Traffic, worker: WorkerLoad, claim: float) -> float:

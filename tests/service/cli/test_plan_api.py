@@ -1,4 +1,4 @@
-"""`draftalign plan`: what the API has to do, and what an object store takes off it."""
+"""`draftalign plan`: what the API has to do, what a store takes off it, and how soon a queue is acknowledged."""
 
 from __future__ import annotations
 
@@ -173,3 +173,28 @@ def test_the_option_says_that_a_head_does_not_move() -> None:
     assert told("--head-share", "0")["wire"]["value"] < told()["wire"]["value"]
     refused = CliRunner().invoke(app, ["plan", "--head-share", "1.5"])
     assert type(refused.exception).__name__ == "ConfigurationError"
+
+
+# --- queue
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "pause", "steps"),
+    [
+        (20.0, 10.0, 0.75),  # the first of four files is acknowledged as soon as it is done: the last checkpoint is old
+        (120.0, 10.0, 0.75),
+        (15.0, 10.0, 1.0),  # the last checkpoint is of 5 s ago, and all four wait for the next
+        (8.0, 10.0, 1.25),  # more than a step comes while nothing is acknowledged
+        (120.0, 100.0, 1.0),
+    ],
+)
+def test_the_queue_is_what_no_checkpoint_has_acknowledged(step_seconds: float, pause: float, steps: float) -> None:
+    """Of four files, which the worker takes at once; beside simulations, whose files come when it happens."""
+    given = Deployment(EIGHT, step_seconds, 4, 64, ranks=4, engines=1, post_share=5 / step_seconds / 2, head_share=0.0)
+    settings = Settings(checkpoint_seconds=pause, queue_max_bytes=1 << 50)
+    step_bytes = traffic(given).step_bytes
+    planned = estimate(given, settings, worker_gpus=1.0)["queue"].value / step_bytes
+    assert planned == pytest.approx(steps, abs=0.06)
+    worlds = (World(given, settings, "even", 1.0, GPU_TFLOPS, seed).run() for seed in range(5))
+    found = sorted(world.facts["queue"] / step_bytes for world in worlds)
+    assert planned == pytest.approx(found[2], abs=0.26), found
