@@ -248,7 +248,9 @@ def _ranks(worker: WorkerLoad, tflops: float, plan: Deployment, settings: Settin
 
 
 def _of_worker(worker: WorkerLoad, tflops: float, plan: Deployment, settings: Settings) -> dict[str, Fact]:
-    rate: Basis = "measured on one H200" if tflops == GPU_TFLOPS and not worker.work.bring else "assumed"
+    # Several GPUs of one run (ranks) are computed: what they exchange, and what rank 0 does alone, was not measured.
+    measured = tflops == GPU_TFLOPS and max(worker.gpus, worker.wanted) <= worker.runs and not worker.work.bring
+    rate: Basis = "measured on one H200" if measured else "assumed"
     gpus = f"{worker.gpus:g} GPU{'' if worker.gpus == 1 else 's'}"
     return {
         "worker_gpus": Fact(

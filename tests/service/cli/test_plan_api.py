@@ -198,3 +198,30 @@ def test_the_queue_is_what_no_checkpoint_has_acknowledged(step_seconds: float, p
     worlds = (World(given, settings, "even", 1.0, GPU_TFLOPS, seed).run() for seed in range(5))
     found = sorted(world.facts["queue"] / step_bytes for world in worlds)
     assert planned == pytest.approx(found[2], abs=0.26), found
+
+
+# --- what was measured
+
+
+@pytest.mark.parametrize(
+    ("runs", "gpus", "urls", "basis"),
+    [
+        (1, 1.0, {}, "measured on one H200"),
+        (8, 8.0, {}, "measured on one H200"),  # each a worker by itself
+        (1, 2.0, {}, "assumed"),
+        (7, 8.0, {}, "assumed"),
+        (1, 1.0, STORE, "assumed"),  # it waits for files
+    ],
+)
+def test_several_gpus_of_one_run_are_computed_and_not_measured(
+    runs: int, gpus: float, urls: dict[str, str], basis: str
+) -> None:
+    given = replace(GIVEN, rollouts=64, runs=runs)
+    found = facts(given, gpus, **urls)
+    assert {found[name].basis for name in ("worker_gpus", "busy", "scoring")} == {basis}
+
+
+def test_where_more_than_one_gpu_is_needed_for_a_run_that_is_assumed() -> None:
+    found = facts(replace(GIVEN, step_seconds=5.0))
+    assert found["worker_gpus"].value > 1
+    assert found["worker_gpus"].basis == "assumed"
