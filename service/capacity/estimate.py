@@ -32,14 +32,17 @@ Basis = Literal["arithmetic", "measured on two cores", "measured on one H200", "
 #: engine, a push to one; idle.
 INGEST_CPU: Final = 1.0
 POST_CPU: Final = 0.0025
-#: Likewise: of a file that goes by the object store, and a GiB of it.
+IDLE_CPU: Final = 0.003
+REPORT_CPU: Final = 0.003
+PUSH_CPU: Final = 0.00013
+#: Likewise of a file that goes by the object store, and a GiB of it.
 DIRECT_POST_CPU: Final = 0.0123
 DIRECT_CPU: Final = 0.11
-#: Likewise: of a head that has moved, and a GiB of it, which is looked through and summed up once it is here.
+#: Likewise of a head that has moved, and a GiB of it: it is searched for infinities, compared, and has a checksum.
 HEAD_POST_CPU: Final = 0.04
 HEAD_CPU: Final = 1.4
-#: Likewise: of a GiB of a drafter that an engine downloads, and of each of its files' answers, which may be that the
-#: object store has it.
+#: Likewise of a GiB of a drafter that an engine downloads, and of the answer for each of its files, which may be that
+#: the object store has it.
 DOWNLOAD_CPU: Final = 0.73
 ANSWER_CPU: Final = 0.003
 _DRAFTER_FILES: Final = 2
@@ -48,9 +51,6 @@ _DRAFTER_FILES: Final = 2
 STORE_POST_CPU: Final = 0.005
 STORE_CPU: Final = 2.0
 FETCH_CPU: Final = 2.5
-IDLE_CPU: Final = 0.003
-REPORT_CPU: Final = 0.003
-PUSH_CPU: Final = 0.00013
 #: An engine reports so often.
 REPORT_SECONDS: Final = 5.0
 #: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days within
@@ -115,6 +115,12 @@ class Traffic:
             return DIRECT_POST_CPU + self.file_bytes / GIB * DIRECT_CPU
         return POST_CPU + self.file_bytes / GIB * INGEST_CPU + self._copy_cpu(self.file_bytes)
 
+    @property
+    def head_cpu(self) -> float:
+        """CPU seconds of the API for the heads of a run, a step in mean."""
+        size = head_bytes(self.plan.drafter)
+        return self.plan.head_share * (HEAD_POST_CPU + size / GIB * HEAD_CPU + self._copy_cpu(size))
+
     def _copy_cpu(self, size: float) -> float:
         """CPU seconds in which the API puts what came into the store that hosts share, if they share one."""
         return STORE_POST_CPU + size / GIB * STORE_CPU if self.mirrored else 0.0
@@ -122,12 +128,12 @@ class Traffic:
     @cached_property
     def cores_of(self) -> dict[str, float]:
         """API cores for all runs, in mean, by what they do."""
-        plan, publish, head = self.plan, drafter_bytes(self.plan.drafter), head_bytes(self.plan.drafter)
+        plan, publish = self.plan, drafter_bytes(self.plan.drafter)
         download = _DRAFTER_FILES * ANSWER_CPU + (0 if self.drafters_by_store else publish / GIB * DOWNLOAD_CPU)
         download *= min(1.0, plan.step_seconds / max(self.outward, 1e-9))  # engines that are late leave versions out
         seconds = {  # of a step of a run
             "rollouts": self.files * self.file_cpu,
-            "heads": plan.head_share * (HEAD_POST_CPU + head / GIB * HEAD_CPU + self._copy_cpu(head)),
+            "heads": self.head_cpu,
             "downloads": plan.engines * download + (publish / GIB * FETCH_CPU if self.mirrored else 0.0),
             "reports": plan.engines * (PUSH_CPU + REPORT_CPU / REPORT_SECONDS * plan.step_seconds),
         }
@@ -367,9 +373,8 @@ def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, pause: flo
         return traffic.step_bytes * min(2.0, hold / step)
     held = hold / arrive if worker.drain <= arrive else 1 - max(0.0, arrive - hold) / worker.drain
     most = 1.0
-    if (
-        step - (0.0 if work <= pause else work) >= 2 * pause
-    ):  # the last checkpoint is old when a step's first claim ends
+    written = 0.0 if work <= pause else work  # when the last checkpoint but one of a step is
+    if step - written >= 2 * pause:  # the last one is old when the next step's first claim ends
         before = _waiting(worker.runs, worker.load) * worker.drain * claim
         first = min(claim, max(1 / files, before / arrive))
         most = max(1 - first, (before + first * worker.drain) / arrive + 1 / files)
@@ -394,6 +399,8 @@ def _lag_seconds(traffic: Traffic, worker: WorkerLoad, claim: float) -> float:
         return min(claim, max(1 / files, seconds / max(arrive, 1e-9)))
 
     here = arrive / (files + 1) + traffic.file_bytes / traffic.line + traffic.file_cpu
+    if traffic.plan.ranks == 1:  # its head goes first; of several, another rank's file is here before
+        here += traffic.head_bytes / traffic.line + traffic.head_cpu
     first = min(claimed(before) * worker.whole / runs, step)  # it ends where rollouts of a newer policy wait
     following = max(arrive / files - first, turns)
     score = claimed(first + following) * worker.work.score / worker.speed

@@ -133,6 +133,13 @@ def test_heads_that_move_are_in_wire_and_cores_and_one_that_stays_is_not() -> No
     assert spent[1] - spent[0] == pytest.approx((spent[2] - spent[0]) / 2)
 
 
+@pytest.mark.parametrize(("ranks", "waits"), [(1, True), (2, False)])
+def test_the_only_ranks_first_file_waits_for_its_head(ranks: int, waits: bool) -> None:
+    lags = [facts(replace(GIVEN, ranks=ranks, head_share=share))["lag"].value * 120 for share in (0.0, 1.0)]
+    cpu = 0.04 + 1.4 * head_bytes(EIGHT) / GIB
+    assert lags[1] - lags[0] == pytest.approx(cpu + head_bytes(EIGHT) * 8e-11 if waits else 0.0, abs=0.2)
+
+
 def test_downloads_take_the_apis_time_and_as_many_as_the_line_lets_out() -> None:
     some, more = traffic(), traffic(replace(GIVEN, engines=28))
     assert (more.cores_of["downloads"] - some.cores_of["downloads"]) * 120 / 20 == pytest.approx(
