@@ -146,9 +146,9 @@ class Traffic:
 
     @cached_property
     def intake(self) -> float:
-        """Bytes of rollouts a second that a run's burst has of line and API cores, beside all else in mean."""
+        """Bytes of rollouts a second that a run's burst has of line and API cores, beside other long work in mean."""
         runs, step = self.plan.runs, self.plan.step_seconds
-        spare = math.ceil(self.cores) - (self.cores - self.cores_of["rollouts"])
+        spare = math.ceil(self.cores) - self.cores_of["heads"] - self.cores_of["downloads"]
         by_line = _burst(self.line, runs, self.inward_bytes / step)
         return min(by_line, _burst(spare * self.file_bytes / self.file_cpu, runs, self.step_bytes / step))
 
