@@ -3,7 +3,7 @@
     python -m benchmarks.capacity --seed 3 [--plot docs/lab/capacity.png]   simulated; two minutes of a core
     python -m benchmarks.capacity --largest even burst                      simulated at full size; a minute a world
     python -m benchmarks.capacity --real 100                                a real `draftalign up`; seconds of a part
-    python -m benchmarks.capacity --api                                     CPU of a real API by file size
+    python -m benchmarks.capacity --api                                     CPU of a real API: `benchmarks.api_cpu`
 
 The simulation is `benchmarks.deployment`. What a GPU does is the plan's own count there. `LARGEST` is the size that the
 service is meant for: 1,000 ranks of each of 100 runs, 10,000 engines in all.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import math
 import os
 import statistics
@@ -33,8 +32,11 @@ from typing import Any, Final
 import httpx
 import numpy as np
 
+from benchmarks.api_cpu import api_cpu
 from benchmarks.deployment import Found, World
+from rl_hooks import wire
 from rl_hooks.format.eagle3 import DrafterConfig
+from rl_hooks.sending.features import as_wire
 from service.capacity.estimate import BATCH_BYTES, FATE_BYTES, Traffic, estimate
 from service.capacity.sizes import POLICIES, Deployment, batches
 from service.capacity.work import GPU_TFLOPS
@@ -275,10 +277,14 @@ def _work(world: Any, steps: int) -> dict[str, list[_Step]]:
         for _ in range(steps):
             version += 1
             moved = world.heads[0].new_tensor(rng.normal(size=(VOCAB, HIDDEN)))
-            world.heads[version] = 0.9 * world.heads[version - 1] + 0.44 * moved
+            world.heads[version] = (0.9 * world.heads[version - 1] + 0.44 * moved).bfloat16().float()
             of_file = {"lengths": [tokens] * (rollouts // _RANKS), "policy_version": version, "last_rows": "predicting"}
             files = [world.rollout_file(f"{version}-{rank}", **of_file) for rank in range(_RANKS)]
-            work[part].append((version, world.head_file(version), files))
+            head = wire.encode(
+                {"lm_head": as_wire(world.heads[version].bfloat16())},  # as of a policy of a usual size
+                {"format": wire.HEAD_FORMAT, "policy_version": str(version)},
+            )
+            work[part].append((version, b"".join(bytes(one) for one in head), files))
     return work
 
 
@@ -305,6 +311,7 @@ def _measured(
             wait(due)
             made[version] = time.monotonic()
             sender.put("/runs/default/head", content=head).raise_for_status()
+            sent += len(head)
             for place, body in enumerate(files):
                 time.sleep(max(0.0, due + place * _STEP * _POST_SHARE / _RANKS - time.monotonic()))
                 sender.post("/rollouts?run=default", content=body).raise_for_status()
@@ -331,7 +338,9 @@ def _beside_the_plan(found: dict[str, dict[str, float]], lags: dict[str, list[fl
         if part == list(_REAL)[1]:
             rate = (estimate(plan, settings, tflops=1.0, worker_gpus=1)["worker_gpus"].load or 0.0) / measured["busy"]
         said = {name: fact.value for name, fact in estimate(plan, settings, tflops=rate, worker_gpus=1).items()}
-        said["redis"] = rollouts * FATE_BYTES + _RANKS * (BATCH_BYTES + Traffic(plan).score_bytes)  # of a step
+        said["redis"] = rollouts * FATE_BYTES + _RANKS * (
+            BATCH_BYTES + Traffic(plan, settings).score_bytes
+        )  # of a step
         cells = [f"{name} {said[name]:.4g}, {measured[name]:.4g}" for name in measured]
         lines.append(f"{part} (plan, measured): " + "; ".join(cells) + f"; {len(lags[part])} of {steps} versions came")
     return lines
@@ -357,48 +366,6 @@ def _newest(url: str, came: list[tuple[float, int]], stop: threading.Event) -> N
                 stop.wait(0.2)
 
 
-def api_cpu() -> list[str]:
-    """CPU of an API with no worker: without requests, and for files of several sizes; hidden size 4096."""
-    from benchmarks import growth  # it makes tests/ importable
-
-    # isort: split
-    from service_fixtures import CONFIG, HEADERS, LAYERS, rollout_file, rollout_tensors, run_file
-
-    from rl_hooks import wire
-
-    config = CONFIG | {"hidden_size": 4096}
-    metadata = {"run": "big", "target_fingerprint": wire.target_fingerprint(config, LAYERS)}
-    lines = []
-    with tempfile.TemporaryDirectory() as folder:
-        world = growth.World(Path(folder))
-        try:
-            world.client.put("/runs/big", content=run_file(config), headers=HEADERS).raise_for_status()
-            before, began = growth.cpu_seconds(world.pid), time.monotonic()
-            time.sleep(10)
-            idle = (growth.cpu_seconds(world.pid) - before) / (time.monotonic() - began)
-            lines.append(f"without requests: {idle:.4f} cores")
-            points = []
-            for turn, (tokens, times) in itertools.product(range(2), ((7, 80), (128, 40), (1024, 12), (3072, 6))):
-                lengths = (tokens // 2, tokens - tokens // 2)
-                tensors = rollout_tensors(lengths, 4096)
-                used = size = 0.0
-                for number in range(times):
-                    ids = (f"{turn}-{tokens}-{number}-a", f"{turn}-{tokens}-{number}-b")
-                    body = rollout_file(ids, tensors=tensors, policy_version=0, raw_metadata=metadata)
-                    size, before = float(len(body)), growth.cpu_seconds(world.pid)
-                    answer = world.client.post("/rollouts?run=big", content=body, headers=HEADERS)
-                    answer.raise_for_status()
-                    used += growth.cpu_seconds(world.pid) - before
-                points.append((size, used / times))
-                lines.append(f"{size / 2**20:.2f} MiB: {1000 * used / times:.2f} ms of CPU a file")
-            sizes, costs = np.array(points).T
-            slope, post = np.polyfit(sizes, costs, 1, w=1 / costs)  # relative errors
-            lines.append(f"fit: {1000 * post:.2f} ms a post, {slope * 2**30:.2f} s a GiB")
-        finally:
-            world.close()
-    return lines
-
-
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -407,10 +374,11 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--largest", nargs="+", choices=WORLDS, help="the full size alone, in these worlds")
     parser.add_argument("--real", type=float, metavar="SECONDS", help="of each part; 100 at least for five steps")
-    parser.add_argument("--api", action="store_true", help="CPU of the API by size of a file")
+    parser.add_argument("--api", action="store_true", help="CPU of the API by size of a file, a head, a drafter")
     given = parser.parse_args()
     if given.api:
-        print("\n".join(api_cpu()))
+        for line in api_cpu():
+            print(line, flush=True)
         return
     if given.real:
         print("\n".join(real(given.real)))

@@ -1,11 +1,13 @@
 """A deployment, simulated by events: what `benchmarks.capacity` compares `draftalign plan` with.
 
-Ranks that make files, the hook's bounded queue (the shipped `JobQueue`), one sending thread each
-with the shipped patience and `Retry-After`, a line each way, API cores, a run's bounded queue with its 429, a worker
-that takes turns by the shipped `Turns`, passes claims over and cuts trainings by the shipped constants, and engines
-that download. Tensors are simulated: a file is its size. Metadata is real: jobs, versions, limits and tokens. What a
-GPU does is the plan's own count at its own rate, so GPU figures are compared as queueing, not as speed. The gate always
-agrees; checkpoints, replays for the drift alarm and the draft vocabulary cost nothing.
+Ranks that make files, the hook's bounded queue (the shipped `JobQueue`), one sending thread each with the shipped
+patience and `Retry-After`, heads that rank 0 sends before its files, a line each way, API cores, an object store where
+the settings name one, a run's bounded queue with its 429, a worker that takes turns by the shipped `Turns`, passes
+claims over and cuts trainings by the shipped constants, checkpoints between its claims, and engines that download.
+Tensors are simulated: a file is its size. Metadata is real: jobs, versions, limits and tokens. What a GPU does, and how
+long it waits for files from the object store, is the plan's own count at its own rate, so GPU figures are compared as
+queueing, not as speed. CPU seconds of a request are the plan's; requests are counted here. The gate always agrees;
+checkpoints, replays for the drift alarm and the draft vocabulary cost nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,23 @@ from rl_hooks.sending import delivery
 from rl_hooks.sending.jobs import Job, JobQueue
 from service.api.problems import RETRY_AFTER_SECONDS
 from service.capacity import sizes
-from service.capacity.estimate import INGEST_CPU, POST_CPU, PUSH_CPU, REPORT_CPU, REPORT_SECONDS, estimate
+from service.capacity.estimate import (
+    ANSWER_CPU,
+    DIRECT_CPU,
+    DIRECT_POST_CPU,
+    DOWNLOAD_CPU,
+    FETCH_CPU,
+    HEAD_CPU,
+    HEAD_POST_CPU,
+    INGEST_CPU,
+    POST_CPU,
+    PUSH_CPU,
+    REPORT_CPU,
+    REPORT_SECONDS,
+    STORE_CPU,
+    STORE_POST_CPU,
+    estimate,
+)
 from service.capacity.sizes import Deployment
 from service.capacity.work import Work
 from service.monitor import controller
@@ -38,6 +56,8 @@ _STEPS: Final = 12
 _WARM: Final = 3
 #: The hook's sender gives a file up after so many seconds.
 PATIENCE: Final = 120.0
+#: A head is looked at in pieces of so much of a core: threads share it.
+_PIECE_SECONDS: Final = 0.05
 
 
 class Line:
@@ -74,7 +94,7 @@ class Run:
     trained: float = 0.0
     came: float = 0.0
     saved_at: float = -math.inf
-    saving: bool = False
+    asked: bool = False  # an event is there that asks for a checkpoint
     ranks: list[Rank] = field(default_factory=list)
     published: int | None = None  # while engines download: -1, or the version that came meanwhile
 
@@ -126,11 +146,18 @@ class World:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.now = 0.0
-        self.inward, self.outward = Line(), Line()
-        self.cores = Line(
-            max(1, math.ceil(estimate(given, settings, tflops=tflops, worker_gpus=gpus)["api_cores"].value))
-        )
+        self.inward, self.outward, self.store = Line(), Line(), Line()
+        self.by_store = (settings.drafters_url or "").startswith(("s3://", "gs://", "az://"))
+        self.publish_bytes = sizes.drafter_bytes(given.drafter)
+        sent = 0.0 if self.by_store else self.publish_bytes / sizes.GIB * DOWNLOAD_CPU
+        self.answer_cpu = PUSH_CPU + 2 * ANSWER_CPU + sent  # a drafter is two files
         self.rate = given.network_gbit * 1e9 / 8
+        # Those of the plan, less what downloads take. Engines that need more than a step for one leave versions out.
+        copies = given.runs * (1 if self.by_store else given.engines)
+        each = max(given.step_seconds, copies * self.publish_bytes / self.rate)
+        cores = estimate(given, settings, tflops=tflops, worker_gpus=gpus)["api_cores"].value
+        downloads = given.runs * given.engines * self.answer_cpu / each
+        self.cores = Line(max(1, math.ceil(cores) - math.floor(downloads)))
         self.runs = [Run(f"run-{i}") for i in range(given.runs)]
         for run in self.runs:
             run.ranks = [Rank(run, JobQueue(sizes.HOOK_BYTES)) for _ in range(given.ranks)]
@@ -141,11 +168,13 @@ class World:
         self.worked = 0.0
         self.idle = True
         self.training: Claim | None = None
+        self.waiting: list[Run] = []  # for a checkpoint that was due while the worker was at work
+        self.has_store = bool(settings.rollouts_url or settings.state_url)
         self.tokens = sizes.tokens_a_file(given)
         R = max(1, round(self.tokens / given.tokens))
         size = sizes.file_bytes(given.drafter, R, given.tokens, given.dtype, given.prompt_share, given.group)
         self.a_token = size / (R * given.tokens)
-        self.publish_bytes = sizes.drafter_bytes(given.drafter)
+        self.head_bytes = given.drafter.vocab_size * given.drafter.target_hidden_size * 2
         speed = 1.0
         if world in ("slow", "all"):  # one GPU of several at half speed: ranks wait for each other in each window
             speed = 0.5 if gpus <= 1 else 1 / (1 + 1 / gpus)
@@ -192,6 +221,10 @@ class World:
         run.made[version] = self.now
         tail = self.world in ("tail", "all")
         spread = 0.0 if self.world in ("burst", "all") else self.given.post_share * self.given.step_seconds
+        if math.floor((version + 1) * self.given.head_share) > math.floor(version * self.given.head_share):
+            run.ranks[0].queue.put(Job("PUT", f"/runs/{run.name}/head", list, self.head_bytes, keep=True))
+            if not run.ranks[0].sending:
+                self.send(run.ranks[0])
         W, sent = self.given.ranks, self.given.sent_tokens
         R = max(1, round(sent / self.given.tokens))
         for number, rank in enumerate(self.rng.permutation(W)[: min(R, W)]):  # who has most differs from step to step
@@ -230,16 +263,51 @@ class World:
 
     def post(self, rank: Rank, job: Job, began: float, attempt: int) -> None:
         """Over the line, through the API; a full queue answers before the body comes (Expect: 100-continue)."""
+        if job.keep:
+            self.bytes += job.size_bytes
+            there = self.inward.serve(self.now, job.size_bytes / self.rate)
+            cpu = HEAD_POST_CPU + job.size_bytes / sizes.GIB * HEAD_CPU + self.copied(job.size_bytes)
+            self.at(there, partial(self.check, rank, cpu))
+            return
         self.posts += 1
         if self.full(rank.run, job.size_bytes):
             answered = self.cores.serve(self.now, POST_CPU)
             self.at(answered, partial(self.answer, rank, job, began, attempt, taken=False))
             return
+        self.bytes += job.size_bytes
+        if self.has_store and job.size_bytes >= delivery._SMALLEST_DIRECT_BYTES:
+            cpu = DIRECT_POST_CPU + job.size_bytes / sizes.GIB * DIRECT_CPU
+            told = self.cores.serve(self.now, cpu / 2)
+            self.at(told, partial(self.put, rank, job, began, attempt, cpu / 2))
+            return
         there = self.inward.serve(self.now, job.size_bytes / self.rate)
-        cpu = POST_CPU + job.size_bytes / sizes.GIB * INGEST_CPU
+        cpu = POST_CPU + job.size_bytes / sizes.GIB * INGEST_CPU + self.copied(job.size_bytes)
         stored = self.cores.serve(there - job.size_bytes / self.rate, cpu)
         self.at(max(there, stored), partial(self.answer, rank, job, began, attempt, taken=True))
-        self.bytes += job.size_bytes
+
+    def copied(self, size: int) -> float:
+        """CPU seconds in which the API puts what came through it into the store that hosts share."""
+        return STORE_POST_CPU + size / sizes.GIB * STORE_CPU if self.settings.state_url else 0.0
+
+    def put(self, rank: Rank, job: Job, began: float, attempt: int, cpu: float) -> None:
+        """Into the object store, which takes as much as the line would; then the API is asked again."""
+        there = self.store.serve(self.now, job.size_bytes / self.rate)
+        self.at(there, partial(self.ask_again, rank, job, began, attempt, cpu))
+
+    def ask_again(self, rank: Rank, job: Job, began: float, attempt: int, cpu: float) -> None:
+        """The file is in the store."""
+        self.at(self.cores.serve(self.now, cpu), partial(self.answer, rank, job, began, attempt, taken=True))
+
+    def check(self, rank: Rank, seconds: float) -> None:
+        """A head is read, a piece at a time: other requests have their turns between."""
+        piece = min(seconds, _PIECE_SECONDS)
+        done = self.cores.serve(self.now, piece)
+        self.at(done, partial(self.check, rank, seconds - piece) if seconds > piece else partial(self.next, rank))
+
+    def next(self, rank: Rank) -> None:
+        """The hook's thread is done with a request."""
+        rank.queue.finish()
+        self.send(rank)
 
     def full(self, run: Run, size: int) -> bool:
         """What the enqueueing script decides."""
@@ -258,8 +326,7 @@ class World:
             run.peak = max(run.peak, run.held)
             run.came += tokens
             run.newest = max(run.newest, version)
-            rank.queue.finish()
-            self.send(rank)
+            self.next(rank)
             self.cut(run)
             self.wake()
             return
@@ -267,8 +334,7 @@ class World:
         pause = min(RETRY_AFTER_SECONDS, delivery._MAX_RETRY_AFTER_SECONDS)
         if self.now + pause - began > PATIENCE:
             rank.dropped += 1
-            rank.queue.finish()
-            self.send(rank)
+            self.next(rank)
             return
         self.at(self.now + pause, partial(self.post, rank, job, began, attempt + 1))
 
@@ -281,6 +347,9 @@ class World:
 
     def turn(self) -> None:
         """One claim of the run whose turn it is: the first by the shipped order may always be asked."""
+        late, self.waiting = self.waiting, []
+        for run in late:
+            self.save(run)
         waiting = self.turns.order([run.name for run in self.runs if run.queue])
         if waiting:
             self.claim(self.by_name[waiting[0]])
@@ -309,6 +378,7 @@ class World:
         run = claim.run
         if run.trained_to is not None and run.trained_to > run.offered:
             run.offered = run.trained_to
+            self.acknowledge(run)
             self.publish(run, run.trained_to)
         claim.start = self.now
         claim.seconds = claim.whole / self.given.sent_tokens * self.work.train / self.speed
@@ -334,17 +404,35 @@ class World:
         if done:
             run.trained_to = claim.newest
         run.done += claim.bytes
-        if not run.saving:
-            run.saving = True
-            self.at(max(self.now, run.saved_at + self.settings.checkpoint_seconds), partial(self.save, run))
+        self.save(run)
         self.worked += self.now - claim.began
         self.turns.asked(run.name, self.now - claim.began, at_work=True)
         self.turn()
 
     def save(self, run: Run) -> None:
-        """A checkpoint: what was worked on is acknowledged, and its bytes leave the queue."""
+        """A checkpoint, once the last one is old enough and no claim of this run is in hand.
+
+        What was worked on is acknowledged, and its bytes leave the queue.
+        """
+        due = run.saved_at + self.settings.checkpoint_seconds
+        if self.now >= due:
+            self.acknowledge(run)
+        elif not run.asked:
+            run.asked = True
+            self.at(due, partial(self.ask, run))
+
+    def ask(self, run: Run) -> None:
+        """The worker looks at a run that has nothing new; while it works, at the end of the claim."""
+        run.asked = False
+        if run.done and self.idle:
+            self.save(run)
+        elif run.done:
+            self.waiting.append(run)
+
+    def acknowledge(self, run: Run) -> None:
+        """The checkpoint itself; before a publish one is written whatever the pause."""
         run.held -= run.done
-        run.done, run.saved_at, run.saving = 0, self.now, False
+        run.done, run.saved_at = 0, self.now
 
     def publish(self, run: Run, version: int) -> None:
         """Every engine of the run downloads it; one that downloads takes the newest when it is done."""
@@ -361,8 +449,15 @@ class World:
         if version is None:
             return
         run.published = -1
-        done = self.outward.serve(self.now, self.given.engines * self.publish_bytes / self.rate)
-        self.cores.busy += self.given.engines * PUSH_CPU
+        engines, seconds = self.given.engines, self.publish_bytes / self.rate
+        if self.settings.state_url:  # the API's host fetches it, too
+            self.bytes += self.publish_bytes
+            self.cores.busy += self.publish_bytes / sizes.GIB * FETCH_CPU
+        self.cores.busy += engines * self.answer_cpu
+        if self.by_store:  # the worker puts it; then all get it
+            done = self.outward.serve(self.now, seconds) + seconds
+        else:
+            done = self.outward.serve(self.now, engines * seconds)
         self.at(done, partial(self.arrived, run, version))
 
     def arrived(self, run: Run, version: int) -> None:

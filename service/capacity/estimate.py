@@ -19,20 +19,38 @@ from service.capacity.sizes import (
     batches,
     checkpoint_bytes,
     drafter_bytes,
-    file_bytes,
+    head_bytes,
+    sent_file,
     tokens_a_file,
 )
-from service.capacity.work import GPU_TFLOPS, Work
+from service.capacity.work import GPU_TFLOPS, Work, by_store
 from service.monitor.worth import step_speedup
 from service.settings import Settings
 
 Basis = Literal["arithmetic", "measured on two cores", "measured on one H200", "assumed"]
-#: Measured on two shared cores: CPU seconds of the API for a GiB, a post, a report of an engine, a push to one; idle.
+#: Measured on two shared cores (docs/lab/performance.md): CPU seconds of the API for a GiB, a post, a report of an
+#: engine, a push to one; idle.
 INGEST_CPU: Final = 1.0
 POST_CPU: Final = 0.0025
 IDLE_CPU: Final = 0.003
 REPORT_CPU: Final = 0.003
 PUSH_CPU: Final = 0.00013
+#: Likewise of a file that goes by the object store, and a GiB of it.
+DIRECT_POST_CPU: Final = 0.0123
+DIRECT_CPU: Final = 0.11
+#: Likewise of a head that has moved, and a GiB of it: it is searched for infinities, compared, and has a checksum.
+HEAD_POST_CPU: Final = 0.04
+HEAD_CPU: Final = 1.4
+#: Likewise of a GiB of a drafter that an engine downloads, and of the answer for each of its files, which may be that
+#: the object store has it.
+DOWNLOAD_CPU: Final = 0.73
+ANSWER_CPU: Final = 0.003
+_DRAFTER_FILES: Final = 2
+#: Likewise, where hosts share an object store and no directory: of a file or a head that the API then puts there, a GiB
+#: of it, and a GiB of a drafter that its host fetches.
+STORE_POST_CPU: Final = 0.005
+STORE_CPU: Final = 2.0
+FETCH_CPU: Final = 2.5
 #: An engine reports so often.
 REPORT_SECONDS: Final = 5.0
 #: Measured (docs/lab/soak.md): Redis bytes of a rollout's fate and of a batch's, kept for 7 days within
@@ -66,52 +84,100 @@ class Fact:
 class Traffic:
     """What a step of one run sends, and how long it takes to come in. Bytes and seconds."""
 
-    def __init__(self, plan: Deployment) -> None:
+    def __init__(self, plan: Deployment, settings: Settings) -> None:
         self.plan = plan
+        self.by_store = by_store(plan, settings)  # rollouts
+        self.mirrored = settings.state_url is not None
+        # Nothing of `file://` can be signed: the API sends its own bytes.
+        self.drafters_by_store = not (settings.drafters_url or "file:").startswith("file:")
         self.files = batches(plan)
         self.file_tokens = tokens_a_file(plan)
-        rollouts = max(1, round(self.file_tokens / plan.tokens))
+        rollouts, self.file_bytes = sent_file(plan)
         prompts = math.ceil(rollouts / plan.group)
         self.score_bytes = SCORE_BYTES + PROMPT_BYTES * (prompts if prompts <= _PROMPTS else _SHARES)  # in Redis
-        self.file_bytes = file_bytes(plan.drafter, rollouts, plan.tokens, plan.dtype, plan.prompt_share, plan.group)
         self.step_bytes = self.files * self.file_bytes
         self.line = plan.network_gbit * 1e9 / 8  # bytes a second
 
     @property
+    def head_bytes(self) -> float:
+        """Of the heads that a run sends, a step in mean."""
+        return self.plan.head_share * head_bytes(self.plan.drafter)
+
+    @property
+    def inward_bytes(self) -> float:
+        """All that comes in for a run in a step. Of hosts that share no directory, each fetches each drafter."""
+        return self.step_bytes + self.head_bytes + (drafter_bytes(self.plan.drafter) if self.mirrored else 0)
+
+    @property
     def file_cpu(self) -> float:
         """CPU seconds of the API for a file."""
-        return POST_CPU + self.file_bytes / GIB * INGEST_CPU
+        if self.by_store:
+            return DIRECT_POST_CPU + self.file_bytes / GIB * DIRECT_CPU
+        return POST_CPU + self.file_bytes / GIB * INGEST_CPU + self._copy_cpu(self.file_bytes)
+
+    @property
+    def head_cpu(self) -> float:
+        """CPU seconds of the API for the heads of a run, a step in mean."""
+        size = head_bytes(self.plan.drafter)
+        return self.plan.head_share * (HEAD_POST_CPU + size / GIB * HEAD_CPU + self._copy_cpu(size))
+
+    def _copy_cpu(self, size: float) -> float:
+        """CPU seconds in which the API puts what came into the store that hosts share, if they share one."""
+        return STORE_POST_CPU + size / GIB * STORE_CPU if self.mirrored else 0.0
+
+    @cached_property
+    def cores_of(self) -> dict[str, float]:
+        """API cores for all runs, in mean, by what they do."""
+        plan, publish = self.plan, drafter_bytes(self.plan.drafter)
+        download = _DRAFTER_FILES * ANSWER_CPU + (0 if self.drafters_by_store else publish / GIB * DOWNLOAD_CPU)
+        download *= min(1.0, plan.step_seconds / max(self.outward, 1e-9))  # engines that are late leave versions out
+        seconds = {  # of a step of a run
+            "rollouts": self.files * self.file_cpu,
+            "heads": self.head_cpu,
+            "downloads": plan.engines * download + (publish / GIB * FETCH_CPU if self.mirrored else 0.0),
+            "reports": plan.engines * (PUSH_CPU + REPORT_CPU / REPORT_SECONDS * plan.step_seconds),
+        }
+        return {name: plan.runs * value / plan.step_seconds for name, value in seconds.items()}
 
     @cached_property
     def cores(self) -> float:
         """API cores for all runs, in mean."""
-        plan, step = self.plan, self.plan.step_seconds
-        engines = plan.engines * (REPORT_CPU / REPORT_SECONDS + PUSH_CPU / step)
-        return IDLE_CPU + plan.runs * (
-            self.step_bytes / GIB * INGEST_CPU / step + self.files * POST_CPU / step + engines
-        )
+        return IDLE_CPU + sum(self.cores_of.values())
 
     @cached_property
     def intake(self) -> float:
-        """Bytes a second that a run's burst has of line and API cores, beside the other runs' mean load."""
-        runs, a_second = self.plan.runs, self.step_bytes / self.plan.step_seconds
-        most = min(self.line, math.ceil(self.cores) * self.file_bytes / self.file_cpu)
-        return max(most / runs, most - (runs - 1) * a_second)
+        """Bytes of rollouts a second that a run's burst has of line and API cores, beside other long work in mean."""
+        runs, step = self.plan.runs, self.plan.step_seconds
+        spare = math.ceil(self.cores) - self.cores_of["heads"] - self.cores_of["downloads"]
+        by_line = _burst(self.line, runs, self.inward_bytes / step)
+        return min(by_line, _burst(spare * self.file_bytes / self.file_cpu, runs, self.step_bytes / step))
 
     @cached_property
     def arrive(self) -> float:
         """Seconds from a step's first file to its last."""
-        return max(self.plan.post_share * self.plan.step_seconds, self.step_bytes / self.intake)
+        sending = self.step_bytes / self.intake + self.head_bytes / self.line
+        return max(self.plan.post_share * self.plan.step_seconds, sending)
 
     @property
     def load(self) -> float:
         """Share of the line that all runs take."""
-        return self.plan.runs * self.step_bytes / self.plan.step_seconds / self.line
+        return self.plan.runs * self.inward_bytes / self.plan.step_seconds / self.line
 
     @cached_property
-    def download(self) -> float:
-        """Seconds in which the engines of all runs download a drafter."""
-        return self.plan.runs * self.plan.engines * drafter_bytes(self.plan.drafter) / self.line
+    def outward(self) -> float:
+        """Seconds in which a drafter of each run goes out: to all engines, or once to the object store."""
+        copies = 1 if self.drafters_by_store else self.plan.engines
+        return self.plan.runs * copies * drafter_bytes(self.plan.drafter) / self.line
+
+    @property
+    def fetch(self) -> float:
+        """Seconds in which an engine then has it from the object store, at the line's rate."""
+        return drafter_bytes(self.plan.drafter) / self.line if self.drafters_by_store else 0.0
+
+
+def _burst(most: float, runs: int, a_second: float) -> float:
+    """What one run's burst has of `most`, where each of the others takes so much in mean."""
+    return max(most / runs, most - (runs - 1) * a_second)
 
 
 class WorkerLoad:
@@ -143,7 +209,7 @@ def estimate(
     plan: Deployment, settings: Settings, *, tflops: float = GPU_TFLOPS, worker_gpus: float | None = None
 ) -> dict[str, Fact]:
     """Every fact but money, by name. `worker_gpus`: those there are; None: as many as it takes."""
-    traffic, worker = Traffic(plan), WorkerLoad(plan, settings, tflops, worker_gpus)
+    traffic, worker = Traffic(plan, settings), WorkerLoad(plan, settings, tflops, worker_gpus)
     # Share of a step that a claim takes.
     claim = min(1.0, max(settings.claim_tokens, traffic.file_tokens) / plan.sent_tokens)
     queued, redis = _queued_bytes(traffic, worker, claim, settings.checkpoint_seconds), _redis_bytes(traffic, settings)
@@ -160,9 +226,7 @@ def estimate(
             "from rollouts to engines with a drafter that saw them, if the gate agrees; below 0.2 hardly known",
         ),
         "download": _of_download(traffic),
-        "api_cores": Fact(
-            traffic.cores, "cores", "measured on two cores", "of the API, of which one process takes one", traffic.cores
-        ),
+        "api_cores": _of_api_cores(traffic, settings),
         "redis": Fact(
             redis,
             "bytes",
@@ -171,6 +235,11 @@ def estimate(
             redis / REDIS_BYTES,
         ),
     }
+
+
+def _brought(worker: WorkerLoad) -> str:
+    bring = worker.work.bring
+    return f" ({bring:,.1f} of it waits for files from the object store)" if bring else ""
 
 
 def _ranks(worker: WorkerLoad, tflops: float, plan: Deployment, settings: Settings) -> str:
@@ -185,15 +254,17 @@ def _ranks(worker: WorkerLoad, tflops: float, plan: Deployment, settings: Settin
 
 
 def _of_worker(worker: WorkerLoad, tflops: float, plan: Deployment, settings: Settings) -> dict[str, Fact]:
-    rate: Basis = "measured on one H200" if tflops == GPU_TFLOPS else "assumed"
+    # Several GPUs of one run (ranks) are computed: what they exchange, and what rank 0 does alone, was not measured.
+    measured = tflops == GPU_TFLOPS and max(worker.gpus, worker.wanted) <= worker.runs and not worker.work.bring
+    rate: Basis = "measured on one H200" if measured else "assumed"
     gpus = f"{worker.gpus:g} GPU{'' if worker.gpus == 1 else 's'}"
     return {
         "worker_gpus": Fact(
             worker.wanted,
             "GPUs",
             rate,
-            f"{worker.work.train:,.1f} GPU s of training and {worker.work.score:,.1f} of scoring a step of a run, at"
-            f" {tflops:g} TFLOP/s of training; with {gpus} it is busy {worker.busy:.0%} and"
+            f"{worker.work.train:,.1f} GPU s of training and {worker.work.score:,.1f} of scoring{_brought(worker)} a"
+            f" step of a run, at {tflops:g} TFLOP/s of training; with {gpus} it is busy {worker.busy:.0%} and"
             f" trains on {worker.trained:.0%}{_ranks(worker, tflops, plan, settings)}",
             worker.load,
         ),
@@ -210,9 +281,28 @@ def _of_worker(worker: WorkerLoad, tflops: float, plan: Deployment, settings: Se
 
 
 def _of_wire(traffic: Traffic) -> Fact:
-    gbit = traffic.plan.runs * traffic.step_bytes * 8e-9 / traffic.plan.step_seconds
-    text = f"{traffic.step_bytes / GIB:,.2f} GiB a step of a run"
+    gbit = traffic.plan.runs * traffic.inward_bytes * 8e-9 / traffic.plan.step_seconds
+    parts = {"rollouts": traffic.step_bytes, "heads": traffic.head_bytes}
+    if traffic.mirrored:
+        parts["a drafter that each host fetches"] = float(drafter_bytes(traffic.plan.drafter))
+    text = f"{traffic.inward_bytes / GIB:,.2f} GiB a step of a run ({_listed(parts, GIB)})"
+    if traffic.by_store:
+        text += "; rollouts by the object store, from which the worker's hosts take them in, and not the API's"
     return Fact(gbit, "Gbit/s", "arithmetic", text, traffic.load)
+
+
+def _of_api_cores(traffic: Traffic, settings: Settings) -> Fact:
+    """With what an object store would take off."""
+    text = f"of the API, of which one process takes one ({_listed(traffic.cores_of, 1)})"
+    for name in ("rollouts_url", "drafters_url"):
+        other = Traffic(traffic.plan, settings.model_copy(update={name: "s3://"}))
+        if other.cores < 0.95 * traffic.cores:
+            text += f"; with DRAFTALIGN_{name.upper()} (an object store) {other.cores:,.3g}"
+    return Fact(traffic.cores, "cores", "measured on two cores", text, traffic.cores)
+
+
+def _listed(parts: Mapping[str, float], unit: float) -> str:
+    return ", ".join(f"{name} {value / unit:,.3g}" for name, value in parts.items())
 
 
 def _of_queue(queued: float, settings: Settings) -> Fact:
@@ -259,21 +349,36 @@ def _of_hook(traffic: Traffic) -> Fact:
 
 def _of_download(traffic: Traffic) -> Fact:
     plan, publish = traffic.plan, drafter_bytes(traffic.plan.drafter)
+    seconds, load = traffic.outward + traffic.fetch, traffic.outward / plan.step_seconds
+    if traffic.drafters_by_store:
+        text = f"the worker puts {publish / GIB:.2f} GiB of each run into the object store; engines have it from there"
+        return Fact(seconds, "s", "assumed", f"{text}, at this line's rate if the store serves all at once", load)
     text = (
         f"{plan.runs * plan.engines * publish / GIB:,.1f} GiB at a publish of each run; an engine {publish / GIB:.2f}"
     )
-    return Fact(traffic.download, "s", "arithmetic", text, traffic.download / plan.step_seconds)
+    return Fact(seconds, "s", "arithmetic", text, load)
 
 
-def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, checkpoint_seconds: float) -> float:
-    """The largest queue of a run: what came before the worker took it, and what no checkpoint has acknowledged."""
-    hold = checkpoint_seconds + claim * worker.drain
-    if worker.drain > traffic.arrive:
-        held = 1 - max(0.0, traffic.arrive - hold) / worker.drain
-    else:
-        held = hold / max(traffic.arrive, 1e-9)
-    steps = 2.0 - worker.trained if worker.trained < 1.0 else min(1.0, held + 1 / traffic.files)
-    return traffic.step_bytes * steps
+def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, pause: float) -> float:
+    """The largest queue of a run: what came before the worker took it, and what no checkpoint has acknowledged.
+
+    `pause`: from one checkpoint to the next, the least. Where the last one is older, the claim that ends acknowledges
+    what it held at once.
+    """
+    step, files, arrive = traffic.plan.step_seconds, traffic.files, max(traffic.arrive, 1e-9)
+    if worker.trained < 1.0:
+        return traffic.step_bytes * (2.0 - worker.trained)
+    hold, work = pause + claim * worker.drain, max(worker.drain, arrive)
+    if hold >= step:  # a publish, of one a step, writes a checkpoint too
+        return traffic.step_bytes * min(2.0, hold / step)
+    held = hold / arrive if worker.drain <= arrive else 1 - max(0.0, arrive - hold) / worker.drain
+    most = 1.0
+    written = 0.0 if work <= pause else work  # when the last checkpoint but one of a step is
+    if step - written >= 2 * pause:  # the last one is old when the next step's first claim ends
+        before = _waiting(worker.runs, worker.load) * worker.drain * claim
+        first = min(claim, max(1 / files, before / arrive))
+        most = max(1 - first, (before + first * worker.drain) / arrive + 1 / files)
+    return traffic.step_bytes * min(1.0, most, held + 1 / files)
 
 
 def _lag_seconds(traffic: Traffic, worker: WorkerLoad, claim: float) -> float:
@@ -294,6 +399,8 @@ def _lag_seconds(traffic: Traffic, worker: WorkerLoad, claim: float) -> float:
         return min(claim, max(1 / files, seconds / max(arrive, 1e-9)))
 
     here = arrive / (files + 1) + traffic.file_bytes / traffic.line + traffic.file_cpu
+    if traffic.plan.ranks == 1:  # its head goes first; of several, another rank's file is here before
+        here += traffic.head_bytes / traffic.line + traffic.head_cpu
     first = min(claimed(before) * worker.whole / runs, step)  # it ends where rollouts of a newer policy wait
     following = max(arrive / files - first, turns)
     score = claimed(first + following) * worker.work.score / worker.speed
@@ -302,8 +409,8 @@ def _lag_seconds(traffic: Traffic, worker: WorkerLoad, claim: float) -> float:
     whole = 1.0 if files < 2 else math.exp(-arrive * others / turns) * others if claim >= 1 and turns > 0 else 0.0
     following += whole * (step - following)
     # An engine that downloads takes the newest drafter afterwards: what comes in between waits for the rest.
-    download = traffic.download
-    sent_out = download / runs * (1 + _waiting(runs, download / step)) + max(0.0, download - step)
+    out = traffic.outward
+    sent_out = out / runs * (1 + _waiting(runs, out / step)) + max(0.0, out - step) + traffic.fetch
     return here + before + first + following + score + sent_out
 
 

@@ -30,6 +30,8 @@ GIB: Final = 1 << 30
 _MAPS: Final[Mapping[str, int]] = {"d2t": 8, "t2d": 1}
 #: Three layers, whichever: only their number matters here.
 LAYERS: Final = (2, 18, 33)
+#: A hook puts files from this size on into the object store, where the service has one.
+DIRECT_BYTES: Final = 8 << 20
 #: Tokens that one rank's hook sends of a policy version, and bytes that it holds back, by its defaults.
 HOOK_TOKENS: Final = 65_536
 HOOK_BYTES: Final = 1 << 30
@@ -52,11 +54,12 @@ class Deployment:
     dtype: FeatureDtype = "bfloat16"
     post_share: float = 0.25  # of a step, in which its files are made
     group: int = 1  # rollouts of a prompt in one file, which share its states
+    head_share: float = 1.0  # of steps, after which the head has moved and is sent again
 
     def __post_init__(self) -> None:
         numbers = {k: v for k, v in asdict(self).items() if isinstance(v, (int, float))}
         for name, value in numbers.items():
-            least = 0.0 if name in ("prompt_share", "engines", "post_share") else math.ulp(0.0)
+            least = 0.0 if name in ("prompt_share", "engines", "post_share", "head_share") else math.ulp(0.0)
             most = 1.0 if name.endswith("_share") else 1e12
             if not least <= value <= most:
                 bounds = f"from 0 to {most:g}" if least == 0 else f"above 0 and at most {most:g}"
@@ -133,6 +136,11 @@ def drafter_bytes(drafter: DrafterConfig) -> int:
     return sum(math.prod(shape) * _MAPS.get(name, 2) for name, shape in tensor_shapes(drafter).items())
 
 
+def head_bytes(drafter: DrafterConfig) -> int:
+    """Bytes of the policy's head as a trainer sends it again: bfloat16."""
+    return drafter.vocab_size * drafter.target_hidden_size * 2
+
+
 def checkpoint_bytes(drafter: DrafterConfig, optimizer: str) -> int:
     """Bytes of a worker's checkpoint: float32 weights with one moment of each that Muon moves, two of AdamW's."""
     shapes = {name: shape for name, shape in tensor_shapes(drafter).items() if name not in _MAPS}
@@ -143,6 +151,12 @@ def checkpoint_bytes(drafter: DrafterConfig, optimizer: str) -> int:
 def batches(plan: Deployment) -> float:
     """Files of a step of one run: a rank sends what it holds in files that its queue takes at least four of."""
     return max(1.0, plan.sent_tokens / tokens_a_file(plan))
+
+
+def sent_file(plan: Deployment) -> tuple[int, int]:
+    """Rollouts and bytes of a file of a step."""
+    rollouts = max(1, round(tokens_a_file(plan) / plan.tokens))
+    return rollouts, file_bytes(plan.drafter, rollouts, plan.tokens, plan.dtype, plan.prompt_share, plan.group)
 
 
 def tokens_a_file(plan: Deployment) -> float:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Final
 
 from rl_hooks.format.eagle3 import DrafterConfig, tensor_shapes
-from service.capacity.sizes import Deployment, batches
+from service.capacity.sizes import DIRECT_BYTES, GIB, Deployment, batches, sent_file
 from service.settings import Settings
 
 #: What a GPU does of a training's operations in a worker: one H200 (docs/lab/performance.md, "The whole worker").
@@ -30,6 +30,14 @@ MOST_RANKS: Final = 64
 #: Of one GPU's time of scoring, what rank 0 does alone while the others wait: compares a file's digest,
 #: judges, packs, writes checkpoints (docs/guide/machines.md, "Several GPUs").
 _ALONE: Final = 0.24
+#: Seconds of a processor for a GiB that the worker brings from an object store: its SHA-256, as the sender computes it
+#: (docs/lab/performance.md, "Rollouts by an object store").
+DIGEST_CPU: Final = 0.58
+
+
+def by_store(plan: Deployment, settings: Settings) -> bool:
+    """Whether rollout files go by an object store, past the API: there is one, and a file is large enough."""
+    return bool(settings.rollouts_url or settings.state_url) and sent_file(plan)[1] >= DIRECT_BYTES
 
 
 def pass_flops(drafter: DrafterConfig, tokens: float, responses: float, documents: float, depth: int) -> float:
@@ -88,6 +96,7 @@ class Work:
     drafter: DrafterConfig
     steps: float = 0.0  # of the optimizer
     muon: float = 0.0  # of `train`: what Muon takes, whose matrices ranks share out
+    bring: float = 0.0  # of `score` and `passed_over`: files come from the object store, and the GPU waits
     _rates: dict[int, float] = field(init=False, default_factory=lambda: {1: 1.0}, repr=False, compare=False)
 
     @classmethod
@@ -104,8 +113,11 @@ class Work:
         gap = 2.0 * drafter.vocab_size * drafter.hidden_size * checked
         rate = tflops * 1e12
         scoring = _SCORING * rate
-        seconds = (train + muon) / rate, (SCORERS * replay + gap) / scoring, (replay + gap) / scoring
-        return cls(*seconds, drafter, steps, muon / rate)
+        # What is brought comes when it is claimed, at the line's rate at most, and nothing ahead of that.
+        sent = batches(plan) * sent_file(plan)[1] if by_store(plan, settings) else 0.0
+        bring = sent * (8e-9 / plan.network_gbit + DIGEST_CPU / GIB)
+        seconds = (train + muon) / rate, (SCORERS * replay + gap) / scoring + bring, (replay + gap) / scoring + bring
+        return cls(*seconds, drafter, steps, muon / rate, bring)
 
     @cached_property
     def _muon_parts(self) -> list[float]:
@@ -124,7 +136,7 @@ class Work:
             loads = [0.0] * ranks
             for part in self._muon_parts:  # the largest first, to the rank that has least: as the optimizer does
                 loads[loads.index(min(loads))] += part
-            alone = _ALONE * self.score
+            alone = _ALONE * (self.score - self.bring) + self.bring
             shared = self.train - self.muon + self.score - alone
             seconds = shared / ranks + max(loads) + self.steps * exchanged / EXCHANGE_BYTES + alone
             self._rates[ranks] = (self.train + self.score) / seconds

@@ -51,6 +51,9 @@ def plan(
     post_share: Annotated[
         float, typer.Option(help="Share of a step over which its files are sent; 0: all at its end.")
     ] = 0.25,
+    head_share: Annotated[
+        float, typer.Option(help="Share of steps after which the policy's head is sent again; 0: it does not move.")
+    ] = 1.0,
     ranks: Annotated[int, typer.Option(help="Trainer ranks of a run that send rollouts.")] = 8,
     runs: Annotated[int, typer.Option(help="Runs of this kind that share the service.")] = 1,
     engines: Annotated[int, typer.Option(help="Inference engines of a run.")] = 8,
@@ -85,6 +88,7 @@ def plan(
             dtype=dtype,
             post_share=post_share,
             group=group,
+            head_share=head_share,
         )
         facts = estimate(given, settings, tflops=gpu_tflops, worker_gpus=worker_gpus)
         if gpu_hour_price is not None:

@@ -74,7 +74,7 @@ def test_what_redis_keeps_of_a_batchs_scores_is_what_the_plan_counts(rollouts: i
         bench.drain(worker)
     kept = bench.redis.memory_usage("da:{default}:scores", samples=0) / len(bench.store.scores())
     drafter = DrafterConfig.from_target(CONFIG, LAYERS, DRAFT)
-    planned = Traffic(Deployment(drafter, 20.0, rollouts, 15, ranks=1)).score_bytes
+    planned = Traffic(Deployment(drafter, 20.0, rollouts, 15, ranks=1), bench.settings).score_bytes
     assert planned / 1.5 < kept < 1.5 * planned
 
 
