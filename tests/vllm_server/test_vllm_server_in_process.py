@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import time
 from collections import Counter
@@ -175,6 +176,10 @@ def test_an_llm_with_variables_alone_follows_the_service(
     llm.generate()
     healed = llm.rounds()
     assert llm.state()["loaded"]
+    restored = re.findall(rf"restored drafter {version} in ([0-9.]+) s", llm.text())
+    size = sum(tensor.numel() for tensor in load_file(drafters / "trained" / "model.safetensors").values())
+    print(f"a drafter of {size} parameters was put back in {restored} s")
+    assert len(restored) == 1
     rounds, accepted = healed[0] - counted[0], healed[1] - counted[1]
     assert 1 + accepted / rounds == pytest.approx(1 + (counted[1] - named[1]) / (counted[0] - named[0]), rel=0.01)
 
