@@ -1,4 +1,4 @@
-"""SGLang as it runs on several GPUs: schedules that overlap, and tensor parallelism. Here on a CPU."""
+"""SGLang as it runs on several GPUs: schedules that overlap, tensor parallelism, and both. Here on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drafter.model.eagle3 import Eagle3Drafter
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module", params=["overlap", "ranks"])
+@pytest.fixture(scope="module", params=["overlap", "ranks", "both"])
 def way(request: pytest.FixtureRequest) -> str:
     """How the server runs."""
     return str(request.param)
@@ -26,15 +26,15 @@ def way(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def server(way: str, drafters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
     """One server for the tests of each way. (SGLang binds each rank to a core of its own.)"""
-    arguments, environment = {
-        "overlap": ([], {"DRAFTALIGN_TESTS_OVERLAP": "1"}),
-        "ranks": (["--tp-size", "2"], {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
-    }[way]
+    overlap, ranks = {"overlap": (True, 1), "ranks": (False, 2), "both": (True, 2)}[way]
+    arguments = ["--tp-size", str(ranks)] if ranks > 1 else []
+    environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks > 1 else {}
+    if overlap:
+        environment["DRAFTALIGN_TESTS_OVERLAP"] = "1"
     scratch = tmp_path_factory.mktemp(way)
     with SGLangProcess.ready(scratch, drafters, *arguments, **environment) as started:
         facts = started.client.get("/server_info").raise_for_status().json()
-        found = (not facts["disable_overlap_schedule"], facts["tp_size"])
-        assert found == {"overlap": (True, 1), "ranks": (False, 2)}[way]
+        assert (not facts["disable_overlap_schedule"], facts["tp_size"]) == (overlap, ranks)
         yield started
 
 
@@ -54,4 +54,4 @@ def test_answers_that_run_over_a_swap_are_counted_by_the_drafter_of_each_round(
     way: str, server: SGLangProcess, service: RunningService, trained: Eagle3Drafter, drafters: Path
 ) -> None:
     """Where schedules overlap, a round of the older drafter's is still under way at the swap."""
-    answers_over_a_swap(server, service, trained, drafters, left_out=2 if way == "overlap" else 1)
+    answers_over_a_swap(server, service, trained, drafters, left_out=1 if way == "ranks" else 2)

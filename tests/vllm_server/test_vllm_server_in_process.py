@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from safetensors.torch import load_file
 from server_load import publish
 from service_fixtures import RunningService
 from storage_fixtures import Store
-from vllm_server.vllm_process import DEPTH, PYTHON, cpu_environment, plugins
+from vllm_server.vllm_process import AHEAD, DEPTH, PYTHON, cpu_environment, plugins
 
 from drafter.model.eagle3 import Eagle3Drafter
 from examples.policy import BASE_POLICY
@@ -99,6 +102,27 @@ class LlmProcess:
             self.process.wait()
 
 
+@dataclass
+class Books:
+    """The service's, of an engine whose policy never moves. `unnamed`: its counts before the first swap."""
+
+    store: Store
+    unnamed: tuple[int, int, list[int]]
+
+    def complete(self, llm: LlmProcess) -> dict[str, tuple[int, int]]:
+        """(rounds, accepted drafts) by drafter, once every round that vLLM has counted is some drafter's."""
+        now = llm.rounds()
+        wanted = [now[0] - self.unnamed[0], now[1] - self.unnamed[1]]
+
+        def found() -> dict[str, tuple[int, int]] | None:
+            records = [one for one in self.store.acceptances() if one.reporter]
+            books = {one.drafter_version or "": (one.rounds, one.accepted_tokens or 0) for one in records}
+            return books if [sum(counts) for counts in zip(*books.values(), strict=True)] == wanted else None
+
+        books: dict[str, tuple[int, int]] = eventually(found, 30)
+        return books
+
+
 @pytest.fixture
 def service(serve: Callable[..., RunningService]) -> RunningService:
     return serve()
@@ -132,6 +156,30 @@ def moved(path: Path, seed: int, *, head: bool) -> Path:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * 0.03)
     model.save_pretrained(path)
     return path
+
+
+def swap_under_way(
+    service: RunningService, llm: LlmProcess, texts: list[list[int]], publish_one: Callable[[], str], books: Books
+) -> tuple[str, float, float]:
+    """Publish a drafter while answers run, which must stay `texts`: its version, and α of these answers before it and
+    from it on.
+    """
+    before, sent, start = llm.state()["version"], _rollouts(service).total(), books.complete(llm)
+    passes = 8
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(llm.generate, _PROMPTS * passes)
+        # More than one round of them was answered: one round of answers of before may come as well.
+        eventually(lambda: _rollouts(service).total() > sent + 2 * len(_PROMPTS) or asked.done(), 120)
+        version = publish_one()
+        assert not asked.done(), "all have ended before it was published"
+        assert asked.result() == texts * passes
+    assert llm.state()["version"] == version
+    end = books.complete(llm)
+    parts = [(end[one][0] - had[0], end[one][1] - had[1]) for one, had in ((before, start[before]), (version, (0, 0)))]
+    print("(rounds, accepted drafts) before and after a swap under way", parts)
+    assert min(rounds for rounds, _ in parts) > 0
+    older, newer = (1 + accepted / rounds for rounds, accepted in parts)
+    return version, older, newer
 
 
 def test_an_llm_with_variables_alone_follows_the_service(
@@ -175,6 +223,10 @@ def test_an_llm_with_variables_alone_follows_the_service(
     llm.generate()
     healed = llm.rounds()
     assert llm.state()["loaded"]
+    restored = re.findall(rf"restored drafter {version} in ([0-9.]+) s", llm.text())
+    size = sum(tensor.numel() for tensor in load_file(drafters / "trained" / "model.safetensors").values())
+    print(f"a drafter of {size} parameters was put back in {restored} s")
+    assert len(restored) == 1
     rounds, accepted = healed[0] - counted[0], healed[1] - counted[1]
     assert 1 + accepted / rounds == pytest.approx(1 + (counted[1] - named[1]) / (counted[0] - named[0]), rel=0.01)
 
@@ -216,8 +268,10 @@ def test_an_llm_with_variables_alone_follows_the_service(
 def test_an_llm_whose_engine_core_is_a_process_of_its_own_is_attached_in_code(
     service: RunningService, redis_url: str, drafters: Path, trained: Eagle3Drafter, tmp_path: Path
 ) -> None:
-    llm = LlmProcess(tmp_path / "llm", drafters / "trained", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    """Its steps are scheduled ahead, as on GPUs: a swap then comes while one is scheduled, and its drafts are not."""
+    llm = LlmProcess(tmp_path / "llm", drafters / "trained", XDG_CACHE_HOME=str(tmp_path / "cache"), **AHEAD)
     try:
+        assert llm.ask("rpc", "tests_schedules_ahead")
         assert llm.ask("attach", "no address") != ""
         assert llm.ask("attach", service.url) == ""
         assert "follows a service already" in llm.ask("attach", service.url)
@@ -235,10 +289,20 @@ def test_an_llm_whose_engine_core_is_a_process_of_its_own_is_attached_in_code(
         with Redis.from_url(redis_url) as client:
             store = Store(client, "attached")
             booked = eventually(lambda: _booked(store, version, 0), 30)
-        assert booked[:2] == (after[0] - first[0], after[1] - first[1])
-        assert 1 + booked[1] / booked[0] < 1.5
-        llm.generate([[5]])  # a step, which is told that the requests before it have ended
-        eventually(lambda: _rollouts(service) == Counter({0: 2 * len(_PROMPTS)}), 60)
+            assert booked[:2] == (after[0] - first[0], after[1] - first[1])
+            random = 1 + booked[1] / booked[0]
+            assert random < 1.5
+            llm.generate([[5]])  # a step, which is told that the requests before it have ended
+            eventually(lambda: _rollouts(service) == Counter({0: 2 * len(_PROMPTS)}), 60)
+
+            # --- one that is published while requests run: each round is its drafter's, and no text changes
+            books = Books(store, first)
+            good = drafters / "trained"
+            _, older, newer = swap_under_way(
+                service, llm, texts, lambda: publish(service, good, trained, "attached"), books
+            )
+            assert older == pytest.approx(random, abs=0.002)
+            assert newer > 2.0
     finally:
         llm.stop()
     assert llm.process.returncode == 0, llm.text()[-3000:]

@@ -14,12 +14,14 @@ from agent_fixtures import eventually
 from engine_fixtures import EOS_ID, odd_prompts
 from redis import Redis
 from safetensors.torch import load_file
+from server_load import publish
 from service_fixtures import RunningService
 from storage_fixtures import RolloutQueue, Store
-from vllm_server.test_vllm_server_in_process import _PROMPTS, LlmProcess, moved
+from vllm_server.test_vllm_server_in_process import _PROMPTS, Books, LlmProcess, moved, swap_under_way
 from vllm_server.test_vllm_server_tap import TOLERANCE, expected
 from vllm_server.vllm_process import DEPTH, FORKED
 
+from drafter.model.eagle3 import Eagle3Drafter
 from service.storage.layout import Layout
 from service.worker.loop import RunWorker
 
@@ -50,7 +52,12 @@ def llm(service: RunningService, drafters: Path, tmp_path: Path) -> Iterator[Llm
 
 
 def test_two_ranks_score_one_head_send_once_and_swap_together(
-    service: RunningService, llm: LlmProcess, redis_url: str, drafters: Path, tmp_path: Path
+    service: RunningService,
+    llm: LlmProcess,
+    redis_url: str,
+    drafters: Path,
+    trained: Eagle3Drafter,
+    tmp_path: Path,
 ) -> None:
     llm.generate([[5]])  # the tap begins with the first step
     eventually(lambda: service.client.get("/runs/default").status_code == 200, 30)
@@ -127,6 +134,21 @@ def test_two_ranks_score_one_head_send_once_and_swap_together(
     score = _score(service, redis_url, rollouts)
     print(f"live α {live:.4f}, replay α {score:.4f}")
     assert math.isclose(score, live, rel_tol=3 * math.sqrt(0.45 / rounds))
+
+    # --- the worker has published it, and it serves again
+    offered = service.client.get("/drafter/latest").json()["version"]
+    eventually(lambda: llm.ask("rpc", "draftalign_staged").get("version") == offered, 30)
+    eventually(lambda: all(one["done"] for one in llm.ask("rpc_all", "draftalign_staged")), 30)
+    assert llm.generate() == texts
+    assert llm.state()["version"] == offered
+
+    # --- one that is published while requests run: both ranks swap between two of their steps, and no text changes
+    with Redis.from_url(redis_url) as redis:
+        books, random = Books(Store(redis, "default"), start), drafters / "random"
+        version, older, newer = swap_under_way(service, llm, texts, lambda: publish(service, random, trained), books)
+    assert [state["version"] for state in llm.ask("rpc_all", "draftalign_state")] == [version] * 2
+    assert older == pytest.approx(as_before, rel=0.1)  # another mix of the prompts
+    assert newer == pytest.approx(swapped, abs=0.002)  # what the one before had drafted is not among them
 
     # --- a policy whose head has moved: gathered and sent, and both ranks count the same version
     llm.ask("reload", str(moved(tmp_path / "p5", 5, head=True)), "5")

@@ -32,6 +32,10 @@ V2_RUNNER: dict[str, Any] = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET"
 #: LLM that a script attaches.
 FORKED: dict[str, Any] = {"DRAFTALIGN_TESTS_FORK": "1"}
 
+#: Asynchronous scheduling, vLLM's default on GPUs, which it turns off on a CPU (`plugin/vllm_test_plugin.py`); and what
+#: compiles itself at its first step, which takes a minute.
+AHEAD: dict[str, Any] = {"DRAFTALIGN_TESTS_ASYNC": "1", "TORCHDYNAMO_DISABLE": "1"}
+
 #: Not an installed distribution: found by its metadata on PYTHONPATH, in the server's processes only.
 _ENTRY_POINTS = """\
 [vllm.general_plugins]

@@ -35,7 +35,7 @@ _QUESTIONS = [token for prompt in elicit_prompts(64, seed=5) for token in prompt
 #: blocks but the last, which vLLM computes again for an EAGLE drafter (with `--block-size 32`).
 GROUPS = elicit_prompts(4, seed=77) + [_QUESTIONS[6 * k : 6 * k + 132] for k in range(4)]
 #: Of one token's log-probability, float32 beside a plain forward.
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-4
 
 
 def by_parts(server: VllmServer, how: str) -> Callable[[Path], None]:

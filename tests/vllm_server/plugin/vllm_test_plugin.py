@@ -44,11 +44,40 @@ def register() -> None:
         fail_a_core,
         plain_requests,
         sleeps_between_polls,
+        schedules_ahead,
     ):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
     sleep_between_polls()
     register_files()
+    if os.environ.get("DRAFTALIGN_TESTS_ASYNC"):
+        schedule_ahead()
+
+
+def schedule_ahead() -> None:
+    """Schedule a step while the one before it runs, as vLLM does on GPUs: on a CPU it turns that off without a word.
+
+    The events and streams of CUDA that it then asks for wait for nothing: a CPU's copies are made when they return.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    class Nothing:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.device = torch.device("cpu")
+
+        def wait(self, *_: Any) -> None:
+            pass
+
+        record = synchronize = wait_stream = wait
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_schedule_ahead(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_schedule_ahead)
+    torch.cuda.Event = torch.cuda.Stream = Nothing  # type: ignore[assignment, misc]
 
 
 # --- requests
@@ -99,6 +128,12 @@ def sleeps_between_polls(_: Any) -> bool:
     from vllm.distributed.device_communicators import shm_broadcast
 
     return shm_broadcast.sched_yield is not utils.sched_yield
+
+
+def schedules_ahead(self: Any) -> bool:
+    """Whether this worker's steps are scheduled while the one before runs."""
+    ahead: bool = self.vllm_config.scheduler_config.async_scheduling and self.model_runner.use_async_scheduling
+    return ahead
 
 
 # --- recording
