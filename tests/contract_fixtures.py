@@ -506,8 +506,8 @@ CONTRACTS: dict[str, Contract] = {
     "SkyRL FSDP policy": Contract(
         "skyrl",
         "skyrl",
-        "rl_hooks.trainer.stacks.skyrl wraps five methods. Tokens and mask: the `Experience`; version: how often "
-        "trained weights were sent to the engines",
+        "rl_hooks.trainer.stacks.skyrl wraps six methods. Tokens and mask: the `Experience`; version: how often "
+        "trained weights were sent to the engines, from N on where global_step_N/policy was loaded before",
         (
             Site(f"{_SKYRL}/fsdp/fsdp_worker.py", "FSDPPolicyWorkerBase.init_model", ("model_path",)),
             Site(f"{_SKYRL}/fsdp/fsdp_worker.py", "FSDPPolicyWorkerBase.broadcast_to_inference_engines"),
@@ -519,6 +519,25 @@ CONTRACTS: dict[str, Contract] = {
             ),
             Site(f"{_SKYRL}/worker.py", "PolicyWorkerBase.forward_backward", ("data", "loss_fn")),
             Site(f"{_SKYRL}/worker.py", "PolicyWorkerBase.optim_step", does=("self.strategy.optimizer_step",)),
+            Site(f"{_SKYRL}/worker.py", "Worker.load_checkpoint", ("ckpt_dir",), ("self.strategy.load_checkpoint",)),
+            Site(
+                "skyrl/train/trainer.py",
+                "RayPPOTrainer.save_checkpoints",
+                does=("os.path.join(self.cfg.trainer.ckpt_path, f'global_step_{self.global_step}')",),
+                says=("policy",),
+            ),
+            *(
+                # It loads before it sends, and sends once in a step.
+                Site(
+                    f"skyrl/train/{file}.py",
+                    f"{trainer}.train",
+                    does=("self.load_checkpoints()", *("self.dispatch.save_weights_for_sampler()",) * 2),
+                )
+                for file, trainer in (
+                    ("trainer", "RayPPOTrainer"),
+                    ("fully_async_trainer", "FullyAsyncRayPPOTrainer"),
+                )
+            ),
             Site(
                 "skyrl/train/dataset/replay_buffer.py",
                 "Experience",

@@ -16,10 +16,10 @@ import torch
 from hooks_fixtures import Received, Receiver, as_float, mapped, of_every_token, only_predicting_rows, receiver
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from drafter.files.checkpoint import write_drafter
+from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
-
-DRAFTER = np.arange(6, dtype=np.float32).reshape(2, 3)
-DRAFTER_CONFIG = {"model_type": "llama", "hidden_size": 3}
 
 #: What one run finds, as JSON.
 Found = dict[str, Any]
@@ -37,10 +37,9 @@ class Alone(NamedTuple):
     logsumexp: torch.Tensor | None = None  # [T], compared where the token after is generated
 
 
-def small_policy(vocabulary: int, *, tied: bool = False) -> Any:
-    """The policy that these scripts train."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
+def small_config(vocabulary: int, *, tied: bool = False) -> Qwen3Config:
+    """Of the policy that these scripts train."""
+    return Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
@@ -53,7 +52,12 @@ def small_policy(vocabulary: int, *, tied: bool = False) -> Any:
         architectures=["Qwen3ForCausalLM"],
         attn_implementation="sdpa",
     )
-    return Qwen3ForCausalLM(config).eval()
+
+
+def small_policy(vocabulary: int, *, tied: bool = False) -> Any:
+    """The policy that these scripts train."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(small_config(vocabulary, tied=tied)).eval()
 
 
 def each_alone(module: Any, q: Any, k: Any, v: Any, bounds: Sequence[int]) -> tuple[torch.Tensor, None]:
@@ -110,26 +114,52 @@ def compare(service: Receiver, found: Found, expected: dict[tuple[int, ...], Alo
     return result
 
 
-def first_drafter(directory: Path) -> str:
-    """Write what stands for a run's first drafter; returns its folder, for DRAFTALIGN_INITIAL_DRAFTER."""
+def first_drafter(directory: Path, target: Any = None, layers: Sequence[int] = (2, 4, 5)) -> str:
+    """Write an untrained first drafter of half the vocabulary; returns its folder, for DRAFTALIGN_INITIAL_DRAFTER.
+
+    `target`: the policy's transformers config; None: `small_config` of 512 tokens.
+    """
+    sizes = (target or small_config(512)).to_dict()
+    vocabulary = DraftVocabulary(torch.arange(sizes["vocab_size"] // 2), sizes["vocab_size"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        drafter = Eagle3Drafter(DrafterConfig.from_target(sizes, layers, len(vocabulary)), vocabulary)
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(DRAFTER_CONFIG))
-    (directory / "model.safetensors").write_bytes(safetensors.numpy.save({"fc.weight": DRAFTER}))
+    write_drafter(directory, drafter)
     return str(directory)
 
 
-def brought_the_first_drafter(requests: Sequence[Received], directory: Path) -> bool:
-    """Whether the run was registered with that drafter, to the bit."""
+def brought_the_first_drafter(requests: Sequence[Received], directory: Path, drafter: str) -> bool:
+    """Whether the run was registered with the drafter in that folder, to the bit."""
     run = mapped(requests[0], directory)
-    same = json.loads(run.header.metadata["drafter_config"]) == DRAFTER_CONFIG
-    return same and np.array_equal(run.array("drafter.fc.weight"), DRAFTER)
+    weights = safetensors.numpy.load_file(Path(drafter) / "model.safetensors")
+    config = json.loads((Path(drafter) / "config.json").read_text())
+    same = all(np.array_equal(run.array(f"drafter.{name}"), weight) for name, weight in weights.items())
+    return same and json.loads(run.header.metadata["drafter_config"]) == config
 
 
-def with_and_without(rank: int, out: Path, train: Train) -> tuple[Found, Found]:
+def keep(requests: Sequence[Received], directory: Path) -> str:
+    """Write what came for `learnt` of stacks_fixtures, which another Python runs; returns the folder."""
+    directory.mkdir(parents=True)
+    for number, request in enumerate(requests):
+        about = {
+            "method": request.method,
+            "path": request.path,
+            "headers": {"Content-Type": request.headers["content-type"]},
+        }
+        (directory / f"{number:04}.json").write_text(json.dumps(about))
+        (directory / f"{number:04}.body").write_bytes(request.body)
+    return str(directory)
+
+
+def with_and_without(
+    rank: int, out: Path, train: Train, target: Any = None, layers: Sequence[int] = (2, 4, 5)
+) -> tuple[Found, Found]:
     """Train with a service that wants few last states, then without one; what each found.
 
-    The first also has `weights`, whether both end with the same, `first_drafter`, whether the run was registered with
-    the one in the environment, and what the hook's package has `said`.
+    `target`, `layers`: of `first_drafter`. The first also has `weights`, whether both end with the same,
+    `first_drafter`, whether the run was registered with the one in the environment, what the hook's package has `said`,
+    and `kept`, the folder of what it has sent.
     """
     said: list[str] = []
     handler = logging.Handler()
@@ -140,11 +170,12 @@ def with_and_without(rank: int, out: Path, train: Train) -> tuple[Found, Found]:
     found: Found = {"directory": str(files)}
     with receiver() as service:
         service.answer = only_predicting_rows
-        os.environ["DRAFTALIGN_INITIAL_DRAFTER"] = first_drafter(out / f"first{rank}")
+        drafter = os.environ["DRAFTALIGN_INITIAL_DRAFTER"] = first_drafter(out / f"first{rank}", target, layers)
         with_us = train(rank, service, found)
         puts = [r for r in service.requests if r.method == "PUT"]
         found["heads"] = [r.path for r in puts]
-        found["first_drafter"] = brought_the_first_drafter(puts, files) if puts else None
+        found["first_drafter"] = brought_the_first_drafter(puts, files, drafter) if puts else None
+        found["kept"] = keep(service.requests, out / f"sent{rank}")
     own: Found = {}
     without = train(rank, None, own)
     found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))

@@ -362,16 +362,16 @@ class Bench:
     def spooled(self) -> list[str]:
         return sorted(p.name for p in self.layout.spool("default").iterdir())
 
-    def checkpoint(self) -> Path:
+    def checkpoint(self, run: str = "default") -> Path:
         """The newest worker checkpoint."""
-        return max(self.layout.worker("default").glob("checkpoint-*"), key=lambda p: p.name)
+        return max(self.layout.worker(run).glob("checkpoint-*"), key=lambda p: p.name)
 
     def totals(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.checkpoint() / "state.json").read_text())["totals"]
         return found
 
-    def trainer_counts(self) -> dict[str, int]:
-        pointer = json.loads((self.checkpoint() / "trainer" / "trainer.json").read_text())
+    def trainer_counts(self, run: str = "default") -> dict[str, int]:
+        pointer = json.loads((self.checkpoint(run) / "trainer" / "trainer.json").read_text())
         return {k: pointer[k] for k in ("windows", "skipped_windows", "tokens_trained")}
 
     def wait(self, condition: Callable[[], object], seconds: float = 60.0) -> None:

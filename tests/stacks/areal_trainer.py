@@ -58,7 +58,7 @@ def actor_of(trainer: Any, path: Path, **changes: Any) -> Any:
         "gradient_checkpointing": False,
         "temperature": TEMPERATURE,
         "use_decoupled_loss": True,
-        "optimizer": OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0),
+        "optimizer": OptimizerConfig(lr=1e-3, warmup_steps_proportion=0.0),
         "mb_spec": MicroBatchSpec(n_mbs=2, max_tokens_per_mb=128),
         "ppo_n_minibatches": 1,
     }

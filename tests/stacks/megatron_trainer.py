@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from rank_fixtures import run_two_ranks
+from sent_fixtures import keep
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_hooks import wire
@@ -358,6 +359,7 @@ def work(rank: int, out: Path, cases: list[str]) -> None:
                 found["refused"] = refused(rank, service)
             else:
                 with_us = train(rank, case.split(), service, found)
+                found["kept"] = keep(service.requests, out / case / f"sent{rank}")
         if case != "refused":
             without = train(rank, case.split(), None, {})
             found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))

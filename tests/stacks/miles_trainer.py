@@ -123,7 +123,7 @@ def work(rank: int, out: Path) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     llama(tied=False).save_pretrained(checkpoint := out / f"model{rank}")
     with OnCPU():
-        found, own = with_and_without(rank, out, partial(train, checkpoint=checkpoint))
+        found, own = with_and_without(rank, out, partial(train, checkpoint=checkpoint), llama(tied=False), AUX)
     found["same"] = found["log_probs"] == own["log_probs"]
     (out / f"{rank}.json").write_text(json.dumps(found))
 

@@ -19,7 +19,7 @@ from typing import Any
 import nemo_rl_trainer as single  # type: ignore[import-not-found] # beside this file
 import ray
 from hooks_fixtures import mapped, receiver
-from sent_fixtures import brought_the_first_drafter, first_drafter
+from sent_fixtures import brought_the_first_drafter, first_drafter, keep
 
 from rl_hooks.trainer.stacks import on_ray
 
@@ -55,7 +55,7 @@ def main(out: Path) -> None:
     ACTOR_ENVIRONMENT_REGISTRY[f"{module}.DTensorPolicyWorkerV2"] = sys.executable
     with receiver() as service:
         os.environ |= {"DRAFTALIGN_URL": service.url, "DRAFTALIGN_RUN": "r", "DRAFTALIGN_AUX_LAYERS": "2,4,5"}
-        os.environ["DRAFTALIGN_INITIAL_DRAFTER"] = first_drafter(out / "first")
+        drafter = os.environ["DRAFTALIGN_INITIAL_DRAFTER"] = first_drafter(out / "first")
         os.environ["__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"] = f"{Path(__file__).stem}.worker_process"
         ray.init(
             num_cpus=4,  # as many processes begin with it, and each imports torch
@@ -97,7 +97,9 @@ def main(out: Path) -> None:
         ]
         found["sent"] = [sorted(sent.get(step, [])) == expected[step] for step in range(STEPS)]
         found["asked"] = sorted({f"{r.method} {r.path}" for r in service.requests if r.method != "GET"})
-        found["first_drafter"] = brought_the_first_drafter([r for r in service.requests if r.path == "/runs/r"], out)
+        registered = [r for r in service.requests if r.path == "/runs/r"]
+        found["first_drafter"] = brought_the_first_drafter(registered, out, drafter)
+        keep(service.requests, out / "sent")
         policy.shutdown()
         ray.shutdown()
     (out / "found.json").write_text(json.dumps(found))

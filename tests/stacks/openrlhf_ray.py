@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from hooks_fixtures import mapped, receiver, tiny_qwen3
-from sent_fixtures import brought_the_first_drafter, first_drafter
+from sent_fixtures import brought_the_first_drafter, first_drafter, keep
 
 STEPS = 2
 
@@ -91,7 +91,8 @@ def main(out: Path) -> None:
         variables = {"PYTHONPATH": os.environ["PYTHONPATH"], "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         hook = {"worker_process_setup_hook": "rl_hooks.trainer.stacks.on_ray.install"}
         ours = {"DRAFTALIGN_URL": service.url, "DRAFTALIGN_RUN": "r"}
-        ours["DRAFTALIGN_INITIAL_DRAFTER"] = first_drafter(out / "first")
+        drafter = first_drafter(out / "first", tiny_qwen3(layers=8).config)
+        ours["DRAFTALIGN_INITIAL_DRAFTER"] = drafter
         ray.init(
             num_cpus=2,
             include_dashboard=False,
@@ -107,7 +108,8 @@ def main(out: Path) -> None:
         versions = [int(mapped(r, out).header.metadata["policy_version"]) for r in service.rollouts()]
         asked = sorted({f"{r.method} {r.path}" for r in service.requests if r.method != "GET"})
         registered = [r for r in service.requests if r.path == "/runs/r"]
-        came = {"first_drafter": brought_the_first_drafter(registered, out)}
+        came = {"first_drafter": brought_the_first_drafter(registered, out, drafter)}
+        keep(service.requests, out / "sent")
         (out / "requests.json").write_text(json.dumps({"asked": asked, "versions": sorted(versions)} | came))
         for rank, one in enumerate(found):
             (out / f"{rank}.json").write_text(json.dumps(one))

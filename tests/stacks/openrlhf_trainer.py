@@ -24,7 +24,7 @@ from einops import rearrange
 from flash_attn_fixtures import stand_in, stand_in_for_packing
 from hooks_fixtures import as_float, mapped, of_every_token, only_predicting_rows, receiver, tiny_qwen3
 from rank_fixtures import run_two_ranks
-from sent_fixtures import states_alone
+from sent_fixtures import keep, states_alone
 
 from rl_hooks import wire
 from rl_hooks.trainer.stacks.openrlhf import attach
@@ -161,6 +161,7 @@ def work(rank: int, out: Path, cases: list[str]) -> None:
             if "predicting" in case:
                 service.answer = only_predicting_rows
             with_us = train(rank, case.split(), service, found)
+            found["kept"] = keep(service.requests, out / case / f"sent{rank}")
         without = train(rank, case.split(), None, {})
         found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
         report[case] = found

@@ -1,9 +1,11 @@
 """SkyRL's real `FSDPPolicyWorkerBase` on two gloo processes, FSDP2: `skyrl_trainer.py OUT CASE`.
 
-CASE is `padded`, `packed` or `async`: packed, `fully_async`, at temperature 1, in the first step with log-probabilities
-of the engines, which are not those of the forward. A step has two mini-batches. Of the test's own, for want of CUDA:
-the names of devices, flash_attn's packing and its attention, and the broadcast of buffers. Every rank writes
-OUT/<rank>.json: what was sent, against each rollout alone in a model of one process; the weights with and without us.
+CASE is `padded`, `packed`, `async`: packed, `fully_async`, at temperature 1, in the first step with log-probabilities
+of the engines, which are not those of the forward; or `resumed`: after the first step another worker goes on from
+SkyRL's own checkpoint of it, which says that it was the eighth. A step has two mini-batches. Of the test's own, for
+want of CUDA: the names of devices, flash_attn's packing and its attention, and the broadcast of buffers. Every rank
+writes OUT/<rank>.json: what was sent, against each rollout alone in a model of one process; the weights with and
+without us.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ EXTENDED = (
     "forward_backward",
     "_forward_backward_micro",
     "optim_step",
+    "load_checkpoint",
     "broadcast_to_inference_engines",
 )
 
@@ -77,7 +80,7 @@ def worker_of(path: Path, case: str) -> Any:
     fsdp_utils.init_device_mesh = torch.distributed.device_mesh.init_device_mesh
     config = TrainerConfig(flash_attn=False, remove_microbatch_padding=False, micro_train_batch_size_per_gpu=2)
     config.policy.model.path = str(path)
-    config.policy.optimizer_config.lr = 1e-2
+    config.policy.optimizer_config.lr = 1e-3  # more, and the service takes the head for another policy's
     config.policy.fsdp_config.mixed_precision = SimpleNamespace(param_dtype="fp32", reduce_dtype="fp32")
     config.algorithm.temperature = temperature_of(case)
     config.fully_async.enabled = case == "async"
@@ -115,7 +118,7 @@ def rollouts(seed: int, *, logprobs: bool) -> Any:
     batch = {"sequences": ids * mask, "attention_mask": mask, "loss_mask": drawn, "response_mask": response}
     batch |= {"action_log_probs": -noise.abs(), "advantages": noise}
     if logprobs:
-        batch["rollout_logprobs"] = -noise.abs() / 2  # of older weights
+        batch["rollout_logprobs"] = torch.zeros_like(noise)  # filled in
     batch = TrainingInputBatch(batch)
     batch.metadata = {"response_length": RESPONSE}
     return batch
@@ -123,7 +126,10 @@ def rollouts(seed: int, *, logprobs: bool) -> Any:
 
 @torch.no_grad()
 def alone(whole: Any, batch: Any, case: str) -> dict[tuple[int, ...], Alone]:
-    """By tokens, each rollout of a mini-batch in a forward of its own, with the engines' log-probabilities if known."""
+    """By tokens, each rollout of a mini-batch in a forward of its own, with the engines' log-probabilities if known.
+
+    Fills these in: as weights might have given them that are a little older.
+    """
     found = {}
     for b in range(ROLLOUTS):
         real = batch["attention_mask"][b] == 1
@@ -133,7 +139,7 @@ def alone(whole: Any, batch: Any, case: str) -> dict[tuple[int, ...], Alone]:
         logp = (out.logits[0, :-1] / temperature_of(case)).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         logp = torch.nn.functional.pad(logp, (1, 0))
         if "rollout_logprobs" in batch:
-            logp[-RESPONSE:] = batch["rollout_logprobs"][b]
+            batch["rollout_logprobs"][b] = logp[-RESPONSE:] = logp[-RESPONSE:] - 0.1
         found[tuple(ids.tolist())] = Alone(states_alone(out, AUX), drawn, logp)
     return found
 
@@ -144,6 +150,30 @@ class Engines:
     async def send_chunks(self, chunks: Any, **_: Any) -> None:
         for _chunk in chunks:
             pass
+
+
+def send_weights(worker: Any) -> None:
+    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
+
+    worker._weight_transfer_sender = Engines()
+    worker.weight_extractor = FSDPWeightExtractor(worker.model.model)
+    engine = SimpleNamespace(enable_prefix_caching=False, model_dtype="float32")
+    asyncio.run(worker.broadcast_to_inference_engines(None, engine))
+
+
+def resumed(worker: Any, path: Path, found: dict[str, Any]) -> Any:
+    """Another worker, which goes on from the checkpoint of this one as SkyRL's trainer has it do."""
+    checkpoint = str(path.with_name("checkpoints") / "global_step_8/policy")
+    worker.save_checkpoint(ckpt_dir=checkpoint)
+    saved = [one.to_local().clone() for one in worker.model.model.parameters()]
+    if worker.draftalign is not None:
+        worker.draftalign.hook.close()
+    another = worker_of(path, "resumed")
+    another.load_checkpoint(ckpt_dir=checkpoint, load_optimizer_states=True, load_lr_scheduler_states=True)
+    loaded = [one.to_local() for one in another.model.model.parameters()]
+    found["loaded"] = all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
+    send_weights(another)
+    return another
 
 
 def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path, case: str) -> list[torch.Tensor]:
@@ -158,10 +188,11 @@ def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path
             setattr(kind, name, getattr(kind, name).__wrapped__)
     torch.manual_seed(7)
     worker = worker_of(path, case)
-    module, whole = worker.model.model, small_policy(VOCABULARY)
-    worker._weight_transfer_sender = Engines()
-    worker.weight_extractor = fsdp_worker.FSDPWeightExtractor(module)
+    whole = small_policy(VOCABULARY)
     for step in range(STEPS):
+        if case == "resumed" and step:
+            worker = resumed(worker, path, found)
+        module = worker.model.model
         for mine, theirs in zip(whole.parameters(), module.parameters(), strict=True):
             mine.data.copy_(theirs.full_tensor())  # the test gathers; the hook does not
         for mini in range(2):
@@ -175,8 +206,7 @@ def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path
                 assert hook.flush(20), hook.stats()
                 found.setdefault("steps", []).append(compare(service, found, expected, whole.lm_head.weight))
             found.setdefault("norms", []).append(worker.optim_step())
-        engine = SimpleNamespace(enable_prefix_caching=False, model_dtype="float32")
-        asyncio.run(worker.broadcast_to_inference_engines(None, engine))
+        send_weights(worker)
     worker.forward_backward(rollouts(1000 + rank, logprobs=False), loss_fn="cross_entropy")
     if service is not None:
         assert worker.draftalign.hook.flush(20)

@@ -292,7 +292,7 @@ def work(rank: int, out: Path, cases: list[str]) -> None:
         with OnCPU():
             checkpoint = out / f"{'foreign' if 'foreign' in case else 'model'}{rank}"  # of the user's command line
             run = partial(train, words=case.split(), checkpoint=checkpoint)
-            report[case], _ = with_and_without(rank, directory, run)
+            report[case], _ = with_and_without(rank, directory, run, llama(tied=False), AUX)
     (out / f"{rank}.json").write_text(json.dumps(report))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stacks_fixtures import Stack
+from service_fixtures import RunningService
+from stacks_fixtures import Stack, learnt
+from worker_fixtures import Bench
 
 STACK = Stack("areal", "areal_trainer.py", "a real AReaL")
 
@@ -49,6 +52,12 @@ def test_nothing_is_sent_by_the_update_which_is_bit_identical_to_areals_own(rank
         assert found["sent_in_update"] == [0, 0]
         assert found["moved"]
         assert found["weights"]
+
+
+def test_the_service_takes_all_of_it_and_a_worker_trains_on_it(
+    ranks: list[dict[str, Any]], serve: Callable[..., RunningService], bench: Bench
+) -> None:
+    assert learnt([found["kept"] for found in ranks], serve(), bench) == {0: 12, 1: 12}
 
 
 def test_it_says_that_it_is_on_or_off_and_leaves_the_reference_alone(ranks: list[dict[str, Any]]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stacks_fixtures import Stack
+from service_fixtures import RunningService
+from stacks_fixtures import Stack, learnt
+from worker_fixtures import Bench
 
 STACK = Stack("megatron", "megatron_trainer.py", "Megatron-Core")
 WORKING = [
@@ -44,6 +47,13 @@ def test_rank_0_sends_what_one_process_with_all_the_weights_computes(ranks: list
     assert second["requests"] == []
     assert [first["failures"], second["failures"]] == [0, 0]
     assert first["metrics"]["draftalign/dropped"] == 0.0
+
+
+@pytest.mark.parametrize("case", WORKING)
+def test_the_service_takes_all_of_it_and_a_worker_trains_on_it(
+    ranks: list[dict[str, Any]], case: str, serve: Callable[..., RunningService], bench: Bench
+) -> None:
+    assert learnt([found[case]["kept"] for found in ranks], serve(), bench) == {0: 4, 1: 4, 2: 4}
 
 
 def test_a_head_that_could_not_be_queued_is_sent_with_the_next_batch(ranks: list[dict[str, Any]]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stacks_fixtures import Stack
+from service_fixtures import RunningService
+from stacks_fixtures import Stack, learnt
+from worker_fixtures import Bench
 
 STACK = Stack("openrlhf", "openrlhf_trainer.py", "OpenRLHF", {"DS_ACCELERATOR": "cpu"})
 ON_RAY = Stack("openrlhf", "openrlhf_ray.py", "OpenRLHF on Ray", {"DS_ACCELERATOR": "cpu", "RAY_AUTH_MODE": "disabled"})
@@ -44,6 +47,13 @@ def test_the_weights_are_bit_identical_with_and_without_the_hook(ranks: list[dic
     assert [found[case]["weights"] for found in ranks] == [True, True]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_service_takes_all_of_it_and_a_worker_trains_on_it(
+    ranks: list[dict[str, Any]], case: str, serve: Callable[..., RunningService], bench: Bench
+) -> None:
+    assert learnt([found[case]["kept"] for found in ranks], serve(), bench) == {0: 8, 1: 8}
+
+
 def test_what_openrlhf_logs_of_a_training_has_the_hooks_numbers_by_the_guides_line(ranks: list[dict[str, Any]]) -> None:
     """OpenRLHF merges what all ranks return: of rank 0 only."""
     ours = ["draftalign/dropped", "draftalign/overhead_seconds", "policy_loss"]
@@ -54,7 +64,7 @@ def test_what_openrlhf_logs_of_a_training_has_the_hooks_numbers_by_the_guides_li
 def _on_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     out = tmp_path_factory.mktemp("ray")
     found = ON_RAY.ranks(out)
-    return found, json.loads((out / "requests.json").read_text())
+    return found, json.loads((out / "requests.json").read_text()) | {"sent": str(out / "sent")}
 
 
 def test_on_ray_one_line_of_the_runtime_environment_puts_the_hook_on_the_policy_and_on_nothing_else(
@@ -73,3 +83,9 @@ def test_on_ray_each_rank_sends_its_rollouts_of_each_version(
     assert on_ray[1]["versions"] == [0, 0, 1, 1]
     assert on_ray[1]["asked"] == ["POST /rollouts?run=r", "PUT /runs/r", "PUT /runs/r/head"]
     assert on_ray[1]["first_drafter"]
+
+
+def test_what_it_sends_on_ray_is_taken_and_trained_on(
+    on_ray: tuple[list[dict[str, Any]], dict[str, Any]], serve: Callable[..., RunningService], bench: Bench
+) -> None:
+    assert learnt([on_ray[1]["sent"]], serve(), bench) == {0: 8, 1: 8}

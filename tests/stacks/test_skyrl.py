@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stacks_fixtures import Stack
+from service_fixtures import RunningService
+from stacks_fixtures import Stack, learnt
+from worker_fixtures import Bench
 
 STACK = Stack("skyrl", "skyrl_trainer.py", "a real SkyRL")
 
@@ -21,7 +24,7 @@ def _ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_the_first_mini_batch_sees_is_sent_rollout_by_rollout(ranks: list[dict[str, Any]], rank: int) -> None:
     found = ranks[rank]
-    assert found["extended"] == [True] * 5, "by Ray's setup hook, when SkyRL's module was imported"
+    assert found["extended"] == [True] * 6, "by Ray's setup hook, when SkyRL's module was imported"
     # Of two steps with two mini-batches of four, the second one's weights are not those that drew the rollouts.
     stats = {"captured_rollouts": 8, "failures": 0, "skipped_stale": 8, "last_failure": ""}
     assert found["stats"] == stats
@@ -57,6 +60,12 @@ def test_the_update_is_bit_identical_to_skyrls_own(ranks: list[dict[str, Any]]) 
     assert [(found["moved"], found["weights"]) for found in ranks] == [(True, True)] * 2
 
 
+def test_the_service_takes_all_of_it_and_a_worker_trains_on_it(
+    ranks: list[dict[str, Any]], serve: Callable[..., RunningService], bench: Bench
+) -> None:
+    assert learnt([found["kept"] for found in ranks], serve(), bench) == {0: 8, 1: 8}
+
+
 def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
         said, supervised = found["said"]
@@ -64,9 +73,28 @@ def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
         assert said.startswith(f"draftalign is on: SkyRL's rank {rank} sends rollouts to http://127.0.0.1:")
 
 
-def test_fully_async_rollouts_are_sent_with_the_engines_log_probabilities(tmp_path: Path) -> None:
+def test_a_policy_that_resumes_goes_on_from_the_step_of_skyrls_own_checkpoint(
+    tmp_path: Path, serve: Callable[..., RunningService], bench: Bench
+) -> None:
+    ranks = STACK.ranks(tmp_path, "resumed")
+    for found in ranks:
+        assert found["loaded"], "what SkyRL saved"
+        assert [step["versions"] for step in found["steps"]] == [[0, 0], [], [8, 8], []]
+        assert [step["rollouts"] for step in found["steps"]] == [4, 0, 4, 0]
+        assert max(step["features"] for step in found["steps"]) < 2**-7
+        assert found["stats"] == {"captured_rollouts": 4, "failures": 0, "skipped_stale": 4, "last_failure": ""}
+        assert (found["moved"], found["weights"]) == (True, True)
+    assert [found["heads"] for found in ranks] == [["/runs/default"] * 2, []], "each worker's rank 0 registers it"
+    assert learnt([found["kept"] for found in ranks], serve(), bench) == {0: 8, 8: 8}
+
+
+def test_fully_async_rollouts_are_sent_with_the_engines_log_probabilities(
+    tmp_path: Path, serve: Callable[..., RunningService], bench: Bench
+) -> None:
     """Older weights drew them. Those of the second step came without, so they are left out."""
-    for found in STACK.ranks(tmp_path, "async"):
+    ranks = STACK.ranks(tmp_path, "async")
+    assert learnt([found["kept"] for found in ranks], serve(), bench) == {0: 8}
+    for found in ranks:
         stats = {"captured_rollouts": 4, "failures": 0, "skipped_stale": 8, "last_failure": ""}
         assert found["stats"] == stats
         first, *others = found["steps"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stacks_fixtures import Stack
+from service_fixtures import RunningService
+from stacks_fixtures import Stack, learnt
+from worker_fixtures import Bench
 
 STACK = Stack(
     "verl",
@@ -60,6 +63,12 @@ def test_what_verl_logs_of_an_update_has_the_hooks_numbers_on_every_rank(ranks: 
         assert [step["draftalign/dropped"] for step in found["logged"]] == [0.0, 0.0]
         assert all(step["draftalign/overhead_seconds"] > 0 for step in found["logged"])
     assert ranks[0]["logged"] == ranks[1]["logged"], "rank 0's, and no mean over the ranks"
+
+
+def test_the_service_takes_all_of_it_and_a_worker_trains_on_it(
+    ranks: list[dict[str, Any]], serve: Callable[..., RunningService], bench: Bench
+) -> None:
+    assert learnt([found["kept"] for found in ranks], serve(), bench) == {0: 8, 1: 8}
 
 
 def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:

@@ -70,7 +70,7 @@ def worker_of(path: Path) -> Any:
                 infer_max_token_len_per_gpu=40,
                 mixed_precision=precision,
             ),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=0, total_training_steps=10),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-3, lr_warmup_steps=0, total_training_steps=10),
             checkpoint_config=None,
         )
     )

@@ -6,38 +6,40 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from rl_hooks.durable import at_home
 from rl_hooks.errors import AuxLayersError
 
 #: Share of its requests that a vLLM beside the trainer sends: none, as the trainer sends its rollouts.
 ENGINES_SHARE = "DRAFTALIGN_SAMPLE_FRACTION"
+#: Options of a hook that have a variable of their own.
+_OWN_VARIABLE: Final = {
+    "url": "DRAFTALIGN_URL",
+    "run": "DRAFTALIGN_RUN",
+    "token": "DRAFTALIGN_TOKEN",
+    "initial_drafter": "DRAFTALIGN_INITIAL_DRAFTER",
+    "aux_layers": "DRAFTALIGN_AUX_LAYERS",
+}
 #: What a trainer's processes need of it.
-VARIABLES = (
-    "DRAFTALIGN_URL",
-    "DRAFTALIGN_RUN",
-    "DRAFTALIGN_TOKEN",
-    "DRAFTALIGN_INITIAL_DRAFTER",
-    "DRAFTALIGN_AUX_LAYERS",
-    "DRAFTALIGN_HOOK_OPTIONS",
-    ENGINES_SHARE,
-)
+VARIABLES = (*_OWN_VARIABLE.values(), "DRAFTALIGN_HOOK_OPTIONS", ENGINES_SHARE)
+#: Those that the adapter gives, or that no JSON can.
+_NOT_OURS: Final = {"rank", "world_size", "own_log_probs", "drafter_version", "logit_map"}
 _log = logging.getLogger("rl_hooks")
 _Made = TypeVar("_Made")
 
 
-def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made]) -> _Made | None:
-    """What `attach(options)` makes, of `DrafterHook`'s; None where it fails. The trainer goes on without us then.
+def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made], keywords: Any = None) -> _Made | None:
+    """What `attach(options)` makes; None where it fails. The trainer goes on without us then.
 
-    `trainer`, `rank`: for the log.
+    `trainer`, `rank`: for the log. `keywords`: names the hook's options; None: `DrafterKeywords`.
     """
     url = os.environ.get("DRAFTALIGN_URL", "")
     if not url:
         _log.error("draftalign is OFF: DRAFTALIGN_URL=http://host:port is not set")
         return None
     try:
-        made = attach(_options(url))
+        made = attach(_options(url, keywords))
     except Exception:  # noqa: BLE001 - the trainer goes on without us
         _log.exception("draftalign is OFF: this policy's rollouts are not sent")
         return None
@@ -46,8 +48,8 @@ def attached(trainer: str, rank: int, attach: Callable[[dict[str, Any]], _Made])
     return made
 
 
-def _options(url: str) -> dict[str, Any]:
-    """`DrafterHook`'s, as the environment has them."""
+def _options(url: str, keywords: Any) -> dict[str, Any]:
+    """The hook's, as the environment has them."""
     options: dict[str, Any] = {"url": url, "run": os.environ.get("DRAFTALIGN_RUN", "default")}
     if drafter := os.environ.get("DRAFTALIGN_INITIAL_DRAFTER"):
         options["initial_drafter"] = str(at_home(drafter))
@@ -57,10 +59,26 @@ def _options(url: str) -> dict[str, Any]:
         except ValueError as error:
             raise AuxLayersError(f"DRAFTALIGN_AUX_LAYERS must be numbers like 2,14,25, got {layers[:80]!r}") from error
     if more := os.environ.get("DRAFTALIGN_HOOK_OPTIONS"):
-        try:
-            options |= dict(json.loads(more).items())
-        except (ValueError, AttributeError) as error:
-            raise ValueError(
-                f'DRAFTALIGN_HOOK_OPTIONS must be like {{"dtype": "float8_e4m3"}}, got {more[:80]!r}'
-            ) from error
+        options |= _checked(more, keywords)
     return options
+
+
+def _checked(more: str, keywords: Any) -> dict[str, Any]:
+    """What DRAFTALIGN_HOOK_OPTIONS says: options of the hook, by names that it has."""
+    if keywords is None:
+        from rl_hooks.trainer.hook import DrafterKeywords  # now: it loads torch
+
+        keywords = DrafterKeywords
+    try:
+        found = dict(json.loads(more).items())
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f'DRAFTALIGN_HOOK_OPTIONS must be like {{"dtype": "float8_e4m3"}}, got {more[:80]!r}'
+        ) from error
+    takes = sorted(keywords.__optional_keys__ - _OWN_VARIABLE.keys() - _NOT_OURS)
+    for name in found:
+        if name in _OWN_VARIABLE:
+            raise ValueError(f"DRAFTALIGN_HOOK_OPTIONS has {name!r}: set {_OWN_VARIABLE[name]} instead")
+        if name not in takes:
+            raise ValueError(f"DRAFTALIGN_HOOK_OPTIONS has {name[:80]!r}, which is none of {', '.join(takes)}")
+    return found

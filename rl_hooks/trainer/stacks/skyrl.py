@@ -6,7 +6,8 @@ Written against SkyRL 0.3.0. Four questions are answered here:
   old log-probabilities has no such mask.) With `fully_async`, older weights may have drawn some of the tokens, so the
   engines' log-probabilities are needed;
 - version: how often trained weights were sent to the engines (`broadcast_to_inference_engines`): that of the weights of
-  the forward, which gives the features;
+  the forward, which gives the features. SkyRL's trainers send them once a step, and load a checkpoint of step N before
+  they send its weights: so a policy that resumes goes on from N;
 - which forward: the update's, until its first optimizer step: after it the weights are of no version. Those of later
   mini-batches and epochs are counted as `skipped_stale`;
 - which rank sends: each its own rollouts; rank 0 registers the run.
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+import re
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -25,6 +27,9 @@ from rl_hooks.trainer.base import captured, left_out_for_images
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import attached
 from rl_hooks.trainer.stacks.openrlhf import experience_rollouts
+
+#: A policy's part of a checkpoint, as SkyRL's trainers call it.
+_CHECKPOINT: Final = re.compile(r".*global_step_(\d+)/policy/?")
 
 
 class _SkyrlPolicy:
@@ -37,9 +42,17 @@ class _SkyrlPolicy:
             why = "fully_async rollouts are of older weights, and SkyRL's engines give log-probabilities before the"
             raise UnsupportedTrainerError(f"{why} temperature: set it to 1, or use an engine's tap")
         self._worker = worker
-        self.version, self.trained = 0, False
+        self.version, self.trained = int(options.get("policy_version", 0)), False
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.hook = DrafterHook(worker.model.model, **options, rank=rank, world_size=world_size)
+
+    def loaded(self, ckpt_dir: Any) -> None:
+        """A checkpoint was loaded: its step is how often its weights had been trained and sent."""
+        step = _CHECKPOINT.fullmatch(str(ckpt_dir))
+        if step is None:  # its weights get the next version when they are sent
+            why = "a checkpoint was loaded whose folder is no global_step_N/policy: policy versions go on from"
+            self.hook.tally.warn("checkpoint", f"{why} {self.version}")
+        self.version, self.trained = int(step[1]) if step else self.version, step is None
 
     def told(
         self, experience: Any, _weight: float = 1.0, loss_fn: str | None = None, **_: Any
@@ -79,7 +92,7 @@ def extend(kind: Any) -> None:
     if not inspect.iscoroutinefunction(push):
         raise UnsupportedTrainerError("broadcast_to_inference_engines is no coroutine: this is no SkyRL 0.3.0")
 
-    update = kind.forward_backward
+    update, load = kind.forward_backward, kind.load_checkpoint
 
     @functools.wraps(init)
     def init_model(self: Any, *args: Any, **more: Any) -> Any:
@@ -109,6 +122,13 @@ def extend(kind: Any) -> None:
             self.draftalign.trained = True
         return step(self, *args, **more)
 
+    @functools.wraps(load)
+    def load_checkpoint(self: Any, ckpt_dir: Any, *args: Any, **more: Any) -> Any:
+        made = load(self, ckpt_dir, *args, **more)
+        if self.draftalign is not None:
+            self.draftalign.hook.guard(self.draftalign.loaded, ckpt_dir)
+        return made
+
     @functools.wraps(push)
     async def broadcast_to_inference_engines(self: Any, *args: Any, **more: Any) -> Any:
         made = await push(self, *args, **more)
@@ -118,5 +138,5 @@ def extend(kind: Any) -> None:
 
     kind.draftalign = None  # of a worker that has not begun
     kind.init_model, kind._forward_backward_micro, kind.optim_step = init_model, forward_backward_micro, optim_step
-    kind.forward_backward = forward_backward
+    kind.forward_backward, kind.load_checkpoint = forward_backward, load_checkpoint
     kind.broadcast_to_inference_engines = broadcast_to_inference_engines

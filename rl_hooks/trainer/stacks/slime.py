@@ -28,7 +28,7 @@ from torch import nn
 
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.trainer.base import captured
-from rl_hooks.trainer.megatron.hook import MegatronHook, attach
+from rl_hooks.trainer.megatron.hook import MegatronHook, MegatronKeywords, attach
 from rl_hooks.trainer.stacks.environment import attached
 
 #: Where each of them makes a forward of a micro-batch. A process has one of the two.
@@ -136,7 +136,7 @@ def _actor(args: Any, models: Sequence[nn.Module]) -> _Actor | None:
         return None
     if model not in _actors:
         rank = torch.distributed.get_rank()
-        _actors[model] = attached("slime or miles", rank, lambda options: _attach(args, model, options))
+        _actors[model] = attached("slime or miles", rank, lambda said: _attach(args, model, said), MegatronKeywords)
     return _actors[model]
 
 

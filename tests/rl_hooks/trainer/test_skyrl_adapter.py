@@ -63,6 +63,14 @@ class Worker:
     def optim_step(self) -> float:
         return 0.5
 
+    def load_checkpoint(
+        self,
+        ckpt_dir: Any,
+        load_optimizer_states: bool = True,  # noqa: ARG002
+        load_lr_scheduler_states: bool = True,  # noqa: ARG002
+    ) -> dict[str, Any]:
+        return {"world_size": 1, "read": ckpt_dir}
+
     async def broadcast_to_inference_engines(self, engines: str) -> str:
         return engines
 
@@ -86,7 +94,7 @@ def _kind() -> type[Worker]:
     class Extended(Worker):
         pass
 
-    names = ("init_model", "forward_backward", "_forward_backward_micro", "optim_step")
+    names = ("init_model", "forward_backward", "_forward_backward_micro", "optim_step", "load_checkpoint")
     for name in (*names, "broadcast_to_inference_engines"):
         setattr(Extended, name, getattr(Worker, name))  # `extend` works in place
     return Extended
@@ -100,15 +108,58 @@ def sent(worker: Any, service: Receiver) -> list[wire.Header]:
 def test_the_version_rises_where_trained_weights_are_sent(monkeypatch: pytest.MonkeyPatch, kind: type[Worker]) -> None:
     worker: Any = kind()
     with extended(monkeypatch, worker, kind) as service:
-        for step in ("push", "see", "see", "push", "see", "train", "see", "train", "push", "see", "push", "see"):
-            if step == "push":
-                assert asyncio.run(worker.broadcast_to_inference_engines("them")) == "them"
-            elif step == "train":
-                assert worker.optim_step() == 0.5
-            else:
-                worker._forward_backward_micro(experience(), 1.0)
-        assert [int(one.metadata["policy_version"]) for one in sent(worker, service)] == [0, 0, 0, 1, 1]
+        steps = ("push", "see", "see", "push", "see", "train", "see", "train", "push", "see", "push", "see")
+        assert versions(worker, service, *steps) == [0, 0, 0, 1, 1]
+        assert asyncio.run(worker.broadcast_to_inference_engines("them")) == "them"
+        assert worker.optim_step() == 0.5
         assert worker.draftalign.hook.stats()["skipped_stale"] == 2, "the rollouts of the pass after an update"
+
+
+def versions(worker: Any, service: Receiver, *steps: str) -> list[int]:
+    """Those of what is sent in these steps: push, see, train, or the folder of a checkpoint that is loaded."""
+    for step in steps:
+        if step == "push":
+            asyncio.run(worker.broadcast_to_inference_engines("them"))
+        elif step == "train":
+            worker.optim_step()
+        elif step == "see":
+            worker._forward_backward_micro(experience(), 1.0)
+        else:
+            assert worker.load_checkpoint(ckpt_dir=step, load_optimizer_states=True)["read"] == step
+    return [int(one.metadata["policy_version"]) for one in sent(worker, service)]
+
+
+def test_a_policy_that_resumes_goes_on_counting_where_its_checkpoint_stands(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Worker]
+) -> None:
+    """SkyRL's trainers load, then send the weights, then train; they save step N before they send its weights."""
+    worker: Any = kind()
+    with extended(monkeypatch, worker, kind) as service:
+        path = "/ckpts/global_step_9/run/global_step_7/policy"
+        steps = (path, "push", "see", "train", "push", "see", "train", path, "push", "see")
+        assert versions(worker, service, *steps) == [7, 8, 7]
+        registered = next(one for one in service.requests if one.method == "PUT")
+        assert wire.parse_header(registered.body).metadata["policy_version"] == "0", "when its model was made"
+        assert worker.draftalign.hook.stats()["failures"] == 0
+
+
+def test_the_weights_of_a_checkpoint_that_says_no_step_get_the_next_version_when_they_are_sent(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """SkyRL's Tinker server unpacks each checkpoint into a temporary folder."""
+    worker: Any = kind()
+    with extended(monkeypatch, worker, kind) as service:
+        steps = ("push", "see", "/staging/tmp3x/", "see", "push", "see", "/ckpts/global_step_x/policy", "push", "see")
+        assert versions(worker, service, *steps) == [0, 1, 2]
+        assert worker.draftalign.hook.stats()["skipped_stale"] == 2, "between loading and sending"
+    assert caplog.text.count("whose folder is no global_step_N/policy: policy versions go on from 0") == 1
+
+
+def test_versions_begin_where_the_options_say(monkeypatch: pytest.MonkeyPatch, kind: type[Worker]) -> None:
+    monkeypatch.setenv("DRAFTALIGN_HOOK_OPTIONS", '{"policy_version": 5}')
+    worker: Any = kind()
+    with extended(monkeypatch, worker, kind) as service:
+        assert versions(worker, service, "push", "see", "train", "push", "see") == [5, 6]
 
 
 def test_fully_async_rollouts_need_the_engines_log_probabilities(
