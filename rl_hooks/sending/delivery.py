@@ -56,7 +56,7 @@ _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the t
 def _may_pass(job: Job, status: int, kind: object) -> bool:
     """Whether a refusal may end, by itself or by what a person does. `kind`: the type of its problem document.
 
-    A job with `keep` is also sent again after a token is refused, and after any refusal that is a proxy's.
+    A job with `keep` is also sent again after 401 and 403, and after any refusal by a proxy.
     """
     if status == 429 or status >= 500 or status in job.retry_statuses or kind in _TAKES_A_PERSON:
         return True
@@ -114,7 +114,7 @@ class ServiceClient:
     def deliver(self, job: Job, pause: Callable[[float], bool]) -> str:
         """Send a job until it is accepted or given up. Returns the counter to raise.
 
-        `pause` waits for so many seconds, and returns True to stop trying.
+        `pause` waits for the seconds that it is given, and returns True to stop trying.
         """
         if self.refused:  # queued before that was known
             return "dropped_error"
@@ -224,7 +224,7 @@ class ServiceClient:
         """
         total, reason = fields.get("dead_total"), fields.get("last_dead_reason")
         if type(total) is not int or not isinstance(reason, str):
-            return  # this answers no batch
+            return  # this answer has no count: of a head, say
         # Batches that died before the first answer are another trainer's. A smaller total: the run was deleted and
         # registered again, or Redis was emptied, and the count began at 0.
         before = total if self._dead_total is None else min(self._dead_total, total)

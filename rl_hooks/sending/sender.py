@@ -32,7 +32,7 @@ logger = logging.getLogger("rl_hooks")
 QUEUE_BYTES: Final = 1 << 30
 #: Largest rollout file: the service takes 512 MiB, unless its `max_body_bytes` says otherwise.
 _LARGEST_FILE_BYTES: Final = 511 << 20
-#: A file holds a quarter of the queue's bytes at most: the rollouts of one forward may be more than fit into the queue.
+#: Rollouts share a file up to a quarter of the queue's bytes: those of one forward may be more than fit into the queue.
 _FILES_IN_QUEUE: Final = 4
 
 #: While `flush` waits, the log says so at this interval. Then it waits so long, by default, for how the run stands.
@@ -193,7 +193,7 @@ class RolloutSender:
     def metrics(self) -> dict[str, float]:
         """Numbers for a trainer's own log, `draftalign/...`. It waits for nothing and asks nobody.
 
-        Numbers that are older than a minute, or that the service does not know, are left out.
+        Numbers of the service that are older than a minute, or that it does not know, are left out.
         """
         sent = self.stats()
         dropped = sum(sent[f"dropped_{why}"] for why in ("full", "error", "closed"))
@@ -217,7 +217,7 @@ class RolloutSender:
             }
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until everything queued was sent or dropped. Returns False if `timeout_seconds` passed first.
+        """Wait until everything queued was sent or dropped. Returns False if the time was over first.
 
         None: as long as files arrive, at most `patience_seconds` for the next one, and 300 s in all. Every 10 s the log
         says how much waits. A sender that `asks` how the run stands does so once more at the end, if time is left.

@@ -102,7 +102,7 @@ class Closing:
     """Closed at the end of its `with` block; after an error within seconds, so that the error is seen soon."""
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Close. Returns whether nothing was lost."""
+        """Close. Returns False if requests were left that were not sent in time."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -116,7 +116,10 @@ class TrainerHook(Closing):
     """A hook's counters, sender and session."""
 
     def __init__(self, url: str, options: HookOptions, *, asks: bool, waits_for_run: bool) -> None:
-        """`asks`: this rank asks the service how the run stands. `waits_for_run`: another rank registers it."""
+        """`asks`: this rank asks the service how the run stands.
+
+        `waits_for_run`: the run may be registered only later, by another rank or in a forward, so 404 is retried.
+        """
         #: Counters, and the newest failure.
         self.tally = Tally(logging.getLogger("rl_hooks"), *COUNTERS)
         #: Runs our own work, times it, and keeps its failures from the trainer.
@@ -133,7 +136,7 @@ class TrainerHook(Closing):
             retry_statuses=frozenset({404}) if waits_for_run else frozenset(),
             asks=asks,
         )
-        #: The id of this start of the trainer.
+        #: By which the service knows this start of the trainer from others.
         self.session = Session(options.run, options.rank, options.world_size)
         if told := self.guard(rank_warning, options.rank, options.world_size):
             self.tally.warn("ranks", told)
@@ -161,19 +164,19 @@ class TrainerHook(Closing):
     def metrics(self) -> dict[str, float]:
         """Numbers for the trainer's own log, `draftalign/...`: `wandb.log(hook.metrics())`. It waits for nothing.
 
-        Numbers that are older than a minute, or that the service does not know, are left out.
+        Numbers of the service that are older than a minute, or that it does not know, are left out.
         """
         return self.sender.metrics()
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until everything captured was sent or dropped. Returns False if `timeout_seconds` passed first.
+        """Wait until everything captured was sent or dropped. Returns False if the time was over first.
 
         None: as long as files arrive, at most `patience_seconds` for the next one, and 300 s in all.
         """
         return self.sender.flush(timeout_seconds)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Capture nothing more, send what is queued as `flush` does, drop the rest. True if nothing was lost."""
+        """Capture nothing more, send what is queued as `flush` does, drop the rest. True if there was no rest."""
         return self.sender.close(timeout_seconds)
 
 

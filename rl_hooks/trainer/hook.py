@@ -7,9 +7,9 @@
 
 Only rows of sampled rollouts are copied. Their normalisers are computed inside the forward, from its own logits or
 where the trainer has the whole head (FSDP2 and ZeRO-3 have it nowhere else). That takes no collective of ours. A
-background thread sends whole rollouts. No failure of ours reaches the trainer unless `strict=True`. A failure is
-counted (`failures`), the newest is in `stats()["last_failure"]`, each kind is logged once, and the step goes on without
-a rollout.
+background thread sends them whole; one that is too long for a file is cut (`cut_long`). No failure of ours reaches the
+trainer unless `strict=True`. A failure is counted (`failures`), the newest is in `stats()["last_failure"]`, each kind
+is logged once, and the step goes on without a rollout.
 
 The forward must run with the weights that generated the rollouts, and with PEFT the adapter must be active.
 
@@ -121,7 +121,7 @@ class ForwardReader:
 
     @contextmanager
     def armed_for_head(self, policy_version: int) -> Iterator[None]:
-        """Read only the head, of a forward without sent rollouts: rank 0 registers the run and sends it for all."""
+        """Read the head of a forward without sent rollouts: rank 0 registers the run and sends the head, for all."""
         registrar = self._registrar
         if registrar is None or not registrar.wants(policy_version):
             yield
@@ -163,7 +163,7 @@ class ForwardReader:
     def _at_head(
         self, plan: BatchPlan, targets: Targets, expected: Kind | None, head_VH: Tensor
     ) -> Scores | Tensor | None:
-        """Register or send the head, which is whole now, and do the part of scoring that needs it."""
+        """Register the run or send the head, which is whole now, and do the part of scoring that needs it."""
         if self._registrar is not None:
             self._registrar.saw(head_VH, plan.policy_version)
         self._staging.see_head(targets, self.features.normed(), head_VH)
@@ -242,7 +242,7 @@ class DrafterHook(TrainerHook):
             with self._reader.armed(plan, targets):
                 yield
             self.guard(self._submit, plan, targets)
-        finally:  # also if the trainer's forward raises: it needs the device's memory
+        finally:  # also if the trainer's forward raises: the trainer needs the device's memory
             self._reader.clear()
 
     def stats(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class DrafterHook(TrainerHook):
         return super().metrics() | {"draftalign/overhead_seconds": self.overhead_seconds}
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Remove the hooks, send what is queued as `flush` does, drop the rest. True if nothing was lost."""
+        """Remove the hooks, send what is queued as `flush` does, drop the rest. True if there was no rest."""
         self._closed = True
         self._reader.close()
         return super().close(timeout_seconds)

@@ -69,7 +69,7 @@ class ServedPointer:
         return cls(str(version), sequence, reason, moved, held)
 
     def offered(self, manifest: Manifest) -> Manifest:
-        """The version's manifest, with the sequence number and reason of this offer."""
+        """The version's manifest, with the sequence number, the reason and the `override_canary` of this offer."""
         of = {"sequence": self.sequence, "reason": self.reason, "override_canary": self.moved.override_canary}
         return manifest.model_copy(update=of)
 
@@ -159,7 +159,7 @@ class Registry(Versions):
         """Turn a staged directory into the next version and point `latest` at it (compare-and-set).
 
         `instead_of`: the version that it was judged against; None if nothing was served. Raises `LatestMoved` if
-        another version is served now, `LatestHeld` if a person holds it, and `ObjectStoreError`.
+        another version is served now, `LatestHeld` if a person holds it, `ObjectStoreError` if `drafters_url` fails.
         """
         files, digest = digests_of(staged)
         self._store(run, digest, files, staged)

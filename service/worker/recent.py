@@ -4,7 +4,7 @@ No rollout is held out. The gate judges on rollouts that have just arrived, befo
 (`service.worker.promotion`). It leaves out rollouts whose prompt is in here, because their siblings were trained on.
 
 Batches are kept as the files in which they came (`runs/<run>/worker/recent/`). The newest `capacity_tokens` tokens of
-them stay, and no more bytes than are free on the disk.
+them stay, and no more bytes than the disk has free besides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("draftalign.worker")
 
 #: Rollouts for which there was no memory are left out of so many trainings, and then tried again.
 _LIMITED_TRAININGS: Final = 64
-#: After so many trainings in a row, a minute apart, that ran out of memory with nothing to leave out, none is trained.
+#: After so many trainings in a row, a minute apart, that ran out of memory with nothing to leave out, all is left out.
 _HOPELESS_TRAININGS: Final = 60
 
 
@@ -70,7 +70,7 @@ Drawn = list[tuple[KeptBatch, list[int]]]
 
 @dataclass
 class LengthLimit:
-    """The length above which rollouts are not trained on, since memory ran out with such. None: no limit; 0: all.
+    """Rollouts of more `tokens` are left out, since memory ran out with such. None: no limit; 0: all are left out.
 
     A window holds whole rollouts, so a smaller `step_tokens` would not help. After some `trainings` the long ones are
     tried again: another process may have had the memory.
@@ -81,10 +81,10 @@ class LengthLimit:
     hopeless: int = 0  # trainings in a row that failed with nothing to leave out
 
     def tighten(self, lengths: npt.NDArray[np.int64], step_tokens: int) -> bool:
-        """Lower the limit by the longer half of the rollouts above `step_tokens`. Returns whether it was lowered.
+        """Lower the limit: leave out the longer half of the rollouts above `step_tokens`. Returns whether it did.
 
-        If no rollout would be left, the limit stays. After `_HOPELESS_TRAININGS` of such calls all rollouts are left
-        out, and batches are only scored.
+        If no rollout would be left, the limit stays. After `_HOPELESS_TRAININGS` of such calls in a row all rollouts
+        are left out, and batches are only scored.
         """
         suspects = np.sort(lengths[lengths > step_tokens])
         most = int(suspects[(len(suspects) - 1) // 2]) - 1 if len(suspects) else 0
@@ -112,7 +112,8 @@ class RecentRollouts:
         self._run = run
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
-        # Listed before the checkpoint is read, so that no successor's files are among them (docs/guide/failures.md).
+        # Listed before the checkpoint is read: files that a successor adds in between must not look like strays
+        # (docs/guide/failures.md, "What a paused process can do").
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
         self.limit = LengthLimit()
@@ -309,7 +310,7 @@ class Task:
             yield drawn
 
     def order(self) -> dict[str, Any]:
-        """The task as JSON, with a batch as the name of its file."""
+        """The task as JSON. A batch is the name of its file and its known rollouts."""
         batches = {part: [[k.name, k.known] for k in getattr(self, part)] for part in ("newest", "older")}
         return batches | {name: getattr(self, name) for name in ("passes", "step_tokens", "seed", "longest")}
 

@@ -85,13 +85,14 @@ class RecentTicks:
         several_strata: bool,
         rollouts_per_tick: int,
     ) -> Change | None:
-        """Take the change apart, since the alarm of the lane that rose last. `alarms`: the lanes above their limits.
+        """Take the change apart, over the ticks since the fall began. `alarms`: the lanes above their limits.
 
+        The one among them whose statistic was 0 last says when it began. Without an alarm it is over the last 16 ticks.
         `sd`: standard deviation of a tick, in tokens per round. `uncertainty`: variance of the baseline, in sd².
-        `owed`: how much α has fallen by versions that were proven worse since the baseline was set, at most 0, in
+        `owed`: by how much versions that were proven worse have changed α since the baseline was set, at most 0, in
         tokens per round. The baseline has not fallen with them. So this is their part of the change, even if a small
         loss raised the statistic only some ticks later.
-        `several_strata`: whether the prompts' part can be known.
+        `several_strata`: False: there is one stratum, and the prompts' part is not known.
         """
         if not self.rows:
             return None

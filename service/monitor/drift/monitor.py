@@ -16,9 +16,9 @@ S > h. The limit h follows from the wanted alarm rate by Siegmund's formula. Not
   half its limit are left out: a fall must not widen the limits that are to detect it.
 * While the baseline is learnt, the residual is scaled by 1 / sqrt(1 + q), with q the baseline's variance in units of
   the tick's. These recursive residuals are independent and of unit variance, however short the history is.
-* A frozen baseline is raised after a rise that has lasted for as many ticks as a baseline is learnt from. A CUSUM
-  upwards, with the slowest lane's k and h, detects the rise. While that is above half its limit, and after it raised
-  the baseline, the sd of before is kept, because the rise is no noise. If α comes back, it was noise.
+* A frozen baseline is raised to a rise that has lasted for as many ticks as a baseline is learnt from. What falls after
+  that is a fall. A CUSUM upwards, with the slowest lane's k and h, detects the rise. While it is above half its limit,
+  and after it raised the baseline, the sd of before is kept, because the rise is no noise. If α comes back, it was.
 * When another drafter is served, the baseline is moved to it: `rebase`. The difference is measured on rollouts that
   came after the change (`Succession`). The gate's gain is not used. The gate publishes drafters that looked good on its
   evidence, so its gains are too large on average, and a baseline that adds them up rises above what any drafter can do.

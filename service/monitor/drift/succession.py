@@ -9,8 +9,8 @@ from typing import Final
 
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
 
-#: If more batches in a row than this were not scored with the watched version, it is taken for deleted. Fewer may have
-#: been scored before it became the watched version.
+#: So many batches in a row that were scored with the previous version alone may have been scored before the change.
+#: After more, or if a batch has neither version, the watched one is taken for deleted.
 _SCORED_BEFORE: Final = 64
 #: Number of versions whose order is remembered. No engine is further behind.
 _OFFERED_VERSIONS: Final = 32

@@ -60,8 +60,8 @@ class Account:
     """One reporter's account: sums `[rounds, accepted tokens]` by drafter, and its separate records, oldest first.
 
     `blocks`: its last rounds, for the comparison of live with replay α. `steps`: the times of its steps, cumulative, by
-    its last report that had some. `lives`: names of the last lives of its counts, the newest last. `behind`: a version
-    that `latest` has replaced and that was reported last, the time of that report, and `AcceptanceRecord.behind`.
+    its last report that had some. `lives`: names of the last lives of its counts, the newest last. `behind`, if it
+    drafts with a replaced version: that version, the time of its last report, and `AcceptanceRecord.behind`.
     """
 
     sums: dict[str, list[int]] = field(default_factory=dict)
@@ -120,11 +120,12 @@ class Account:
             self.apart.append(key)
 
     def note(self, report: AcceptanceRecord, *, outdated: bool) -> float | None:
-        """Note whether `latest` names another version than the report's. Returns for how many seconds it has.
+        """Note whether `latest` names another version than the report's. Returns for how many seconds; None: no.
 
-        Only times of reports are compared: the clocks of hosts that publish and that take reports in may differ.
+        Only times of reports are compared: the clocks of hosts that publish and that take reports in may differ. A
+        silence of over 3 min is not counted.
         """
-        if report.final or not report.ours:  # the engine has another drafter loaded by now
+        if report.final or not report.ours:  # nothing more is counted here, or it is no drafter of ours
             return None
         version, last, seconds = self.behind or ("", 0.0, 0.0)
         if not outdated:
@@ -188,7 +189,7 @@ class _Changes:
             self.live.append((live_name(record, returns), str(record.rounds), str(emitted), record.reported))
 
     def text(self) -> str:
-        """The arguments of the script. Numbers are text, because Lua's have 53 bits."""
+        """The script's argument. Sums are text in it, because Lua's numbers have 53 bits."""
         document = {
             "set": [(name, written(record)) for name, record in self.set.items()],
             "del": self.delete,
@@ -273,7 +274,7 @@ class EngineCounts:
         return account.blocks if booked else None
 
     async def _part(self, reporter: str, record: AcceptanceRecord, changes: _Changes, returns: Sequence[int]) -> None:
-        """Add up a record of an attempt that the trainer has abandoned."""
+        """Add up a record of an abandoned attempt, or of an ended life."""
         target = older_key(reporter, str(record.drafter_version))
         changes.fold(record, target, await self._record(target), record.drafter_version)
         changes.pool(record, returns)
@@ -359,7 +360,7 @@ def acceptance_key(reporter: str, drafter_version: str, policy_version: int | No
 
 
 def older_key(reporter: str, drafter: str | None) -> str:
-    """Identity of the record to which a reporter's older ones are added: one a drafter version; None: the oldest."""
+    """Identity of the sum of a reporter's older records with a drafter version; None: with forgotten ones."""
     return f"{reporter}/{drafter or ''}/older"
 
 
@@ -387,8 +388,8 @@ def _parted(previous: AcceptanceRecord, newer: Sequence[tuple[str, int | None]],
 def live_name(record: AcceptanceRecord, returns: Sequence[int]) -> str:
     """Identity of the live sum to which a record is added. `returns`: Unix ms at which trainers went back, ascending.
 
-    The last return before the report is part of the identity, so that attempts have sums of their own. Older sums, and
-    those of a run's first attempt, have none.
+    The last return before the report is part of the identity, so that attempts have sums of their own. Sums of a run's
+    first attempt have none, nor have those that an older service added up.
     """
     before = [at for at in returns if at / 1000.0 <= record.reported]
     return json.dumps([record.method, record.drafter_version, record.policy_version, *before[-1:]])
