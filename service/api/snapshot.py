@@ -250,7 +250,7 @@ def _true_now(snapshot: RunSnapshot, found: Sequence[Attempt[Any]], settings: Se
         "headroom": headroom,
         "worth": to_jsonable_python(snapshot.worth),
         "headline": to_jsonable_python(headline(facts)),
-        "cause": None if facts.cause is None else _cause_document(facts.cause),
+        "cause": None if facts.cause is None else cause_document(facts.cause),
     }
 
 
@@ -260,7 +260,7 @@ def _attempt_line(attempt: Attempt[Any]) -> dict[str, Any]:
     return {"began": attempt.began, "batches": len(policies), "first_policy": low, "last_policy": high}
 
 
-def _cause_document(why: Cause) -> dict[str, Any]:
+def cause_document(why: Cause) -> dict[str, Any]:
     """Changes as fractions of α, with the ends of their 95 % intervals."""
 
     def fractions(change: Estimate) -> dict[str, float]:

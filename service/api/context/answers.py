@@ -264,9 +264,9 @@ class Fraction(BaseModel):
 
 
 class CauseLine(BaseModel):
-    """Why α fell."""
+    """Why α fell; `cause` is null where no part of the change is a fall beyond chance."""
 
-    cause: str
+    cause: str | None
     text: str
     rollouts: int
     parts: dict[str, Fraction]

@@ -21,8 +21,10 @@ from service.api.acceptance import AcceptanceReply
 from service.api.app import create_app
 from service.api.context import answers
 from service.api.rollouts.batches import Receipt, WarningCode
+from service.api.snapshot import cause_document
+from service.monitor.drift.cause import Cause
 from service.monitor.events import GateEvidence, Refused
-from service.monitor.records import WorkerGauges
+from service.monitor.records import Estimate, WorkerGauges
 from service.settings import Settings
 from service.storage.queue.keys import DeathCode
 
@@ -174,3 +176,8 @@ def test_what_lasts_until_a_person_acts_names_no_time_to_ask_again() -> None:
     statuses = {kind: {s for s, k in raised() if k == kind} for kind in ("too-many-runs", "run-damaged")}
     assert statuses == {"too-many-runs": {403}, "run-damaged": {500}}
     assert "Retry-After" not in problems.as_problem(RequestValidationError([{"loc": ("q", "x"), "msg": "m"}])).headers
+
+
+def test_a_change_that_has_no_cause_is_as_declared() -> None:
+    why = Cause(None, "no part of the change is a fall beyond chance", None, 64, {"policy": Estimate(0.1, 0.01)}, None)
+    assert answers.CauseLine.model_validate(cause_document(why), strict=True).cause is None
