@@ -22,7 +22,7 @@ from service.cli.main import app
 from service.settings import Settings
 
 EIGHT = DrafterConfig.from_target(POLICIES["8b"], (2, 18, 33), 32_000)
-#: A rank's files are of 66 MiB.
+#: A rank's files are of 60 MiB.
 GIVEN = Deployment(EIGHT, 120.0, 128, 1024, ranks=64, engines=8, head_share=0.0)
 STORE = {"rollouts_url": "s3://bucket/rollouts"}
 DRAFTERS = {"drafters_url": "s3://bucket/drafters"}
@@ -91,16 +91,22 @@ def test_nothing_of_a_copy_in_a_directory_can_be_signed_so_the_api_sends_its_own
     assert traffic(drafters_url="file:///copy").cores == traffic().cores
 
 
-def test_the_worker_waits_for_what_it_brings_from_the_store() -> None:
-    """Nothing is fetched ahead: each byte at the line's rate, and its SHA-256."""
-    given = replace(GIVEN, network_gbit=1.0)
+@pytest.mark.parametrize(("tokens", "urls"), [(1024, STORE), (1024, STATE), (64, STATE)])
+def test_the_worker_waits_for_what_it_brings_from_the_store(tokens: int, urls: dict[str, str]) -> None:
+    """Nothing is fetched ahead: each byte at the line's rate, and its SHA-256. Without a shared directory, of all."""
+    given = replace(GIVEN, network_gbit=1.0, tokens=tokens)
     bytes_of_step = traffic(given).step_bytes
-    bare, brings = (Work.of(given, Settings(**urls), GPU_TFLOPS) for urls in ({}, STORE))  # type: ignore[arg-type]
+    bare, brings = (Work.of(given, Settings(**urls), GPU_TFLOPS) for urls in ({}, urls))  # type: ignore[arg-type]
     assert brings.bring > bytes_of_step / (1e9 / 8)
     assert brings.score - bare.score == brings.passed_over - bare.passed_over == pytest.approx(brings.bring)
-    assert facts(given, **STORE)["worker_gpus"].value > facts(given)["worker_gpus"].value
+    assert facts(given, **urls)["worker_gpus"].value > facts(given)["worker_gpus"].value
     assert brings.rate(64) < (brings.train + brings.score) / brings.bring  # one rank brings, and the others wait
     assert brings.rate(8) < bare.rate(8)
+
+
+def test_small_files_are_in_the_spool_where_hosts_share_a_directory() -> None:
+    small = replace(GIVEN, tokens=64)
+    assert Work.of(small, Settings(**STORE), GPU_TFLOPS).bring == 0  # type: ignore[arg-type]
 
 
 def test_hosts_that_share_no_directory_fetch_each_drafter_and_the_api_puts_what_came_through_it() -> None:
