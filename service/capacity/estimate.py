@@ -47,9 +47,11 @@ DOWNLOAD_CPU: Final = 0.73
 ANSWER_CPU: Final = 0.003
 _DRAFTER_FILES: Final = 2
 #: Likewise, where hosts share an object store and no directory: of a file or a head that the API then puts there, a GiB
-#: of it, and a GiB of a drafter that its host fetches.
+#: of it, and what a head takes more; of a drafter that its host fetches, and a GiB of it.
 STORE_POST_CPU: Final = 0.005
 STORE_CPU: Final = 2.0
+STORE_HEAD_CPU: Final = 0.02
+FETCH_POST_CPU: Final = 0.035
 FETCH_CPU: Final = 2.5
 #: An engine reports so often.
 REPORT_SECONDS: Final = 5.0
@@ -119,7 +121,8 @@ class Traffic:
     def head_cpu(self) -> float:
         """CPU seconds of the API for the heads of a run, a step in mean."""
         size = head_bytes(self.plan.drafter)
-        return self.plan.head_share * (HEAD_POST_CPU + size / GIB * HEAD_CPU + self._copy_cpu(size))
+        put = self._copy_cpu(size) + (STORE_HEAD_CPU if self.mirrored else 0.0)
+        return self.plan.head_share * (HEAD_POST_CPU + size / GIB * HEAD_CPU + put)
 
     def _copy_cpu(self, size: float) -> float:
         """CPU seconds in which the API puts what came into the store that hosts share, if they share one."""
@@ -130,11 +133,12 @@ class Traffic:
         """API cores for all runs, in mean, by what they do."""
         plan, publish = self.plan, drafter_bytes(self.plan.drafter)
         download = _DRAFTER_FILES * ANSWER_CPU + (0 if self.drafters_by_store else publish / GIB * DOWNLOAD_CPU)
+        fetch = FETCH_POST_CPU + publish / GIB * FETCH_CPU if self.mirrored else 0.0
         download *= min(1.0, plan.step_seconds / max(self.outward, 1e-9))  # engines that are late leave versions out
         seconds = {  # of a step of a run
             "rollouts": self.files * self.file_cpu,
             "heads": self.head_cpu,
-            "downloads": plan.engines * download + (publish / GIB * FETCH_CPU if self.mirrored else 0.0),
+            "downloads": plan.engines * download + fetch,
             "reports": plan.engines * (PUSH_CPU + REPORT_CPU / REPORT_SECONDS * plan.step_seconds),
         }
         return {name: plan.runs * value / plan.step_seconds for name, value in seconds.items()}

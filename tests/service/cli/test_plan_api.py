@@ -58,6 +58,36 @@ def test_a_file_costs_the_api_what_was_measured(tokens: int, measured_ms: float)
     assert file.file_cpu * 1000 == pytest.approx(measured_ms, rel=0.25)
 
 
+@pytest.mark.parametrize(("mib", "alone_ms", "in_a_store_ms"), [(4, 38.5, 71.0), (64, 138.5, 281.0)])
+def test_a_head_costs_the_api_what_was_measured(
+    mib: int, alone_ms: float, in_a_store_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/lab/performance.md, "What the plan takes a head and a download for"; this and the next test."""
+    monkeypatch.setattr("service.capacity.estimate.head_bytes", lambda _: mib << 20)
+    given = replace(GIVEN, head_share=1.0)
+    planned = [traffic(given, **urls).head_cpu * 1000 for urls in ({}, STATE)]
+    assert planned == pytest.approx([alone_ms, in_a_store_ms], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("mib", "engines", "urls", "measured_ms"),
+    [
+        (4, 1, {}, 5.9 + 3.0),  # its two files
+        (64, 1, {}, 39.5 + 3.0),
+        (256, 1, {}, 162.5 + 3.0),
+        (64, 1, DRAFTERS, 2.8 * 2),
+        (4, 0, STATE, 45.0),  # the API's host fetches it
+        (64, 0, STATE, 192.0),
+    ],
+)
+def test_a_drafter_costs_the_api_what_was_measured(
+    mib: int, engines: int, urls: dict[str, str], measured_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.capacity.estimate.drafter_bytes", lambda _: mib << 20)
+    planned = traffic(replace(GIVEN, engines=engines), **urls).cores_of["downloads"] * GIVEN.step_seconds
+    assert planned * 1000 == pytest.approx(measured_ms, rel=0.25)
+
+
 def test_with_object_stores_a_deployment_fits_that_does_not_without() -> None:
     given = replace(GIVEN, runs=30)
     for urls, fits in (({}, False), (STORE, False), (DRAFTERS, False), (STORE | DRAFTERS, True)):
