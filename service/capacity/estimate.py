@@ -174,6 +174,18 @@ class Traffic:
         return self.plan.runs * copies * drafter_bytes(self.plan.drafter) / self.line
 
     @property
+    def copied_bytes(self) -> float:
+        """What the API puts into the store that hosts share, of a step of a run: heads, files that come through it."""
+        if not self.mirrored:
+            return 0.0
+        return self.head_bytes + (0.0 if self.by_store else self.step_bytes)
+
+    @property
+    def outward_load(self) -> float:
+        """Share of the line that all runs take outward."""
+        return (self.outward + self.plan.runs * self.copied_bytes / self.line) / self.plan.step_seconds
+
+    @property
     def fetch(self) -> float:
         """Seconds in which an engine then has it from the object store, at the line's rate."""
         return drafter_bytes(self.plan.drafter) / self.line if self.drafters_by_store else 0.0
@@ -353,14 +365,15 @@ def _of_hook(traffic: Traffic) -> Fact:
 
 def _of_download(traffic: Traffic) -> Fact:
     plan, publish = traffic.plan, drafter_bytes(traffic.plan.drafter)
-    seconds, load = traffic.outward + traffic.fetch, traffic.outward / plan.step_seconds
+    seconds, load = traffic.outward + traffic.fetch, traffic.outward_load
+    put = f"; the API puts {traffic.copied_bytes / GIB:,.2f} GiB a step of a run into the store" * traffic.mirrored
     if traffic.drafters_by_store:
         text = f"the worker puts {publish / GIB:.2f} GiB of each run into the object store; engines have it from there"
-        return Fact(seconds, "s", "assumed", f"{text}, at this line's rate if the store serves all at once", load)
+        return Fact(seconds, "s", "assumed", f"{text}, at this line's rate if the store serves all at once{put}", load)
     text = (
         f"{plan.runs * plan.engines * publish / GIB:,.1f} GiB at a publish of each run; an engine {publish / GIB:.2f}"
     )
-    return Fact(seconds, "s", "arithmetic", text, load)
+    return Fact(seconds, "s", "arithmetic", text + put, load)
 
 
 def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, pause: float) -> float:

@@ -148,6 +148,18 @@ def test_hosts_that_share_no_directory_fetch_each_drafter_and_the_api_puts_what_
     assert traffic(**STATE).file_cpu == traffic(**STORE).file_cpu
 
 
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_what_the_api_puts_into_the_store_takes_the_line_outward(tokens: int) -> None:
+    given = replace(GIVEN, tokens=tokens, head_share=1.0, runs=3)
+    own, shared = (facts(given, **urls)["download"] for urls in ({}, STATE))
+    assert own.load is not None
+    assert shared.load is not None
+    through = traffic(given).step_bytes if tokens == 64 else 0.0  # larger files go past the API
+    seconds = 3 * (head_bytes(EIGHT) + through) / (100e9 / 8)
+    assert (shared.load - own.load) * given.step_seconds == pytest.approx(seconds)
+    assert own.value == shared.value
+
+
 # --- heads and drafters
 
 
