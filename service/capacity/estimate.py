@@ -23,7 +23,7 @@ from service.capacity.sizes import (
     sent_file,
     tokens_a_file,
 )
-from service.capacity.work import GPU_TFLOPS, Work, by_store
+from service.capacity.work import GPU_TFLOPS, Work, bring_seconds, by_store
 from service.monitor.worth import step_speedup
 from service.settings import Settings
 
@@ -70,6 +70,8 @@ _KEPT_DAYS: Final = 7
 #: `maxmemory` of the Redis that `draftalign up`, compose and Kubernetes start.
 REDIS_BYTES: Final = 512 << 20
 _DAY_SECONDS: Final = 86_400
+#: From this share of an API process' core on, what would take work off it is named.
+_ADVISED_LOAD: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,12 +310,15 @@ def _of_wire(traffic: Traffic) -> Fact:
 
 
 def _of_api_cores(traffic: Traffic, settings: Settings) -> Fact:
-    """With what an object store would take off."""
+    """With what an object store would take off, and cost, where the API has much to do."""
     text = f"of the API, of which one process takes one ({_listed(traffic.cores_of, 1)})"
-    for name in ("rollouts_url", "drafters_url"):
-        other = Traffic(traffic.plan, settings.model_copy(update={name: "s3://"}))
+    for name in ("rollouts_url", "drafters_url") if traffic.cores >= _ADVISED_LOAD else ():
+        changed = settings.model_copy(update={name: "s3://"})
+        other = Traffic(traffic.plan, changed)
         if other.cores < 0.95 * traffic.cores:
             text += f"; with DRAFTALIGN_{name.upper()} (an object store) {other.cores:,.3g}"
+            if waits := bring_seconds(traffic.plan, changed) - bring_seconds(traffic.plan, settings):
+                text += f", and the worker waits {waits:,.1f} s a step of a run for files"
     return Fact(traffic.cores, "cores", "measured on two cores", text, traffic.cores)
 
 

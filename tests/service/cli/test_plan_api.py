@@ -103,6 +103,15 @@ def test_an_advised_store_takes_off_what_the_advice_says() -> None:
     said = facts(given)["api_cores"].text
     for urls in (STORE, DRAFTERS):
         assert f"(an object store) {facts(given, **urls)['api_cores'].value:,.3g}" in said
+    waits = Work.of(given, Settings(**STORE), GPU_TFLOPS).bring  # type: ignore[arg-type]
+    assert said.count("the worker waits") == 1
+    assert f"the worker waits {waits:,.1f} s a step of a run" in said
+
+
+def test_where_the_api_has_little_to_do_no_store_is_advised() -> None:
+    fact = facts()["api_cores"]
+    assert fact.value < 0.5
+    assert "object store" not in fact.text
 
 
 def test_engines_that_download_from_a_store_take_nothing_of_the_line() -> None:
