@@ -327,7 +327,7 @@ def _listed(parts: Mapping[str, float], unit: float) -> str:
 
 
 def _of_queue(queued: float, settings: Settings) -> Fact:
-    text, most = "largest queue and spool of a run", settings.queue_max_bytes
+    text, most = "largest queue and spool of a run, if the gate agrees", settings.queue_max_bytes
     if most is None:
         return Fact(queued, "bytes", "assumed", f"{text}; `disk` is so large that it finds room")
     limit = f"DRAFTALIGN_QUEUE_MAX_BYTES is {most / GIB:g} GiB"
@@ -391,11 +391,11 @@ def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, pause: flo
     if worker.trained < 1.0:
         return traffic.step_bytes * (2.0 - worker.trained)
     hold, work = pause + claim * worker.drain, max(worker.drain, arrive)
-    if hold >= step:  # a publish, of one a step, writes a checkpoint too
+    if hold >= step:  # a publish writes a checkpoint too: one a step, if the gate agrees
         return traffic.step_bytes * min(2.0, hold / step)
     held = hold / arrive if worker.drain <= arrive else 1 - max(0.0, arrive - hold) / worker.drain
     most = 1.0
-    written = 0.0 if work <= pause else work  # when the last checkpoint but one of a step is
+    written = 0.0 if work <= pause else work  # when a step's checkpoint before its last is written
     if step - written >= 2 * pause:  # the last one is old when the next step's first claim ends
         before = _waiting(worker.runs, worker.load) * worker.drain * claim
         first = min(claim, max(1 / files, before / arrive))
