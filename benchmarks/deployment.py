@@ -34,6 +34,7 @@ from service.capacity.estimate import (
     DIRECT_POST_CPU,
     DOWNLOAD_CPU,
     FETCH_CPU,
+    FETCH_POST_CPU,
     HEAD_CPU,
     HEAD_POST_CPU,
     INGEST_CPU,
@@ -42,6 +43,7 @@ from service.capacity.estimate import (
     REPORT_CPU,
     REPORT_SECONDS,
     STORE_CPU,
+    STORE_HEAD_CPU,
     STORE_POST_CPU,
     estimate,
 )
@@ -267,6 +269,7 @@ class World:
             self.bytes += job.size_bytes
             there = self.inward.serve(self.now, job.size_bytes / self.rate)
             cpu = HEAD_POST_CPU + job.size_bytes / sizes.GIB * HEAD_CPU + self.copied(job.size_bytes)
+            cpu += STORE_HEAD_CPU if self.settings.state_url else 0.0
             self.at(there, partial(self.check, rank, cpu))
             return
         self.posts += 1
@@ -452,7 +455,7 @@ class World:
         engines, seconds = self.given.engines, self.publish_bytes / self.rate
         if self.settings.state_url:  # the API's host fetches it, too
             self.bytes += self.publish_bytes
-            self.cores.busy += self.publish_bytes / sizes.GIB * FETCH_CPU
+            self.cores.busy += FETCH_POST_CPU + self.publish_bytes / sizes.GIB * FETCH_CPU
         self.cores.busy += engines * self.answer_cpu
         if self.by_store:  # the worker puts it; then all get it
             done = self.outward.serve(self.now, seconds) + seconds

@@ -23,7 +23,7 @@ from service.capacity.sizes import (
     sent_file,
     tokens_a_file,
 )
-from service.capacity.work import GPU_TFLOPS, Work, by_store
+from service.capacity.work import GPU_TFLOPS, Work, bring_seconds, by_store
 from service.monitor.worth import step_speedup
 from service.settings import Settings
 
@@ -47,9 +47,11 @@ DOWNLOAD_CPU: Final = 0.73
 ANSWER_CPU: Final = 0.003
 _DRAFTER_FILES: Final = 2
 #: Likewise, where hosts share an object store and no directory: of a file or a head that the API then puts there, a GiB
-#: of it, and a GiB of a drafter that its host fetches.
+#: of it, and what a head takes more; of a drafter that its host fetches, and a GiB of it.
 STORE_POST_CPU: Final = 0.005
 STORE_CPU: Final = 2.0
+STORE_HEAD_CPU: Final = 0.02
+FETCH_POST_CPU: Final = 0.035
 FETCH_CPU: Final = 2.5
 #: An engine reports so often.
 REPORT_SECONDS: Final = 5.0
@@ -68,6 +70,8 @@ _KEPT_DAYS: Final = 7
 #: `maxmemory` of the Redis that `draftalign up`, compose and Kubernetes start.
 REDIS_BYTES: Final = 512 << 20
 _DAY_SECONDS: Final = 86_400
+#: From this share of an API process' core on, what would take work off it is named.
+_ADVISED_LOAD: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,8 @@ class Traffic:
     def head_cpu(self) -> float:
         """CPU seconds of the API for the heads of a run, a step in mean."""
         size = head_bytes(self.plan.drafter)
-        return self.plan.head_share * (HEAD_POST_CPU + size / GIB * HEAD_CPU + self._copy_cpu(size))
+        put = self._copy_cpu(size) + (STORE_HEAD_CPU if self.mirrored else 0.0)
+        return self.plan.head_share * (HEAD_POST_CPU + size / GIB * HEAD_CPU + put)
 
     def _copy_cpu(self, size: float) -> float:
         """CPU seconds in which the API puts what came into the store that hosts share, if they share one."""
@@ -130,11 +135,12 @@ class Traffic:
         """API cores for all runs, in mean, by what they do."""
         plan, publish = self.plan, drafter_bytes(self.plan.drafter)
         download = _DRAFTER_FILES * ANSWER_CPU + (0 if self.drafters_by_store else publish / GIB * DOWNLOAD_CPU)
+        fetch = FETCH_POST_CPU + publish / GIB * FETCH_CPU if self.mirrored else 0.0
         download *= min(1.0, plan.step_seconds / max(self.outward, 1e-9))  # engines that are late leave versions out
         seconds = {  # of a step of a run
             "rollouts": self.files * self.file_cpu,
             "heads": self.head_cpu,
-            "downloads": plan.engines * download + (publish / GIB * FETCH_CPU if self.mirrored else 0.0),
+            "downloads": plan.engines * download + fetch,
             "reports": plan.engines * (PUSH_CPU + REPORT_CPU / REPORT_SECONDS * plan.step_seconds),
         }
         return {name: plan.runs * value / plan.step_seconds for name, value in seconds.items()}
@@ -168,6 +174,18 @@ class Traffic:
         """Seconds in which a drafter of each run goes out: to all engines, or once to the object store."""
         copies = 1 if self.drafters_by_store else self.plan.engines
         return self.plan.runs * copies * drafter_bytes(self.plan.drafter) / self.line
+
+    @property
+    def copied_bytes(self) -> float:
+        """What the API puts into the store that hosts share, of a step of a run: heads, files that come through it."""
+        if not self.mirrored:
+            return 0.0
+        return self.head_bytes + (0.0 if self.by_store else self.step_bytes)
+
+    @property
+    def outward_load(self) -> float:
+        """Share of the line that all runs take outward."""
+        return (self.outward + self.plan.runs * self.copied_bytes / self.line) / self.plan.step_seconds
 
     @property
     def fetch(self) -> float:
@@ -292,12 +310,15 @@ def _of_wire(traffic: Traffic) -> Fact:
 
 
 def _of_api_cores(traffic: Traffic, settings: Settings) -> Fact:
-    """With what an object store would take off."""
+    """With what an object store would take off, and cost, where the API has much to do."""
     text = f"of the API, of which one process takes one ({_listed(traffic.cores_of, 1)})"
-    for name in ("rollouts_url", "drafters_url"):
-        other = Traffic(traffic.plan, settings.model_copy(update={name: "s3://"}))
+    for name in ("rollouts_url", "drafters_url") if traffic.cores >= _ADVISED_LOAD else ():
+        changed = settings.model_copy(update={name: "s3://"})
+        other = Traffic(traffic.plan, changed)
         if other.cores < 0.95 * traffic.cores:
             text += f"; with DRAFTALIGN_{name.upper()} (an object store) {other.cores:,.3g}"
+            if waits := bring_seconds(traffic.plan, changed) - bring_seconds(traffic.plan, settings):
+                text += f", and the worker waits {waits:,.1f} s a step of a run for files"
     return Fact(traffic.cores, "cores", "measured on two cores", text, traffic.cores)
 
 
@@ -306,7 +327,7 @@ def _listed(parts: Mapping[str, float], unit: float) -> str:
 
 
 def _of_queue(queued: float, settings: Settings) -> Fact:
-    text, most = "largest queue and spool of a run", settings.queue_max_bytes
+    text, most = "largest queue and spool of a run, if the gate agrees", settings.queue_max_bytes
     if most is None:
         return Fact(queued, "bytes", "assumed", f"{text}; `disk` is so large that it finds room")
     limit = f"DRAFTALIGN_QUEUE_MAX_BYTES is {most / GIB:g} GiB"
@@ -349,14 +370,15 @@ def _of_hook(traffic: Traffic) -> Fact:
 
 def _of_download(traffic: Traffic) -> Fact:
     plan, publish = traffic.plan, drafter_bytes(traffic.plan.drafter)
-    seconds, load = traffic.outward + traffic.fetch, traffic.outward / plan.step_seconds
+    seconds, load = traffic.outward + traffic.fetch, traffic.outward_load
+    put = f"; the API puts {traffic.copied_bytes / GIB:,.2f} GiB a step of a run into the store" * traffic.mirrored
     if traffic.drafters_by_store:
         text = f"the worker puts {publish / GIB:.2f} GiB of each run into the object store; engines have it from there"
-        return Fact(seconds, "s", "assumed", f"{text}, at this line's rate if the store serves all at once", load)
+        return Fact(seconds, "s", "assumed", f"{text}, at this line's rate if the store serves all at once{put}", load)
     text = (
         f"{plan.runs * plan.engines * publish / GIB:,.1f} GiB at a publish of each run; an engine {publish / GIB:.2f}"
     )
-    return Fact(seconds, "s", "arithmetic", text, load)
+    return Fact(seconds, "s", "arithmetic", text + put, load)
 
 
 def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, pause: float) -> float:
@@ -369,11 +391,11 @@ def _queued_bytes(traffic: Traffic, worker: WorkerLoad, claim: float, pause: flo
     if worker.trained < 1.0:
         return traffic.step_bytes * (2.0 - worker.trained)
     hold, work = pause + claim * worker.drain, max(worker.drain, arrive)
-    if hold >= step:  # a publish, of one a step, writes a checkpoint too
+    if hold >= step:  # a publish writes a checkpoint too: one a step, if the gate agrees
         return traffic.step_bytes * min(2.0, hold / step)
     held = hold / arrive if worker.drain <= arrive else 1 - max(0.0, arrive - hold) / worker.drain
     most = 1.0
-    written = 0.0 if work <= pause else work  # when the last checkpoint but one of a step is
+    written = 0.0 if work <= pause else work  # when a step's checkpoint before its last is written
     if step - written >= 2 * pause:  # the last one is old when the next step's first claim ends
         before = _waiting(worker.runs, worker.load) * worker.drain * claim
         first = min(claim, max(1 / files, before / arrive))

@@ -40,6 +40,16 @@ def by_store(plan: Deployment, settings: Settings) -> bool:
     return bool(settings.rollouts_url or settings.state_url) and sent_file(plan)[1] >= DIRECT_BYTES
 
 
+def bring_seconds(plan: Deployment, settings: Settings) -> float:
+    """How long a worker waits in a step of a run for files from the object store; hosts share no directory: for all.
+
+    They come when they are claimed, at the line's rate at most, and nothing ahead of that.
+    """
+    if not (settings.state_url or by_store(plan, settings)):
+        return 0.0
+    return batches(plan) * sent_file(plan)[1] * (8e-9 / plan.network_gbit + DIGEST_CPU / GIB)
+
+
 def pass_flops(drafter: DrafterConfig, tokens: float, responses: float, documents: float, depth: int) -> float:
     """Operations of one training pass, least work: forward and both gradients, nothing recomputed; one-layer drafters.
 
@@ -113,9 +123,7 @@ class Work:
         gap = 2.0 * drafter.vocab_size * drafter.hidden_size * checked
         rate = tflops * 1e12
         scoring = _SCORING * rate
-        # What is brought comes when it is claimed, at the line's rate at most, and nothing ahead of that.
-        sent = batches(plan) * sent_file(plan)[1] if by_store(plan, settings) else 0.0
-        bring = sent * (8e-9 / plan.network_gbit + DIGEST_CPU / GIB)
+        bring = bring_seconds(plan, settings)
         seconds = (train + muon) / rate, (SCORERS * replay + gap) / scoring + bring, (replay + gap) / scoring + bring
         return cls(*seconds, drafter, steps, muon / rate, bring)
 

@@ -225,6 +225,7 @@ def test_the_plan_agrees_with_the_simulation(seed: int, factor: float) -> None:
     given = replace(GIVEN, ranks=2 + 6 * seed, runs=1 + 2 * seed, step_seconds=60.0 + 100 * seed)
     gpus = factor * estimate(given, Settings())["worker_gpus"].value
     plan, found = compare(given, gpus, seed, "even")
+    # trained: 0.128 with two ranks, and 0.064 without heads: the files of rank 0 wait for its head
     for name, most in {"busy": 0.08, "trained": 0.14, "wire": 0.08, "api_cores": 0.12, "queue": 0.5}.items():
         assert error(plan[name], found.facts[name]) <= most, (name, plan, found.facts)
     assert not found.refused

@@ -22,7 +22,7 @@ from service.cli.main import app
 from service.settings import Settings
 
 EIGHT = DrafterConfig.from_target(POLICIES["8b"], (2, 18, 33), 32_000)
-#: A rank's files are of 66 MiB.
+#: A rank's files are of 60 MiB.
 GIVEN = Deployment(EIGHT, 120.0, 128, 1024, ranks=64, engines=8, head_share=0.0)
 STORE = {"rollouts_url": "s3://bucket/rollouts"}
 DRAFTERS = {"drafters_url": "s3://bucket/drafters"}
@@ -58,6 +58,36 @@ def test_a_file_costs_the_api_what_was_measured(tokens: int, measured_ms: float)
     assert file.file_cpu * 1000 == pytest.approx(measured_ms, rel=0.25)
 
 
+@pytest.mark.parametrize(("mib", "alone_ms", "in_a_store_ms"), [(4, 38.5, 71.0), (64, 138.5, 281.0)])
+def test_a_head_costs_the_api_what_was_measured(
+    mib: int, alone_ms: float, in_a_store_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/lab/performance.md, "What the plan takes a head and a download for"; this and the next test."""
+    monkeypatch.setattr("service.capacity.estimate.head_bytes", lambda _: mib << 20)
+    given = replace(GIVEN, head_share=1.0)
+    planned = [traffic(given, **urls).head_cpu * 1000 for urls in ({}, STATE)]
+    assert planned == pytest.approx([alone_ms, in_a_store_ms], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("mib", "engines", "urls", "measured_ms"),
+    [
+        (4, 1, {}, 5.9 + 3.0),  # its two files
+        (64, 1, {}, 39.5 + 3.0),
+        (256, 1, {}, 162.5 + 3.0),
+        (64, 1, DRAFTERS, 2.8 * 2),
+        (4, 0, STATE, 45.0),  # the API's host fetches it
+        (64, 0, STATE, 192.0),
+    ],
+)
+def test_a_drafter_costs_the_api_what_was_measured(
+    mib: int, engines: int, urls: dict[str, str], measured_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.capacity.estimate.drafter_bytes", lambda _: mib << 20)
+    planned = traffic(replace(GIVEN, engines=engines), **urls).cores_of["downloads"] * GIVEN.step_seconds
+    assert planned * 1000 == pytest.approx(measured_ms, rel=0.25)
+
+
 def test_with_object_stores_a_deployment_fits_that_does_not_without() -> None:
     given = replace(GIVEN, runs=30)
     for urls, fits in (({}, False), (STORE, False), (DRAFTERS, False), (STORE | DRAFTERS, True)):
@@ -73,6 +103,15 @@ def test_an_advised_store_takes_off_what_the_advice_says() -> None:
     said = facts(given)["api_cores"].text
     for urls in (STORE, DRAFTERS):
         assert f"(an object store) {facts(given, **urls)['api_cores'].value:,.3g}" in said
+    waits = Work.of(given, Settings(**STORE), GPU_TFLOPS).bring  # type: ignore[arg-type]
+    assert said.count("the worker waits") == 1
+    assert f"the worker waits {waits:,.1f} s a step of a run" in said
+
+
+def test_where_the_api_has_little_to_do_no_store_is_advised() -> None:
+    fact = facts()["api_cores"]
+    assert fact.value < 0.5
+    assert "object store" not in fact.text
 
 
 def test_engines_that_download_from_a_store_take_nothing_of_the_line() -> None:
@@ -91,16 +130,22 @@ def test_nothing_of_a_copy_in_a_directory_can_be_signed_so_the_api_sends_its_own
     assert traffic(drafters_url="file:///copy").cores == traffic().cores
 
 
-def test_the_worker_waits_for_what_it_brings_from_the_store() -> None:
-    """Nothing is fetched ahead: each byte at the line's rate, and its SHA-256."""
-    given = replace(GIVEN, network_gbit=1.0)
+@pytest.mark.parametrize(("tokens", "urls"), [(1024, STORE), (1024, STATE), (64, STATE)])
+def test_the_worker_waits_for_what_it_brings_from_the_store(tokens: int, urls: dict[str, str]) -> None:
+    """Nothing is fetched ahead: each byte at the line's rate, and its SHA-256. Without a shared directory, of all."""
+    given = replace(GIVEN, network_gbit=1.0, tokens=tokens)
     bytes_of_step = traffic(given).step_bytes
-    bare, brings = (Work.of(given, Settings(**urls), GPU_TFLOPS) for urls in ({}, STORE))  # type: ignore[arg-type]
+    bare, brings = (Work.of(given, Settings(**urls), GPU_TFLOPS) for urls in ({}, urls))  # type: ignore[arg-type]
     assert brings.bring > bytes_of_step / (1e9 / 8)
     assert brings.score - bare.score == brings.passed_over - bare.passed_over == pytest.approx(brings.bring)
-    assert facts(given, **STORE)["worker_gpus"].value > facts(given)["worker_gpus"].value
+    assert facts(given, **urls)["worker_gpus"].value > facts(given)["worker_gpus"].value
     assert brings.rate(64) < (brings.train + brings.score) / brings.bring  # one rank brings, and the others wait
     assert brings.rate(8) < bare.rate(8)
+
+
+def test_small_files_are_in_the_spool_where_hosts_share_a_directory() -> None:
+    small = replace(GIVEN, tokens=64)
+    assert Work.of(small, Settings(**STORE), GPU_TFLOPS).bring == 0  # type: ignore[arg-type]
 
 
 def test_hosts_that_share_no_directory_fetch_each_drafter_and_the_api_puts_what_came_through_it() -> None:
@@ -110,6 +155,18 @@ def test_hosts_that_share_no_directory_fetch_each_drafter_and_the_api_puts_what_
     assert shared.cores_of["rollouts"] > own.cores_of["rollouts"]
     assert shared.cores_of["heads"] > own.cores_of["heads"]
     assert traffic(**STATE).file_cpu == traffic(**STORE).file_cpu
+
+
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_what_the_api_puts_into_the_store_takes_the_line_outward(tokens: int) -> None:
+    given = replace(GIVEN, tokens=tokens, head_share=1.0, runs=3)
+    own, shared = (facts(given, **urls)["download"] for urls in ({}, STATE))
+    assert own.load is not None
+    assert shared.load is not None
+    through = traffic(given).step_bytes if tokens == 64 else 0.0  # larger files go past the API
+    seconds = 3 * (head_bytes(EIGHT) + through) / (100e9 / 8)
+    assert (shared.load - own.load) * given.step_seconds == pytest.approx(seconds)
+    assert own.value == shared.value
 
 
 # --- heads and drafters
@@ -200,7 +257,9 @@ def test_the_queue_is_what_no_checkpoint_has_acknowledged(step_seconds: float, p
     given = Deployment(EIGHT, step_seconds, 4, 64, ranks=4, engines=1, post_share=5 / step_seconds / 2, head_share=0.0)
     settings = Settings(checkpoint_seconds=pause, queue_max_bytes=1 << 50)
     step_bytes = traffic(given).step_bytes
-    planned = estimate(given, settings, worker_gpus=1.0)["queue"].value / step_bytes
+    fact = estimate(given, settings, worker_gpus=1.0)["queue"]
+    assert "if the gate agrees" in fact.text  # a publish writes a checkpoint
+    planned = fact.value / step_bytes
     assert planned == pytest.approx(steps, abs=0.06)
     worlds = (World(given, settings, "even", 1.0, GPU_TFLOPS, seed).run() for seed in range(5))
     found = sorted(world.facts["queue"] / step_bytes for world in worlds)
