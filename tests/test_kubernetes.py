@@ -500,7 +500,7 @@ class _Node:
     """A pod of the worker: its torchrun, with the arguments of the manifest, on this machine."""
 
     def __init__(self, port: int, variables: dict[str, str], *, first: bool) -> None:
-        """`first`: at its name the nodes meet. Of pods that is an address of one; here all have the same."""
+        """`first`: it has the store. A pod knows that by its address; here all have one address, so it is told."""
         (container,) = workloads("ranks")["draftalign-worker"]["template"]["spec"]["containers"]
         here = {"nproc-per-node": "1", "rdzv-endpoint": f"127.0.0.1:{port}", "local-addr": "127.0.0.1"}
         self._argv: list[str] = [*container["command"], *container["args"]]
@@ -556,7 +556,7 @@ class _Node:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(960)  # longer than all waits together: theirs is the better message
 def test_ranks_on_two_nodes_train_on_when_one_is_replaced(tmp_path: Path, redis_url: str) -> None:
     """Two pods as the manifest starts them: the first is replaced; the second is lost, and comes back later."""
     port = free_port()

@@ -9,7 +9,7 @@ Run where `ray.init()` finds the cluster (RAY_ADDRESS). Each node needs draftali
 of this call reach both parts, and so do those of an object store that they name (AWS_*, GOOGLE_*, AZURE_*). Both are
 placed on one node, for the state directory; `--spread` where that is shared, or with DRAFTALIGN_STATE_URL. Ray starts a
 part again when its process or its node dies; a part that ends by itself ends its actor. Redis is not started here: what
-was acknowledged lives there and in the state directory.
+was acknowledged lives there and in the state directory, or in the store of DRAFTALIGN_STATE_URL.
 """
 
 from __future__ import annotations
@@ -131,14 +131,16 @@ def _ranks(gpus: float, settings: Settings) -> int:
             "ranks on several nodes, start `torchrun ... draftalign worker` in a job of its own: "
             "docs/guide/machines.md, Several GPUs"
         )
-    if not gpus:
-        return settings.worker_ranks
-    ranks = math.ceil(gpus)
-    if "worker_ranks" in settings.model_fields_set and settings.worker_ranks != ranks:
+    ranks = math.ceil(gpus) or settings.worker_ranks
+    if gpus and "worker_ranks" in settings.model_fields_set and settings.worker_ranks != ranks:
         raise ConfigurationError(
             f"DRAFTALIGN_WORKER_RANKS is {settings.worker_ranks}, but worker_gpus is {gpus:g}, and each rank has one "
             "GPU: leave the variable out, or give both one number"
         )
+    if ranks > 1:
+        from service.ranks import own_device  # torch, which a caller of one rank does not need
+
+        own_device(settings.device)  # else each rank would refuse it, and be started again, for ever
     return ranks
 
 
@@ -182,7 +184,7 @@ def _start(
 
 
 def down() -> None:
-    """Stop both parts, the worker first, and give their places back. What they knew is in Redis and on the disk."""
+    """Stop both parts, the worker first, and give their places back. What they knew stays where it is."""
     for name in reversed(PARTS):
         try:
             part = ray.get_actor(name, namespace=NAMESPACE)

@@ -193,16 +193,16 @@ def holders(secret: str) -> list[str]:
     return found
 
 
-def refusals(*asked: tuple[float, str]) -> list[str]:
-    """What `up` says to so many GPUs, with DRAFTALIGN_WORKER_RANKS."""
+def refusals(*asked: tuple[float, str, str]) -> list[str]:
+    """What `up` says to so many GPUs, with DRAFTALIGN_WORKER_RANKS and DRAFTALIGN_DEVICE."""
     said = []
-    for gpus, wanted in asked:
-        os.environ["DRAFTALIGN_WORKER_RANKS"] = wanted
+    for gpus, wanted, device in asked:
+        os.environ |= {"DRAFTALIGN_WORKER_RANKS": wanted, "DRAFTALIGN_DEVICE": device}
         try:
             deployed.up(gpus)
         except deployed.ConfigurationError as error:
             said.append(str(error))
-    del os.environ["DRAFTALIGN_WORKER_RANKS"]
+    del os.environ["DRAFTALIGN_WORKER_RANKS"], os.environ["DRAFTALIGN_DEVICE"]
     return said
 
 
@@ -248,7 +248,10 @@ def main() -> None:
         deployed.down()
         found["acknowledged"] = len(trial.acknowledged)
         if what == "parts":
-            found["refused"] = refusals((1.5, "1"), (-1, "1"), (0.5, "2"), (3, "2"), (2, "1"))
+            numbers = [
+                (gpus, wanted, "cuda") for gpus, wanted in ((1.5, "1"), (-1, "1"), (0.5, "2"), (3, "2"), (2, "1"))
+            ]
+            found["refused"] = refusals(*numbers, (2, "2", "cuda:0"), (0, "2", "cuda:1"))
             found["gpus"] = with_gpus(cluster)
             left += [process_of(name) for name in deployed.PARTS] + [*ranks().values()]
             deployed.down()

@@ -50,8 +50,9 @@ def test_a_worker_with_two_gpus_has_two_ranks_and_sees_both(found: dict[str, Any
 
 def test_ranks_that_the_gpus_are_not_for_are_refused(found: dict[str, Any]) -> None:
     said = [text.partition(",")[0] for text in found["refused"]]
-    numbers = ("2", "2", "1")
-    assert said == ["worker_gpus is 1.5", "worker_gpus is -1", *[f"DRAFTALIGN_WORKER_RANKS is {n}" for n in numbers]]
+    numbers = [f"DRAFTALIGN_WORKER_RANKS is {n}" for n in ("2", "2", "1")]
+    devices = [f"DRAFTALIGN_DEVICE='{name}' names one GPU" for name in ("cuda:0", "cuda:1")]
+    assert said == ["worker_gpus is 1.5", "worker_gpus is -1", *numbers, *devices]
 
 
 def test_nothing_is_left_over_after_down(found: dict[str, Any]) -> None:
