@@ -252,13 +252,16 @@ def test_two_servers_in_two_threads_do_not_mix_their_bodies(serve: Serve, tmp_pa
     """Sockets are read without the interpreter's lock: what two event loops read into may not be the same memory."""
 
     def upload(run: str) -> bool:
-        service = serve(state_dir=tmp_path / run)
-        service.register(run).raise_for_status()
+        service = services[run]
         sent = {rollout_file((f"{n}a", f"{n}b"), lengths=(20_000, 20_000), run=run) for n in range(12)}
         for file in sent:
             assert service.post(file).status_code == 202
         return {path.read_bytes() for path in service.spooled()} == sent
 
+    services = {run: serve(state_dir=tmp_path / run) for run in ("one", "two")}
+    for run, service in services.items():  # one after the other: FastAPI finishes a route at its first request
+        service.register(run).raise_for_status()
+        assert service.post(b"no rollouts").is_client_error
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(upload, ("one", "two"))) == [True, True]
 
