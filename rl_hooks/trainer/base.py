@@ -176,7 +176,7 @@ class TrainerHook(Closing):
         return self.sender.flush(timeout_seconds)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Capture nothing more, send what is queued as `flush` does, drop the rest. True if there was no rest."""
+        """Capture nothing more, send what is queued as `flush` does, drop the rest. True if that was nothing."""
         return self.sender.close(timeout_seconds)
 
 

@@ -254,7 +254,7 @@ class DrafterHook(TrainerHook):
         return super().metrics() | {"draftalign/overhead_seconds": self.overhead_seconds}
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Remove the hooks, send what is queued as `flush` does, drop the rest. True if there was no rest."""
+        """Remove the hooks, send what is queued as `flush` does, drop the rest. True if that was nothing."""
         self._closed = True
         self._reader.close()
         return super().close(timeout_seconds)

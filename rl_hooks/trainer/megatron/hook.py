@@ -210,7 +210,7 @@ class MegatronHook(TrainerHook):
         self._staging.submit(plan, Captured(tuple(aux), last), placed(len(plan.rows), at, *scored), at)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Remove the hooks, send what is queued as `flush` does, drop the rest. True if there was no rest."""
+        """Remove the hooks, send what is queued as `flush` does, drop the rest. True if that was nothing."""
         if self._part is not None:
             self._part.close()
         return super().close(timeout_seconds)

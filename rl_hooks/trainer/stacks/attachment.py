@@ -55,7 +55,7 @@ class Attachment(Closing):
         return self.hook.flush(timeout_seconds)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Restore the trainer, then as `DrafterHook.close`: send what is queued. True if there was no rest."""
+        """Restore the trainer, then as `DrafterHook.close`: send what is queued. True if nothing had to be dropped."""
         active, self._active = self._active, False
         for owner, name, wrapper, before in reversed(self._wrapped):
             # If another tool has wrapped our wrapper since, ours stays in place, inactive.

@@ -49,10 +49,12 @@ class _SkyrlPolicy:
     def loaded(self, ckpt_dir: Any) -> None:
         """A checkpoint was loaded: its step is how often its weights had been trained and sent."""
         step = _CHECKPOINT.fullmatch(str(ckpt_dir))
-        if step is None:  # its weights get the next version when they are sent
-            why = "a checkpoint was loaded whose folder is no global_step_N/policy: policy versions go on from"
-            self.hook.tally.warn("checkpoint", f"{why} {self.version}")
-        self.version, self.trained = int(step[1]) if step else self.version, step is None
+        if step is not None:
+            self.version, self.trained = int(step[1]), False
+            return
+        self.trained = True  # these weights get the next version when they are sent
+        why = "a checkpoint was loaded whose folder is no global_step_N/policy: policy versions go on from"
+        self.hook.tally.warn("checkpoint", f"{why} {self.version}")
 
     def told(
         self, experience: Any, _weight: float = 1.0, loss_fn: str | None = None, **_: Any
