@@ -131,6 +131,10 @@ class SGLangProcess:
         assert answer.get("success", True), answer
         return answer  # type: ignore[no-any-return]
 
+    def flush_cache(self) -> None:
+        """Forget all prompts, once it is idle: a request is still running there for a moment after its answer."""
+        self.client.post("/flush_cache", params={"timeout": 30}).raise_for_status()
+
     def counters(self) -> Counts:
         """Its counters now; a request counts when it ends."""
         text = self.client.get("/metrics").raise_for_status().text

@@ -55,7 +55,7 @@ def write_policy(server: SGLangProcess, policy: Path, version: str) -> None:
     """As a trainer does."""
     command = [str(PYTHON), str(PLUGIN / "trainer.py"), server.url, str(policy / "model.safetensors"), version]
     subprocess.run(command, check=True, timeout=120, env=server.environment)
-    server.client.post("/flush_cache").raise_for_status()
+    server.flush_cache()
 
 
 def test_the_agent_keeps_a_real_sglang_on_the_right_drafter(
@@ -89,7 +89,7 @@ def test_the_agent_keeps_a_real_sglang_on_the_right_drafter(
         print(f"alpha {[counts.alpha for counts in under_load]}; {load.served} requests")
         assert under_load[0].alpha > 1.5 > 1.2 > under_load[1].alpha
 
-        server.client.post("/flush_cache").raise_for_status()
+        server.flush_cache()
         counted_then, measured_then = settled(follower, good), server.counters()
         best = alpha(server, prompts)
         measured = server.counters().since(measured_then, 0.0)

@@ -61,7 +61,7 @@ def swap(server: SGLangProcess, drafters: Path, source: Path, version: str) -> N
 
 def replayed(server: SGLangProcess, drafter: Eagle3Drafter, prompts: list[list[int]]) -> tuple[int, int, int, int]:
     """(live tokens, live rounds, replayed tokens, replayed rounds) of greedy answers to prompts that are not cached."""
-    server.client.post("/flush_cache").raise_for_status()
+    server.flush_cache()
     answers = [server.ask(prompt) for prompt in prompts]
     model, _ = base_policy()
     texts = [answer["output_ids"] for answer in answers]
@@ -140,7 +140,7 @@ def test_swaps_under_load_fail_no_request_and_change_no_text(server: SGLangProce
             load.wait_for(8)
     for name in ("trained", "random"):
         swap(server, drafters, drafters / name, f"alone-{name}")
-        server.client.post("/flush_cache").raise_for_status()
+        server.flush_cache()
         alphas[name] = alpha(server, prompts)
     print(f"{alphas}, {load.served} requests")
     assert load.failures == []
