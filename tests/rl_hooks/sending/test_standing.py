@@ -221,12 +221,12 @@ def test_a_flush_asks_no_service_that_did_not_answer_a_moment_ago(monkeypatch: p
 
 def test_a_flush_waits_for_no_answer_beyond_its_own_time(liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standing, "_ASK_SECONDS", 600.0)
-    liar.seconds = 2.5
+    liar.seconds = 6.0
     sender = RolloutSender(liar.url, asks=True)
     sender.submit([b"z"])
     began = time.monotonic()
     assert sender.flush(1.0), "all was sent"
-    assert 0.9 < time.monotonic() - began < 2.0
+    assert 0.9 < time.monotonic() - began < 5.0
     sender.close(0.0)
     assert sender._thread is not None
     sender._thread.join(20.0)
