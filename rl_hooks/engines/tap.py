@@ -46,13 +46,18 @@ log = logging.getLogger("draftalign.tap")
 MAX_TOKENS: Final = 8192
 #: Rows of a request in a step that may predict generated tokens: the last token, and as many drafts as engines make.
 _VERIFIED: Final = 65
+#: What is taken of a step: tokens [N, 3] (position, input id, label), scores [N, 2] (logsumexp, log p of the label).
+_TAKEN: Final = ("tokens", "scores", "aux", "last")
 #: top_p and top_k where nothing is cut off.
 _WHOLE: Final = (1.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward of the target. Tensors on its device; `first_rows` and `row_counts` on the host, one per request."""
+    """One forward of the target, and what it says of some requests: those that are collected, at least.
+
+    Tensors on its device; `first_rows` and `row_counts` on the host, one per request.
+    """
 
     request_ids: Sequence[str]
     first_rows: npt.NDArray[np.int64]
@@ -70,14 +75,21 @@ class Step:
 
 def labelled_rows(step: Step, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(rows [N], labels [N]) of the requests at these places: the next token of each row, -1 behind the accepted."""
-    device, counts = step.last.device, step.row_counts[chosen]
-    rows = np.concatenate([np.arange(step.first_rows[i], step.first_rows[i] + step.row_counts[i]) for i in chosen])
-    from_end = np.concatenate([np.arange(n - 1, -1, -1) for n in counts])
-    rows_N, owner_N = _to(device, rows), _to(device, np.repeat(np.asarray(chosen), counts))
-    behind_N = _to(device, from_end) - step.rejected[owner_N]  # 0: the last accepted row; below: rejected
-    following = step.input_ids[(rows_N + 1).clamp(max=len(step.input_ids) - 1)].long()
-    labels = torch.where(behind_N == 0, step.last_sampled[owner_N].long(), following)
-    return rows_N, torch.where(behind_N < 0, torch.full_like(labels, REJECTED), labels)
+    counts = step.row_counts[chosen]
+    from_end = _from_end(counts)
+    rows = np.repeat(step.first_rows[chosen] + counts, counts) - 1 - from_end
+    following = np.minimum(rows + 1, len(step.input_ids) - 1)
+    owner = np.repeat(np.asarray(chosen), counts)
+    rows_N, following_N, owner_N, from_end_N = _to(step.last.device, np.stack([rows, following, owner, from_end]))
+    behind_N = from_end_N - step.rejected[owner_N]  # 0: the last accepted row; below: rejected
+    labels_N = torch.where(behind_N == 0, step.last_sampled[owner_N].long(), step.input_ids[following_N].long())
+    return rows_N, labels_N.masked_fill_(behind_N < 0, REJECTED)
+
+
+def _from_end(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[N]: how many rows of the same request come after each."""
+    ends = np.cumsum(counts)
+    return np.repeat(ends, counts) - 1 - np.arange(ends[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +100,7 @@ class Head:
     logit_map: wire.LogitMap = field(default_factory=wire.LogitMap)
 
     def score(
-        self, last_NH: Tensor, labels_N: Tensor, temperature_N: Tensor, top_p: float = 1.0, top_k: int = 0
+        self, last_NH: Tensor, labels_N: Tensor, temperature_N: float | Tensor, top_p: float = 1.0, top_k: int = 0
     ) -> tuple[Tensor, Tensor]:
         """(logsumexp [N], log p of the labels [N]) as `score_rows` computes them, float32. A label of -1: any."""
         return score_rows(
@@ -110,11 +122,14 @@ class Head:
         thousands, it would cost the engine time. So log p is NaN in all but the last rows of such a request; one that
         was preempted, whose tokens are computed again at once, has the scores of before (`assemble`).
         """
+        first = samplings[0]
+        if first.scored_at == 1.0 and (first.top_p, first.top_k) == _WHOLE and set(samplings) == {first}:
+            return torch.stack(self.score(last_NH, labels_N, 1.0))  # most steps of most RL runs
         device = last_NH.device
         temperature_N = _to(device, np.repeat(np.array([one.scored_at for one in samplings], np.float32), counts))
         kinds = sorted({_WHOLE, *((one.top_p, one.top_k) for one in samplings)})
         kind_N = np.repeat([kinds.index((one.top_p, one.top_k)) for one in samplings], counts)
-        early_N = np.concatenate([np.arange(n - 1, -1, -1) >= _VERIFIED for n in counts])
+        early_N = _from_end(counts) >= _VERIFIED
         early_N &= kind_N != kinds.index(_WHOLE)
         kind_N[early_N] = kinds.index(_WHOLE)
         scores = torch.empty(2, len(kind_N), device=device)
@@ -131,32 +146,51 @@ class Head:
 def _with_scores(copies: HostCopies, scores: Callable[[], Tensor]) -> dict[str, Tensor]:
     """Copies of a step whose scores come from several ranks, later."""
     host = dict(copies.wait())
-    host["logsumexp"], host["logprob"] = scores()[:, host.pop("rows")]
+    host["scores"] = scores()[:, host.pop("rows")].T.contiguous()
     return host
-
-
-class _Chunk:
-    """Rows of one request from one step, on their way to the host. `step` waits for the whole step's."""
-
-    def __init__(self, step: Callable[[], dict[str, Tensor]], rows: slice) -> None:
-        self._step: Callable[[], dict[str, Tensor]] | None = step
-        self._rows = rows
-        self._own: dict[str, Tensor] = {}
-
-    def host(self) -> dict[str, Tensor]:
-        """The rows. For the tap's thread, soon: until then those of the whole step stay."""
-        if self._step is not None:
-            self._own = {name: tensor[self._rows].clone() for name, tensor in self._step().items()}
-            self._step = None
-        return self._own
 
 
 @dataclass(slots=True)
 class _Tracked:
     request: Request
     policy_version: int
-    chunks: list[_Chunk] = field(default_factory=list)
     rows: int = 0
+    #: Its rows of each step, on the host: `_TAKEN` in this order. The tap's thread adds them as they arrive.
+    parts: list[tuple[npt.NDArray[Any], ...]] = field(default_factory=list)
+    dtypes: tuple[torch.dtype, ...] = ()
+    #: Why some did not arrive.
+    failure: Exception | None = None
+
+    def rows_in_order(self) -> list[dict[str, Tensor]]:
+        """All rows, as `assemble` takes them."""
+        if self.failure is not None:
+            raise self.failure
+        if not self.parts:
+            return []
+        whole = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*self.parts, strict=True)]
+        tokens, scores, aux, last = (rows.view(dtype) for rows, dtype in zip(whole, self.dtypes, strict=True))
+        (positions, input_ids, labels), (logsumexp, logprob) = tokens.T, scores.T
+        columns = {"positions": positions, "input_ids": input_ids, "labels": labels, "logsumexp": logsumexp}
+        return [columns | {"logprob": logprob, "aux": aux, "last": last}]
+
+
+def _place(step: Callable[[], dict[str, Tensor]], owners: Sequence[_Tracked], counts: Sequence[int]) -> None:
+    """Give each request its rows of a step, which are copied: what others leave behind must not stay with them.
+
+    As bytes: NumPy copies a few rows in a tenth of torch's time, and has no bfloat16.
+    """
+    try:
+        taken = [step()[name] for name in _TAKEN]
+    except Exception as error:
+        for tracked in owners:
+            tracked.failure = error
+        raise
+    whole = [rows.view(torch.uint8).numpy() for rows in taken]
+    dtypes, begin = tuple(rows.dtype for rows in taken), 0
+    for tracked, count in zip(owners, counts, strict=True):
+        rows, begin = slice(begin, begin + count), begin + count
+        tracked.dtypes = dtypes
+        tracked.parts.append(tuple(part[rows].copy() for part in whole))
 
 
 def _free(tally: Tally, dropped: Iterable[_Tracked]) -> None:
@@ -208,7 +242,7 @@ class _Sender:
 
     def _send(self, tracked: _Tracked) -> None:
         try:
-            collected = assemble(tracked.request, [chunk.host() for chunk in tracked.chunks])
+            collected = assemble(tracked.request, tracked.rows_in_order())
             if collected is None or not self._budget.spend(int(collected.generated.sum())):
                 self._tally.add("skipped_short" if collected is None else "skipped_budget")
                 return
@@ -249,6 +283,11 @@ class FeatureTap:
         self._weights = weights
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
+
+    @property
+    def collected(self) -> Collection[str]:
+        """The requests that are collected now: a step needs to tell of these only."""
+        return self._tracked.keys()
 
     def begin(self, request: Request) -> None:
         """A request was admitted; decide whether to collect it."""
@@ -335,12 +374,11 @@ class FeatureTap:
 
     def _take(self, step: Step, chosen: Sequence[int]) -> None:
         counts = step.row_counts[chosen]
-        rows_N, labels = labelled_rows(step, chosen)
+        rows_N, labels_N = labelled_rows(step, chosen)
         last = step.last[rows_N]
+        own = (step.positions[rows_N].long(), step.input_ids[rows_N].long(), labels_N)
         taken = {
-            "positions": step.positions[rows_N].long(),
-            "input_ids": step.input_ids[rows_N].long(),
-            "labels": labels,
+            "tokens": torch.stack(own, dim=1),
             "aux": torch.cat([state[rows_N] for state in step.aux], dim=-1),
             "last": last,
         }
@@ -349,31 +387,23 @@ class FeatureTap:
             wait = functools.cache(functools.partial(_with_scores, HostCopies(taken | {"rows": rows_N}), step.scores))
         else:
             samplings = [self._tracked[step.request_ids[i]].request.sampling for i in chosen]
-            logsumexp, logprob = self.head.score_step(last, labels, samplings, counts)
-            wait = HostCopies(taken | {"logsumexp": logsumexp, "logprob": logprob}).wait
-        ends = np.cumsum(counts).tolist()
-        chunks = [_Chunk(wait, slice(end - n, end)) for n, end in zip(counts.tolist(), ends, strict=True)]
-        for i, chunk, count in zip(chosen, chunks, counts.tolist(), strict=True):
-            self._append(step.request_ids[i], chunk, count)
-        for chunk in chunks:
-            self._sender.call(chunk.host)
-        long = [name for i in chosen if self._is_long(name := step.request_ids[i])]
-        self.tally.add("cut_long", len(long))
-        self.end(long)
-
-    def _is_long(self, name: str) -> bool:
-        """Whether a request has as many rows as may wait, with all its rejected drafts: it is sent up to here."""
-        tracked = self._tracked.get(name)
-        return tracked is not None and tracked.rows > 4 * self.max_tokens
-
-    def _append(self, name: str, chunk: _Chunk, rows: int) -> None:
-        tracked = self._tracked[name]
-        tracked.chunks.append(chunk)
-        tracked.rows += rows
-        self.tally.add("rows", rows)
-        if self.tally["rows"] > 2 * self._rows:
-            self.tally.add("skipped_memory")
-            _free(self.tally, [self._tracked.pop(name)])
+            scores = self.head.score_step(last, labels_N, samplings, counts)
+            wait = HostCopies(taken | {"scores": scores.T.contiguous()}).wait
+        names, rows = [step.request_ids[i] for i in chosen], counts.tolist()
+        owners = [self._tracked[name] for name in names]
+        self._sender.call(functools.partial(_place, wait, owners, rows))
+        self.tally.add("rows", len(rows_N))
+        long = list[str]()
+        for name, tracked, count in zip(names, owners, rows, strict=True):
+            tracked.rows += count
+            if self.tally["rows"] > 2 * self._rows:
+                self.tally.add("skipped_memory")
+                _free(self.tally, [self._tracked.pop(name)])
+            elif tracked.rows > 4 * self.max_tokens:  # as many as may wait, with all its rejected drafts
+                long.append(name)
+        if long:  # sent up to here
+            self.tally.add("cut_long", len(long))
+            self.end(long)
 
     def note(self, kind: str, error: Exception) -> None:
         """Count a failure of ours; log it the first time that its kind comes up."""

@@ -103,19 +103,24 @@ def score_logits(
 ) -> tuple[Tensor, Tensor]:
     """What `score_rows` returns, of lm_head's output: `logits_of` returns a copy of that of some rows, [n, V]."""
     scale = temperature if isinstance(temperature, Tensor) or temperature > 0 else 1.0
-    logsumexp_N = torch.zeros(len(next_ids_N), dtype=torch.float32, device=next_ids_N.device)
-    logprob_N = torch.zeros_like(logsumexp_N)
+    parts: list[tuple[Tensor, Tensor]] = []
     step = max(1, LOGITS_AT_ONCE // vocab_size)
-    for begin in range(0, len(next_ids_N), step):
+    for begin in range(0, max(1, len(next_ids_N)), step):  # one part, if an empty one, where there are no rows
         rows = slice(begin, begin + step)
-        logits = logit_map.apply(logits_of(rows).float()).div_(
-            scale[rows, None] if isinstance(scale, Tensor) else scale
-        )
-        logsumexp_N[rows] = torch.logsumexp(logits, dim=-1)
-        logprob_N[rows] = logits.gather(1, next_ids_N[rows, None])[:, 0] - logsumexp_N[rows]
+        logits = logit_map.apply(logits_of(rows).float())
+        if isinstance(scale, Tensor):
+            logits = logits.div_(scale[rows, None])
+        elif scale != 1.0:
+            logits = logits.div_(scale)
+        logsumexp_n = torch.logsumexp(logits, dim=-1)
+        logprob_n = logits.gather(1, next_ids_N[rows, None])[:, 0] - logsumexp_n
         if top_p < 1 or top_k:
-            logprob_N[rows] -= _log_kept(logits, logsumexp_N[rows], top_p, top_k)
-    return logsumexp_N, logprob_N
+            logprob_n -= _log_kept(logits, logsumexp_n, top_p, top_k)
+        parts.append((logsumexp_n, logprob_n))
+    if len(parts) == 1:
+        return parts[0]
+    logsumexps, logprobs = zip(*parts, strict=True)
+    return torch.cat(logsumexps), torch.cat(logprobs)
 
 
 def _log_kept(logits_nV: Tensor, logsumexp_n: Tensor, top_p: float, top_k: int) -> Tensor:

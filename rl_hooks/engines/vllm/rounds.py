@@ -9,11 +9,10 @@ All calls come from the engine's thread, but for `read`.
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -25,13 +24,12 @@ from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash
 log = logging.getLogger("vllm.draftalign")
 
 _MAX_BUCKETS: Final = 64
-#: Aborted requests whose prompts are still known, before they are forgotten.
-_STALE_PROMPTS: Final = 1024
 #: What vLLM's scheduler tells for each request that had drafts to verify.
 _TOLD: Final = (
     *("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
 )
 _Law = tuple[str | None, int | None]
+_Round = tuple[str, int, int]  # request, drafts, accepted ones
 
 
 class CountingUnsupportedError(Exception):
@@ -61,14 +59,20 @@ class _Bucket:
             by_prompt={prompt: (tokens, rounds) for prompt, (tokens, rounds) in (self.by_prompt or {}).items()},
         )
 
-    def add(self, prompt: str, emitted: int) -> None:
-        """One round of a prompt."""
-        if self.by_prompt is not None:
-            of = self.by_prompt.setdefault(prompt, [0, 0])
+    def add(self, prompts: Iterable[tuple[str | None, int]]) -> None:
+        """Rounds of prompts: the tokens that each emitted. None: the prompt is not known."""
+        found = self.by_prompt
+        if found is None:
+            return
+        for prompt, emitted in prompts:
+            if prompt is None:
+                continue
+            if (of := found.get(prompt)) is None:
+                of = found[prompt] = [0, 0]
             of[0] += emitted
             of[1] += 1
-            if len(self.by_prompt) > COUNTED_PROMPTS:
-                self.by_prompt = None
+        if len(found) > COUNTED_PROMPTS:
+            self.by_prompt = None
 
 
 class RoundCounter:
@@ -84,7 +88,7 @@ class RoundCounter:
         self._laws: dict[int, _Law] = {}  # of the steps under way, by their scheduler output
         #: Request -> drafter of its drafts, while some are older than the present one; None: all are its.
         self._makers: dict[str, str | None] | None = None
-        self._step: list[tuple[str, int, int]] = []  # request, drafts, accepted ones
+        self._step: list[_Round] = []
         self._prompts: dict[str, str | None] = {}  # request -> its prompt, as it is counted; None: not known
         self._law: _Law = self.serving
         self._scheduler = scheduler
@@ -112,8 +116,7 @@ class RoundCounter:
                 f"takes {', '.join(_TOLD)}"
             )
         told, schedule, update = scheduler.make_spec_decoding_stats, scheduler.schedule, scheduler.update_from_output
-
-        append = self._step.append
+        prompts, append = self._prompts, self._step.append
 
         def counted_schedule(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
@@ -127,12 +130,14 @@ class RoundCounter:
             num_invalid_spec_tokens: dict[str, int] | None,
             request_id: str,
         ) -> Any:
-            if not self.failed:
+            # Called for each request of each step, hundreds of times between two forwards: `_end` does what can wait.
+            drafted = num_draft_tokens
+            if (num_invalid_spec_tokens or request_id not in prompts) and not self.failed:
                 with self._guarded():
-                    invalid = num_invalid_spec_tokens.get(request_id, 0) if num_invalid_spec_tokens else 0
-                    append((request_id, num_draft_tokens - invalid, num_accepted_tokens))
-                    if request_id not in self._prompts:  # now: a request that ends in this step is not there after it
-                        self._prompts[request_id] = _prompt(self._scheduler.requests.get(request_id))
+                    drafted -= (num_invalid_spec_tokens or {}).get(request_id, 0)
+                    if request_id not in prompts:  # now: a request that ends in this step is not there after it
+                        prompts[request_id] = _prompt(self._scheduler.requests.get(request_id))
+            append((request_id, drafted, num_accepted_tokens))
             return told(spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
 
         def counted_update(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,18 +166,17 @@ class RoundCounter:
         drafter, policy = self._law
         if self._step:
             emitted = {one.request_id: len(one.new_token_ids) for batch in outputs.values() for one in batch.outputs}
-            by_maker: dict[str | None, list[tuple[str, int, int]]] = {}
-            makers = self._makers or {}
-            for round_ in self._step:
-                by_maker.setdefault(makers.get(round_[0], drafter), []).append(round_)
-            for maker, rounds in by_maker.items():
-                self._book((maker, policy), rounds, emitted)
-            for request, _, _ in self._step:
-                if request not in self._scheduler.requests:
-                    self._prompts.pop(request, None)
+            if self._makers is None:
+                self._book((drafter, policy), self._step, emitted)
+            else:
+                by_maker: dict[str | None, list[_Round]] = {}
+                for round_ in self._step:
+                    by_maker.setdefault(self._makers.get(round_[0], drafter), []).append(round_)
+                for maker, rounds in by_maker.items():
+                    self._book((maker, policy), rounds, emitted)
+            for request in self._prompts.keys() - self._scheduler.requests.keys():
+                del self._prompts[request]
             self._step.clear()
-            if len(self._prompts) > 2 * len(self._scheduler.requests) + _STALE_PROMPTS:  # aborted ones
-                self._prompts = {r: prompt for r, prompt in self._prompts.items() if r in self._scheduler.requests}
         if self._makers is not None:
             self._makers |= dict.fromkeys(scheduler_output.num_scheduled_tokens, drafter)
             requests = self._scheduler.requests
@@ -180,7 +184,7 @@ class RoundCounter:
             if all(maker == self.serving[0] for maker in self._makers.values()):
                 self._makers = None
 
-    def _book(self, law: _Law, rounds: Sequence[tuple[str, int, int]], emitted: Mapping[str, int]) -> None:
+    def _book(self, law: _Law, rounds: Sequence[_Round], emitted: Mapping[str, int]) -> None:
         requests, drafted, accepted = zip(*rounds, strict=True)
         with self._reading:
             bucket = self._buckets.pop(law, None)
@@ -191,10 +195,9 @@ class RoundCounter:
             self._buckets[law] = bucket  # the last one counted stands last
             bucket.drafted += sum(drafted)
             bucket.accepted.update(accepted)
-            bucket.emitted += sum(map(emitted.get, requests, itertools.repeat(0)))
-            for request in requests if bucket.by_prompt is not None else ():
-                if (prompt := self._prompts.get(request)) is not None:
-                    bucket.add(prompt, emitted.get(request, 0))
+            tokens = [emitted.get(request, 0) for request in requests]
+            bucket.emitted += sum(tokens)
+            bucket.add(zip(map(self._prompts.get, requests), tokens, strict=True))
 
 
 def _prompt(request: Any) -> str | None:

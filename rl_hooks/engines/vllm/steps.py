@@ -6,10 +6,11 @@ That call is `propose_draft_token_ids` in the V1 model runner, `speculator.propo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,7 +36,8 @@ V1_ARGUMENTS: Final = ("scheduler_output", "sampled_token_ids", "hidden_states",
 V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states", "num_rejected", "last_sampled")
 
 Named = Callable[..., dict[str, Any]]
-Read = Callable[[Any, Mapping[str, Any]], Step | None]
+#: (model runner, arguments of the drafter's call, requests that are wanted) -> the step of those.
+Read = Callable[[Any, Mapping[str, Any], Container[str]], Step | None]
 
 
 class TapUnsupportedError(Exception):
@@ -113,53 +115,67 @@ def drafter_call(runner: Any) -> tuple[Any, str, Read, tuple[str, ...]]:
     raise TapUnsupportedError(f"{type(runner).__name__} calls its drafter in a way that the tap does not know")
 
 
-def step_v1(runner: Any, given: Mapping[str, Any]) -> Step | None:
-    """Read a step from V1_ARGUMENTS of `propose_draft_token_ids`.
+def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> Step | None:
+    """Read a step from V1_ARGUMENTS of `propose_draft_token_ids`; None without a `wanted` request.
 
     sampled_token_ids is a tensor [requests, drafts + 1] padded with -1, or a list of lists.
     """
     scheduled, sampled, hidden, aux = (given[name] for name in V1_ARGUMENTS)
-    if aux is None:
+    names = runner.input_batch.req_ids
+    places = _places(names, wanted)
+    if aux is None or not len(places):
         return None
-    names = list(runner.input_batch.req_ids)
-    counts = np.array([scheduled.num_scheduled_tokens[name] for name in names], dtype=np.int64)
-    device = hidden.device
-    if not isinstance(sampled, Tensor):
-        width = max((len(tokens) for tokens in sampled), default=0) or 1
-        sampled = torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in sampled], device=device)
-    sampled = sampled[: len(names)].long()
-    drafts = [len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in names]
-    drafted = torch.tensor(drafts, device=device)
-    accepted = (sampled != -1).sum(dim=1)
+    counts = np.fromiter(map(scheduled.num_scheduled_tokens.__getitem__, names), np.int64, len(names))
+    chosen, device = [names[i] for i in places], hidden.device
+    if isinstance(sampled, Tensor):
+        own = sampled.index_select(0, _to(device, places)).long()  # [requests, drafts + 1]
+    else:
+        lists = [sampled[i] for i in places]
+        width = max((len(tokens) for tokens in lists), default=0) or 1
+        own = torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in lists], device=device)
+    drafted = np.array([len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in chosen])
+    accepted = (own != -1).sum(dim=1)
+    # Without drafts (a prefill) nothing was rejected, whatever stands in the sampled tokens.
+    rejected = _to(device, drafted + 1).sub_(accepted).mul_(_to(device, (drafted > 0).astype(np.int64)))
     return Step(
-        request_ids=names,
-        first_rows=np.cumsum([0, *counts[:-1]], dtype=np.int64),
-        row_counts=counts,
+        request_ids=chosen,
+        first_rows=(np.cumsum(counts) - counts)[places],
+        row_counts=counts[places],
         input_ids=getattr(runner.input_ids, "gpu", runner.input_ids),
         positions=getattr(runner.positions, "gpu", runner.positions),
         aux=aux,
         last=hidden,
-        # Without drafts (a prefill) nothing was rejected, whatever stands in the sampled tokens.
-        rejected=torch.where(drafted > 0, drafted + 1 - accepted, torch.zeros_like(drafted)),
+        rejected=rejected,
         # -1: of a part of a prompt, whose last row is not rejected.
-        last_sampled=sampled.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0),
+        last_sampled=own.gather(1, (accepted - 1).clamp_(min=0)[:, None])[:, 0].clamp_(min=0),
     )
 
 
-def step_v2(_: Any, given: Mapping[str, Any]) -> Step | None:
-    """Read a step from V2_ARGUMENTS of `speculator.propose`; last_sampled is by request state."""
+def step_v2(_: Any, given: Mapping[str, Any], wanted: Container[str]) -> Step | None:
+    """Read a step from V2_ARGUMENTS of `speculator.propose`, where `last_sampled` is by request state; else as V1."""
     batch, hidden, aux, rejected, last_sampled = (given[name] for name in V2_ARGUMENTS)
-    if aux is None:
+    names = batch.req_ids[: batch.num_reqs]
+    places = _places(names, wanted)
+    if aux is None or not len(places):
         return None
-    counts = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1]).astype(np.int64)
+    begins = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
+    on_device = _to(hidden.device, places)
     return Step(
-        request_ids=batch.req_ids[: batch.num_reqs],
-        first_rows=batch.query_start_loc_np[: batch.num_reqs].astype(np.int64),
-        row_counts=counts,
+        request_ids=[names[i] for i in places],
+        first_rows=begins[places],
+        row_counts=np.diff(begins)[places],
         input_ids=batch.input_ids,
         positions=batch.positions,
         aux=aux,
         last=hidden,
-        rejected=rejected[: batch.num_reqs].long(),
-        last_sampled=last_sampled[batch.idx_mapping[: batch.num_reqs]].reshape(batch.num_reqs).long(),
+        rejected=rejected[on_device].long(),
+        last_sampled=last_sampled[batch.idx_mapping[on_device]].reshape(len(places)).long(),
     )
+
+
+def _places(names: Sequence[str], wanted: Container[str]) -> npt.NDArray[np.int64]:
+    return np.array([i for i, name in enumerate(names) if name in wanted], dtype=np.int64)
+
+
+def _to(device: torch.device, array: npt.NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -20,7 +20,7 @@ import functools
 import logging
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -133,20 +133,25 @@ class _Shares:
         self._rows = sum(n for name, n in counts.items() if name in self._temperatures)
 
     @torch.inference_mode()
-    def scored(self, read: Callable[[], Step | None], head: Callable[[], Shard]) -> Step | None:
-        """The step with its scores. Where this rank cannot read it or score it, it takes part with NaN, then raises."""
+    def scored(self, read: Callable[[Container[str]], Step | None], head: Callable[[], Shard]) -> Step | None:
+        """The step with its scores; None where none of its requests is sampled.
+
+        Where this rank cannot read it or score it, it takes part with NaN, then raises.
+        """
+        if not self._rows:
+            return None
         step, rows_N, own_2N, problem = None, None, None, None
         try:
-            step = read()
-            if step is not None and self._rows:
-                chosen = [i for i, name in enumerate(step.request_ids) if name in self._temperatures]
+            step = read(self._temperatures)
+            if step is not None:
+                chosen = list(range(len(step.request_ids)))
                 rows_N, labels_N = labelled_rows(step, chosen)
                 each = torch.tensor([self._temperatures[step.request_ids[i]] for i in chosen])
                 temperature_N = each.repeat_interleave(torch.from_numpy(step.row_counts[chosen])).to(step.last.device)
                 own_2N = head().partial(step.last[rows_N], labels_N.clamp(min=0), temperature_N)
         except Exception as error:  # noqa: BLE001 - raised when the others have got this rank's answer
             problem = error
-        joined = self.joiner.add(self._steps, self._rows, self._version() or 0, own_2N) if self._rows else None
+        joined = self.joiner.add(self._steps, self._rows, self._version() or 0, own_2N)
         if problem is not None:
             raise problem
         if step is None or rows_N is None or joined is None:
@@ -331,7 +336,10 @@ class VllmTap:
             try:
                 given = named(*args, **kwargs)
                 # V2 rehearses with empty batches while it warms up.
-                if not given.get("dummy_run") and (step := self._step(lambda: read(runner, given))) is not None:
+                if (
+                    not given.get("dummy_run")
+                    and (step := self._step(functools.partial(read, runner, given))) is not None
+                ):
                     self.tap.step(step)
             except Exception as error:  # noqa: BLE001 - the engine must not feel this
                 self.tap.note("reading a step", error)
@@ -339,9 +347,9 @@ class VllmTap:
 
         return tapped
 
-    def _step(self, read: Callable[[], Step | None]) -> Step | None:
+    def _step(self, read: Callable[[Container[str]], Step | None]) -> Step | None:
         if self._shares is None:
-            return read()
+            return read(self.tap.collected) if self.tap.collected else None
         return None if self._shares.joiner.gone else self._shares.scored(read, self._shard)
 
     def _send(self, batch: Sequence[Collected]) -> None:

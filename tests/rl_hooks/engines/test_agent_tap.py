@@ -151,11 +151,8 @@ def test_only_the_sampled_fraction_is_collected_and_only_within_the_budget() -> 
 
 def held_bytes(tapped: FeatureTap) -> int:
     """Host memory of the rows of the requests under way."""
-    found: dict[int, int] = {}
-    for chunk in (chunk for tracked in tapped._tracked.values() for chunk in tracked.chunks):
-        for tensor in (*chunk._own.values(), *(chunk._step().values() if chunk._step else ())):
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
+    rows = [rows for tracked in tapped._tracked.values() for part in tracked.parts for rows in part]
+    return sum((whole.base if whole.base is not None else whole).nbytes for whole in rows)
 
 
 def test_a_long_request_keeps_no_rows_of_the_short_ones_beside_it() -> None:
@@ -211,6 +208,26 @@ def test_a_step_that_makes_no_sense_costs_its_requests_and_nothing_else() -> Non
     eventually(lambda: collected)
     check(collected[0], good)
     assert len(collected) == 1
+
+
+def test_a_request_whose_rows_did_not_all_arrive_is_not_sent() -> None:
+    """Without the last step, what is left would look like a shorter rollout."""
+    collected: list[Collected] = []
+    tapped, lost, whole = tap(collected.append), Script("lost", [2], [3, 4, STOP]), Script("whole", [2], [3, STOP])
+
+    def no_scores() -> torch.Tensor:
+        raise RuntimeError("a rank is gone")
+
+    tapped.begin(lost.request())
+    tapped.step(step([(lost, 0, [2, 3], 0, 4)]))
+    tapped.step(replace(step([(lost, 2, [4], 0, STOP)]), scores=no_scores))
+    tapped.begin(whole.request())
+    tapped.step(step([(whole, 0, [2, 3], 0, STOP)]))
+    tapped.end(["lost", "whole"])
+    eventually(lambda: collected)
+    eventually(lambda: not tapped.tally["rows"])
+    assert [one.request.request_id for one in collected] == ["whole"]
+    assert tapped.tally["failures"] == 2, "the step, and its request"
 
 
 def test_a_file_of_collected_rollouts_is_a_rollout_file() -> None:
@@ -422,7 +439,8 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
         positions=torch.arange(16),
     )
     given_v1 = dict(zip(V1_ARGUMENTS, (output, sampled, hidden, aux), strict=True))
-    first = step_v1(runner, given_v1)
+    wanted = {"a", "b", "c"}
+    first = step_v1(runner, given_v1, wanted)
     batch = SimpleNamespace(
         num_reqs=3,
         req_ids=["a", "b", "c"],
@@ -433,7 +451,7 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
     )
     by_state = torch.tensor([[22], [0], [26], [0], [20]])
     rejected = torch.tensor([0, 2, 0], dtype=torch.int32)
-    second = step_v2(None, dict(zip(V2_ARGUMENTS, (batch, hidden, aux, rejected, by_state), strict=True)))
+    second = step_v2(None, dict(zip(V2_ARGUMENTS, (batch, hidden, aux, rejected, by_state), strict=True)), wanted)
     assert first is not None
     assert second is not None
     for one in (first, second):
@@ -442,7 +460,14 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
         assert one.row_counts.tolist() == counts
         assert one.rejected.tolist() == [0, 2, 0]
         assert one.last_sampled.tolist() == [20, 22, 26]
-    assert step_v1(runner, given_v1 | {"aux_hidden_states": None}) is None
+    assert step_v1(runner, given_v1 | {"aux_hidden_states": None}, wanted) is None
+    given_v2 = dict(zip(V2_ARGUMENTS, (batch, hidden, aux, rejected, by_state), strict=True))
+    for some in (step_v1(runner, given_v1, {"a", "c", "ended"}), step_v2(None, given_v2, {"a", "c", "ended"})):
+        assert some is not None, "only what is collected is read"
+        assert list(some.request_ids) == ["a", "c"]
+        assert (some.first_rows.tolist(), some.row_counts.tolist()) == ([0, 9], [5, 4])
+        assert (some.rejected.tolist(), some.last_sampled.tolist()) == ([0, 0], [20, 26])
+    assert step_v1(runner, given_v1, ()) is step_v2(None, given_v2, ()) is None
 
 
 @pytest.mark.parametrize("as_lists", [False, True])
@@ -462,7 +487,7 @@ def test_a_prompt_that_is_computed_in_parts_is_collected_in_either_form(as_lists
         )
         last = states(tokens, [first, first + 1])
         given_v1 = dict(zip(V1_ARGUMENTS, (output, sampled, last, [2 * last, 3 * last]), strict=True))
-        read = step_v1(runner, given_v1)
+        read = step_v1(runner, given_v1, {"r"})
         assert read is not None
         tapped.step(read)
     tapped.end(["r"])
@@ -500,7 +525,8 @@ def tap_on(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
     """Wrap `runner` with a tap that only notes what it is given."""
     seen: list[dict[str, Any]] = []
 
-    def note(_: Any, given: dict[str, Any]) -> None:
+    def note(_: Any, given: dict[str, Any], wanted: Any) -> None:
+        assert list(wanted) == ["r"]
         seen.append(dict(given))
 
     monkeypatch.setattr("rl_hooks.engines.vllm.steps.step_v1", note)
@@ -515,6 +541,10 @@ def test_parameters_that_moved_are_found_by_their_names(monkeypatch: pytest.Monk
     runner = Runner()
     seen = tap_on(runner, monkeypatch)
     output = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[], num_scheduled_tokens={})
+    assert runner.propose_draft_token_ids("aux", 8, "hidden", "sampled", scheduler_output=output) == "drafted"
+    assert runner.ran.pop() == ("aux", 8, "hidden", "sampled", output)
+    assert seen == [], "nothing is read of a step where nothing is collected"
+    output.scheduled_new_reqs = [scheduled()]
     assert runner.execute_model(7, output) == "executed"
     assert runner.propose_draft_token_ids("aux", 8, "hidden", "sampled", scheduler_output=output) == "drafted"
     assert seen == [

@@ -83,14 +83,13 @@ def test_more_prompts_than_are_compared_are_not_counted_one_by_one_and_take_no_r
     assert counts.rounds == 3 * COUNTED_PROMPTS
 
 
-def test_prompts_of_aborted_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_hooks.engines.vllm.rounds._STALE_PROMPTS", 8)
+def test_prompts_of_aborted_requests_are_forgotten() -> None:
     scheduler = Scheduler(0)
     counter = RoundCounter(scheduler)
     for number in range(100):
         scheduler.requests = {f"r{number}": SimpleNamespace(prompt_token_ids=[0])}
         scheduler.update_from_output(Output(num_scheduled_tokens={f"r{number}": 1}), {f"r{number}": "v1"})
-    assert len(counter._prompts) <= 10
+        assert len(counter._prompts) <= 1
 
 
 def test_a_request_without_tokens_counts_for_no_prompt() -> None:

@@ -1,0 +1,147 @@
+"""What the vLLM plugin takes of the engine's own thread in one step, by the number of requests in it.
+
+    python -m benchmarks.engine_step    # half a minute; needs no vLLM
+
+No engine runs: a stand-in for vLLM's scheduler tells the round counter what vLLM tells, and the tap reads a step of
+random states. Every request has four drafts. So the figures are Python and the launches of small torch operations,
+which a GPU's host has as well; the product with lm_head and the copies, which a device does, hardly count.
+
+* `counter`: `RoundCounter`, over the same stand-in without it;
+* `tap, P %`: reading the step and taking the rows of that share of the requests, one at least. 0 %: a trainer's hook
+  sends the features.
+
+Milliseconds of processor time of that thread, medians of 60 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+
+from rl_hooks.engines.collected import Collected, Request, RequestSampling
+from rl_hooks.engines.tap import FeatureTap, Head
+from rl_hooks.engines.vllm.rounds import RoundCounter
+from rl_hooks.engines.vllm.steps import V1_ARGUMENTS, step_v1
+
+DEPTH: Final = 4
+HIDDEN: Final = 64
+STEPS: Final = 60
+REQUESTS: Final = (24, 256, 1024)
+SHARES: Final = (0.0, 0.05, 1.0)
+
+
+class Scheduler:
+    """Calls what vLLM's scheduler calls for a step of these requests."""
+
+    def __init__(self, names: list[str], accepted: list[int]) -> None:
+        self.requests = {n: SimpleNamespace(prompt_token_ids=[i // 8] * 50) for i, n in enumerate(names)}
+        self._accepted = accepted
+
+    def make_spec_decoding_stats(  # vLLM's own parameters, by which the counter knows it
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,  # noqa: ARG002
+        num_accepted_tokens: int,  # noqa: ARG002
+        num_invalid_spec_tokens: dict[str, int] | None,  # noqa: ARG002
+        request_id: str,  # noqa: ARG002
+    ) -> Any:
+        """Nothing."""
+        return spec_decoding_stats
+
+    def schedule(self) -> Any:
+        """Every request, with all its drafts."""
+        return SimpleNamespace(num_scheduled_tokens=dict.fromkeys(self.requests, DEPTH + 1))
+
+    def update_from_output(self, scheduler_output: Any) -> dict[int, Any]:  # noqa: ARG002
+        """Tell of each request's round."""
+        outputs = []
+        for name, accepted in zip(self.requests, self._accepted, strict=True):
+            self.make_spec_decoding_stats(None, DEPTH, accepted, None, name)
+            outputs.append(SimpleNamespace(request_id=name, new_token_ids=[1] * (accepted + 1)))
+        return {0: SimpleNamespace(outputs=outputs)}
+
+
+def milliseconds(act: Callable[[], object]) -> float:
+    """Median processor time of this thread in one call."""
+    found = []
+    for number in range(STEPS + 5):
+        began = time.thread_time()
+        act()
+        if number >= 5:
+            found.append(1000 * (time.thread_time() - began))
+    return statistics.median(found)
+
+
+def counter_milliseconds(names: list[str], accepted: list[int]) -> float:
+    """What counting adds to a step."""
+    plain, counted = Scheduler(names, accepted), Scheduler(names, accepted)
+    RoundCounter(counted).serve("v1", 1)
+    alone, both = (milliseconds(functools.partial(_update, scheduler)) for scheduler in (plain, counted))
+    return both - alone
+
+
+def _update(scheduler: Scheduler) -> None:
+    scheduler.update_from_output(scheduler.schedule())
+
+
+def tap_milliseconds(names: list[str], accepted: list[int], share: float) -> float:
+    """What the tap adds to a step."""
+    rows = len(names) * (DEPTH + 1)
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(req_ids=names),
+        input_ids=torch.zeros(rows, dtype=torch.int32),
+        positions=torch.arange(rows),
+    )
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(names, DEPTH + 1),
+        scheduled_spec_decode_tokens=dict.fromkeys(names, [1] * DEPTH),
+    )
+    sampled = torch.tensor([[1] * (n + 1) + [-1] * (DEPTH - n) for n in accepted])
+    hidden = torch.randn(rows, HIDDEN)
+    given = dict(zip(V1_ARGUMENTS, (scheduled, sampled, hidden, [hidden] * 3), strict=True))
+    tap = FeatureTap(Head(torch.randn(HIDDEN, HIDDEN)), _throw_away, fraction=1.0, tokens_per_minute=10**9)
+    for name in names[: max(1, round(share * len(names)))] if share else ():
+        tap.begin(Request(name, tuple(range(50)), RequestSampling(1.0, 1.0, 0), frozenset(), None))
+
+    def step() -> None:
+        read = step_v1(runner, given, tap.collected) if tap.collected else None
+        if read is not None:
+            tap.step(read)
+
+    found = milliseconds(step)
+    if tap.tally["failures"]:
+        raise RuntimeError(f"expected every step to be taken, {tap.tally['failures']} failed: {tap.tally.last_error}")
+    tap.close(10.0)
+    return found
+
+
+def _throw_away(_: Collected) -> None:
+    pass
+
+
+def main() -> None:
+    """Run from the command line."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    torch.set_num_threads(1)
+    print(f"load {os.getloadavg()[0]:.1f}; torch {torch.__version__}; Python {sys.version.split()[0]}\n")
+    print("| requests | counter | " + " | ".join(f"tap, {100 * share:.0f} %" for share in SHARES) + " |")
+    print("|---" * (2 + len(SHARES)) + "|")
+    for requests in REQUESTS:
+        draw = random.Random(0)
+        names, accepted = [f"request-{i}" for i in range(requests)], [draw.randint(0, DEPTH) for _ in range(requests)]
+        cells = [counter_milliseconds(names, accepted), *(tap_milliseconds(names, accepted, s) for s in SHARES)]
+        print(f"| {requests} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
