@@ -380,7 +380,7 @@ async def get_worth(
     document: dict[str, Any] = to_jsonable_python(found)
     if generation_share is not None:
         for row in document["batches"]:
-            row["step_speedup"] = step_speedup(generation_share, {row["speedup"]: 1.0})
+            row["step_speedup"] = step_speedup(generation_share, row["speedup"])
     return {"run": run} | document
 
 
