@@ -63,13 +63,13 @@ class Step:
     last: Tensor  # [rows, H], after the final norm
     rejected: Tensor  # [requests]: how many of its last rows hold rejected drafts
     last_sampled: Tensor  # [requests]: the token that follows the last accepted row
-    #: Where the head is split over ranks: waits for (logsumexp, log p of the label by `labelled_rows`) [2, rows] on the
-    #: host, NaN where they are unknown. For the tap's thread.
+    #: Where the head is split over ranks: returns (logsumexp, log p of the label by `labelled_rows`) [2, rows] on the
+    #: host, NaN where they are unknown. It waits for other ranks, so only the tap's thread calls it.
     scores: Callable[[], Tensor] | None = None
 
 
 def labelled_rows(step: Step, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(rows [N], labels [N]) of the requests at these places: the next token of each row, -1 behind the accepted."""
+    """(rows [N], labels [N]) of the requests at these places. A label is the row's next token, -1 at a rejected row."""
     device, counts = step.last.device, step.row_counts[chosen]
     rows = np.concatenate([np.arange(step.first_rows[i], step.first_rows[i] + step.row_counts[i]) for i in chosen])
     from_end = np.concatenate([np.arange(n - 1, -1, -1) for n in counts])
@@ -106,9 +106,9 @@ class Head:
     ) -> Tensor:
         """`score` of a step's rows, [2, N]: `counts` rows of each request, one after another, and how each is drawn.
 
-        What top_p and top_k leave is computed for rows that may predict a generated token: of a prompt, which may be
-        thousands, it would cost the engine time. So log p is NaN in all but the last rows of such a request; one that
-        was preempted, whose tokens are computed again at once, has the scores of before (`assemble`).
+        With top_p or top_k, log p is computed only for rows that may predict a generated token: for the thousands of
+        rows of a prompt it would cost the engine time. So log p is NaN in all but the last rows of such a request. A
+        request that was preempted computes all its tokens again at once; `assemble` takes the earlier scores.
         """
         device = last_NH.device
         temperature_N = _to(device, np.repeat(np.array([one.scored_at for one in samplings], np.float32), counts))
@@ -129,7 +129,7 @@ class Head:
 
 
 def _with_scores(copies: HostCopies, scores: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Copies of a step whose scores come from several ranks, later."""
+    """Wait for a step's copies, and for its scores, which come later and from several ranks."""
     host = dict(copies.wait())
     host["logsumexp"], host["logprob"] = scores()[:, host.pop("rows")]
     return host
@@ -144,7 +144,7 @@ class _Chunk:
         self._own: dict[str, Tensor] = {}
 
     def host(self) -> dict[str, Tensor]:
-        """The rows. For the tap's thread, soon: until then those of the whole step stay."""
+        """The rows. The tap's thread calls it soon, because until then the rows of the whole step stay in memory."""
         if self._step is not None:
             self._own = {name: tensor[self._rows].clone() for name, tensor in self._step().items()}
             self._step = None
@@ -241,7 +241,7 @@ class FeatureTap:
     ) -> None:
         self.head, self.fraction, self.max_tokens = head, fraction, max_tokens
         self._rows = max(tokens_per_minute, 4 * max_tokens)
-        #: Of what is begun now; None between `cut` and `turn`, when nothing is.
+        #: Version of the rollouts that begin now; None between `cut` and `turn`, when none begin.
         self.policy_version: int | None = policy_version
         self.tally = Tally(log)
         self._budget = TokenBudget(tokens_per_minute)
@@ -362,7 +362,7 @@ class FeatureTap:
         self.end(long)
 
     def _is_long(self, name: str) -> bool:
-        """Whether a request has as many rows as may wait, with all its rejected drafts: it is sent up to here."""
+        """Whether a request has as many rows as may wait, rejected drafts included: then it is sent up to here."""
         tracked = self._tracked.get(name)
         return tracked is not None and tracked.rows > 4 * self.max_tokens
 
