@@ -28,7 +28,7 @@ MIB: Final = 1 << 20
 
 
 def at_home(path: str | Path) -> Path:
-    """A path whose `~` is the home directory: a shell leaves it as it is in `--state-dir=~/x`, and env files do."""
+    """A path with `~` as the home directory. A shell leaves `~` as it is in `--state-dir=~/x`, and so do env files."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises for a user who has no home
 
 
@@ -45,7 +45,7 @@ def redis_place(url: str) -> str:
             host, port = members, None
         else:
             host, port = parts.hostname or "", parts.port
-        # An @ after the host, or a port that is no number: the password was not percent-encoded.
+        # After an @ behind the host, or a port that is no number, the password was not percent-encoded.
         sound = url.startswith(REDIS_SCHEMES) and "@" not in parts.path + parts.query + parts.fragment
     except ValueError:
         sound = False
@@ -150,7 +150,7 @@ class Settings(BaseSettings):
     queue_max_bytes: int | None = Field(
         None,
         gt=0,
-        description="Most bytes in a run's queue; above it 429. Set or not, a run gets at most 3/4 of what it has and"
+        description="Most bytes in a run's queue; above it 429. In any case a run gets at most 3/4 of what it has and"
         " what is free on the spool's disk.",
     )
     spool_min_free_bytes: int = Field(256 * MIB, ge=0, description="Free disk below which uploads get 429.")
@@ -184,7 +184,10 @@ class Settings(BaseSettings):
         description="Share of a GPU's memory that the worker may take, where something else runs on it.",
     )
     worker_ranks: int = Field(
-        1, ge=1, le=64, description="Processes of this machine that `draftalign up` trains one drafter with; one a GPU."
+        1,
+        ge=1,
+        le=64,
+        description="Worker processes that `draftalign up` starts to train one drafter: one for each GPU.",
     )
     draft_vocab_size: int = Field(32_000, ge=1, description="Draft vocabulary of a drafter that starts from scratch.")
     vocab_min_tokens: int = Field(50_000, ge=1, description="Response tokens needed to build that vocabulary.")
@@ -200,8 +203,8 @@ class Settings(BaseSettings):
     gate_rollouts: int = Field(
         256,
         ge=0,
-        description="Rollouts, of those that wait, that a candidate is judged on after each training."
-        " Those of the newest policy count always.",
+        description="Of the rollouts that a worker which is behind passes over, so many judge the candidate after each"
+        " training. Those of the newest policy always do.",
     )
     gate_confidence: float = Field(
         0.95,

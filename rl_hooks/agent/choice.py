@@ -55,8 +55,8 @@ class ReleaseChoice:
     def restore(cls, document: dict[str, Any]) -> ReleaseChoice:
         """Inverse of `dump`; raises one of `UNREADABLE` on anything else.
 
-        Files that are gone are downloaded again when they are needed. A rejected version stays out also where nothing
-        is known that the engine could go back to.
+        Files that are gone are downloaded again when they are needed. A rejected version stays rejected even without a
+        version that the engine could go back to.
         """
         return cls(int(document["sequence"]), load_release(document["fallback"]), rejected_in(document))
 

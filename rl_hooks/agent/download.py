@@ -4,10 +4,10 @@
     <cache>/<run>/<version>.part/     under way: `<file>.part` grows and is resumed with Range after any interruption
 
 Invariant: a directory without `.part` is complete, because the rename is the last step (atomic on one filesystem).
-Where the service answers 307, the bytes come from its object store, which never sees the service's token. Where that
-fails, or gives wrong bytes, the service is asked for its own.
-No file grows beyond its size in the manifest. That of the model is at most what the version's own config.json, which
-comes first, can describe; of any other 1 MiB. Neither takes the last free bytes of the disk.
+If the service answers 307, the bytes come from its object store, which never sees the service's token. If the store
+fails, or gives wrong bytes, the service itself sends them.
+No file grows beyond its size in the manifest. For the model that size is bounded by the version's own config.json,
+which is downloaded first; for any other file by 1 MiB. No download takes the last free bytes of the disk.
 Synchronous on purpose: it runs in a thread, where hashing and writing do not delay the engines' loops.
 """
 
@@ -52,15 +52,15 @@ log = logging.getLogger("draftalign.agent")
 
 #: How long to wait for another agent's download into the same cache.
 LOCK_SECONDS: Final = 120.0
-#: Begins the name of an engine that has no address, and whose name is never used again.
+#: Prefix of the name of an engine that has no address. Such a name is never used again.
 IN_PROCESS: Final = "in-process:"
-#: Seconds without a write of its memory after which an engine is gone. One that follows by itself writes each second
-#: while it lives, unless it is idle and has a swap to do: should its files go meanwhile, they are downloaded again.
+#: Seconds without a write of its memory after which an engine is gone. The second is for one that follows by itself,
+#: which writes each second, except while it is idle with a swap to do: files that go then are downloaded again.
 _FORGOTTEN_SECONDS: Final = 7 * 86400.0
 _FORGOTTEN_ALONE_SECONDS: Final = 3600.0
 #: Free bytes of the cache's disk that no download takes: engines and trainers write there too.
 MIN_FREE_BYTES: Final = 256 << 20
-#: One file's download: after that the service is asked again what it offers, and the file goes on where it was.
+#: Longest download of one file. After that the service is asked again what it offers, and the download resumes.
 DOWNLOAD_SECONDS: Final = 600.0
 
 _P = ParamSpec("_P")
@@ -148,8 +148,8 @@ def is_intact(release: Release) -> bool:
 def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
     """Delete the complete and partial versions of `run` that are not in `keep`; returns the names that went.
 
-    Those that another engine's memory names stay, too: engines of one host share a cache by default. None where another
-    agent that shares the cache holds its lock; the next call tries again.
+    Versions that another engine's memory names stay, too: engines of one host share a cache by default. While another
+    agent holds the cache's lock, nothing is deleted; the next call tries again.
     """
     home = cache.absolute() / run
     gone: list[str] = []
@@ -157,7 +157,9 @@ def prune_cache(cache: Path, run: str, keep: set[str]) -> list[str]:
         keep = keep.union(*map(_remembered, sorted((home / "engines").glob("*.json"))))
         for path in sorted(home.iterdir()):
             if path.is_dir() and path.name.removesuffix(".part") not in keep and path.name != "engines":
-                shutil.rmtree(path, ignore_errors=True)  # what cannot be deleted must not keep the others: a link, ...
+                shutil.rmtree(
+                    path, ignore_errors=True
+                )  # one that cannot be deleted, as a link, must not keep the others
                 if not path.exists():
                     gone.append(path.name)
     return gone
@@ -212,7 +214,7 @@ def strip_shared(path: Path) -> list[str]:
 
 
 def _check_size(staging: Path, manifest: VerifiedManifest, file: OfferedFile) -> None:
-    """Refuse a file that is larger than a drafter's can be, before a byte of it is asked for."""
+    """Refuse a file that is larger than a drafter's can be, before it is requested."""
     most, by = MAX_CONFIG_BYTES, "of a file beside the model"
     if file.name == MODEL_FILE:
         try:
@@ -236,7 +238,7 @@ def _check_room(directory: Path, wanted: int, name: str) -> None:
 
 
 def _make_safe(directory: Path, kind: str) -> None:
-    """Strip the checkpoint and verify that it is a drafter of this kind: engines load a half one without a word."""
+    """Strip the checkpoint, and verify that it is a whole drafter of this kind: engines load a partial one silently."""
     path = directory / MODEL_FILE
     if not path.is_file():
         raise InvalidDrafterError(f"the version has no {MODEL_FILE}; publish drafters as one safetensors file")
@@ -330,7 +332,7 @@ class _Download:
             location = response.headers.get("Location", "")
         try:
             tls = trusted_of_store(os.environ.get("DRAFTALIGN_CA_FILE"))
-            # Of its own: the service's client has the token in its headers, and trusts the service's authority alone.
+            # A client of its own: the service's has the token in its headers, and trusts only the service's authority.
             with (
                 httpx.Client(timeout=self.client.timeout, trust_env=False, verify=tls) as store,
                 store.stream("GET", location, headers=headers) as response,

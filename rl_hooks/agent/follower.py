@@ -188,7 +188,7 @@ class EngineFollower:
         self._metrics.contested.labels(self.url).set(0)
 
     def _anothers(self, state: EngineState) -> str | None:
-        """Of an engine that was given up: the version that it has instead of the run's. Else None."""
+        """The version that an engine which was given up has instead of the run's; None for any other engine."""
         return state.version if self._process.contest.lost else None
 
     def _contend(self, state: EngineState) -> None:

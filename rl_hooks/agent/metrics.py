@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-#: Versions of an engine that are label values: the newest ones, so that the number of label values is bounded.
+#: Only so many of the newest versions of an engine are label values: their number is bounded.
 MAX_VERSIONS: Final = 10
 
 

@@ -10,9 +10,9 @@ from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.release import Release, VerifiedManifest
 
-#: If another client undoes a swap within so long, that is a turn of a contest.
+#: A swap that another client undoes within this time is a turn of a contest.
 _TURN_SECONDS: Final = 300.0
-#: After so many turns the agent gives the engine up. An agent that found another's drafter there gives up sooner.
+#: Turns after which the agent gives the engine up. An agent that found another's drafter there gives up sooner.
 _TURNS_YOUNGER: Final = 3
 _TURNS: Final = 5
 

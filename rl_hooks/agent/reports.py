@@ -21,9 +21,9 @@ log = logging.getLogger("draftalign.agent")
 
 #: The service's name among the peers of an agent.
 SERVICE: Final = "service"
-#: Of an error in the log, whatever names and answers it quotes.
+#: Most characters of an error in the log, which may quote names and answers.
 MAX_LOGGED: Final = 1000
-#: Of what a report says of a swap that did not come about.
+#: Most characters of a report's reason why a swap did not happen.
 MAX_WITHHELD: Final = 300
 #: Answers to a report that will not change when it is sent again.
 _UNACCEPTABLE: Final = frozenset({400, 404, 409, 413, 415, 422})
@@ -58,7 +58,7 @@ class Reports:
     async def send(self, client: httpx.AsyncClient) -> None:
         """Send the canary's verdicts, and all counts that have changed."""
         for follower in list(self._followers.values()):
-            # Those of an earlier life first: the service takes none of them after one of a later life.
+            # Counts of an earlier life first: the service refuses them once it has some of a later life.
             await self._send_changed(client, follower, ended=True)
             while follower.books.verdicts:
                 verdict, sequence = follower.books.verdicts[0]

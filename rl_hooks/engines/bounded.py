@@ -1,9 +1,9 @@
-"""Answers of engines and of the service, read up to a bound: whoever answers does not choose how much memory it takes.
+"""Answers of engines and of the service, read up to a bound: the peer does not choose how much memory they take.
 
-One engine that lies must not end the agent that serves the honest ones, and the in-process agent lives inside vLLM. So
-every answer that is held in memory comes through `ask`: it asks for no encoding and takes none, because a few KB can
-inflate to hundreds of MB, stops at `most_bytes`, and ends when the time is over, however slowly bytes drip. The files
-of a drafter, which go to the disk, are bounded in `rl_hooks.agent.download`.
+One hostile engine must not end the agent that serves the others, and the in-process agent lives inside vLLM. So every
+answer that is held in memory comes through `ask`. It asks for no encoding and accepts none, because a few KB can
+inflate to hundreds of MB. It stops at `most_bytes`, and at its time limit, however slowly bytes come. The files of a
+drafter, which go to the disk, are bounded in `rl_hooks.agent.download`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import httpx
 
 from rl_hooks.errors import AnswerError, cut
 
-#: Of a manifest, a state, the answer to a swap or to a report. They have some KB; SGLang's `/server_info` has some ten.
+#: For a manifest, a state, the answer to a swap or to a report: they have some KB, SGLang's `/server_info` ten or more.
 MAX_ANSWER_BYTES: Final = 1 << 20
-#: Of an engine's metrics page: vLLM 0.32 prints 61 KB for one engine core and 46 KB for each more: this is for 180.
+#: For an engine's metrics page: vLLM 0.32 prints 61 KB for one engine core and 46 KB for each more, so this is for 180.
 MAX_PAGE_BYTES: Final = 8 << 20
 #: Asks for the bytes as they are.
 IDENTITY: Final = {"Accept-Encoding": "identity"}
@@ -65,10 +65,9 @@ async def ask(
     headers: dict[str, str] | None = None,
     **options: Any,
 ) -> Answer:
-    """Ask, and read an answer of at most `most_bytes` that is complete after `timeout_seconds` (None: the client's).
+    """Send a request, and read an answer of at most `most_bytes` within `timeout_seconds` (None: the client's).
 
-    Raises AnswerError for one that is encoded, too long or too slow, of which nothing is kept, and httpx.HTTPError
-    where none comes.
+    Raises AnswerError if the answer is encoded, too long or too slow, and httpx.HTTPError if none comes.
     """
     seconds = client.timeout.read if timeout_seconds is None else timeout_seconds
     status, body = None, bytearray()
@@ -97,7 +96,7 @@ async def ask(
 
 
 def refuse_encoded(response: httpx.Response, asked: str) -> None:
-    """Raise AnswerError for an answer whose body must be decoded first; how large it then is, only decoding tells."""
+    """Raise AnswerError for an answer whose body must be decoded: its size would be known only afterwards."""
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise AnswerError(

@@ -45,7 +45,7 @@ _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-#: Of an engine's own copy: what it captures and what it shares is looked up in its modules.
+#: Fields of an engine's copy of the config that do not count: its modules show what it captures and shares.
 _NOT_BY_CONFIG: Final = ("eagle_aux_hidden_state_layer_ids", "eagle_config", "tie_word_embeddings")
 
 
@@ -119,10 +119,10 @@ def read_candidate(
     *,
     published: bool = False,
 ) -> dict[str, Tensor]:
-    """Weights as `dtype` on the CPU (`float32`: but for these), and nothing else: d2t, the engine's, is compared.
+    """The weights as `dtype` on the CPU, those in `float32` as float32. The file's d2t must equal the engine's, `d2t`.
 
-    The header is judged before any tensor is made. `published`: the file may be in speculators' layout, in which an
-    engine starts with a drafter. Raises `DrafterRefusedError`.
+    The header is checked before any tensor is made. `published`: the file may be in speculators' layout, with which an
+    engine can start. Raises `DrafterRefusedError`.
     """
     header = _check_header(body, running, published=published)
     tensors = {name: _tensor(body, header.header_bytes + info.begin, info) for name, info in header.tensors.items()}
@@ -144,7 +144,7 @@ def vocabulary_digest(d2t: Tensor, vocab_size: int) -> str:
 
 
 def _tensor(body: bytes, offset: int, info: wire.TensorInfo) -> Tensor:
-    # NumPy copies without the GIL. `safetensors.torch.load` holds it, and the engine's steps stand still meanwhile.
+    # NumPy copies without the GIL. `safetensors.torch.load` holds it, which stops the engine's steps.
     flat = np.frombuffer(body, np.uint8, info.end - info.begin, offset).copy()
     return torch.from_numpy(flat).view(_DTYPES[info.dtype]).view(info.shape)
 

@@ -59,7 +59,7 @@ class Request:
     #: The whole prompt, with the part that the prefix cache holds.
     prompt_ids: Sequence[int]
     sampling: RequestSampling
-    #: Generation ends with the first of these, or after `max_tokens`; engines emit no token behind that.
+    #: Generation ends with the first of these, or after `max_tokens`: the engine emits no token after that.
     stop_ids: frozenset[int]
     max_tokens: int | None
 
@@ -164,8 +164,8 @@ def rollout_file(
 ) -> tuple[list[bytes | memoryview], str]:
     """Lay out rollouts of one policy version and one kind of sampling as a file; returns its parts and the batch id.
 
-    `source`: unique to the engine's process, whose request ids may be another's too. A client may use a request id
-    again, in a session or for the next policy; a rollout's id is its own.
+    `source`: a name that only this process of an engine has. Rollout ids are made of it, of the policy version, the
+    request id and the tokens: clients use request ids again, in a session or for the next policy.
     """
     lengths = [len(one.input_ids) for one in batch]
     policy_version = batch[0].policy_version
@@ -218,8 +218,8 @@ def _tokens(batch: Sequence[Collected]) -> int:
 class Batcher:
     """Gathers rollouts of one policy version and kind of sampling until they fill a file.
 
-    `add` is for one thread, `flush` for any. `file_bytes`, `rollout_bytes`: `RolloutSender`'s. `tally` counts what is
-    cut (`cut_long`) and left out (`skipped_long`).
+    `add` is for one thread, `flush` for any. `file_bytes`, `rollout_bytes`: those of `RolloutSender`. `tally` counts
+    rollouts that are cut (`cut_long`) and left out (`skipped_long`).
     """
 
     def __init__(

@@ -1,11 +1,12 @@
 """The engine's speculative-decoding counters, by drafter version.
 
-Engines count rounds without saying which drafter proposed them. `Ledger` therefore takes snapshots and books each
+Engines count rounds without saying which drafter proposed them. So the agent takes snapshots, and `Ledger` books each
 difference under the drafter version that was loaded all the time between. Rounds around a swap belong to no single
 version; they are counted apart.
 
-An engine that restarts counts from 0, and so does its ledger: each *life* of the counts has a name, which a report
-says. An engine's own mark of its process (`Snapshot.life`) tells a restart; counters may pass what they had before.
+An engine that restarts counts from 0, and so does its ledger: each *life* of the counts has a name, which reports
+carry. A restart shows in the engine's own mark of its process (`Snapshot.life`). Its counters alone do not always show
+it: they may have passed their earlier values by the next snapshot.
 
 Pure: no clock, no network. α = 1 + accepted / rounds, the bonus token included; vLLM counts accepted tokens *before*
 trimming at EOS, so `emitted_tokens` is what compares with replay α.
@@ -44,7 +45,7 @@ STEPS: Final = "vllm:iteration_tokens_total_count"
 OUTPUTS: Final = "vllm:inter_token_latency_seconds_count"
 OUTPUT_SECONDS: Final = "vllm:inter_token_latency_seconds_sum"
 RUNNING: Final = "vllm:num_requests_running"
-#: When the process that counts began, and else when its counter of rounds did: another value is another process.
+#: When the process that counts began or, without that, its counter of rounds: another value is another process.
 STARTED_AT: Final = "process_start_time_seconds"
 CREATED_AT: Final = "vllm:spec_decode_num_drafts_created"
 
@@ -52,12 +53,12 @@ _COUNTED: Final = (ROUNDS, DRAFTED, ACCEPTED, ACCEPTED_PER_POSITION)
 _TIMES: Final = (OUTPUTS, STEPS, OUTPUT_SECONDS, RUNNING)
 _NAMES: Final = (*_COUNTED, EMITTED, GENERATED, STARTED, FINISHED, POLICY_VERSION, *_TIMES, STARTED_AT, CREATED_AT)
 _MAX_POSITIONS: Final = 64
-#: Characters of a page's lines of these names: 64 engine cores with 64 positions each have 0.7 million.
+#: Most characters in a page's lines of these names: 64 engine cores with 64 positions each have 0.7 million.
 _MAX_COUNTED: Final = 1 << 20
 _MAX_LINE: Final = 4096
 #: Method of counts that were made with a published drafter.
 OUR_DRAFTER: Final = "drafter"
-#: Of counts that were made with a drafter that another client keeps in the engine instead of ours.
+#: Method of counts that were made with another client's drafter.
 ANOTHERS_DRAFTER: Final = "anothers-drafter"
 #: Buckets kept per engine: the oldest that the service has acknowledged goes first.
 MAX_BUCKETS: Final = 32
@@ -94,7 +95,7 @@ class Counts:
 
     @property
     def _tells_prompts(self) -> bool:
-        """Whether the prompts of its rounds are known: too many were told once, and are not told apart again."""
+        """Whether its rounds are known by prompt. Once there were too many prompts, they no longer are."""
         return not self.rounds or bool(self.by_prompt)
 
     def _of(self, prompt: str, sign: int, other: Counts) -> tuple[int, int]:
@@ -210,7 +211,7 @@ class VersionCounts:
     method: str = OUR_DRAFTER
     #: The counts, and whether the drafter was still loaded, as the service last acknowledged them.
     reported: tuple[int, bool] | None = None
-    #: Of the ledger, when this was counted.
+    #: The ledger's `life` when this was counted.
     life: str = ""
 
     @property
@@ -222,27 +223,26 @@ class VersionCounts:
 class Ledger:
     """Cumulative counts of one engine per (drafter version, policy version), since the engine or the ledger began.
 
-    `life`: a random name of that time. No clock: engines', agents' and the service's differ, and are set back.
+    `life`: a random name of that time. It is no timestamp, because clocks of hosts differ and are set back.
     """
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str, str, int | None], VersionCounts] = {}
-        self._dropped: set[tuple[str, str, str, int | None]] = set()  # of this life: counted again they begin at 0
+        self._dropped: set[tuple[str, str, str, int | None]] = set()  # in this life; counted again, they begin at 0
         self.unattributed_rounds = 0
         self.life = uuid.uuid4().hex
 
     def begin_life(self) -> None:
-        """Count from 0: the engine restarted, say. What the service has not acknowledged stays until it has."""
+        """Count from 0, for instance after a restart of the engine. Counts stay until the service acknowledges them."""
         self.life = uuid.uuid4().hex
         self._dropped.clear()
         self._forget_ended()
 
     def _forget_ended(self) -> None:
-        """Drop what was counted in an earlier life, where the service has it, and knows that it has ended."""
-        kept = self._buckets.items()
-        told = [key for key, one in kept if one.life != self.life and one.reported == (one.counts.rounds, False)]
-        for key in told:
-            del self._buckets[key]
+        """Drop what was counted in an earlier life, once the service has acknowledged it as final."""
+        for key, one in list(self._buckets.items()):
+            if one.life != self.life and one.reported == (one.counts.rounds, False):
+                del self._buckets[key]
 
     def book(self, version: str, policy_version: int | None, counts: Counts, method: str = OUR_DRAFTER) -> None:
         """Add counts that were made with `version` loaded throughout.
@@ -254,7 +254,7 @@ class Ledger:
         key = (self.life, method, version, policy_version)
         if counts.rounds == 0 and self._buckets and key not in self._buckets:
             return
-        if key in self._dropped:  # a trainer went far back; the service takes counts that fall for late ones of a life
+        if key in self._dropped:  # a trainer went far back. The service takes counts that fall within a life for late
             self.begin_life()
             key = (self.life, method, version, policy_version)
         self._forget_ended()

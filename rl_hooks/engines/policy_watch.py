@@ -1,4 +1,4 @@
-"""Which version of the policy's weights an engine holds, also where nobody says that they have changed.
+"""Which version of the policy's weights an engine holds, also where a change is not announced.
 
 RL stacks write weights in many ways. Two checks find them:
 
@@ -8,7 +8,7 @@ RL stacks write weights in many ways. Two checks find them:
 * `WeightSample` compares some thousand weights with earlier values. It finds weights that are copied into parameters
   directly (prime-rl), which no method's name shows.
 
-`PolicyVersions` makes a number of what they find, and of the weight version that vLLM was told.
+`PolicyVersions` turns what they find, and the weight version that vLLM was told, into a number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl_hooks.sending.copies import HostCopies
 
 log = logging.getLogger("draftalign.tap")
 
-#: Events after which weights are gone, and none have come.
+#: Events after which the weights are gone.
 _DEEP_SLEEP: Final = "sleep of level 2"
 _DISCARD: Final = "discard of the weights"
 #: Names of vLLM's worker (0.32) by which updates and sleeps are noticed.
@@ -77,16 +77,16 @@ class PolicyWatch:
 
     `changing` is called before weights change (as far as that is announced), `noticed` after any sign of a change, from
     any thread: the next `settle` counts it.
-    `agree` tells whether all ranks say what this one says: each sees a slice of the weights, and all count alike.
+    `agree(same)`: whether all ranks found their weights the same: each sees a slice, and all must count alike.
     """
 
     def __init__(self, worker: Any, agree: Callable[[bool], bool] = lambda same: same) -> None:
         self._agree = agree
         #: The worker's weights are not in its memory: they must not be read.
         self.asleep = False
-        #: They were taken away, the drafter's with them. Who loads the drafter again sets it back.
+        #: They were discarded, the drafter's with them. Reset when the drafter is loaded again.
         self.lost = False
-        #: Somebody has brought or named weights: they are more than what vLLM started with.
+        #: Since vLLM's start, weights have been loaded or named.
         self.updated = False
         self.weights = WeightSample(worker.model_runner.get_model())
         self.changing: Callable[[], None] = lambda: None
@@ -106,20 +106,20 @@ class PolicyWatch:
         return None if self._versions is None else self._versions.current
 
     def number(self, named: str | None, newest: int) -> int:
-        """From now on, number the weights: they are what the service knows as `newest`, or what vLLM calls them."""
+        """Number the weights from now on. The present ones are `newest` of the service, or as vLLM `named` them."""
         self._versions = PolicyVersions.start(named, newest)
         return self._versions.current
 
     def settle(self, named: str | None) -> bool:
         """Bring the version up to date; the weights must be readable. Call it before a forward reads them.
 
-        True: the weights were changed and nobody had announced it, so the newest rows may be of either weights.
+        True: the weights were changed without an announcement, so the newest rows may be of either weights.
         """
         try:
             same = not self.weights.differed and (self._moved or self.weights.look()())
         except Exception:
-            self._agree(False)  # the other ranks wait for this one, and count
-            self._moved = True  # so that this one counts, too
+            self._agree(False)  # the other ranks wait for this one, and will count a change
+            self._moved = True  # so this one counts it, too
             raise
         found = not self._agree(same)
         moved, self._moved = self._moved or found, False
@@ -161,7 +161,7 @@ class WeightSample:
 
     @property
     def differed(self) -> bool:
-        """Whether a look has found other weights than were last taken. One that began before that does not count."""
+        """Whether a look has found other weights since the last `retake`. Looks that began before it do not count."""
         return self._differs_from is self._then
 
     def retake(self) -> None:
@@ -219,7 +219,7 @@ def on_reload(worker: Any, changes: Callable[[str], None]) -> None:
     """Call `changes` with the event before this vLLM worker loads or discards the policy's weights."""
     runner = worker.model_runner
 
-    def teller(event: str) -> Callable[..., None]:
+    def announce(event: str) -> Callable[..., None]:
         return lambda *_, **__: changes(event)
 
     def sleep(level: int = 1, *_: Any, **__: Any) -> None:
@@ -230,9 +230,9 @@ def on_reload(worker: Any, changes: Callable[[str], None]) -> None:
         if "weights" in tags:
             changes(_DISCARD)
 
-    before_call(runner.get_model(), "load_weights", teller("load_weights"))
-    before_call(runner, "reload_weights", teller("reload_weights"))
-    before_call(worker, "start_weight_update", teller("start_weight_update"))
+    before_call(runner.get_model(), "load_weights", announce("load_weights"))
+    before_call(runner, "reload_weights", announce("reload_weights"))
+    before_call(worker, "start_weight_update", announce("start_weight_update"))
     before_call(worker, "sleep", sleep)
     before_call(worker, "discard", discard)
 

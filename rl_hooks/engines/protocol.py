@@ -23,12 +23,12 @@ from rl_hooks.release import Release, layers_of
 #: vLLM's methods that propose no tokens: they use the drafter's place to store states.
 _NOT_SPECULATION = frozenset({"extract_hidden_states"})
 
-#: How an engine drafts that proposes several tokens at a place: the service compares its counts with nothing.
+#: `drafting` of an engine that proposes several tokens at a position: the service compares its counts with nothing.
 TREES = "trees"
 
 #: Statuses with which an engine refuses this drafter for good. Other errors may pass.
 REFUSALS = frozenset({400, 409, 413, 415, 422})
-#: Status with which it says that the files are not the ones whose digests it was told.
+#: Status of an engine that read files of other digests than it was given.
 OTHER_BYTES = 412
 _NOT_FOUND = 404
 _NO_PLUGIN = (
@@ -48,7 +48,7 @@ class EngineState:
     policy_version: int | None = None
     #: Kind of drafter that can be swapped in ("eagle3", "mtp"); None: the agent can only count.
     takes: str | None = "eagle3"
-    #: How it speculates without a drafter of ours (n-grams, its policy's own MTP module). Names its counts.
+    #: How it speculates without a drafter of ours (n-grams, its policy's own MTP module): the name of its counts.
     method: str | None = None
     #: How many tokens it drafts a round, and whether as `greedy`, `probabilistic` or `TREES`; None: it does not say.
     depth: int | None = None
@@ -60,7 +60,7 @@ class EngineState:
     #: Identity of its draft vocabulary, and the layers that its drafter reads, where it says so: for messages.
     d2t_sha256: str | None = None
     aux_layers: tuple[int, ...] = ()
-    #: Mark of its process, which a restart changes; None where only its counters tell.
+    #: Mark of its process, which a restart changes; None where only its counters show a restart.
     life: str | None = None
 
     @property

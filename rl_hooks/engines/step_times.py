@@ -1,10 +1,10 @@
-"""How long an engine's steps take, by batch size and draft depth: what acceptance is worth in time is fitted to it.
+"""How long an engine's steps take, by batch size and draft depth. The service fits to it what acceptance is worth.
 
-An engine times each token that leaves: from one step of a request to its next (vLLM's inter-token latency, on the
-engine core's own clock). So between two scrapes a step took seconds/outputs and held outputs/steps sequences, whether
-or not the engine idled in between. That holds where the batch size stood still: else the mean time is of the larger
-batches and the mean size of all. A stretch in which it moved is left out. Sums are kept by depth and by batch size
-in factors of √2: they are cumulative, and a report of them may be repeated.
+An engine measures the time from one step of a request to its next (vLLM's inter-token latency, on the engine core's own
+clock). So between two scrapes a step took seconds/outputs and held outputs/steps sequences, whether or not the engine
+idled in between. That holds only for a constant batch size: else the mean time is weighted by batch size and the mean
+size is not. A stretch in which the batch size changed is left out. Sums are kept by depth and by batch size in factors
+of √2: they are cumulative, and a report of them may be repeated.
 
 Pure: no clock, no network.
 """
@@ -22,13 +22,13 @@ MAX_CELLS: Final = 64
 MAX_DEPTH: Final = 64
 MAX_BATCH: Final = 65536.0
 SECONDS: Final = (1e-6, 1e3)
-#: A stretch of fewer steps says nothing: its counters were not read at one moment.
+#: A stretch of fewer steps is left out: its counters were not read at one moment.
 _FEWEST_STEPS: Final = 20
 #: A stretch whose mean depth is further than this from a whole number was drafted at several depths.
 _WHOLE: Final = 0.05
-#: The sequences that run at its two ends, and those that its steps held, may differ by so much.
+#: The batch size is constant if the sequences at both ends of a stretch, and in its steps, differ by no more.
 _STEADY: Final = 0.2
-#: A stretch whose steps took longer than this multiple of its cell's held a pause.
+#: A stretch whose steps took longer than this multiple of its cell's mean contains a pause, and is left out.
 _PAUSED: Final = 2.0
 
 
@@ -49,9 +49,9 @@ class StepSums:
             return
         batch, seconds, depth = outputs / steps, waited / outputs, drafted / rounds if rounds else 0.0
         sizes = (before.times[3], after.times[3], batch)
-        if max(sizes) - min(sizes) > _STEADY * max(sizes):  # or several API servers each count the same steps
+        if max(sizes) - min(sizes) > _STEADY * max(sizes):  # this also finds API servers that count the same steps
             return
-        # vLLM counts no round where it drafts nothing: beside many outputs without one the depth is not known.
+        # vLLM counts no round where it drafts nothing: with many outputs of that kind the depth is not known.
         if abs(depth - round(depth)) > _WHOLE or (rounds and rounds < 0.9 * outputs):
             return
         if depth > MAX_DEPTH or not (1 / MAX_BATCH <= batch <= MAX_BATCH and SECONDS[0] <= seconds <= SECONDS[1]):

@@ -68,13 +68,13 @@ class Step:
     last: Tensor  # [rows, H], after the final norm
     rejected: Tensor  # [requests]: how many of its last rows hold rejected drafts
     last_sampled: Tensor  # [requests]: the token that follows the last accepted row
-    #: Where the head is split over ranks: waits for (logsumexp, log p of the label by `labelled_rows`) [2, rows] on the
-    #: host, NaN where they are unknown. For the tap's thread.
+    #: Where the head is split over ranks: returns (logsumexp, log p of the label by `labelled_rows`) [2, rows] on the
+    #: host, NaN where they are unknown. It waits for other ranks, so only the tap's thread calls it.
     scores: Callable[[], Tensor] | None = None
 
 
 def labelled_rows(step: Step, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(rows [N], labels [N]) of the requests at these places: the next token of each row, -1 behind the accepted."""
+    """(rows [N], labels [N]) of the requests at these places. A label is the row's next token, -1 at a rejected row."""
     counts = step.row_counts[chosen]
     from_end = _from_end(counts)
     rows = np.repeat(step.first_rows[chosen] + counts, counts) - 1 - from_end
@@ -118,9 +118,9 @@ class Head:
     ) -> Tensor:
         """`score` of a step's rows, [2, N]: `counts` rows of each request, one after another, and how each is drawn.
 
-        What top_p and top_k leave is computed for rows that may predict a generated token: of a prompt, which may be
-        thousands, it would cost the engine time. So log p is NaN in all but the last rows of such a request; one that
-        was preempted, whose tokens are computed again at once, has the scores of before (`assemble`).
+        With top_p or top_k, log p is computed only for rows that may predict a generated token: for the thousands of
+        rows of a prompt it would cost the engine time. So log p is NaN in all but the last rows of such a request. A
+        request that was preempted computes all its tokens again at once; `assemble` takes the earlier scores.
         """
         first = samplings[0]
         if first.scored_at == 1.0 and (first.top_p, first.top_k) == _WHOLE and set(samplings) == {first}:
@@ -144,7 +144,7 @@ class Head:
 
 
 def _with_scores(copies: HostCopies, scores: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Copies of a step whose scores come from several ranks, later."""
+    """Wait for a step's copies, and for its scores, which come later and from several ranks."""
     host = dict(copies.wait())
     host["scores"] = scores()[:, host.pop("rows")].T.contiguous()
     return host
@@ -275,7 +275,7 @@ class FeatureTap:
     ) -> None:
         self.head, self.fraction, self.max_tokens = head, fraction, max_tokens
         self._rows = max(tokens_per_minute, 4 * max_tokens)
-        #: Of what is begun now; None between `cut` and `turn`, when nothing is.
+        #: Version of the rollouts that begin now; None between `cut` and `turn`, when none begin.
         self.policy_version: int | None = policy_version
         self.tally = Tally(log)
         self._budget = TokenBudget(tokens_per_minute)
@@ -399,7 +399,7 @@ class FeatureTap:
             if self.tally["rows"] > 2 * self._rows:
                 self.tally.add("skipped_memory")
                 _free(self.tally, [self._tracked.pop(name)])
-            elif tracked.rows > 4 * self.max_tokens:  # as many as may wait, with all its rejected drafts
+            elif tracked.rows > 4 * self.max_tokens:  # as many as may wait, rejected drafts included
                 long.append(name)
         if long:  # sent up to here
             self.tally.add("cut_long", len(long))

@@ -38,7 +38,7 @@ MAX_CONFIG_BYTES: Final = 1 << 20
 _MAX_INDEX_BYTES: Final = 1 << 28
 #: As `rl_hooks.format.container` reads it.
 _MAX_HEADER_BYTES: Final = 1 << 20
-#: A label and a limit: an engine goes on with drafters that differ in them.
+#: Fields in which the drafters of one engine may differ: a label and a limit.
 _NO_DIFFERENCE: Final = ("model_type", "max_position_embeddings")
 
 

@@ -1,8 +1,8 @@
 """What an EAGLE-3 drafter's files must say: the fields of config.json, and the names, shapes and dtypes of its tensors.
 
-One definition for whoever reads such files, with torch or without: the API judges by it what PUT /runs brings, the
-worker and the commands what they load. The layout is the one that SGLang and vLLM load as it stands
-(`drafter.files.checkpoint` reads and writes it). An MTP module's is in `rl_hooks.format.mtp`.
+One definition for all readers of such files, with torch or without: the API checks PUT /runs by it, the worker and the
+commands check what they load. SGLang and vLLM load this layout directly (`drafter.files.checkpoint` reads and writes
+it). An MTP module's is in `rl_hooks.format.mtp`.
 
 Legend: H hidden, V target vocabulary, D draft vocabulary.
 """
@@ -36,7 +36,7 @@ FIXED: Final[Mapping[str, Any]] = {
     "final_logit_softcapping": None,
 }
 MAPS: Final = ("d2t", "t2d")
-#: How weights are stored, by safetensors' names. Each by itself: whoever reads them makes them one dtype.
+#: Dtypes in which weights may be stored, by safetensors' names. They may differ in a file: readers convert them.
 STORED: Final = ("F32", "BF16", "F16")
 _MAP_DTYPES: Final[Mapping[str, tuple[str, ...]]] = {"d2t": ("I64",), "t2d": ("BOOL",)}
 SIZES: Final = (
@@ -51,7 +51,7 @@ SIZES: Final = (
 MAX_SIZE: Final = 1 << 24  # of anything that a config counts
 _MAX_LAYERS: Final = 64
 _LLAMA_POSITIONS: Final = 2048
-#: Of one drafter: that of a target of 405 billion has some 5 billion.
+#: Most parameters of one drafter: that of a target of 405 billion has some 5 billion.
 MAX_PARAMETERS: Final = 1 << 33
 #: How much wider than the hidden state a layer may be; T5-11B, the widest known, is 64 times as wide.
 _MAX_RATIO: Final = 128
@@ -224,7 +224,7 @@ def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def check_parameters(shapes: Mapping[str, tuple[int, ...]], most: int) -> None:
-    """Raise `DrafterError` for more weights than any drafter has: whoever makes them would run out of memory."""
+    """Raise `DrafterError` for more weights than any drafter has: building them would exhaust the memory."""
     size = {name: math.prod(shape) for name, shape in shapes.items() if name not in MAPS}
     if sum(size.values()) > most:
         largest = max(size, key=lambda name: size[name])

@@ -11,7 +11,7 @@ from rl_hooks.format.drafter import Sizes
 from rl_hooks.format.mtp import LatentSizes, MtpConfig
 
 EngineName = Literal["vllm", "sglang"]
-#: Policies whose MTP layer the vLLM plugin knows from inside.
+#: Types of policies whose MTP layer the vLLM plugin can check and load.
 _VLLM_MODULES: Final = ("deepseek_v3", "glm4_moe")
 
 

@@ -1,7 +1,7 @@
-"""A drafter's files in speculators' layout, as this one reads them: by config fields and tensor names, without torch.
+"""A drafter's files in speculators' layout, translated into ours: config fields and tensor names, without torch.
 
-Whoever meets such files where ours are expected asks here: a registration with the drafter that an engine or a trainer
-starts with, an engine that keeps its first drafter, `drafter.files.formats`.
+Such files may come where ours are expected: with a registration, as the drafter that an engine or a trainer starts
+with; in an engine that keeps its first drafter; and to `drafter.files.formats`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from rl_hooks.format.eagle3 import (
 COPIES: Final[Mapping[str, str]] = {"embed_tokens.weight": "embed_tokens", "shared_head.head.weight": "head"}
 #: What engines do differently, in config.json under `draftalign`.
 _SWITCHES: Final = ("zero_first_embedding", "normed_feedback")
-#: Of one module: that of Kimi K2 has some 17 billion.
+#: Most parameters of one module: that of Kimi K2 has some 17 billion.
 _MAX_PARAMETERS: Final = 1 << 35
 _MAX_EXPERTS: Final = 4096
 #: Figure of a config -> the least and the most that is taken: far outside what any policy has (routed_scaling_factor 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal, Self
 
 from fastapi import APIRouter, Query, Request, Response
@@ -45,7 +45,7 @@ _NOT_COMPARED: Final = (
     "it drafts trees, and replay knows chains alone, so its counts are kept and compared with nothing; start SGLang "
     "with --speculative-eagle-topk 1, --speculative-num-steps and --speculative-num-draft-tokens"
 )
-#: Tokens by which counters that are not read at one moment may disagree.
+#: Counters that are read one after the other may disagree by so many tokens.
 _READ_APART: Final = 1024
 
 
@@ -123,9 +123,9 @@ class AcceptanceReport(BaseModel):
         return self
 
     def check_emitted(self) -> str | None:
-        """Leave emitted tokens out that such rounds cannot have emitted; returns what is wrong with them.
+        """Drop emitted tokens that these rounds cannot have emitted. Returns what is wrong with them, or None.
 
-        Each round adds one token of the policy's own, and a response's end trims some. Counters may be read apart.
+        Each round adds one token of the policy's own, and a response's end trims some.
         """
         least, most, said = self.rounds // 8, self.rounds + self.accepted_tokens, self.emitted_tokens
         if said is None or least - _READ_APART <= said <= most + most // 8 + _READ_APART:
@@ -200,9 +200,9 @@ def _is_outdated(context: ServiceContext, report: AcceptanceReport) -> bool:
 
 
 async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) -> str | None:
-    """Take over how all engines of the run say they draft. Returns a warning for an engine that drafts otherwise.
+    """Adopt the depth and drafting that all engines of the run report. Returns a warning where this engine differs.
 
-    α, gate and training are wrong for such an engine.
+    Replay, gate and training are wrong for such an engine.
     """
     run, fixed = report.run, context.settings.model_fields_set
     supposed = Drafting.supposed(context.settings_of(run))
@@ -226,14 +226,11 @@ async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) ->
     }
     if not differing:
         return None
-    advice = [f"start the service with {wanted}"] if (wanted := _variables(said, differing - free)) else []
+    wanted = " ".join(f"DRAFTALIGN_{name.upper()}={value}" for name, value in said if name in differing - free)
+    advice = [f"start the service with {wanted}"] if wanted else []
     advice += ["let all engines of a run draft alike"] if free else []
     told = " and ".join(facts[name] for name in facts if name in differing)
     return f"the engine makes {told}; {'; '.join(advice)}"
-
-
-def _variables(said: Drafting, names: Set[str]) -> str:
-    return " ".join(f"DRAFTALIGN_{name.upper()}={value}" for name, value in said if name in names)
 
 
 async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequence[Block]) -> EngineVerdict:
@@ -248,9 +245,10 @@ async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequ
 async def _push_again(
     request: Request, context: ServiceContext, report: AcceptanceReport, verdict: EngineVerdict
 ) -> Manifest | None:
-    """Push what the engine lost, where it is what is served and the last push is long enough ago.
+    """Push the drafter that the engine lost again, if it is the served one and a push is due.
 
-    The audit log has it under the reporter's token. Where it cannot be written the counts are taken all the same.
+    It is audited under the reporter's token. If the audit log cannot be written, nothing is pushed; the counts are
+    stored all the same.
     """
     run, latest = report.run, context.registry.latest(report.run)
     if latest is None or latest.version != report.drafter_version:
@@ -271,7 +269,7 @@ async def _push_again(
 
 
 async def _check_version(context: ServiceContext, report: AcceptanceReport) -> None:
-    """Refuse counts of another run's drafter: an agent goes on where a run was deleted and its name used again."""
+    """Refuse counts of another run's drafter: an agent may go on after its run was deleted and the name used again."""
     run, version = report.run, report.drafter_version
     if report.method == OUR_DRAFTER and not await asyncio.to_thread(context.registry.may_be_of, run, version):
         raise Problem(
@@ -284,7 +282,7 @@ async def _check_version(context: ServiceContext, report: AcceptanceReport) -> N
 
 
 def _check_canary(context: ServiceContext, run: str, canary: CanaryReport) -> None:
-    """Refuse a verdict on what was never offered: each verdict is a line on the disk."""
+    """Refuse a verdict on a version that was never offered: each verdict takes a line on the disk."""
     latest = context.registry.latest(run)
     newest = 0 if latest is None else latest.sequence
     if canary.sequence > newest or canary.version not in context.registry.versions(run):
@@ -324,8 +322,5 @@ async def _last_attempt(context: ServiceContext, run: str, since: str | None) ->
 
 async def _attempt(context: ServiceContext, run: str, attempt: int) -> bytes:
     snapshot = await read_snapshot(context, run)
-
-    def compose() -> bytes:
-        return to_json(run_document(run, snapshot, context.settings_of(run), attempt), inf_nan_mode="null")
-
-    return await asyncio.to_thread(compose)
+    document = await asyncio.to_thread(run_document, run, snapshot, context.settings_of(run), attempt)
+    return await asyncio.to_thread(to_json, document, inf_nan_mode="null")

@@ -46,12 +46,12 @@ from service.api.problems import Problem, in_units
 from service.api.rollouts import batches as rollouts_api
 from service.api.rollouts import dead as dead_api
 from service.api.rollouts import direct as direct_api
-from service.api.snapshot import read_now, watch_headlines
-from service.errors import ConfigurationError, ObjectStoreError, RunNotFound
+from service.api.snapshot import each_run, read_now, watch_headlines
+from service.errors import ConfigurationError, ObjectStoreError
 from service.memory import RETURN_MEMORY_SECONDS, return_freed_memory, share_one_heap
 from service.monitor import metrics
 from service.settings import Settings
-from service.storage.ready import connect_async, is_of_one_key
+from service.storage.ready import connect_async
 
 log = logging.getLogger("draftalign.api")
 
@@ -64,10 +64,10 @@ router = APIRouter(tags=["operations"])
 _PAGE = Path(__file__).with_name("page.html")
 _REAP_SECONDS = 300.0
 _NEVER: Final = 1_000_000
-#: Between two sweeps at least, where uploads find no room.
+#: Least time between two sweeps for uploads that find no room.
 _MAKE_ROOM_SECONDS = 5.0
-#: Of every answer: nothing from elsewhere, and no frame around it, for what shows tokens' data must not be clicked
-#: through. FastAPI's page of the API has its script and styles in itself; ours says more in its `meta` (`page_html`).
+#: Headers of every answer. A browser loads nothing from other hosts, and shows no answer in a frame (clickjacking).
+#: FastAPI's page of the API needs inline script and styles; our page is stricter in its `meta` (`page_html`).
 _HEADERS: Final = [
     (
         "Content-Security-Policy",
@@ -148,7 +148,7 @@ async def _reap(context: ServiceContext) -> None:
 
 
 async def _make_room(context: ServiceContext) -> None:
-    """Whenever uploads find no room. Runs until it is cancelled."""
+    """Delete files of dead batches whenever uploads find no room. Runs until it is cancelled."""
     while True:
         await context.disk.room_wanted.wait()
         with _logged("no files of dead batches were deleted"):
@@ -157,10 +157,10 @@ async def _make_room(context: ServiceContext) -> None:
 
 
 async def _return_memory(_context: ServiceContext) -> None:
-    """Make the one full collection of garbage of each minute, and give back what is free then. Until it is cancelled.
+    """Once a minute: collect all garbage, and return free memory to the system. Runs until it is cancelled.
 
-    Requests leave no garbage. A collection beside 1,000 requests that wait takes 20 to 100 ms, in which nothing is
-    answered; by itself Python makes two of them as 1,000 begin to wait.
+    Requests leave no garbage. A full collection while 1,000 requests wait takes 20 to 100 ms, in which nothing is
+    answered; Python alone would make two of them while 1,000 requests begin to wait.
     """
     while True:
         await asyncio.sleep(RETURN_MEMORY_SECONDS)
@@ -178,7 +178,7 @@ async def healthz() -> Status:
 async def readyz(context: Context) -> Status:
     """Answer while rollouts can be taken: Redis took a write within the last second, and the spool has room.
 
-    With `state_url` the object store answered when it was asked last, too: once a second.
+    With `state_url` the object store answered, too, when it was last asked: it is asked once a second.
     """
     await context.redis.writes.check()
     if context.layout.away is not None:
@@ -200,23 +200,11 @@ async def get_metrics(request: Request, context: Context, caller: Caller) -> Res
 
 
 async def _metrics(context: ServiceContext, runs: Sequence[str]) -> bytes:
-    snapshots: dict[str, metrics.RunSnapshot] = {}
-    unreadable = []
-    for run in runs:
-        try:
-            snapshots[run] = await read_now(context, run)
-        except RunNotFound:
-            continue  # deleted meanwhile
-        except Exception as error:
-            if isinstance(error, RedisError) and not is_of_one_key(error):
-                raise
-            # One damaged run must not blind the alerts of the others.
-            unreadable.append(run)
-            log.error("the metrics lack run %s: %s", run, error)
+    snapshots, damaged = await each_run(runs, functools.partial(read_now, context))
     return await asyncio.to_thread(
         metrics.render,
         snapshots,
-        unreadable=unreadable,
+        unreadable=list(damaged),
         token_file_broken=None if context.settings.token_file is None else context.access.tokens.trouble is not None,
     )
 
@@ -248,7 +236,7 @@ class Server(uvicorn.Server):
             super().run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where: of port 0 nobody else knows which one it became."""
+        """Listen, and log where: with port 0 only this process knows the port."""
         await super().startup(sockets)
         settings = self._context.settings
         for listener in self.servers[:1] if self.started else ():  # uvicorn 0.34 goes on where the lifespan failed
@@ -293,7 +281,7 @@ def run_api(settings: Settings) -> None:
     gc.collect()
     gc.freeze()  # full collections pass over what lives as long as the process: 20 ms in which nothing is answered
     gc.set_threshold(*gc.get_threshold()[:2], _NEVER)  # `_return_memory` makes them
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it calls https http, where the handshake is ours
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it would log http:// where `TlsDoor` does the TLS
     server.run()
     if not server.started:
         raise ConfigurationError(f"could not listen on {settings.host}:{settings.port}; is the port taken?")

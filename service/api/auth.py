@@ -30,7 +30,7 @@ from service.settings import Scope as TokenScope
 
 log = logging.getLogger("draftalign.api")
 
-#: Probes carry no secrets and must work for whatever runs the container.
+#: Probes carry no secrets, and whatever runs the container must be able to call them.
 PUBLIC: Final = frozenset({"/healthz", "/readyz"})
 #: One header line each: Chromium reads a line as one challenge, and knows Basic only.
 _CHALLENGES: Final = ('Basic realm="draftalign"', 'Bearer realm="draftalign"')
@@ -65,7 +65,7 @@ def allowed_scopes(method: str, path: str) -> frozenset[TokenScope]:
     if (method, first) in (("PUT", "runs"), ("POST", "rollouts")):
         return _WRITERS
     if (method, first) == ("POST", "acceptance"):
-        return _REPORTERS  # counts are believed: not for those who only look. A trainer may have its engines inside it
+        return _REPORTERS  # not for readers: counts are trusted. A trainer may have its engines in its own processes
     return _ADMINS
 
 
@@ -77,7 +77,7 @@ def named_runs(method: str, path: str, query: bytes) -> list[str] | None:
     first, *rest = path.removeprefix("/").split("/")  # not always a /: `OPTIONS *`
     if first == "runs":
         return rest[:1]
-    # As the handlers read it; all values, so that no other one is checked than is used.
+    # Parsed as the handlers parse it. All values are checked: a handler uses one of them.
     asked = [value for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if name == "run"]
     if (method, path) in _RUN_IN_BODY:
         return asked
@@ -87,7 +87,7 @@ def named_runs(method: str, path: str, query: bytes) -> list[str] | None:
 
 
 def brings_data(method: str, path: str) -> bool:
-    """Whether a call brings what trainers and engines send all the time, which the audit log has not by itself."""
+    """Whether trainers and engines make this call all the time: it is not audited at its beginning."""
     return (method, path) in _RUN_IN_BODY or (method == "PUT" and _HEAD.fullmatch(path) is not None)
 
 
@@ -105,7 +105,7 @@ async def _caller(request: Request) -> Token:
     return caller
 
 
-#: The token of a request. A handler whose body names the run, or that lists runs, must ask it.
+#: The token of a request. A handler whose body names the run, or that lists runs, must check it.
 Caller = Annotated[Token, Depends(_caller)]
 
 
@@ -119,7 +119,7 @@ def check_covers(caller: Token, run: str) -> None:
 class Throttle:
     """Lets few requests begin in one turn of the event loop.
 
-    When a thousand agents come back at once, a probe waits for those of its turn and not for all of them.
+    When a thousand agents reconnect at once, a probe waits for the requests of one turn and not for all of them.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Throttle:
 
 
 class Guard:
-    """ASGI middleware that lets through only what the caller's token permits, and writes down what changes anything."""
+    """ASGI middleware that lets through only what the caller's token permits, and audits what changes anything."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens, auditor: Auditor, find: Callable[[str], Awaitable[None]]) -> None:
         """`find`: looks for a run that is named, before the call is answered."""
@@ -227,7 +227,7 @@ class Guard:
         return self._tokens.find(secret)
 
     def _while_valid(self, caller: Token, scope: Scope, receive: Receive, send: Send) -> Send:
-        """Refuse in place of an answer when the token was taken back meanwhile: a long poll takes long."""
+        """Refuse instead of answering if the token was revoked during the call, such as a long poll."""
         if caller in (_NOBODY, _LOOPBACK):
             return send
         refused = False
@@ -243,7 +243,7 @@ class Guard:
         return checked
 
     async def _audited(self, caller: Token, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have written down what is asked, let it be done, and have written down what came of it."""
+        """Audit the request, handle it, and audit the outcome."""
         method, path = scope["method"], scope["path"]
         runs = named_runs(method, path, scope["query_string"])
         client = (scope.get("client") or ("",))[0]
@@ -274,9 +274,10 @@ async def _refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) 
 
 
 def _is_of_another_site(headers: Mapping[bytes, str]) -> bool:
-    """Whether a browser says that a page of another site asks: browsers set these headers, pages cannot.
+    """Whether a page of another site made the request, by headers that browsers set and pages cannot.
 
-    To a plain http:// name they send no Sec-Fetch-Site; an Origin they send with whatever may change something.
+    To a plain http:// name browsers send no Sec-Fetch-Site. They send an Origin with every request that may change
+    something.
     """
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None or origin is None:

@@ -43,9 +43,9 @@ from service.errors import (
 from service.storage.ready import is_of_one_key, why_unusable
 
 log = logging.getLogger("draftalign.api")
-#: Of a 429 or 503 that names no time: a trainer that waits for room, or for Redis, asks again this soon.
+#: Retry-After of a 429 or 503 that names no time: a trainer that waits for room, or for Redis, asks again this soon.
 RETRY_AFTER_SECONDS: Final = 2
-#: What comes from a session that a later attempt of the trainer has followed.
+#: End of a refusal of what comes from a session that a later attempt of the trainer has followed.
 FOLLOWED: Final = (
     "of this trainer are not used any more: another one, or a later start of it, has begun at an earlier policy "
     "version of the run since. If both are to go on, give each a run name of its own (the hook's run=); if they are "
@@ -74,7 +74,7 @@ RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 BODY_STATE: Final = "draftalign.body"
 #: Scope key, true once a request was refused: its connection is closed first when connections run out.
 REFUSED: Final = "draftalign.refused"
-#: Of the machine, not of a request.
+#: Errors of the machine, not of a request.
 _DISK: Final = {
     errno.EMFILE,
     errno.ENFILE,
@@ -228,19 +228,15 @@ def as_problem(error: Exception) -> Problem:
             return Problem(500, "bug", "the service failed; its log has the cause. The request may be repeated")
 
 
-def _takes(app: FastAPI, scope: Scope, method: str) -> bool:
-    asked = {**scope, "method": method}
-    return any(route.matches(asked)[0] is Match.FULL for route in app.routes)
-
-
 def install(app: FastAPI) -> None:
     """Answer every error of `app` with a problem document."""
 
     async def handle(request: Request, error: Exception) -> ProblemResponse:
         problem = as_problem(error)
         if problem.status == HTTPStatus.METHOD_NOT_ALLOWED:  # Starlette names the methods of the first route only
-            methods = [method for method in _METHODS if _takes(app, request.scope, method)]
-            problem.headers["Allow"] = ", ".join(methods)
+            asked = [{**request.scope, "method": method} for method in _METHODS]
+            taken = [one["method"] for one in asked if any(r.matches(one)[0] is Match.FULL for r in app.routes)]
+            problem.headers["Allow"] = ", ".join(taken)
         if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             kind = problem.kind if isinstance(error, Problem) else type(error).__name__
             log.warning("%s %s: %s: %s", request.method, request.url.path, kind, error)
@@ -250,7 +246,7 @@ def install(app: FastAPI) -> None:
 
     async def handle_os(request: Request, error: Exception) -> ProblemResponse:
         if not (isinstance(error, OSError) and error.errno in _DISK):
-            raise error  # as any other exception that nobody foresaw
+            raise error  # it is a bug, as any other unforeseen exception
         return await handle(request, error)
 
     app.add_exception_handler(OSError, handle_os)

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_json, to_jsonable_python
-from redis.exceptions import RedisError
 
 from rl_hooks.wire import OPTIONAL_TENSORS, RUN_NAME, Header, parts_bytes, session_field
 from service.access.tokens import Token
@@ -21,16 +20,15 @@ from service.api.context.answers import Deletion, DriftRequest, HeadReceipt, Run
 from service.api.context.audited import audit
 from service.api.context.context import Context, ServiceContext
 from service.api.problems import FOLLOWED, Problem, in_units
-from service.api.snapshot import read_headline, read_standing
+from service.api.snapshot import each_run, read_headline, read_standing
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
-from service.errors import RunNotFound
 from service.monitor.headline import Headline
 from service.monitor.records import State
 from service.monitor.worth import step_speedup
 from service.storage.admission.nearness import check_finite, check_head, join_run
 from service.storage.admission.sent import check_initial_drafter
 from service.storage.layout import FileId, is_there
-from service.storage.ready import PROBE_SECONDS, is_of_one_key
+from service.storage.ready import PROBE_SECONDS
 from service.storage.reports.drafting import Drafting
 from service.storage.runs import (
     RunRecord,
@@ -92,7 +90,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
     check_not_withdrawn(context.layout, run)
     if not is_there(context.layout.run_json(run)):
         await _check_number(context, caller)
-    check_open(context.layout, run, for_rollouts=True)  # whoever registers is about to send some
+    check_open(context.layout, run, for_rollouts=True)  # a trainer that registers is about to send some
     refused = await _refused_file(context, run)
 
     async def on_header(header: Header) -> tuple[RunRecord, str]:
@@ -110,8 +108,8 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
         created = refused is not None or not is_there(context.layout.run_json(run))
         if created:
             await asyncio.to_thread(check_initial_drafter, upload.path)
-            await context.redis.check()  # it may have stopped while the file came, and to forget may rightly take long
-            forget = context.forgetting(run)  # the keys of an earlier run of this name
+            await context.redis.check()  # Redis may have stopped while the file came
+            forget = context.forgetting(run)  # the keys of an earlier run of this name, which may take long
             created = await context.locking(commit_run, context.layout, record, upload, forget, refused=refused)
             if created and refused is not None:
                 await context.redis.soon(
@@ -127,7 +125,7 @@ async def put_run(run: str, request: Request, response: Response, context: Conte
 
 
 async def _check_number(context: ServiceContext, caller: Token) -> None:
-    """Refuse one more run where there are as many as there may be (or a few more, if several begin at one moment)."""
+    """Refuse one more run at the limit. If several register at one moment, a few more than that get in."""
     most = context.settings.max_runs
     names = await asyncio.to_thread(context.layout.run_names)
     share = context.access.tokens.share_of_runs(caller, most)
@@ -165,13 +163,13 @@ async def _join(context: ServiceContext, record: RunRecord, upload: Upload) -> s
 
 
 async def _keep_head(context: ServiceContext, run: str, version: int, head: Upload, *rest: Any, **named: Any) -> None:
-    """`keep_head`. In an object store, where hosts have one, the file is before it takes one of few threads."""
+    """Call `keep_head` in one of few threads. A shared object store has the file before that."""
     await asyncio.to_thread(context.layout.announce, run, head.path)
     await context.in_turn(run, keep_head, context.layout, run, version, head, *rest, **named)
 
 
 async def _check_session(context: ServiceContext, run: str, session: str) -> None:
-    """Refuse the head of a trainer that a later attempt has followed: it would hide the next one's of its version."""
+    """Refuse a head of a trainer that a later attempt has followed: it would hide the later one's of that version."""
     if await context.redis.soon(context.store(run).was_followed(session)):
         raise Problem(409, "followed", f"heads {FOLLOWED}")
 
@@ -179,12 +177,12 @@ async def _check_session(context: ServiceContext, run: str, session: str) -> Non
 async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
     """Make room for one more head of a run; refuse it where none can be made until the worker has caught up.
 
-    The worker deletes heads, but only while it works on the run. Where nothing waits for it, a head above all versions
-    that came is accepted: a trainer sends it before its rollouts, which nothing would let in.
+    The worker deletes heads, but only while it works on the run. Where no batch waits for it, a head above all versions
+    so far is accepted: a trainer sends its head before the rollouts that bring the worker to work.
     """
     most = context.settings.max_heads
     newest = await context.redis.soon(context.store(run).latest_policy())
-    last_ns = 0  # else the files in the spool tell it
+    last_ns = 0  # 0: the times of the spool's files count
     if context.kept is not None:
         last_ns = int(((await context.redis.soon(context.queue(run).arrivals())).last or 0.0) * 1e9)
     newest_or_none = -1 if newest is None else newest
@@ -204,10 +202,11 @@ async def _check_heads(context: ServiceContext, run: str, version: int) -> None:
 
 
 async def _waits_for_head(context: ServiceContext, run: str) -> bool:
-    """Whether only a head brings the run on: then its share is of what is free, whatever heads it has.
+    """Whether the run needs a head to go on: then the heads that it has do not count against its share of the disk.
 
-    As in `_check_heads`: nothing waits for the worker, which alone deletes heads. One may have come since the last
-    batch: its answer was lost, and it is sent again. Whatever its version is: a trainer may go back to a lower one.
+    As in `_check_heads`, no batch waits for the worker, which alone deletes heads. One head may have come since the
+    last batch: its answer may have been lost, and it is sent again. Its version does not matter, because a trainer may
+    go back to a lower one.
     """
     waiting = (await context.redis.soon(context.queue(run).depth())).items
     last = (await context.redis.soon(context.queue(run).arrivals())).last or 0.0
@@ -218,7 +217,7 @@ async def _waits_for_head(context: ServiceContext, run: str) -> bool:
 async def _refused_file(context: ServiceContext, run: str) -> FileId:
     """Id of the target file that the worker refused to begin with, which the next PUT replaces; else None.
 
-    A worker that merely failed has refused nothing: the run may be gathering its vocabulary, with nothing trained.
+    A worker that failed for another reason has refused nothing, although nothing is trained yet.
     """
     if not is_there(context.layout.run_json(run)) or not untouched(context.layout, run):
         return None
@@ -237,37 +236,31 @@ async def get_runs(context: Context, caller: Caller) -> Response:
 
 
 async def _listed(context: ServiceContext, runs: Sequence[str]) -> bytes:
-    found = []
-    for run in runs:
-        try:
-            record, latest = context.run(run), context.registry.latest(run)
-            facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
-            facts["state"] = read_state(context.layout, run).state
-            found.append(facts | {"headline": to_jsonable_python(await read_headline(context, run))})
-        except RunNotFound:
-            continue  # deleted meanwhile
-        except Exception as error:
-            if isinstance(error, RedisError) and not is_of_one_key(error):
-                raise
-            # One damaged run must not hide the others.
-            log.error("run %s cannot be read: %s", run, error)
-            said = Headline("bad", "unreadable", "Unreadable", f"Unreadable: {error}")
-            found.append({"run": run, "created": None, "drafter": None, "state": None, "headline": asdict(said)})
-    return to_json({"runs": found}, inf_nan_mode="null")
+    async def line(run: str) -> dict[str, Any]:
+        record, latest = context.run(run), context.registry.latest(run)
+        facts = {"run": run, "created": record.created, "drafter": None if latest is None else latest.version}
+        facts["state"] = read_state(context.layout, run).state
+        return facts | {"headline": to_jsonable_python(await read_headline(context, run))}
+
+    lines, damaged = await each_run(runs, line)
+    for run, error in damaged.items():
+        said = Headline("bad", "unreadable", "Unreadable", f"Unreadable: {error}")
+        lines[run] = {"run": run, "created": None, "drafter": None, "state": None, "headline": asdict(said)}
+    return to_json({"runs": [lines[run] for run in runs if run in lines]}, inf_nan_mode="null")
 
 
 @router.delete(
     "/runs/{run}",
     status_code=204,
     response_model=None,
-    responses={202: {"model": Deletion, "description": "Nobody finds the run any more; a worker is still at it."}},
+    responses={202: {"model": Deletion, "description": "The run is unregistered; a worker still works on it."}},
 )
 async def delete(run: str, request: Request, context: Context) -> Response:
     """Delete a run: its rollouts, drafters, checkpoints, history and counts. This cannot be undone.
 
-    The run is unregistered at once. What was received is deleted when its worker has let go of it, which takes as long
-    as the training in hand: then the answer is 202, and the sweep, every five minutes, deletes the rest. Another call
-    would delete a run that was registered under the name meanwhile.
+    The run is unregistered at once. What was received is deleted when its worker has released it. If that takes long,
+    because a training is under way, the answer is 202, and the sweep, every five minutes, deletes the rest. Do not
+    repeat the call: it would delete a run that was registered under the name meanwhile.
     """
     audit(request, "delete")
     await context.redis.check()
@@ -325,7 +318,7 @@ async def get_run(run: str, context: Context) -> dict[str, Any]:
 
 
 def _state_of(context: ServiceContext, run: str) -> dict[str, Any]:
-    """The run's state, and who set it when and why: null where nobody has said anything of it."""
+    """The run's state, and who set it, when and why: null where nobody has set it."""
     found = read_state(context.layout, run)
     change = {"reason": found.reason, "by": found.by, "since": found.since}
     return {"state": found.state, "state_change": None if found.since is None else change}
@@ -380,7 +373,7 @@ async def get_worth(
     document: dict[str, Any] = to_jsonable_python(found)
     if generation_share is not None:
         for row in document["batches"]:
-            row["step_speedup"] = step_speedup(generation_share, {row["speedup"]: 1.0})
+            row["step_speedup"] = step_speedup(generation_share, row["speedup"])
     return {"run": run} | document
 
 
@@ -388,10 +381,10 @@ async def get_worth(
 async def post_drift(
     run: str, action: Literal["acknowledge", "reset"], request: Request, context: Context
 ) -> DriftRequest:
-    """Ask the worker to take the drift alarm back, with its baseline kept, or to learn a new baseline.
+    """Ask the worker to clear the drift alarm, with its baseline kept, or to learn a new baseline.
 
-    The worker does it within seconds, or when it is back. `alarm`: whether there is one now. A fall that is still
-    there raises the alarm again after `acknowledge`, and becomes the level to compare with after `reset`.
+    The worker does it within seconds, or when it is back. `alarm`: whether there is one now. If α is still low, the
+    alarm comes again after `acknowledge`; after `reset` the low level is the baseline.
     """
     audit(request, f"drift {action}")
     context.run(run)
@@ -448,7 +441,7 @@ async def put_head(run: str, request: Request, context: Context) -> HeadReceipt:
 def check_room(context: ServiceContext, length: int, run: str = "", held: int = 0) -> None:
     """Refuse an upload that would leave too little free disk, or too little for others (`Disk.share_bytes`).
 
-    `held`: bytes of such files that the run has. `run`: '' where it is not known yet, or is not there yet.
+    `held`: bytes of such files that the run has. `run`: '' where it is not known, or not registered yet.
     """
     free, least = context.disk.spool.free_bytes() - length, context.settings.spool_min_free_bytes
     share, coming = context.disk.share_bytes(held, run), context.disk.spool.reserved_bytes(run)

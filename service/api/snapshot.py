@@ -7,18 +7,18 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic_core import to_json, to_jsonable_python
 from redis.exceptions import RedisError
 
 from service.api.context.context import ServiceContext
 from service.api.problems import Problem
-from service.errors import ServiceError
+from service.errors import RunNotFound, ServiceError
 from service.monitor.alpha import Attempt, alpha_series, attempts, placed
 from service.monitor.counts import servers, sound
 from service.monitor.current import current
@@ -40,20 +40,21 @@ from service.monitor.records import (
 from service.reading.deltas import Delta
 from service.reading.series import ScoredBatch, Series
 from service.settings import Settings
-from service.storage.ready import memory_of
+from service.storage.ready import is_of_one_key, memory_of
 from service.storage.reports.store import NEWEST_REPORTS
 from service.storage.runs import read_state
 
 log = logging.getLogger("draftalign.api")
 
 _WATCH_SECONDS: Final = 10.0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run as it was last read. `attempts`: of the trainer, all of them. Of the last one, as JSON: `points`, `events`.
+    """A run as it was last read. `attempts`: all of the trainer. `points`, `events`: of the last attempt, as JSON.
 
-    `cursor`: of now, for the next reader's `since`. `delta`: what changed since the one that was given; None: read all.
+    `cursor`: a reader's next `since`. `delta`: what changed since the cursor that was given; None: it is not known.
     """
 
     snapshot: RunSnapshot
@@ -65,7 +66,7 @@ class RunView:
 
 
 async def read_now(context: ServiceContext, run: str) -> RunSnapshot:
-    """Read what is true now of a run: what has changed since the last call."""
+    """Read what is true of a run now. Only what has changed since the last call is read."""
     bounded = await _read_bounded(context, run)
     told = await context.quiet(run).read(bounded)
     if told is not None:
@@ -75,7 +76,7 @@ async def read_now(context: ServiceContext, run: str) -> RunSnapshot:
 
 
 async def read_followed(context: ServiceContext, run: str, since: str | None = None) -> RunView:
-    """Read the last attempt of a run too. `since`: a reader's cursor."""
+    """Read what is true of a run now, and its last attempt. `since`: a reader's cursor."""
     bounded = await _read_bounded(context, run)
     history = await asyncio.to_thread(context.registry.history.events, run)
     async with _followed(context, run, replace(bounded, history=history)) as (snapshot, series):
@@ -107,7 +108,7 @@ async def _followed(
 
 
 async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
-    """Read all of a run, with every score record: what an earlier attempt of the trainer is made of."""
+    """Read all of a run, with every score record, as an earlier attempt of the trainer needs it."""
     store = context.store(run)
     found = replace(
         await _read_bounded(context, run),
@@ -125,7 +126,7 @@ async def read_snapshot(context: ServiceContext, run: str) -> RunSnapshot:
 
 
 async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
-    """Read what is as small after a year as on the first day."""
+    """Read the parts that do not grow with a run's age."""
     queue = context.queue(run)
     served = context.pointer(run).served()
     latest = None if served is None else served.manifest
@@ -146,8 +147,9 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
         published=digest.published,
         moves=digest.moves,
         counters=counters,
-        queue_limit_bytes=limit_bytes & -1 << max(0, limit_bytes.bit_length() - 6),  # the same for a while
-        redis_fill=None if memory is None else round(memory.fill, 2),  # this too
+        # Rounded, so that answers stay equal for a while (304).
+        queue_limit_bytes=limit_bytes & -1 << max(0, limit_bytes.bit_length() - 6),
+        redis_fill=None if memory is None else round(memory.fill, 2),
         worker=await context.store(run).worker(),
         latest=None if latest is None else ServedDrafter(latest.version, latest.sequence, latest.created),
         now=now,
@@ -163,8 +165,29 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     )
 
 
+async def each_run(
+    runs: Iterable[str], read: Callable[[str], Awaitable[_T]]
+) -> tuple[dict[str, _T], dict[str, Exception]]:
+    """What `read` returns for each run that still exists, and the errors of damaged runs: none hides the others.
+
+    Raises RedisError where that is not the fault of one run.
+    """
+    found, damaged = dict[str, _T](), dict[str, Exception]()
+    for run in runs:
+        try:
+            found[run] = await read(run)
+        except RunNotFound:
+            continue  # deleted meanwhile
+        except Exception as error:
+            if isinstance(error, RedisError) and not is_of_one_key(error):
+                raise
+            log.error("run %s cannot be read: %s", run, error)
+            damaged[run] = error
+    return found, damaged
+
+
 async def read_headline(context: ServiceContext, run: str) -> Headline:
-    """Say how a run is. It is asked every 10 s for every run: what is read is bounded, however long a run lasts."""
+    """Say how a run is. Called every 10 s for every run, it reads a bounded amount, however long a run lasts."""
     snapshot = await _read_recent(context, run)
     return await asyncio.to_thread(lambda: headline(facts_of(snapshot, context.settings)))
 
@@ -293,7 +316,7 @@ def engine_line(verdict: EngineVerdict) -> dict[str, Any]:
 
 
 def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
-    """Find out what the headline has to know: the same from all of a run as from what `read_headline` reads."""
+    """Collect what the headline needs. Of the whole run and of what `read_headline` reads the facts are the same."""
     worker, counters = snapshot.worker, snapshot.counters
     recent = sorted(snapshot.scores, key=lambda score: score.arrival)
     ended: list[tuple[Arrival, Mapping[str, str] | None]] = [
@@ -389,7 +412,7 @@ async def watch_headlines(context: ServiceContext) -> None:
             except (RedisError, OSError, ServiceError, ValueError) as error:  # ValueError: a file that is no JSON
                 log.debug("run %s: its headline is not known: %s", run, error)
                 continue
-            except Exception as error:  # one run's trouble is not the others', and the next look may go well
+            except Exception as error:  # the other runs' headlines still count, and the next try may succeed
                 if (run, type(error)) not in failed:
                     failed.add((run, type(error)))
                     log.exception("run %s: its headline cannot be made; this is said once", run)

@@ -36,10 +36,10 @@ FILE_BODY: Final[dict[str, Any]] = {
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """The same of a route that takes a small JSON body."""
+    """The body of a route that takes small JSON, in the OpenAPI document."""
     schema = model.model_json_schema()
     parts, text = schema.pop("$defs", {}), json.dumps(schema)
-    for name, part in parts.items():  # a reference would be looked up in the whole document
+    for name, part in parts.items():  # "#/$defs" would mean the definitions of the whole document, which lack these
         text = text.replace(json.dumps({"$ref": f"#/$defs/{name}"}), json.dumps(part))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": json.loads(text)}}}}
 
@@ -49,15 +49,19 @@ def check_announcement(request: Request, max_bytes: int) -> int:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise Problem(415, "content-encoding", f"send the file as it is, not {encoding[:40]!r}-encoded")
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != CONTENT_TYPE:
-        raise Problem(415, "content-type", f"expected {CONTENT_TYPE}, got {media_type[:80]!r}", field="Content-Type")
+    _check_media_type(request, CONTENT_TYPE)
     text = request.headers.get("content-length")
     if text is None or "transfer-encoding" in request.headers:
         raise Problem(411, "length-required", "send Content-Length; a chunked body has no length to admit it by")
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise Problem(400, "bad-length", f"Content-Length must be a number of bytes, got {text[:40]!r}")
     return check_length(int(text), max_bytes)
+
+
+def _check_media_type(request: Request, wanted: str) -> None:
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != wanted:
+        raise Problem(415, "content-type", f"expected {wanted}, got {given[:80]!r}", field="Content-Type")
 
 
 def check_length(length: int, max_bytes: int) -> int:
@@ -157,14 +161,6 @@ def _write(upload: Upload, chunk: bytes | memoryview) -> None:
         raise
 
 
-async def _read_json_body(request: Request) -> bytes:
-    """Read a small JSON body."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise Problem(415, "content-type", f"expected application/json, got {media_type[:80]!r}", field="Content-Type")
-    return await read_body(request, _MAX_JSON_BYTES)
-
-
 async def read_body(request: Request, most_bytes: int) -> bytes:
     """Read a body into memory, up to a limit; FastAPI's own reading has none."""
     body = bytearray()
@@ -180,8 +176,9 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 
 async def parse_body(request: Request, model: type[Model]) -> Model:
     """Read and validate a small JSON body."""
+    _check_media_type(request, "application/json")
     try:
-        return model.model_validate_json(await _read_json_body(request))
+        return model.model_validate_json(await read_body(request, _MAX_JSON_BYTES))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "body"

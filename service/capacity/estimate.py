@@ -475,7 +475,7 @@ def money(
     if step is None:
         return found
     now, gain, share = step
-    faster = step_speedup(share, {(now + gain) / now: 1.0})
+    faster = step_speedup(share, (now + gain) / now)
     saved = engine_gpus * 24 * gpu_hour_price * (1 - 1 / faster)
     found["cost_a_point"] = Fact(cost / (gain * 100), "money a day", "assumed", "for each 0.01 of α that is gained")
     found["saved"] = Fact(

@@ -55,7 +55,7 @@ def audit(
 ) -> None:
     """Print who changed what, oldest first: time, token, run, action, its object, and the answer's status.
 
-    The status `-` means that the process ended before it answered, or is still at it.
+    The status `-` means that there is no answer yet, or that the process ended before it.
     """
     settings = Settings() if state_dir is None else Settings(state_dir=state_dir)
     if not Layout(settings.state_dir).audit.is_dir():
@@ -68,10 +68,10 @@ def audit(
         what = entry.get("action") or entry["call"]
         status = entry.get("status") or "-"
         line = f"{when}  {entry['token']}  {entry['run'] or '-'}  {what}  {status}  {more}".rstrip()
-        # A path is as a client wrote it: a terminal must not obey it.
+        # A path is as a client wrote it: it may hold codes that a terminal would obey.
         typer.echo("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line))
     if entry is None:
-        typer.echo("nothing is written down" + (f" of a run {run!r}" if run else ""), err=True)
+        typer.echo("the audit log has no entry" + (f" about a run {run!r}" if run else ""), err=True)
 
 
 _COLUMNS = ("time", "id", "token", "run", "action", "call", "status", "ended")

@@ -14,7 +14,7 @@ from service.settings import Settings, at_home, redis_place
 
 log = logging.getLogger("draftalign")
 
-#: `draftalign up` starts its Redis beside the parts that use it, so nothing is said of one that is there by then.
+#: `draftalign up` starts its Redis beside the parts that use it. Only a Redis that is away for longer is logged.
 _START_SECONDS: Final = 2.0
 #: Variables that other parts read: logging, the agent's and the engine plugin's tokens, child processes.
 _OTHER_VARIABLES = {
@@ -38,8 +38,8 @@ def check_torch() -> None:
 def check_redis(url: str, *, may_be_away: bool = False) -> None:
     """Make one real write; raises a ConfigurationError of one line that says what is wrong with the Redis at `url`.
 
-    `may_be_away`: one that does not answer, or is full, is waited for. It may be starting, or work may make room in it,
-    but nothing that the service does turns a replica into a primary. What does not start meanwhile is logged.
+    A full Redis is only logged: work may make room in it. With `may_be_away`, so is one that does not answer after
+    `_START_SECONDS`: it may be starting. Anything else is an error: no waiting turns a replica into a primary.
     """
     import redis
 
@@ -77,8 +77,8 @@ def checked_redis(url: str) -> str:
         raise ConfigurationError(str(error)) from None
     try:
         client = connect_async(url)
-        if not isinstance(client, redis.asyncio.RedisCluster):  # which has looked at its options
-            client.connection_pool.make_connection()  # connects only when it is used
+        if not isinstance(client, redis.asyncio.RedisCluster):  # a cluster's client has checked its options
+            client.connection_pool.make_connection()  # checks the options; it connects only when it is used
     except (ValueError, TypeError, redis.RedisError) as error:
         # Errors other than ValueError repeat the input, which may hold part of a password.
         reason = str(error) if isinstance(error, ValueError) else "an option after its ? is unknown or has a bad value"
@@ -89,7 +89,7 @@ def checked_redis(url: str) -> str:
 
 
 def given_path(path: Path | None) -> Path | None:
-    """Of an option, its path with `~` as the home directory: a shell leaves it as it is in `--out=~/x`."""
+    """An option's path, with `~` as the home directory: a shell leaves it as it is in `--out=~/x`."""
     return None if path is None else at_home(path)
 
 

@@ -84,7 +84,7 @@ def _settings(state_dir: Path | None, **given: Any) -> Settings:
 
 
 def _with_redis(settings: Settings) -> Settings:
-    """The same, once their Redis took a write; one that is not there yet is waited for."""
+    """Test the settings' Redis by a write, and return them. A Redis that does not answer yet is only logged."""
     if settings.redis_url is not None:
         check_redis(settings.redis_url.get_secret_value(), may_be_away=True)
     return settings
@@ -99,7 +99,7 @@ def serve(
 ) -> None:
     """Run the HTTP API (needs a Redis; `up` brings its own)."""
     settings = _settings(state_dir, port=port, redis_url=redis_url, tls_cert=tls_cert, tls_key=tls_key)
-    from service.api.app import run_api  # what is wrong with the settings is said before this is loaded
+    from service.api.app import run_api  # loaded only once the settings are known to be right
 
     run_api(_with_redis(settings))
 
@@ -111,7 +111,7 @@ def worker(state_dir: StateDir = None, redis_url: RedisUrl = None) -> None:
     """
     check_torch()
     settings = _with_redis(_settings(state_dir, redis_url=redis_url))
-    from service.ranks import run_on_ranks  # torch: two seconds, for which no wrong setting waits
+    from service.ranks import run_on_ranks  # it loads torch, which takes two seconds
 
     run_on_ranks(settings)
 
@@ -196,7 +196,7 @@ for _panel, _commands in _COMMANDS.items():
 
 
 def _run() -> None:
-    """The command that was asked for; ConfigurationError where it lacks torch."""
+    """Run the command; ConfigurationError where it lacks torch."""
     try:
         app()
     except ModuleNotFoundError:

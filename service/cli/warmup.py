@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from rl_hooks.sending.jobs import run_path
 from service.cli.checks import given_path
 from service.cli.drafters.commands import layer_numbers
 from service.cli.remote.client import LOCAL, Service, call
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     from service.cli.drafters.answers import Sent
 
 _POLL_SECONDS: Final = 0.5
-#: The policy does not answer more prompts than so many batches ahead of the worker: a training is judged on rollouts
+#: The policy answers at most so many batches before the worker has done with them: a training is judged on rollouts
 #: that came after it.
 _BATCHES_AHEAD: Final = 2
-#: What a batch of a large policy may have: the hook's usual queue is for a trainer that must not be slowed down.
+#: A batch of a large policy fits. The hook's default is for a trainer that must not be slowed down.
 _QUEUE_BYTES: Final = 4 << 30
-#: A worker that has not read a batch after so long waits for more before it chooses the draft vocabulary.
+#: A worker that gathers its draft vocabulary, and has not ended a batch after so long, needs more rollouts for it.
 _READ_SECONDS: Final = 20.0
-#: So long a service may be away, or a worker's trouble last.
+#: For so long a service may be away, or a worker in trouble.
 _TROUBLE_SECONDS: Final = 120.0
 #: Counters of the hook that tell of rollouts which were not sent.
 _LOST: Final = frozenset({"dropped_full", "dropped_error", "dropped_closed", "skipped_budget", "failures"})
@@ -91,7 +92,7 @@ def warmup(
         watch.settle()
     finally:
         hook.close()
-    version = _ask(service, f"/runs/{run}")["drafter"]
+    version = _ask(service, run_path(run))["drafter"]
     if version is None:
         raise ConfigurationError(f"no drafter yet: {watch.said or 'nothing was heard of the run'}; raise --rollouts")
     if out is not None:
@@ -100,7 +101,7 @@ def warmup(
 
 
 class _Watch:
-    """Follows what the worker does with the rollouts, and says what is new of it."""
+    """Follows what the worker does with the rollouts, and prints what is new."""
 
     def __init__(self, service: str, run: str, rollouts: int, say: Callable[[str], None]) -> None:
         self.said = ""
@@ -108,16 +109,16 @@ class _Watch:
         self._run = run
         self._rollouts = rollouts
         self._say = say
-        self._waiting: list[str] = []  # one rollout of each batch that the worker has not done with
+        self._waiting: list[str] = []  # one rollout of each batch that the worker has not ended
         self._answered = 0
         self._trained = 0  # batches of this warm-up
 
     def add(self, sent: Sent) -> bool:
-        """Wait until the worker is near; True once it has nothing left to learn from this policy."""
+        """Wait until few batches wait for the worker; True once it has nothing left to learn from this policy."""
         self._waiting.append(sent.rollout_id)
         self._answered += sent.rollouts
         self._wait(_BATCHES_AHEAD)
-        # What the headroom says before a batch of this warm-up was trained on is of an earlier one.
+        # Before this warm-up's batches were trained on, the headroom is that of an earlier one.
         return self._report() in ("converged", "resting") and self._trained > _BATCHES_AHEAD
 
     def settle(self) -> None:
@@ -126,7 +127,7 @@ class _Watch:
         self._report()
 
     def _wait(self, ahead: int) -> None:
-        """Wait until at most `ahead` batches wait for the worker, or those that do wait for others."""
+        """Wait until at most `ahead` batches wait for the worker, or the worker needs further ones."""
         moved = time.monotonic()
         while len(self._waiting) > ahead:
             fate = _ask(self._service, f"/rollouts/{self._waiting[0]}", run=self._run)
@@ -137,7 +138,7 @@ class _Watch:
                 self._trained += 1
                 moved = time.monotonic()
                 continue
-            found = _ask(self._service, f"/runs/{self._run}")
+            found = _ask(self._service, run_path(self._run))
             now = found["headline"]["text"]
             gathering = any("draft vocabulary" in text for text in (now, *found["headline"]["also"]))
             if now != self.said:
@@ -145,13 +146,13 @@ class _Watch:
                 moved = time.monotonic()
             waited = time.monotonic() - moved
             if gathering and (ahead or waited > _READ_SECONDS):
-                return  # others are still to be drawn
+                return  # further ones are still to be drawn
             if found["headline"]["level"] == "bad" and waited > _TROUBLE_SECONDS:
-                raise ConfigurationError(f"the worker does not get on: {now}")
+                raise ConfigurationError(f"the worker makes no progress: {now}")
             time.sleep(_POLL_SECONDS)
 
     def _report(self) -> str:
-        """Say the run's headline where it is another than before; returns what the headroom's state is."""
+        """Print the run's headline if it has changed; returns the headroom's state."""
         found = _ask(self._service, "/alpha", run=self._run)
         state: str = found["headroom"]["state"]
         if found["headline"]["text"] != self.said:
@@ -186,7 +187,7 @@ def _attach(
 
 
 def _check_sent(hook: DrafterHook) -> None:
-    """Wait until the rollouts are with the service. Raises where some are not, and why."""
+    """Wait until the service has the rollouts. Raises ConfigurationError, with the reason, where it lacks some."""
     flushed, found = hook.flush(_TROUBLE_SECONDS), hook.stats()
     lost = {name: count for name, count in found.items() if count and name in _LOST}
     if lost or not flushed:
@@ -205,7 +206,7 @@ def _template_kwargs(given: str) -> dict[str, Any]:
 
 
 def _load(policy: str, device: str, prompts: Path, template: Mapping[str, Any]) -> tuple[Any, list[list[int]]]:
-    """The policy and the prompts' tokens. The prompts are read first: they are what is mistyped."""
+    """The policy and the prompts' tokens. The prompts are read first: a fault in them is found without the policy."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from rl_hooks.errors import HookError

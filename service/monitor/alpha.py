@@ -7,8 +7,8 @@ Rules:
 * Sums are pooled before they are divided (α = tokens / rounds). A mean of ratios is another quantity, 4 % off on the
   same data.
 * What has no data is None, never 0: an α of 0 does not exist, and a chart would draw it.
-* The best drafter and publication lag are formed only from records of batches that all drafters were scored on, those
-  with `frozen`: on others the best is the better of two, on other prompts.
+* The best drafter and the publication lag come only from batches that all drafters were scored on, those with `frozen`.
+  Other batches have other prompts, and fewer drafters to choose the best from.
 * Confidence half-widths appear where the records carry second moments (`DrafterSums`): the linearised ratio
   estimator, clustered by rollout, Var α = n/(n-1) · Σ(t - αr)² / (Σr)², whose parts add up over records.
 """
@@ -33,10 +33,10 @@ from service.monitor.records import DRAFTERS, Z_95, AcceptanceRecord, Arrival, D
 class Compared:
     """The served drafter beside the frozen one, on the same rollouts.
 
-    `policy_version`: the newest of them. `drafter_version`: which drafter served them, most of the tokens. `low`,
-    `high`: the 95 % interval of α_served / α_frozen, by prompt; None where prompts and batches are too few to tell.
-    `by_chance`: how far apart two equal drafters come to be on them, as a fraction (95 %): these two or, while they are
-    one, served and candidate; None: nobody knows.
+    `policy_version`: that of the last batch. `drafter_version`: the one that served most of the tokens. `low`, `high`:
+    the 95 % interval of α_served / α_frozen, by prompt; None where prompts and batches are too few to tell.
+    `by_chance`: the difference that two equally good drafters show on these rollouts by chance, as a fraction (95 %).
+    It is measured on these two or, while they are one drafter, on served and candidate; None: it is not known.
     """
 
     policy_version: int
@@ -63,15 +63,15 @@ class Compared:
         return cls(newest, frozen.alpha, served.alpha, ratio / reach, ratio * reach, by_chance, version)
 
 
-#: From so many prompts on, or so many batches where their prompts are fewer, the error of a ratio is told.
+#: The error of a ratio needs so many clusters, or so many batches.
 _LEAST_CLUSTERS: Final = 8
 
 
 def _ratio_error(scores: Sequence[ScoreRecord], drafter: str) -> float | None:
     """Half of the 95 % interval of log(α_served / α_drafter), clustered by prompt (HC2), by Student's t.
 
-    `drafter`: a role or a version. Clusters are the prompts that records tell, or the shares of many prompts. A record
-    that tells neither of both drafters is a cluster itself. Where all are of one prompt, each policy version is a
+    `drafter`: a role or a version. Clusters are the prompts that records name, or their groups of prompts. A record
+    that names none for both drafters is a cluster itself. Where all are of one prompt, each policy version is a
     cluster. None: there are too few.
     """
     by_prompt, by_policy = (defaultdict[str | int | None, list[float]](lambda: [0.0, 0.0]) for _ in range(2))
@@ -94,7 +94,7 @@ def _ratio_error(scores: Sequence[ScoreRecord], drafter: str) -> float | None:
 
 
 def _scored(record: ScoreRecord, drafter: str) -> tuple[DrafterSums | None, Mapping[str, tuple[float, float]]]:
-    """What a record has of a drafter, by role or by version: sums, and tokens and rounds by prompt or share of them."""
+    """A drafter's sums in a record, and its tokens and rounds by prompt or group. `drafter`: a role or a version."""
     prompts = {one.version: one.by_prompt or one.by_share for one in record.replayed or ()}
     oldest = min(prompts, default="")  # of all versions that are kept
     version = {"served": record.drafter_version or "", "frozen": oldest}.get(drafter, drafter)
@@ -159,7 +159,7 @@ class AlphaSeries:
 
 #: Policy versions by which batches may be late, where no setting says so.
 _USUAL_LAG: Final = 16
-#: A trainer that starts again is told by so many batches in a row; fewer may be late ones.
+#: So many batches in a row show that a trainer started again; fewer may be late ones.
 _IN_A_ROW: Final = 8
 #: Events about a version that was published before.
 _OF_OLDER_VERSIONS: Final = frozenset({"rolled_back", "pushed_again", "held", "released"})
@@ -250,7 +250,7 @@ def attempts(
     falls = any(policy < highest - reach for policy, highest in zip(policies, accumulate(policies, max), strict=True))
     kept = [one for one in returns if records and one.time > arrived(records[0])]  # what was before is forgotten
     waiting = deque(kept)
-    #: Of which attempt's trainer, at which version, and the last batch that may be its first.
+    #: By attempt and policy version of a sign: index of the last batch that may be the first one after it.
     registered: dict[tuple[int | None, int], int] = {}
     numbers = [record.attempt for record in records]
     last_of = {number: index for index, number in enumerate(numbers)}
@@ -375,9 +375,9 @@ def _pool(scores: Iterable[ScoreRecord], drafter: str) -> DrafterSums | None:
 def _best(scores: Iterable[ScoreRecord]) -> tuple[str | None, DrafterSums] | None:
     """The drafter with the highest α on all these records together, on a tie the served one, and its sums.
 
-    The best of each record, pooled, would be better than any drafter is: each record says who was lucky on it.
-    A version that only some records replayed counts by the lower end of how much it is better than what served them.
-    Where just the best of a record is told, it is not among these: it stands there because it was lucky.
+    The best of each record, pooled, would be better than any drafter is, because luck helps to choose it each time.
+    A version that only some records replayed counts by the lower bound of its gain over the served drafter there.
+    A version that is known only as the best of a record does not count: luck helped to choose it.
     """
     records = [record for record in scores if record.sums("best") is not None]
     each = [_by_name(record) for record in records]
@@ -390,16 +390,16 @@ def _best(scores: Iterable[ScoreRecord]) -> tuple[str | None, DrafterSums] | Non
     replayed = [{one.version for one in record.replayed or () if one.sums.rounds > 0} for record in records]
     for version in sorted(set().union(*replayed) - pooled.keys(), reverse=True):
         having = [record for record, versions in zip(records, replayed, strict=True) if version in versions]
-        likely = _likely(having, version, records)
-        if likely is not None and likely.alpha > best.alpha:
-            name, best = version, likely
+        cautious = _lower_bound(having, version, records)
+        if cautious is not None and cautious.alpha > best.alpha:
+            name, best = version, cautious
     return None if name in ("served", "frozen", "best") else name, best
 
 
-def _likely(having: Sequence[ScoreRecord], version: str, scores: Sequence[ScoreRecord]) -> DrafterSums | None:
-    """A cautious estimate of a version's sums on all `scores`, from the records `having` that replayed it.
+def _lower_bound(having: Sequence[ScoreRecord], version: str, scores: Sequence[ScoreRecord]) -> DrafterSums | None:
+    """A version's sums on all `scores`, from the records `having` that replayed it: the lower bound of its α.
 
-    Its α there is taken beside the served drafter's, and lowered by the error of that ratio. None: there is no error.
+    The ratio of its α to the served drafter's there is lowered by its error. None: that error is not known.
     """
     sums = sum((_by_name(record)[version] for record in having), DrafterSums(0.0, 0.0))
     beside, served, error = _pool(having, "served"), _pool(scores, "served"), _ratio_error(having, version)
@@ -413,7 +413,7 @@ def _by_name(record: ScoreRecord) -> dict[str, DrafterSums]:
     roles = {"served": record.drafter_version or "served", "candidate": "candidate"}
     roles |= {"best": record.best_version or "best"} | ({"frozen": "frozen"} if record.replayed is None else {})
     named = [(name, sums) for role, name in roles.items() if (sums := record.sums(role)) is not None]
-    found = dict(named[::-1])  # on a tie what comes first counts
+    found = dict(named[::-1])  # of two roles with one version the first counts
     others = {one.version: one.sums for one in record.replayed or () if one.sums.rounds > 0}
     return {name: found[name] for name, _ in named} | {v: sums for v, sums in others.items() if v not in found}
 

@@ -6,12 +6,12 @@ Rules:
 * Newest is what *arrived* last, never the highest policy version: a trainer that goes on from an earlier checkpoint
   counts on from there, and one absurd version must not stay the newest.
 * Batches are in the order of their queue entries, whose ids only grow, whatever a clock does.
-* What engines counted in an attempt that the trainer gave up is not of now, unless there is nothing else.
-* What is pooled is what arrived since the policy version last changed, or another drafter came to serve under it. After
-  a trainer went back to version 3, what its first attempt wrote as version 3 is not among it.
+* Counts from an attempt that the trainer gave up are left out, unless there are no others.
+* Figures pool what arrived since the policy version last changed, or another drafter began to serve under it. After a
+  trainer went back to version 3, what its first attempt wrote as version 3 is not in the pool.
 * A figure that the newest batches lack is of the newest ones that have it, among the last 256.
 * Drafters are compared over as many of the newest batches of the served drafter as it takes to know by how much it
-  beats the first one or, while that serves, the candidate: few prompts would call anything best, and worse.
+  beats the first one or, while that serves, the candidate. On few prompts chance would decide which is better.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, Return, 
 ENOUGH_ROUNDS: Final = 200
 #: Batches among which a figure that the newest lack is looked for.
 LOOK_BACK: Final = 256
-#: Drafters are compared on more batches until two equal ones differ by less than this by chance: an interval of 3 %.
+#: Drafters are compared on more batches until chance makes two equal ones differ by less: an interval of 3 %.
 _NARROW: Final = 0.015
-#: So many batches in a row of an older drafter are no late ones: a person has rolled back to it.
+#: So many batches in a row of an older drafter are not late: a person has rolled back to it.
 _SERVED_AGAIN: Final = 8
-#: A tilt is a bias if it exceeds 10 % in odds by so many standard errors. Features in bfloat16, and heads that are half
-#: a per cent off, make less (`tests/drafter/replay/test_lossless.py`).
+#: A tilt is a bias if it exceeds 10 % in odds by so many standard errors. Features in bfloat16, and heads that are off
+#: by half a per cent, make a smaller tilt (`tests/drafter/replay/test_lossless.py`).
 _SURE: Final = 4.5
 _LEAST_TILT: Final = 0.1
-#: Two machines' clocks may differ by so much; a report from further ahead was made before the clock was set back.
+#: Two machines' clocks may differ by so much. A report from later than that was made before a clock was set back.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
 
 
@@ -57,7 +57,7 @@ class Tilt:
 
     @classmethod
     def of(cls, records: Sequence[ScoreRecord]) -> Tilt | None:
-        """Pool the batches whose law is known; None where there is none, or all was certain."""
+        """Pool the batches that have `favour`; None where none has, or its variance is 0."""
         known = [record.favour for record in records if record.favour is not None]
         pooled = sum(known, Favour(0.0, 0.0, 0))
         found = pooled.tilt
@@ -201,8 +201,8 @@ class Newest(list[ScoreRecord]):
     def _comparison(self, serving: str | None) -> dict[str, Any]:
         """Figures that compare drafters, over as many of the newest spells as it takes.
 
-        A worker that is behind compares nothing: what it compared last may be of a drafter that is replaced, and how
-        far that one was behind says nothing of the one that is `serving`.
+        While a worker is behind, it compares nothing. What it compared last may be of a replaced drafter, whose lag and
+        best version say nothing about the one that is `serving`.
         """
         chosen, enough = list[ScoreRecord](), 1
         for spell in reversed(self.spells):
@@ -250,7 +250,7 @@ def _reports(
         groups[record.policy_version or 0].append(record)
     back, spells = _went_back(newest.spells), newest.spells
     if back is not None and (group := groups.get(spells[-1].policy_version)):
-        # Counted with the policies of an attempt that the trainer gave up, unless there is nothing else.
+        # Older reports are of an attempt that the trainer gave up. They count only if there are no others.
         group[:] = [record for record in group if reported(record) >= back] or group
     return sorted(groups.items(), key=lambda item: (reported(item[1][-1]), item[0]))
 
@@ -258,12 +258,12 @@ def _reports(
 def condensed(
     acceptances: Sequence[AcceptanceRecord], sick: Collection[tuple[str, str | None]], newest: Newest, now: float
 ) -> list[AcceptanceRecord]:
-    """Few records instead of many: `current` says the same of them, and so do each reporter's sums of our drafters.
+    """Replace many records by few, for which `current` and each reporter's sums of our drafters are the same.
 
     Kept are the newest policy versions, on which `live` rests, and one sum of the rest for each reporter.
     `sick`: engines whose counts are no evidence (`sound`). `now`: Unix seconds.
     """
-    if any(record.reported > now for record in acceptances):  # their order will be another
+    if any(record.reported > now for record in acceptances):  # their order changes when that time has come
         return list(acceptances)
     chosen, rounds = set[int](), 0.0
     for _, group in reversed(_reports(sound(acceptances, sick), newest, now)):
@@ -285,7 +285,4 @@ def condensed(
 def _went_back(spells: Sequence[_Spell]) -> float | None:
     """When the last batch of a higher policy version than the current one arrived, in Unix seconds."""
     higher = [spell.scores[-1] for spell in spells if spell.policy_version > spells[-1].policy_version]
-    if not higher:
-        return None
-    known, when, _ = higher[-1].arrival
-    return when / 1000.0 if known else when
+    return arrived(higher[-1]) if higher else None

@@ -1,8 +1,7 @@
 """The events of a run's history: what moved `latest`, what was sent, refused, held, measured. Table: state.md.
 
-Pure: no torch, no Redis, no clock. A writer makes a model, a reader takes one. The history may be of another version,
-or damaged: `read_event` takes a field of another type for unknown, and keeps what it does not know. What is unknown is
-None.
+Pure: no torch, no Redis, no clock. The history may be of another version of the service, or damaged: `read_event`
+leaves out fields of another type, and keeps fields that it does not know. What is unknown is None.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Event(BaseModel):
 
     @property
     def written(self) -> dict[str, Any]:
-        """As it stands in the history: what was set, and what this version does not know."""
+        """As it stands in the history: the fields that were set, also those that this version does not know."""
         first = {"time": self.time, "event": self.event}
         return {name: value for name, value in first.items() if value} | self.model_dump(exclude_unset=True)
 
@@ -51,8 +50,8 @@ class GateEvidence(BaseModel):
     """What the gate found of a challenger against the served version (`service.worker.promotion`), in JSON as it came.
 
     `gain`, with its bounds `low` and `high`: relative. `error`: the chance that the verdict is wrong.
-    `trained_to`: the newest policy version that a candidate was trained on. `judged_to`: the newest queue entry of
-    those that chose it. `train_on`: whether training goes on from it; None of a candidate.
+    `trained_to`: the newest policy version that a candidate was trained on. `judged_to`: the newest queue entry that it
+    was judged on. `train_on`: whether training goes on from it; None for a candidate.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -154,7 +153,7 @@ class RunStateSet(Event):
 
 
 class Carried(Event):
-    """First of a piece of the history: what is known from the pieces before it. `sent`: `SentDrafter` by version."""
+    """First event of a part of the history: what the parts before it said. `sent`: `SentDrafter` by version."""
 
     event: Literal["carried"] = "carried"
     published: int = 0
@@ -219,7 +218,7 @@ class RunEvent:
         return found
 
 
-#: Sequence numbers of which it is kept when they began, and with which version.
+#: So many of the newest sequence numbers are kept with their offers.
 _SEQUENCES: Final = 64
 
 
@@ -251,9 +250,9 @@ class Moves:
             self._begin(event.sequence, Offer(event.time, str(event.version)))
 
     def replaced(self, version: str | None) -> float | None:
-        """Since when `latest` has named other versions than this one, in Unix seconds. None: it does not.
+        """Since when `latest` has named other versions than this one, in Unix seconds. None: it names this one.
 
-        Of a version that was offered before all that is known, since the oldest known offer.
+        For a version older than all known offers: since the oldest known offer. None also where none is known.
         """
         since = None
         for _, offer in sorted(self.offers.items()):

@@ -22,30 +22,30 @@ from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, HeldVersion,
 
 #: So many of the last batches, by arrival, are looked at.
 RECENT_BATCHES: Final = 20
-#: A worker says every 3 s that it is alive.
+#: A worker is called silent after this time; it sends a heartbeat every 3 s.
 SILENT_SECONDS: Final = 10.0
-#: One that refuses a run looks at it again every 60 s, and says nothing of it meanwhile.
+#: The same for a worker that refuses a run: it tries again every 60 s, and sends no heartbeat for the run meanwhile.
 _REFUSED_SECONDS: Final = 75.0
-#: A worker that was started with the API has taken its runs up by then.
+#: A worker that was started with the API has opened its runs by then.
 _START_SECONDS: Final = 30.0
-#: An engine that has reported nothing for this time is not spoken of.
+#: An engine that has reported nothing for this time is not mentioned.
 ENGINE_SILENT_SECONDS: Final = 600.0
-#: Rollouts that came longer ago are not the next ones.
+#: Where no rollouts came for longer, a sent drafter is said to wait because none come.
 _ARRIVAL_SECONDS: Final = 60.0
-#: After a publish every engine has the version by then (the alert `DraftalignEngineBehind` says so too).
+#: After a publish every engine has the version by then (the alert `DraftalignEngineBehind` uses the same time).
 _UNSWAPPED_SECONDS: Final = 600.0
-#: So many dead batches in a row, the newest, are a trouble however many before them were good.
+#: Where so many of the newest batches are dead in a row, there is a warning, however many before them were good.
 _DEAD_IN_A_ROW: Final = 3
-#: A worker that beats is called stuck where a batch has waited, and nothing was scored, for so long.
+#: A worker with a heartbeat is called stuck where a batch has waited, and nothing was scored, for so long.
 _STUCK_SECONDS: Final = 600.0
 _QUEUE_NEARLY_FULL: Final = 0.8
-#: Share of its memory from which Redis is said to be nearly full, and full: it may refuse a write just below its limit.
+#: From these shares of its memory on Redis is called nearly full, and full: it may refuse a write just below its limit.
 REDIS_NEARLY_FULL: Final = 0.9
 _REDIS_FULL: Final = 0.99
-_BEHIND_SHARE: Final = 0.1  # of the served drafter's α: a publication lag above it is worth a word
-_LARGE_TILT: Final = 0.3  # a smaller one may come of answers that are chosen by their reward
-_MOST_TILT: Final = 5.0  # beyond it a tilt's exponential says no more than "very much"
-_MIX: Final = 0.05  # a fall of log α by another mix of prompts: above it is worth a word
+_BEHIND_SHARE: Final = 0.1  # of the served drafter's α: a larger publication lag is mentioned
+_LARGE_TILT: Final = 0.3  # a smaller one may come from a choice of answers by their reward
+_MOST_TILT: Final = 5.0  # a larger tilt is shown as this one: its exponential would say nothing more
+_MIX: Final = 0.05  # a larger fall of log α by another mix of prompts is mentioned
 _BETTER, _WORSE = 1.02, 0.98  # served over frozen: between them they are level
 _REASON_CHARACTERS: Final = 300
 _CONTEST_CHARACTERS: Final = 400  # two runs and a version are named
@@ -90,7 +90,7 @@ class RunFacts:
     redis_fill: float = 0.0
     oldest_queued: float | None = None
     last_arrival: float | None = None
-    #: Whether a trainer goes on sending that another start has followed.
+    #: Whether a trainer goes on sending although a later start of one has followed it.
     outdated: bool = False
     #: The longest pause between the batches that arrived last, in seconds.
     longest_pause: float | None = None
@@ -160,7 +160,7 @@ def headline(facts: RunFacts) -> Headline:
 
 
 def _findings(facts: RunFacts) -> Iterator[Headline]:
-    """All that is true. Something always is."""
+    """All that is true: at least one thing."""
     yield from _of_people(facts)
     if facts.state.state == "archived":
         return  # nothing happens any more
@@ -178,7 +178,7 @@ def _findings(facts: RunFacts) -> Iterator[Headline]:
 
 # --- people
 def _of_people(facts: RunFacts) -> Iterator[Headline]:
-    """What a person has asked for, so that nobody takes it for a fault, and it is not forgotten."""
+    """What a person has asked for. Else it might be taken for a fault, or forgotten."""
     state, queued = facts.state, _batches(facts.queued)
     who = _who(state.by, state.since, facts.now, state.reason)
     if state.state == "paused":
@@ -238,7 +238,7 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
     if facts.heartbeat is None:
         yield from _no_worker(facts, waits)
         return
-    age = abs(facts.now - facts.heartbeat)  # one from ahead of now was made before the clock was set back
+    age = abs(facts.now - facts.heartbeat)  # a heartbeat from the future was made before the clock was set back
     limit = _REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS
     # A worker of a run that was paused, or of a service that was stopped, gets time to come back.
     begun = ((facts.state.since, limit), (facts.api_began, max(limit, _START_SECONDS)))
@@ -258,9 +258,9 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _of_stuck_worker(facts: RunFacts) -> Iterator[Headline]:
-    """A worker beats in a thread of its own: that it is alive does not say that it gets on."""
+    """Whether a worker makes no progress. Its heartbeat does not show that: it comes from a thread of its own."""
     if not facts.queued or facts.oldest_queued is None or facts.gathered is not None:
-        return  # while the draft vocabulary is gathered batches are to wait
+        return  # batches have to wait while the draft vocabulary is gathered
     waited = facts.now - facts.oldest_queued
     unscored = None if facts.last_scored is None else abs(facts.now - facts.last_scored)
     if waited > _STUCK_SECONDS and (unscored is None or unscored > _STUCK_SECONDS):
@@ -344,7 +344,7 @@ def _of_trainer(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
-    """What is waited for. Nothing, where it is the worker: that is said already."""
+    """What the run waits for. Where that is a worker, `_no_worker` has said so."""
     waiting = "Waiting"
     if facts.current is not None and facts.current.live is not None:
         text = f": {facts.current.live.alpha:.2f} tokens per round in the engines. No rollout is scored yet."
@@ -417,9 +417,10 @@ def _of_engines(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _of_unswapped(facts: RunFacts) -> Iterator[Headline]:
-    """Engines that have gone on counting with another version long after it was replaced, and those that are away.
+    """Engines that still count with a version long after it was replaced, and those that are away.
 
-    One that was away, or asleep, has not been seen to keep it: the time that it reported meanwhile must be long.
+    An engine is unswapped only if it was seen with the old version for long (`AcceptanceRecord.behind`): while it was
+    away, or asleep, nobody saw what it had.
     """
     replaced = [
         (since, report)
@@ -457,7 +458,7 @@ def _of_tilt(tilt: Tilt) -> str:
 
 
 def _more(found: Sequence[object]) -> str:
-    """Of engines of which one is named: how many others there are."""
+    """How many engines there are beside the one that is named."""
     return f" So it is in {len(found) - 1} more." if len(found) > 1 else ""
 
 
@@ -470,9 +471,9 @@ def _of_sick(found: Sequence[EngineVerdict], failed_pushes: int) -> str:
 
 
 def _of_alpha(facts: RunFacts, now: Current, alpha: float) -> Iterator[Headline]:
-    """What the served drafter is worth: what is wrong with it, else how it stands beside the first one.
+    """What is wrong with the served drafter; else how it compares with the first one.
 
-    Of a run that nobody works on, what was judged before is no trouble of now.
+    While no worker works on the run, earlier verdicts count for nothing.
     """
     says, troubles = _alpha_text(facts, now, alpha), list[Headline]()
     if facts.state.worked_on:
@@ -518,7 +519,7 @@ def _harder_prompts(facts: RunFacts) -> Iterator[Headline]:
 
 
 def _standing(facts: RunFacts, now: Current, alpha: float, says: str) -> Headline:
-    """How the served drafter stands beside the first one. A word for it needs an interval: few prompts have none."""
+    """How the served drafter compares with the first one. Better or level needs an interval; few prompts give none."""
     compared = now.compared if _is_compared(now) else None
     measured = _is_measured(facts, now)
     if compared is not None and compared.low is not None and compared.high is not None:
@@ -553,7 +554,7 @@ def _of_headroom(advice: Advice | None) -> Iterator[Headline]:
 
 
 def _alpha_text(facts: RunFacts, now: Current, alpha: float) -> str:
-    """Which version gives how much; the one served now may be newer than the last rollouts."""
+    """Which version gives how much. The served one may be newer than the last rollouts."""
     gave, served = now.drafter_version, facts.served_version
     if gave and served and gave != served:
         since = f"{short_version(served)} is served since"

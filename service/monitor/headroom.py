@@ -1,14 +1,14 @@
 """What further training would still bring, and what to do about it.
 
-Pure: no torch, no Redis, no clock. The *publication lag* says what the best drafter there is has over the served one: a
-worker that keeps up has none, and one that stopped has none either. Headroom is about the drafter there could be: what
-five more trainings on today's rollouts would bring over the served one; by then the policy has moved on.
+Pure: no torch, no Redis, no clock. The *publication lag* is what the best existing drafter has over the served one: a
+worker that keeps up has none, and one that stopped has none either. Headroom is about a drafter that does not exist
+yet: what five more trainings on today's rollouts would bring over the served one. By then the policy has moved on.
 
-It is read off the learning curve. Every verdict of the gate, promoted or refused, measures the candidate against the
+It follows from the learning curve. Every verdict of the gate, promoted or refused, measures the candidate against the
 served drafter, with an error. Successive trainings on the same text gain a, a·r, a·r², ...: after a gain of a there is
-a·(r + ... + r⁵) left, and the gain of a candidate that was refused is not served yet, so it comes on top. Neither a nor
-r is known well, so both are estimated together: for each r of a grid a normal posterior of a, weighted by how well that
-r explains the verdicts. The median of that mixture and its 95 % interval are what is reported.
+a·(r + ... + r⁵) left. The gain of a refused candidate is not served yet, so it is added. Neither a nor r is known well,
+so both are estimated together: for each r of a grid a normal posterior of a, weighted by how well that r explains the
+verdicts. The median of that mixture and its 95 % interval are reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final, Literal, get_args
 
 from service.monitor.records import Z_95, Headroom, ScoreRecord
 
-#: Verdicts that are looked at, newest last.
+#: So many of the newest verdicts are kept.
 _LOOKED_AT: Final = 8
 #: Standard deviation of what a training gains, before anything is known.
 _PRIOR_GAIN: Final = 0.05
@@ -49,13 +49,16 @@ class MeasuredGain:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The fit of one ratio, as a log; the newest training's gain, mean and deviation; and what is left after it."""
+    """The fit of one ratio. `fit`: log likelihood. `mean`, `deviation`: of the newest training's gain.
+
+    `left`: the headroom, in units of that gain.
+    """
 
     fit: float
     ratio: float
     mean: float
     deviation: float
-    left: float  # headroom over that gain
+    left: float
 
 
 @dataclass(slots=True)
@@ -122,12 +125,12 @@ def _quantile(parts: Sequence[tuple[float, float, float]], probability: float) -
 
 
 # --- in words
-#: A headroom from which training is worth while; and the upper bound below which there is said to be none left.
+#: A larger headroom is worth training for. With an upper bound below the second, none is said to be left.
 _SMALL: Final = 0.02
 _RULED_OUT: Final = 0.03
 #: A worker that trains for more than this share of the time has no time left.
 _BUSY: Final = 0.8
-#: A trainer is called silent after this time at least, and after this multiple of its longest pause of late.
+#: A trainer is called silent after this time, and not before this multiple of its longest recent pause.
 TRAINER_SILENT_SECONDS: Final = 600.0
 _LONGEST_PAUSES: Final = 3.0
 
@@ -155,8 +158,8 @@ def advise(
 ) -> Advice:
     """Say what to do. `action`: what the controller decided last. `starved`: rollouts have stopped coming.
 
-    `blocked`: why nothing is trained, where that is no question of its price. `undrafted`: engines spend no time in
-    rounds with drafts.
+    `blocked`: why nothing can be trained, whether it pays or not. `undrafted`: engines spend no time in rounds with
+    drafts.
     """
     if starved:
         return Advice("starved", "no new rollouts: there is nothing to learn from")
@@ -203,7 +206,7 @@ def longest_pause(records: Sequence[ScoreRecord]) -> float | None:
 
 
 def trainer_silent(last_arrival: float | None, now: float, pause: float | None) -> bool:
-    """Whether rollouts have stopped coming. `pause`: the longest of late, in seconds; times are Unix seconds."""
+    """Whether rollouts have stopped coming. `pause`: the longest recent one, in seconds; times are Unix seconds."""
     if last_arrival is None:
         return False
     return now - last_arrival > max(TRAINER_SILENT_SECONDS, _LONGEST_PAUSES * (pause or 0.0))

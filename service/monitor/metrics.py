@@ -1,11 +1,11 @@
 """`GET /metrics`: the state of every run in Prometheus' text format.
 
-Built afresh for each scrape from what is stored, on a registry of its own: the API process counts nothing itself, so
-several replicas of it, or a restart, report the same numbers. A metric without data is absent, never 0: an alert can
-then tell "α is low" from "nobody knows α". No `_created` series. Names, meanings and alerts: docs/reference/metrics.md.
+Each scrape builds it from what is stored, on a registry of its own. The API process counts nothing itself, so replicas
+of it report the same numbers, also after a restart. A metric without data is absent, never 0: an alert can then tell
+"α is low" from "α is not known". No `_created` series. Names, meanings and alerts: docs/reference/metrics.md.
 
 Ratios are left to PromQL wherever they are exact: `rate(round_tokens_total) / rate(rounds_total)` is α over any window.
-The gauges `draftalign_alpha` and `draftalign_publication_lag` are of what arrived last and has data for them.
+The gauges `draftalign_alpha` and `draftalign_publication_lag` are of the newest batches that have data for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from service.monitor.records import (
 )
 from service.monitor.worth import Worth
 
-#: So many of the last batches, by arrival, tell how long a trainer's pauses are.
+#: The pauses between so many of the newest batches are a trainer's usual ones.
 _RECENT_BATCHES: Final = 20
 #: What `/metrics` is served as.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,12 +55,11 @@ class RunSnapshot:
     dead_total, rejected_total`). `acceptances`: all, or few records that stand for all (`condensed`).
     `engine`: what engines have of a cause (`engine_change`); None: nothing is known.
     `queue_limit_bytes`: at which it is full. `redis_fill`: share of Redis' memory in use; None: it has no limit.
-    `latest`: None before the first publish. `published`: how many versions, whatever the history has
-    forgotten. `returns`: Unix seconds at which trainers registered again to go back. `last_report` (Unix seconds): for
-    a headline, which is read without the records of engines that fell silent; None where those are here. `watch`: live
-    beside replay α. `pushes`: when the drafter was pushed again, the last times, oldest first. `worth`: what acceptance
-    is worth in time. `dead_letters`: the newest ones.
-    `outdated`: a trainer that another one has followed goes on sending.
+    `latest`: None before the first publish. `published`: how many versions, also those that the history has
+    forgotten. `returns`: signs that trainers went back. `last_report` (Unix seconds): for a headline, which is made
+    without the records of silent engines; None where these are included. `watch`: live beside replay α. `pushes`: when
+    the drafter was last pushed again, oldest first. `worth`: what acceptance is worth in time. `dead_letters`: the
+    newest ones. `outdated`: a trainer goes on sending although a later start of one has followed it.
     `oldest_queued`, `last_arrival`, `registered`, `api_began`: Unix seconds. `state`, `held`: what a person wants of
     the run, and of what it serves. `waiting`: versions that people sent and that wait for the gate, oldest first.
     """
@@ -94,7 +93,7 @@ class RunSnapshot:
 
     @property
     def newest(self) -> Newest:
-        """What is true now is told from these."""
+        """The newest scores, with the figures of now."""
         return self.scores if isinstance(self.scores, Newest) else Newest(self.scores, returns=self.returns)
 
     @property
@@ -190,7 +189,7 @@ class _Families(Collector):
 
 
 def _of_now(snapshot: RunSnapshot) -> RunSnapshot:
-    """Without the verdicts on rollouts, where none are scored: else an alert stays on while a run is paused."""
+    """Leave out verdicts on rollouts where none are scored: else an alert stays on while a run is paused."""
     if snapshot.state.worked_on:
         return snapshot
     of_rollouts: dict[str, object] = {

@@ -2,8 +2,8 @@
 
 The events of a run's history are models of the same kind, in `service.monitor.events`.
 
-Pure: no torch, no Redis, no clock. Frozen, and checked once: where `read` takes them from JSON. Whoever makes or reads
-them otherwise relies on the types. What is unknown is None.
+Pure: no torch, no Redis, no clock. All are frozen. `read` checks what it takes from JSON; a dataclass that our code
+makes is not checked again. What is unknown is None.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pydantic_core import to_json
 DRAFTERS: Final = ("served", "candidate", "frozen", "ngram", "best")
 #: Method of counts that were made with a published drafter; others carry the engine's name for theirs (ngram, mtp).
 OUR_DRAFTER: Final = "drafter"
-#: How an engine drafts whose rounds replay cannot foretell: replay's law is that of chains.
+#: `drafting` of an engine that drafts trees. Replay computes chains, so it says nothing about such rounds.
 TREES: Final = "trees"
-#: Method of counts that an engine made with what another client keeps in it, instead of the run's drafters.
+#: Method of counts that an engine made with another client's drafter instead of the run's.
 ANOTHERS_DRAFTER: Final = "anothers-drafter"
-#: A reporter that is silent for longer is away, or its engine sleeps: it is not known with what it drafts meanwhile.
+#: A reporter that is silent for longer is away, or its engine sleeps: what it drafts with meanwhile is not known.
 AWAY_SECONDS: Final = 180.0
 #: Two-sided 95 % quantile of the normal distribution.
 Z_95: Final = 1.959963984540054
@@ -89,10 +89,10 @@ class DrafterSums:
 class Replayed:
     """Replay of one published drafter version on a batch: sums, and expected rounds by draft position.
 
-    `sums`: with the second moments of prompts, where those of other sums are of rollouts; `rollouts` counts prompts.
-    `accepted[j]`: rounds that kept drafts 0..j. `reached[j]`: rounds that kept those before it and had a j-th one.
-    `by_prompt`: tokens and rounds of each prompt, as engines count them; empty where the batch has many. `by_share`:
-    then those of 16 shares of the prompts, which tell as well how far two drafters differ by chance.
+    `sums`: clustered by prompt, where other sums are clustered by rollout: `rollouts` and the second moments are those
+    of prompts. `accepted[j]`: rounds that kept drafts 0..j. `reached[j]`: rounds that kept those before draft j and had
+    a draft j. `by_prompt`: tokens and rounds of each prompt, as engines count them; empty where the batch has many.
+    `by_share`: then those of 16 groups of prompts, which serve as clusters instead.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -106,9 +106,10 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Favour:
-    """How often a batch's tokens were what the drafter proposes (`drafter.replay.lossless`); sums over `tokens`.
+    """Whether a batch's tokens favour what the drafter proposes (`drafter.replay.lossless`); sums over `tokens`.
 
-    `excess`: of q(x) over its mean under the policy. `variance`: of `excess`, were the tokens drawn from the policy.
+    `excess`: q of the token less the mean of q under the policy. `variance`: what `excess` has if tokens are drawn from
+    the policy.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -132,7 +133,7 @@ class Favour:
 class ScoreRecord:
     """What every drafter would have had on one batch, and what was done with it.
 
-    `attempt`: of the trainer, as its session tells it; None: it is to be guessed.
+    `attempt`: the number of the trainer's attempt, which its session tells; None: readers guess it.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -316,14 +317,16 @@ class Headroom:
 
 
 class WorkerGauges(BaseModel):
-    """The worker's gauges; all are unknown before its first sign of life. It sets those that a writer's model names.
+    """The worker's gauges; all are unknown before its first sign of life. A write changes only the fields that are set.
 
     `rounds_total`, `round_tokens_total`: sums since the run began by drafter, kept by the worker because the score
     records are bounded in number and a counter must never fall. `drift`: by lane, absent until the monitor's warm-up is
-    over. `unjudged`: nothing is trained, for nothing that comes can judge it; `no_memory`: for memory ran out in each
-    training; `undrafted`: for engines spend no time in rounds with drafts. `error`: None while there is none, "" where
+    over. Why nothing is trained: `unjudged`: no rollout that comes can judge it; `no_memory`: memory ran out in each
+    training; `undrafted`: engines spend no time in rounds with drafts. `error`: None while there is none, "" where
     the worker has not said; `for_memory`: it waits for memory. `sent`: version of the sent drafter that was looked at
-    last, and what the gate found then.
+    last, and what the gate found then. `refused`: inode and mtime (ns) of a target file that the worker refused.
+    `opening`: these two of a target file that it began to open, how often it did so without an end, and when last, in
+    Unix seconds. `working`: the same of work on the run's batches.
     """
 
     model_config = ConfigDict(frozen=True, **_CHECKED)
@@ -352,7 +355,6 @@ class WorkerGauges(BaseModel):
     for_memory: bool = False
     refused: tuple[int, int] | None = None
     opening: tuple[int, int, int, float] | None = None
-    #: The same of work on its batches.
     working: tuple[int, int, int, float] | None = None
 
     @property
@@ -365,9 +367,10 @@ class WorkerGauges(BaseModel):
 
 
 class Return(NamedTuple):
-    """Somebody registered, or went back, at policy version `to`. `time`: Unix seconds, by the clock of batches' order.
+    """A sign that a trainer went back to policy version `to`, such as another registration.
 
-    It is a sign for batches of this `attempt` (`ScoreRecord.attempt`): None: for those that tell none, 0: for none.
+    `time`: Unix seconds, by the clock that orders batches. `attempt`: the sign is for batches with this
+    `ScoreRecord.attempt`; None: for those without one; 0: for no batch.
     """
 
     time: float
@@ -389,7 +392,7 @@ State = Literal["active", "paused", "draining", "archived"]
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What a person wants of a run, and since when (Unix seconds; None: nobody has said anything of it).
+    """What a person wants of a run, and since when (Unix seconds; None: no person has set a state).
 
     active: all. paused: rollouts are queued, and nothing else is done with them. draining: no more rollouts are
     accepted, those in the queue are worked on. archived: its drafters can be fetched, and nothing is accepted.

@@ -4,14 +4,14 @@ Pure: no torch, no Redis, no clock. α alone does not tell: the same acceptance 
 memory, and slows down a large one, which waits for arithmetic (SmartSpec, arXiv 2406.14066; Sequoia, arXiv 2402.12374).
 What decides is the time of an engine step at batch size B with k drafts for each sequence,
 
-    t(B, k) = c0 + c1·n + c2·max(0, n - n0) + k·(d0 + d1·B),      n = B·(k + 1),      c, d ≥ 0:
+    t(B, k) = c0 + c1·n + c2·max(0, n - n0) + k·(d0 + d1·B),      n = B·(k + 1),      c, d ≥ 0
 
-the step itself, the tokens n that it verifies, which cost more each from n0 on, where arithmetic takes longer than
-reading the weights (the roofline), and k drafter steps. The five are fitted to what an engine counted, for each n0 of a
-grid: relative errors, outliers weighed down (Huber), none below zero; the n0 that fits best is taken. What the samples
-do not determine is unknown, and so is every batch size far from those that were seen. With S_j the probability that j
-drafts are accepted, a round of depth k emits τ_k = 1 + S_1 + ... + S_k tokens, and the speed-up over plain decoding is
-τ_k · t(B, 0) / t(B, k).
+c0: the step itself. c1: each of the n tokens that it verifies. c2: what each token costs more from n0 on, where
+arithmetic takes longer than reading the weights (the roofline). d0, d1: each of the k drafter steps. The five costs are
+fitted to what an engine counted, once for each n0 of a grid: relative errors, outliers weighed down (Huber), no cost
+below zero. The n0 that fits best is taken. A time that the samples do not determine is unknown, and so is every batch
+size far from those that were seen. With S_j the probability that j drafts are accepted, a round of depth k emits
+τ_k = 1 + S_1 + ... + S_k tokens, and the speed-up over plain decoding is τ_k · t(B, 0) / t(B, k).
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from service.monitor.records import StepSample
 
 Floats = npt.NDArray[np.float64]
 
-#: A predicted step time whose relative standard error is above that is unknown.
+#: A predicted step time with a larger relative standard error is unknown.
 _MOST_ERROR: Final = 0.03
-#: Batch sizes further than this factor from all that were seen are not spoken of.
+#: For batch sizes further than this factor from all that were seen, nothing is predicted.
 _FAR: Final = 1.5
 _PARAMETERS: Final = 5
 #: Relative noise of a mean step time, where the samples are too few to tell.
 _NOISE: Final = 0.2
-#: What a sample may say; anything else is left out. Batch sizes up to the last are asked.
+#: Ranges of a possible sample; others are left out.
 _BATCH: Final = (1e-2, 65536.0)
 _STEP_SECONDS: Final = (1e-6, 1e3)
+#: The largest batch size in a plan of depths.
 _LARGEST: Final = 4096
-#: Cells that are fitted, those with the most steps; and the steps that one engine's cell may count for.
+#: How many cells (depth and batch size) are fitted, those with the most steps; and the most steps that an
+#: engine counts for in one.
 _CELLS: Final = 128
 _MOST_STEPS: Final = 1_000_000
 #: Bends that are tried: quantiles of the tokens a step.
@@ -80,10 +82,10 @@ class StepTime:
         time = rows @ self.costs
         error = np.sqrt(np.maximum(np.einsum("nki,ij,nkj->nk", rows, self.covariance, rows), 0.0))
         rest = np.linalg.norm(rows - rows @ self.known @ self.known.T, axis=-1)
-        said = rest <= 1e-6 * np.linalg.norm(rows, axis=-1)  # else it has a part that no sample says anything about
+        told = rest <= 1e-6 * np.linalg.norm(rows, axis=-1)  # else it depends on a cost that no sample shows
         sizes = np.array(batches)[:, None]
         near = (self.batches[0] / _FAR <= sizes) & (sizes <= self.batches[1] * _FAR)
-        found: Floats = np.where(said & near & (time > 0) & (error <= _MOST_ERROR * time), time, np.nan)
+        found: Floats = np.where(told & near & (time > 0) & (error <= _MOST_ERROR * time), time, np.nan)
         return found
 
 
@@ -120,7 +122,7 @@ def _fit(used: Sequence[StepSample], bend: float) -> tuple[float, StepTime]:
     basis = directions[kept].T
     squares = float((weights * residuals**2).sum())
     rank = int(kept.sum())
-    # About as many costs as samples leave no residual to tell the noise from: then it is taken to be large.
+    # With about as many costs as samples the residuals do not show the noise: then it is taken to be large.
     noise = max(squares / max(1, len(used) - rank), (_NOISE if len(used) <= rank + 2 else 1e-6) ** 2)
     covariance = noise * basis @ np.diag(1.0 / singular[kept] ** 2) @ basis.T
     sizes = [s.batch for s in used]
@@ -128,7 +130,7 @@ def _fit(used: Sequence[StepSample], bend: float) -> tuple[float, StepTime]:
 
 
 def _nonnegative(design: Floats, wanted: Floats) -> Floats:
-    """Least squares without negative coefficients: the best of all sets of columns whose fit has none."""
+    """Least squares without negative coefficients: of all sets of columns whose fit has none, the best one."""
     best, costs = math.inf, np.zeros(_PARAMETERS)
     for chosen in chain.from_iterable(combinations(range(_PARAMETERS), n) for n in range(1, _PARAMETERS + 1)):
         part = np.linalg.lstsq(design[:, chosen], wanted, rcond=1e-9)[0]
@@ -222,7 +224,7 @@ def worth(samples: Sequence[StepSample], survival: Sequence[float]) -> Worth:
     """
     cells = pooled(samples)
     if not cells:
-        return Worth("the step times that engines report cannot be" if samples else _SILENT)
+        return Worth("the step times that engines report are impossible" if samples else _SILENT)
     taken: Counter[int] = Counter()
     for one in cells:
         taken[one.depth] += one.steps
@@ -234,7 +236,7 @@ def worth(samples: Sequence[StepSample], survival: Sequence[float]) -> Worth:
         2**i for i in range(13) if min(c.batch for c in cells) / _FAR <= 2**i <= max(c.batch for c in cells) * _FAR
     ]
     if step is None or not sizes:
-        return Worth("the step times that engines report are of no batch size that can be asked")
+        return Worth("the step times that engines report are of batch sizes that are never evaluated")
     values = speedups(step, tokens, sizes)
     best = [int(np.argmax(row)) for row in values]  # where one is nan, its place
     found = tuple(
@@ -265,11 +267,11 @@ class DraftingTime:
     _samples: list[StepSample] = field(default_factory=list)  # of all reporters, as they said last
 
     def feed(self, heard: Mapping[str, tuple[float, Sequence[StepSample]]], window_seconds: float) -> None:
-        """Take what each reporter has counted until its last report: when that was, and its step times.
+        """Take the cumulative step times of each reporter, and when it reported them.
 
-        The share is of `window_seconds` or more, which should hold a few policy versions: engines of a synchronous
-        trainer rest between two. An engine that reports no more says nothing about the time since. The median of the
-        last windows: no engine outvotes the others, however often it reports.
+        A window lasts `window_seconds` or more, and should hold a few policy versions, because engines of a synchronous
+        trainer rest between two. An engine that no longer reports says nothing about the time since. The share is the
+        median of the engines' last windows, so that none outvotes the others by reporting often.
         """
         begun = {}
         for name, (now, samples) in heard.items():
@@ -293,19 +295,13 @@ class DraftingTime:
     def may_pay(self) -> bool:
         """Whether a drafter that is always right could make these engines faster, as far as their step times tell.
 
-        Where the drafter is poor, a plan by it has no drafts; that says nothing of a better one.
+        With a poor drafter the best depth may be 0 everywhere, which says nothing about a better one.
         """
         deepest = max((one.depth for one in self._samples if _sound(one)), default=0)
         found = worth(self._samples, [1.0] * deepest)
         return found.unknown is not None or any(one.best_depth > 0 for one in found.batches)
 
 
-def step_speedup(generation_share: float, speedups: Mapping[float, float]) -> float:
-    """Speed-up of a whole RL step (Amdahl), of which generation is `generation_share` without speculation.
-
-    `speedups`: speed-up of generation -> share of the generation time that it applies to. The long tail of a batch, few
-    sequences that run on alone, is a share of its own. Shares that do not add up to 1 raise ValueError.
-    """
-    if not 0 <= generation_share <= 1 or not math.isclose(sum(speedups.values()), 1.0, abs_tol=1e-6):
-        raise ValueError(f"expected shares from 0 to 1 that add up to 1, got {generation_share}, {dict(speedups)}")
-    return 1.0 / (1.0 - generation_share + generation_share * sum(part / by for by, part in speedups.items()))
+def step_speedup(generation_share: float, speedup: float) -> float:
+    """Speed-up of a whole RL step (Amdahl). Generation, a share of it without speculation, takes 1 / `speedup`."""
+    return 1.0 / (1.0 - generation_share + generation_share / speedup)

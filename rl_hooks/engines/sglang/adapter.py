@@ -61,7 +61,7 @@ _MAX_RANKS: Final = 1024
 #: In older ones a second `begin_weight_update` ends the scheduler, and with it every request.
 _OLDEST: Final = (0, 5, 23)
 _RELEASE: Final = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
-#: What SGLang calls itself where it was built without its git history, whatever it is.
+#: The version that SGLang reports if it was built without its git history.
 _UNKNOWN: Final = (0, 0, 0)
 
 
@@ -86,7 +86,7 @@ class SGLangEngine(EngineHttp):
         self._directory = cache / "engines"
         self._memory = self._directory / f"sglang-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
-        self._left: str | None = None  # state after an interrupted swap: "paused", or with an open "session" too
+        self._left: str | None = None  # how an interrupted swap left the server: "paused", or paused with a "session"
         self._depth = 0
         self._is_swapped = False  # this process of the server has taken a drafter
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -132,9 +132,9 @@ class SGLangEngine(EngineHttp):
     async def snapshot(self) -> Snapshot:
         """Counters of rounds, by step where our plugin (`rl_hooks.engines.sglang.rounds`) is loaded.
 
-        SGLang itself counts a request when it has finished, and not by position. That serves for an engine that is only
-        counted. After a swap it would credit the newer drafter with rounds of the older: then MetricsError is raised.
-        Accepted tokens are counted after trimming, unlike vLLM's.
+        SGLang itself counts a request when it has finished, and not by position. That is enough for an engine whose
+        drafter is never swapped. After a swap it would credit the newer drafter with rounds of the older one, so
+        MetricsError is raised. Accepted tokens are counted after trimming, unlike vLLM's.
         """
         ours = (rounds.ROUNDS, rounds.ACCEPTED, rounds.FAULTS)
         samples = read_samples(await self._page(), (*ours, ROUNDS, GENERATED, REQUESTS))
@@ -211,7 +211,7 @@ class SGLangEngine(EngineHttp):
                 await self._end()
                 self._mark("paused")
         finally:
-            # Also if our session could not be closed: it holds only the drafter, which no text depends on.
+            # Also if our session could not be closed: it holds only the drafter, and no text depends on a drafter.
             await self._post("/continue_generation", {"torch_empty_cache": False})
             if self._left != "session":
                 self._mark(None)
@@ -334,15 +334,15 @@ def check_release(release: Release, info: Mapping[str, Any]) -> None:
     # SGLang keeps the draft vocabulary that it started with, whatever is loaded later.
     first = Path(str(info.get("speculative_draft_model_path") or "")) / MODEL_FILE
     if not first.is_file():
-        return  # not on this disk; the loader compares with the loaded vocabulary
+        return  # it is not on this disk; the loader compares with the loaded vocabulary
     try:
         started, offered = (wire.MappedFile(path) for path in (first, release.path / MODEL_FILE))
     except wire.WireError:
-        return  # for instance of unknown dtypes; the loader compares in any case
+        return  # it may have unknown dtypes; the loader compares in any case
     if "d2t" in started and "d2t" in offered and not np.array_equal(started.array("d2t"), offered.array("d2t")):
         with (release.path / MODEL_FILE).open("rb") as model:
             found = hashlib.file_digest(model, "sha256").hexdigest()
-        if release.sha256s.get(MODEL_FILE, found) != found:  # a damaged file says nothing of what was published
+        if release.sha256s.get(MODEL_FILE, found) != found:  # the file is damaged, the published one may be right
             raise OtherBytesError(f"{model.name} is not what was downloaded, so {release.version} is not loaded")
         raise SwapRefusedError(
             f"{release.version}: d2t differs from the one in {cut(str(first.parent))}, with which the server was "
@@ -375,7 +375,7 @@ def _total(samples: Mapping[str, list[Sample]], name: str) -> int:
 
 
 def _ranks(info: Mapping[str, Any]) -> int:
-    """Each rank gets a copy of the request, so no server chooses how many copies the agent makes."""
+    """The number of ranks. Each gets a copy of the request, so it is bounded: a server must not exhaust our memory."""
     size = info.get("tp_size") or 1
     if type(size) is not int or not 0 < size <= _MAX_RANKS:
         raise EngineError(f"/server_info: expected tp_size of 1 to {_MAX_RANKS}, got {size!r:.80}")
@@ -383,7 +383,7 @@ def _ranks(info: Mapping[str, Any]) -> int:
 
 
 def process_identity(info: Mapping[str, Any]) -> str:
-    """Differs from start to start of a server: SGLang reports how long the start took, and the seed that it drew."""
+    """A mark that differs at each start of a server: SGLang reports how long the start took, and the seed it drew."""
     if not isinstance(info.get("startup_time"), dict):
         raise EngineError(
             f"/server_info has no startup_time (got {info.get('startup_time')!r:.200}); SGLang 0.5.23 has one"

@@ -68,7 +68,7 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
 
 
 def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """The JSON request inside the tensors; ValueError when it is something else, such as somebody's weights."""
+    """The JSON request inside the tensors; ValueError if they hold anything else, such as a trainer's weights."""
     if len(named_tensors) != 1 or named_tensors[0][0] != REQUEST:
         names = [name for name, _ in named_tensors][:3]
         raise ValueError(f"expected one tensor called {REQUEST}, got {names}; this loader takes requests, not weights")
@@ -142,7 +142,7 @@ def entered_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 def running_d2t(model: nn.Module, running: DrafterConfig) -> Tensor:
     """Offsets int64[D] that SGLang has cached at its start; it never reads them again, whatever is loaded later.
 
-    It has none of a drafter over the whole vocabulary, whose ids are the policy's own: zeros.
+    Zeros for a drafter over the whole vocabulary: its ids are the policy's own, and SGLang caches none.
     """
     hot: Any = getattr(model, "hot_token_id", None)
     if hot is None and running.draft_vocab_size == running.vocab_size:
@@ -167,10 +167,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _check_arrived(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
-    """Raise unless each weight that is neither stacked nor sharded holds what was sent.
-
-    SGLang skips names that it does not know.
-    """
+    """Raise unless each weight that is neither stacked nor sharded holds what was sent: SGLang skips unknown names."""
     arrived = 0
     for name, weight in weights.items():
         theirs = (

@@ -28,13 +28,13 @@ log = logging.getLogger("draftalign.sglang")
 ROUNDS: Final = "draftalign:spec_decode_rounds_total"
 #: Accepted tokens after trimming, by position in the draft.
 ACCEPTED: Final = "draftalign:spec_decode_round_accepted_tokens_total"
-#: Not there unless a fault of ours has ended the counting: the two above then stay on the page as they were.
+#: Present only if a fault of ours has ended the counting: the two above then stay on the page, and stand still.
 FAULTS: Final = "draftalign:spec_decode_rounds_faults_total"
-#: What takes in the results of a step in SGLang's scheduler.
+#: The class that processes the results of a step in SGLang's scheduler.
 PROCESSOR: Final = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-#: What loads a model in it, the drafter's too.
+#: The class that loads a model in it, the drafter's too.
 RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
-#: A draft is no longer.
+#: No draft is longer.
 _MAX_DEPTH: Final = 64
 
 
@@ -50,20 +50,20 @@ class StepCounter:
         self._faults: Any = None
 
     def drafter_changed(self) -> None:
-        """The drafter has been loaded: what is launched from now on drafts with it."""
+        """The drafter has been loaded: steps that are launched from now on draft with it."""
         self._changed_at = time.monotonic()
         self._since = WeakSet()
 
     def prefilled(self, _: Any, processor: Any, batch: Any, *rest: Any, **named: Any) -> None:
-        """SGLang has taken in the results of a prefill."""
+        """SGLang has processed the results of a prefill."""
         del processor, rest, named
         self._guarded(self._see, batch, batch.reqs)
 
     def decoded(self, original: Callable[..., Any], processor: Any, batch: Any, *rest: Any, **named: Any) -> Any:
-        """Have SGLang take in the results of a decoding step by `original`, and count its rounds.
+        """Let SGLang process the results of a decoding step by `original`, and count its rounds.
 
-        A fault of ours costs the counts and one line, and the page tells of it: an exception here would end the
-        scheduler.
+        A fault of ours ends the counting, with a line in the log and a counter on the page. It is not raised: an
+        exception here would end the scheduler.
         """
         before = self._guarded(self._read, processor, batch)
         answer = original(processor, batch, *rest, **named)
@@ -90,7 +90,7 @@ class StepCounter:
         self._faults.inc()
 
     def _read(self, processor: Any, batch: Any) -> list[tuple[int, int]] | None:
-        """Rounds and tokens of each request so far; None in a rank that SGLang does not count in either."""
+        """Rounds and tokens of each request so far; None in a rank in which SGLang itself does not count."""
         reporter = processor.metrics_reporter
         if not (reporter.current_scheduler_metrics_enabled and reporter.is_stats_logging_rank):
             return None
@@ -121,8 +121,8 @@ class StepCounter:
         self._see(batch, over_a_swap)
 
     def _open(self) -> None:
-        """Make the counters; not before SGLang has said where the processes of a server put theirs together."""
-        from prometheus_client import Counter  # it reads that when it is imported
+        """Make the counters. SGLang must have set the directory in which the processes of a server share theirs."""
+        from prometheus_client import Counter  # it reads that setting when it is imported
 
         # SGLang's page reads the values of all processes from files, so no registry needs to know them.
         by = ["position"]
@@ -130,7 +130,7 @@ class StepCounter:
         self._rounds = Counter(ROUNDS, "Verification rounds, counted in the step that did them.", registry=None)
 
 
-#: Of this process: SGLang's scheduler calls these, our loader says when the drafter has changed.
+#: This process's counter: SGLang's scheduler calls it at each step, our loader when the drafter has changed.
 COUNTER: Final = StepCounter()
 
 

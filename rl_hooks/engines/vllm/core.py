@@ -1,17 +1,17 @@
 """The part of the vLLM plugin inside the engine core: what runs between two steps, for `LLM`, `AsyncLLM` and servers.
 
 `hook` wraps methods of vLLM's EngineCore, once per process. Before a step the wrapper looks at one flag and one clock.
-Only where there is something to do, it does it there, on the engine's own thread, as vLLM's workers must be called:
+If there is work, it is done there, because only the engine's own thread may call vLLM's workers:
 
-* weights may have changed (any RPC, a wake-up, vLLM's weight version, every ten seconds): one RPC puts a drafter back
+* weights may have changed (any RPC, a wake-up, vLLM's weight version, every ten seconds): one RPC restores a drafter
   that a sleep has lost, and finds the policy's version;
 * calls of the thread that follows the service: one of them is the swap.
 
-The weights are looked at once before that, when the engine core has loaded its model: an update before the first step
-is noticed, and the draft vocabulary is on the host before the first sleep.
+The weights are also looked at once when the engine core has loaded its model. So an update before the first step is
+noticed, and the draft vocabulary is on the host before the first sleep.
 
 A swap never falls between two calls of a trainer that updates weights: it runs only when a step is about to run, and
-never inside vLLM's own weight update. No failure of ours reaches the engine: it costs one line of the log.
+never inside vLLM's own weight update. No failure of ours reaches the engine: it is logged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("vllm.draftalign")
 
 _LOOK_SECONDS: Final = 10.0
 _END_SECONDS: Final = 10.0
-#: Calls that read files and touch no weights: they may also run while the engine is idle or asleep.
+#: Calls that read files and do not touch weights: they may also run while the engine is idle or asleep.
 _HARMLESS: Final = frozenset({"draftalign_stage", "draftalign_staged"})
 #: vLLM's weight version before anybody has set one.
 _UNNAMED: Final = "default"
@@ -72,7 +72,7 @@ class CoreLink:
 
     def admit(self, request: Any) -> None:
         """Let a request that will be tapped compute its whole prompt: rows from the prefix cache would be missing."""
-        begun = self._begin is None  # before that nobody knows whether there will be a tap
+        begun = self._begin is None  # before that it is not known whether there will be a tap
         if (begun and self.state.get("tap") is None) or getattr(self.core.scheduler, "connector", None) is not None:
             return  # a KV connector's tokens come without rows, whatever the prefix cache does
         if sampling_position(request.request_id, "tap") >= self.sample_fraction:
@@ -103,7 +103,7 @@ class CoreLink:
         self._watch_the_worker()
 
     def settle(self) -> None:
-        """`look`, and begin to follow at the first time: a step is about to run, so the weights are worth reading."""
+        """`look`; the first time, begin to follow as well: a step is about to run, so the weights are there."""
         self.look()
         if self._begin is not None:
             begin, self._begin = self._begin, None
@@ -125,7 +125,7 @@ class CoreLink:
         self._take(self._rpc("draftalign_follow", settings, self._named(), newest))
 
     def guard(self, what: str, act: Callable[[], None]) -> bool:
-        """Act; whether it worked. A failure is logged once per kind."""
+        """Call `act`; returns whether it worked. A failure is logged once per `what`."""
         try:
             act()
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
@@ -148,7 +148,7 @@ class CoreLink:
 
     # --- called in the following thread
     def call(self, method: str, *args: Any) -> Future[list[Any]]:
-        """Call a method of every worker between two steps; `HARMLESS` ones also while the engine is idle."""
+        """Call a method of every worker between two steps; a `_HARMLESS` one also while the engine is idle."""
         future: Future[list[Any]] = Future()
         if method in _HARMLESS and self._in_this_process():
             self._run(method, args, future)
@@ -179,7 +179,7 @@ class CoreLink:
                 result = self._rpc(method, *args)
         except Exception as error:  # noqa: BLE001 - it is the caller's
             failure = error
-        # Whether it worked or not: a swap that failed half-way may have left another drafter.
+        # After a failure as well: a swap that failed half-way may have left another drafter.
         if method == "draftalign_apply" and not self.guard("looking at a swapped drafter", self.look):
             self.touch()
         if failure is None:
@@ -247,7 +247,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
         return found
 
     def linked_if_made(core: Any, *_: Any, **__: Any) -> CoreLink | None:
-        # vLLM's own `__init__` makes some of these calls while it sizes its cache: with workers that are half made.
+        # vLLM's own `__init__` makes some of these calls while it sizes its cache, before the workers are ready.
         return linked(core) if hasattr(core, "scheduler") else None
 
     def step(core: Any, *_: Any, **__: Any) -> None:
@@ -275,7 +275,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
 
 
 def unknown_names(core: Any) -> list[str]:
-    """Names that the plugin uses of an engine core and that this vLLM lacks: what needs them does not work."""
+    """Names of an engine core that the plugin uses and this vLLM lacks: what needs them does not work."""
     names = [f"EngineCore.{name}" for name in (*_WRAPPED, "_weight_version") if not hasattr(core, name)]
     return names + ([] if hasattr(core.model_executor, "is_sleeping") else ["Executor.is_sleeping"])
 
@@ -288,7 +288,7 @@ def _wrap(
     done: Callable[[Any], object] | None = None,
     after: Callable[[Any], object] | None = None,
 ) -> None:
-    """Call `before` a method of this class, `done` when it has worked, `after` it whether it has or not."""
+    """Wrap a method of this class: call `before` it, `done` if it returned, `after` it in any case."""
     original = getattr(owner, name, None)
     if original is None:  # an older vLLM
         return

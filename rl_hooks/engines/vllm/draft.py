@@ -66,14 +66,14 @@ class RunningDraft:
         return torch.zeros(self.sizes().vocab_size, dtype=torch.int64) if self._offsets is None else self._offsets
 
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         dtype = self._worker.vllm_config.speculative_config.draft_model_config.dtype
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"the draft model's dtype is {dtype!r}; this vLLM is unknown to the plugin")
         return dtype
 
     def ends_early(self) -> str | None:
-        """What to say where long requests end drafting for all; None where they do not.
+        """A warning if long requests stop drafting for the whole batch; None if they do not.
 
         vLLM's V1 model runner drafts nothing in a step in which a request is longer than the drafter's config allows.
         V2 has no such limit.
@@ -191,7 +191,7 @@ class RunningDraft:
         return digest.hexdigest()
 
     def is_wiped(self) -> bool:
-        """Whether no parameter has a finite value other than zero: nobody has loaded that, memory was lost."""
+        """Whether all parameters are zero or not finite. No client loads such weights: their memory was lost."""
         samples = [sample.float() for _, sample in self._samples() if sample.is_floating_point()]
         return bool(samples) and not any((sample.isfinite() & (sample != 0)).any() for sample in samples)
 

@@ -1,4 +1,4 @@
-"""The modules that vLLM builds of a drafter: what it shares, how many elements it holds where. No vLLM is imported.
+"""The modules that vLLM builds of a drafter: which it shares, how many elements each holds. No vLLM is imported.
 
 What a drafter's files hold is `rl_hooks.format`'s, for EAGLE-3 drafters and for a policy's own MTP module alike.
 """
@@ -41,9 +41,9 @@ def running_module(config: Mapping[str, Any]) -> MtpConfig:
 
 
 def shared_modules(sizes: Sizes) -> frozenset[str]:
-    """VLLM modules that the drafter may share with the policy, because no file brings them.
+    """Modules of vLLM that the drafter may share with the policy, because no file brings them.
 
-    An EAGLE-3 drafter's head is its own: a head of the policy's would be overwritten by a swap.
+    An EAGLE-3 drafter must have a head of its own: a swap would overwrite the policy's.
     """
     if isinstance(sizes, DrafterConfig):
         return frozenset({"model.embed_tokens"})
@@ -59,7 +59,7 @@ def float32_weights(sizes: Sizes) -> frozenset[str]:
 
 
 def unread_weights(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Parameters that vLLM builds in later layers and never reads: no file has them, and a reload wants them."""
+    """Parameters that vLLM builds in later layers and never reads: no file has them, but a reload needs them."""
     if not isinstance(sizes, DrafterConfig):
         return {}
     return {f"layers.{i}.hidden_norm.weight": (sizes.hidden_size,) for i in range(1, sizes.num_hidden_layers)}

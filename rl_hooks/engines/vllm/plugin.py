@@ -8,10 +8,10 @@
 | `POST /drafter/swap` | `{path, version, sha256}` -> `{version, previous, sha256}`; checked first, all or nothing |
 | `GET /drafter/state` | `{version, loaded, swaps, depth, drafting, config_fingerprint, ...}` |
 
-`path` is a directory under DRAFTALIGN_DRAFTER_DIR. With DRAFTALIGN_SWAP_TOKEN a bearer token is asked for: vLLM's
-`--api-key` guards /v1 only. Errors are RFC 9457 problem documents. 412: the files are not those whose digests `sha256`
-names (without it any bytes are taken); the right ones may come. Any other 4xx refuses this drafter for good; after a
-5xx it may be accepted later. Details: docs/guide/vllm.md.
+`path` is a directory under DRAFTALIGN_DRAFTER_DIR. With DRAFTALIGN_SWAP_TOKEN both calls need it as a bearer token:
+vLLM's `--api-key` guards /v1 only. Errors are RFC 9457 problem documents. 412: the files have other digests than
+`sha256` names (without it any bytes are taken); the right files may still come. Any other 4xx refuses this drafter for
+good; after a 5xx it may be accepted later. Details: docs/guide/vllm.md.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DrafterEndpoints:
         # The workers copy the draft vocabulary to the host at their first call, which must be before they first sleep.
         try:
             await self._swapper.state()
-        except SwapProblem as problem:  # the server must start without it
+        except SwapProblem as problem:  # the server must start all the same
             log.warning("draftalign: the drafter was not looked at: %s", problem.detail)
 
     def _engine(self) -> Swapper:

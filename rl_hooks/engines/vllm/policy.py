@@ -19,7 +19,7 @@ _EMBEDDINGS: Final = ("model.embed_tokens", "model.embedding")
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows of embedding or head that one rank holds, from the token `begin` on. Views of the policy's own memory."""
+    """Rows of the embedding or head that one rank holds, from token `begin` on. Views of the policy's own memory."""
 
     weight: Tensor
     padded: Tensor  # with the rows that vLLM adds
@@ -65,22 +65,22 @@ class ServedPolicy(nn.Module):
 
     @property
     def logit_map(self) -> LogitMap:
-        """What is done after the head with the states that vLLM hands out. Raises `UnsupportedModelError`."""
+        """What the policy does to its logits after the head. Raises `UnsupportedModelError`."""
         config = target_config(self)
         config.pop("dim_model_base", None)  # MiniCPM's states come divided (vLLM's minicpm.py, `scale_width`)
         return known_logit_map(self, config)
 
     def get_input_embeddings(self) -> Matrix:
-        """What holds the weight [V, H]."""
+        """The matrix with the weight [V, H]."""
         return self.embedding
 
     def get_output_embeddings(self) -> Matrix:
-        """What holds the weight [V, H]."""
+        """The matrix with the weight [V, H]."""
         return self.head
 
 
 def _module(model: nn.Module, *paths: str) -> nn.Module:
-    """The first of these that there is."""
+    """The first of these modules that exists."""
     for path in paths:
         with contextlib.suppress(AttributeError):
             return model.get_submodule(path)

@@ -1,11 +1,11 @@
 """The tensor-parallel ranks of one engine: what they agree on, and the policy's head of which each holds a slice.
 
 The methods of `LayerRanks` are collectives on vLLM's host group (gloo): all ranks call them in the same engine call, in
-the same order, whether their own part has worked or not. What a rank cannot do it says with `all_agree(ok=False)`; it
-never stays away. A rank that waits on the host longer than `_PATIENCE` for another raises. What is scored of each
-step is joined by `Joiner`, for which no engine waits.
+the same order, whether their own part has worked or not. A rank that failed takes part with `all_agree(ok=False)`. A
+rank that waits on the host for another longer than `_PATIENCE` raises. `Joiner` joins the scores of each step; no
+engine waits for it.
 
-With one rank nothing is sent anywhere.
+With one rank nothing is sent.
 
 Legend: N rows, H hidden size, V vocabulary, W ranks.
 """
@@ -33,7 +33,7 @@ from rl_hooks.wire import LogitMap
 
 log = logging.getLogger("vllm.draftalign")
 
-#: A rank that is gone for so long has died, and vLLM's own collectives fail, too.
+#: A rank that does not answer for so long has died, and vLLM's own collectives fail, too.
 _PATIENCE: Final = timedelta(seconds=60)
 
 
@@ -64,7 +64,7 @@ class LayerRanks:
         return bool(answer.item())
 
     def whole(self, shard: Tensor, rows: int) -> Tensor | None:
-        """The matrix [rows, H] of which each rank holds a slice of its padded rows; None on the ranks but the first."""
+        """The matrix [rows, H] of which each rank holds a slice of its padded rows; None on all but the first rank."""
         if self.group is None:
             return shard[:rows]
         with self.together():  # memory may run out on one of them
@@ -88,7 +88,7 @@ class LayerRanks:
 
 
 class OtherRankError(RuntimeError):
-    """A rank that has done its part raises this where another one has not."""
+    """Another rank could not do its part; this one could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Joiner:
 
     @classmethod
     def of(cls, ranks: LayerRanks, tally: Tally) -> Self:
-        """For the ranks of an engine, of which there are several. A collective."""
+        """The joiner of an engine with several ranks. A collective."""
         members = list(ranks.group.ranks)
         group = dist.new_group(members, timeout=_PATIENCE, backend="gloo", use_local_synchronization=True)
         return cls(group, tally)

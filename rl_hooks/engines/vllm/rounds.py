@@ -1,9 +1,9 @@
 """Exact counts of vLLM's speculation by drafter version and policy version, from its scheduler.
 
-A step verifies drafts that were made in the step before. After a swap, each request that was under way still has drafts
-of the old drafter once; they are counted as the old one's. The policy is the one whose step verified them.
+A step verifies drafts that were made in the step before. After a swap, each running request still has drafts of the
+old drafter once; they are counted as the old one's. The policy is the one whose step verified them.
 
-All calls come from the engine's thread, but for `read`.
+All calls come from the engine's thread, except `read`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash
 log = logging.getLogger("vllm.draftalign")
 
 _MAX_BUCKETS: Final = 64
-#: What vLLM's scheduler tells for each request that had drafts to verify.
+#: Parameters of the method that vLLM's scheduler calls for each request with drafts to verify.
 _TOLD: Final = (
     *("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
 )
@@ -83,10 +83,10 @@ class RoundCounter:
         #: A fault of ours has ended the counting; the scheduler's methods pass through.
         self.failed = False
         self._buckets: dict[_Law, _Bucket] = {}
-        self._gone = Counts()  # of those that were not counted for longest, beyond the bound
-        self._reading = threading.Lock()  # of both: `read` must not see a bucket twice, or not at all
+        self._gone = Counts()  # sum of the buckets that were dropped beyond the bound
+        self._reading = threading.Lock()  # for both: `read` must not see a bucket twice, or miss it
         self._laws: dict[int, _Law] = {}  # of the steps under way, by their scheduler output
-        #: Request -> drafter of its drafts, while some are older than the present one; None: all are its.
+        #: Request -> drafter of its drafts, while some are of an older one; None: all are of the present one.
         self._makers: dict[str, str | None] | None = None
         self._step: list[_Round] = []
         self._prompts: dict[str, str | None] = {}  # request -> its prompt, as it is counted; None: not known
@@ -155,7 +155,7 @@ class RoundCounter:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """A fault of ours costs the counts and one line, not the engine: an exception here would end it."""
+        """A fault of ours ends the counting, with a line in the log: an exception here would end the engine."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
@@ -192,7 +192,7 @@ class RoundCounter:
                 while len(self._buckets) >= _MAX_BUCKETS:
                     self._gone += replace(self._buckets.pop(next(iter(self._buckets))).counts(), by_prompt={})
                 bucket = _Bucket()
-            self._buckets[law] = bucket  # the last one counted stands last
+            self._buckets[law] = bucket  # last in order: most recently counted
             bucket.drafted += sum(drafted)
             bucket.accepted.update(accepted)
             tokens = [emitted.get(request, 0) for request in requests]

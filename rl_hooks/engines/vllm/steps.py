@@ -18,8 +18,8 @@ from rl_hooks.engines.collected import Request, RequestSampling
 from rl_hooks.engines.tap import Step
 from rl_hooks.engines.vllm import KNOWN_RELEASES
 
-#: Sampling parameters that leave the distribution of a token as it is: they say when a request ends, and what is
-#: answered. temperature, top_p and top_k are sent along.
+#: Sampling parameters that do not change the distribution of a token: they say when a request ends, and what the answer
+#: holds. temperature, top_p and top_k do change it, and are sent along.
 _HARMLESS: Final = frozenset(
     (
         *("temperature", "top_p", "top_k", "n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
@@ -29,7 +29,7 @@ _HARMLESS: Final = frozenset(
         *("skip_reading_prefix_cache", "truncate_prompt_tokens", "routed_experts_prompt_start"),
     )
 )
-#: Keys of `extra_args` that vLLM itself reads, and not for a token's distribution.
+#: Keys of `extra_args` that vLLM itself reads, and that do not change a token's distribution.
 _TRANSFERS: Final = frozenset(("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"))
 #: The parameters that the tap reads, by name, so that vLLM may add and reorder others.
 V1_ARGUMENTS: Final = ("scheduler_output", "sampled_token_ids", "hidden_states", "aux_hidden_states")
@@ -59,7 +59,7 @@ def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Call
 def is_plain(request: Any) -> bool:
     """Whether a request, vLLM's own or the scheduler's, is drawn from the policy's plain distribution.
 
-    Any sampling parameter that is not known to be harmless must be as where nobody sets it: the next vLLM has others.
+    Any sampling parameter that is not known to be harmless must have its default, because new vLLM releases add some.
     """
     params = request.sampling_params
     if params is None or not request.prompt_token_ids or request.mm_features or request.lora_request is not None:
@@ -100,7 +100,8 @@ def sampling_of(params: Any) -> RequestSampling:
 def leaves_out_truncated(config: Any) -> bool:
     """Whether an engine of this configuration collects no request with top_p or top_k.
 
-    No rank sees what they leave of a distribution whose head is split over ranks; replay of sampled drafts asks for it.
+    Where the head is split over ranks, no rank sees what they leave of the distribution. Replay needs it if drafts are
+    sampled.
     """
     sampled = getattr(config.speculative_config, "draft_sample_method", None) not in (None, "greedy")
     return sampled and config.parallel_config.tensor_parallel_size > 1
@@ -146,7 +147,7 @@ def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> St
         aux=aux,
         last=hidden,
         rejected=rejected,
-        # -1: of a part of a prompt, whose last row is not rejected.
+        # -1 comes with a part of a prompt, whose last row is not rejected.
         last_sampled=own.gather(1, (accepted - 1).clamp_(min=0)[:, None])[:, 0].clamp_(min=0),
     )
 

@@ -26,7 +26,7 @@ class SwapProblem(Exception):  # noqa: N818 - it becomes a problem document
         self.status, self.title, self.detail = status, title, detail
 
 
-#: What a worker's failure is called, by its status; where ranks failed in several ways, the first of these is told.
+#: Title of a worker's failure by its status. Where ranks failed in several ways, the first of these is reported.
 _FAILURES: Final = {412: "Other bytes", 409: "Drafter refused", 503: "Engine error"}
 
 
@@ -51,15 +51,15 @@ class Swapper:
     async def state(self) -> dict[str, Any]:
         """The state of the drafter, from a rank that has one (in a pipeline only the last has)."""
         asleep = await self._sleeps()
-        # A sleeping engine drafts nothing: which drafter its counts belong to is told without a look at the weights.
-        # The workers are asked, because a swap may have come through another API process.
+        # A sleeping engine drafts nothing, so the drafter of its counts is known without a look at the weights. The
+        # workers are asked because a swap may have come through another API process.
         state = joint_state(await self._call("draftalign_state", asleep))
         return state | {"problem": _ASLEEP} if asleep else state
 
     async def swap(self, path: str, version: str, expected: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Stage on every worker; when all have accepted the drafter, swap on every worker in one call.
 
-        `expected`: SHA-256 by file name, where they are known; other bytes are not swapped in.
+        `expected`: SHA-256 by file name, where they are known; files with other digests are not loaded.
         """
         directory = self._resolve(path)
         self._check_cores()

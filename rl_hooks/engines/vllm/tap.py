@@ -10,8 +10,8 @@ The tap sends your users' text, as token ids and hidden states: sample with thei
 V1 and V2 are tested on a CPU (tests/vllm_server/test_vllm_server_tap.py). Asynchronous scheduling on GPUs is written
 from vLLM's source (0.32, 0.33) and was not run.
 
-With tensor parallelism all ranks score the rows of the same requests, each over its slice of the head (`_Shares`); the
-first rank alone keeps and sends. Pipeline parallelism is refused.
+With tensor parallelism all ranks score the rows of the same requests, each over its slice of the head (`_SplitScores`);
+only the first rank keeps and sends. Pipeline parallelism is refused.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ServiceSettings:
         )
 
 
-class _Shares:
+class _SplitScores:
     """Where the head is split over ranks: this rank's part of the scores of each step's sampled requests.
 
     Which these are follows from vLLM's schedule and the settings only, so no rank waits for one that has no rows.
@@ -116,7 +116,7 @@ class _Shares:
         self._steps = self._rows = 0
 
     def leaves_out(self, request: Request) -> bool:
-        """Whether this request's log p would be of another distribution than it was drawn from."""
+        """Whether log p of this request would be that of another distribution than it was drawn from."""
         return self._whole_only and request.sampling.truncated
 
     def schedule(self, scheduler_output: Any) -> None:
@@ -136,7 +136,7 @@ class _Shares:
     def scored(self, read: Callable[[Container[str]], Step | None], head: Callable[[], Shard]) -> Step | None:
         """The step with its scores; None where none of its requests is sampled.
 
-        Where this rank cannot read it or score it, it takes part with NaN, then raises.
+        A rank that cannot read or score it contributes NaN, and then raises.
         """
         if not self._rows:
             return None
@@ -149,12 +149,12 @@ class _Shares:
                 each = torch.tensor([self._temperatures[step.request_ids[i]] for i in chosen])
                 temperature_N = each.repeat_interleave(torch.from_numpy(step.row_counts[chosen])).to(step.last.device)
                 own_2N = head().partial(step.last[rows_N], labels_N.clamp(min=0), temperature_N)
-        except Exception as error:  # noqa: BLE001 - raised when the others have got this rank's answer
+        except Exception as error:  # noqa: BLE001 - raised once this rank has contributed
             problem = error
         joined = self.joiner.add(self._steps, self._rows, self._version() or 0, own_2N)
         if problem is not None:
             raise problem
-        if step is None or rows_N is None or joined is None:
+        if step is None or rows_N is None:
             return step
         return replace(step, scores=functools.partial(_placed, HostCopies({"rows": rows_N}), joined, len(step.last)))
 
@@ -224,11 +224,11 @@ class VllmTap:
             moved=lambda: watch.noticed(),  # noqa: PLW0108 - it is set later
         )
         self.batcher.tally = self.tap.tally
-        self._shares: _Shares | None = None
+        self._shares: _SplitScores | None = None
         if ranks.size > 1:
             joiner = Joiner.of(ranks, self.tap.tally)
             whole_only = leaves_out_truncated(worker.vllm_config)
-            self._shares = _Shares(joiner, settings.sample_fraction, lambda: watch.version, whole_only=whole_only)
+            self._shares = _SplitScores(joiner, settings.sample_fraction, lambda: watch.version, whole_only=whole_only)
         self._wrap(worker.model_runner)
         watch.changing = self.tap.cut
         if (job := self._head_job(version)) is not None and self.sender is not None:
@@ -259,7 +259,7 @@ class VllmTap:
             self.tap.turn(version, self._score_head(), lambda: self._turned(job))
 
     def _turned(self, head: Job | None) -> None:
-        # In the tap's thread: what older policies drew is queued before the head, which no rollout needs before that.
+        # In the tap's thread: rollouts of older policies are queued first, because none of them needs this head.
         self.batcher.flush()
         if head is not None and self.sender is not None:
             self.sender.submit_job(head)
@@ -317,7 +317,7 @@ class VllmTap:
                     self.tap.cut()  # for good
                     return
                 self._shares.schedule(scheduler_output)
-            # These ended in the step before. A new request of this step may have the same name: end them first.
+            # These ended in the step before. They are ended first: a new request of this step may have the same name.
             self.tap.end(scheduler_output.finished_req_ids)
             for new in scheduler_output.scheduled_new_reqs:
                 if (request := request_of(new)) is None:

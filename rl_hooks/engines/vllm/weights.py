@@ -1,6 +1,6 @@
 """The drafter's weights in one worker of vLLM: loads a drafter whole or not at all, and restores a lost one.
 
-Its methods run between two steps, but for `read_initial`.
+Its methods run between two steps, except `read_initial`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DrafterWeights:
         self._initial: dict[str, Tensor] | None = None
         self.swaps = 0
         self.stall_seconds = 0.0
-        #: Why the weights are not those of what is served; None where they are, unless they differ from `_marks`.
+        #: Why the weights are not those of `served`; None: they are, as long as their fingerprint is `_marks`.
         self.broken: str | None = None
         #: Fingerprint of the weights when they were last loaded, or found to be broken.
         self._marks = None if draft is None else draft.fingerprint()
@@ -81,17 +81,17 @@ class DrafterWeights:
         self._marks = self._draft.fingerprint()
 
     def mend(self, *, lost: bool) -> None:
-        """Restore the drafter if it is lost. What somebody else has loaded into it stays, and is not called ours."""
+        """Restore the drafter if it is lost. Weights that another client has loaded stay, and are reported as such."""
         now = None if self._draft is None else self._draft.fingerprint()
         if self._draft is None or (now == self._marks and not (lost and self.broken)):
-            return  # as it was; broken weights are not tried again until they are lost again
+            return  # nothing has changed; after a failed restore, only another loss is a reason to try again
         if lost or self._draft.is_wiped():
             self._restore()
-        elif self.served.version is None:  # the policy's own module, say, which the trainer refits
+        elif self.served.version is None:  # it may be the policy's own module, which the trainer updates
             self._marks, self.broken = now, None
         else:
             if self.broken is None:
-                log.warning("draftalign: somebody has loaded other weights over %s", self.served.version)
+                log.warning("draftalign: another client has loaded other weights over %s", self.served.version)
             self._marks = now
             self.broken = f"other weights than those of {self.served.version} were loaded; push a drafter again"
 
@@ -108,7 +108,7 @@ class DrafterWeights:
             if tensors is None:
                 raise RuntimeError("its files could not be read")  # noqa: TRY301 - one way out for both
             if self.served.version is None:
-                self._initial = tensors  # the next loss costs no disk in the middle of a step
+                self._initial = tensors  # the next restore does not read the disk between two steps
             self._draft.load(tensors)
         except Exception as error:  # noqa: BLE001 - the policy verifies every draft; its text is right in any case
             # The state says that it is not loaded, so a version is pushed.

@@ -52,7 +52,7 @@ class Staged:
     #: Why it cannot be loaded.
     fault: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
-    #: SHA-256 by file name, where whoever asked knows them.
+    #: SHA-256 by file name, where the caller knows them.
     expected: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -154,7 +154,7 @@ class DrafterSwap:
 
     # --- where the engine itself follows the service
     def settle(self, named: str | None) -> dict[str, Any]:
-        """Something may have changed weights: put a lost drafter back, and bring the policy's version up to date.
+        """Restore a lost drafter, and bring the policy's version up to date. Called when weights may have changed.
 
         `named`: vLLM's weight version. The weights must be readable. Returns the state, with `policy_version`.
         """
@@ -173,12 +173,12 @@ class DrafterSwap:
     def _watched(self) -> PolicyWatch:
         if self.watch is None:
             watch = self.watch = PolicyWatch(self._worker, lambda same: self._ranks.all_agree(ok=same))
-            if self.draft is not None:  # a trainer that loads the drafter after a sleep has brought what was lost
+            if self.draft is not None:  # a trainer may load the lost drafter itself, after a sleep
 
-                def found(*_: Any, **__: Any) -> None:
+                def restored(*_: Any, **__: Any) -> None:
                     watch.lost = False
 
-                before_call(self.draft.module, "load_weights", found)
+                before_call(self.draft.module, "load_weights", restored)
         return self.watch
 
     def follow(self, settings: dict[str, Any], named: str | None, newest: int | None) -> dict[str, Any]:
@@ -195,9 +195,9 @@ class DrafterSwap:
     def _begin(self, settings: ServiceSettings, newest: int | None, named: str | None) -> None:
         """Number the versions and start the tap, unless the weights are not the run's yet.
 
-        That is so where vLLM made them up (`load_format="dummy"`), and in an engine that joins a run whose policy has
-        moved on from what it started with, until somebody brings or names others. In such a run they get a number of
-        their own: they need not be those that the service knows as the newest.
+        They are not where vLLM made them up (`load_format="dummy"`), and in an engine that joins a run whose policy has
+        moved on: until weights are loaded or named. Weights that come to such a run get a number above the newest that
+        the service knows, because they may be others.
         """
         watch, load = self._watched(), getattr(self._worker.vllm_config, "load_config", None)
         made_up = getattr(load, "load_format", None) == "dummy"
@@ -233,7 +233,7 @@ class DrafterSwap:
 
     # --- staging
     def _read(self, staged: Staged) -> None:
-        # A swap that failed at another rank is asked for again while this one still reads: one file in memory will do.
+        # A swap that failed at another rank may be asked for again while this one still reads: only one file is held.
         with self._reading:
             if self._staged is staged:
                 self._read_now(staged)
@@ -295,7 +295,7 @@ def _rpc(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def answering(worker: Any, *args: Any, **kwargs: Any) -> Any:
         if method is DrafterSwap.state and args == (True,) and not hasattr(worker, "_draftalign_swap"):
-            return dict(_NEVER_SWAPPED)  # it sleeps, and a first look would read weights that may be unmapped
+            return dict(_NEVER_SWAPPED)  # it sleeps, and making a `DrafterSwap` reads weights, which may be unmapped
         try:
             return method(_of(worker), *args, **kwargs)
         except DrafterRefusedError as error:

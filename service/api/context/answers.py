@@ -1,7 +1,7 @@
 """What calls answer, for the OpenAPI document: models of the records that answers are written from.
 
-Most are declared and do not write: an answer is written once, and that of `GET /alpha` is pieces of kept JSON.
-`tests/service/api/test_api_answers.py` holds real answers against them.
+Most of them only declare an answer, and do not serialise it: a second pass would cost time, and `GET /alpha` joins
+pieces of kept JSON. `tests/service/api/test_api_answers.py` checks real answers against them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from service.storage.drafters.versions import Manifest
 from service.storage.queue.dead import DeadBatch
 from service.storage.queue.keys import DeathCode
 
-#: Of the contract: one more with each change that a client of before may not understand (docs/reference/api.md).
+#: Raised with each change that an older client may not understand (docs/reference/api.md).
 API_VERSION: Final = 1
 
 #: An event of a run's history, by its kind; of a kind that this version does not know, the last one.

@@ -1,4 +1,4 @@
-"""A call that changes something is in the audit log before it does so, and what came of it before it is answered."""
+"""A call that changes something is audited before it does so, and its outcome before it is answered."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ AUDITED: Final = "draftalign.audited"
 
 
 class Auditor:
-    """Writes the audit log of this process, in a thread of its own: a slow disk keeps only what is audited waiting."""
+    """Writes the audit log of this process, in a thread of its own: a slow disk delays only audited calls."""
 
     def __init__(self, audit_log: AuditLog, spare: SpareFile) -> None:
         self._audit_log, self._spare = audit_log, spare
         self._writing = ThreadPoolExecutor(1, "audit")
 
     def intent(self, document: dict[str, Any], *, makes_room: bool) -> asyncio.Future[None]:
-        """Write down what is asked; with room for it besides, of the spare file if need be, where it `makes_room`."""
+        """Record what is asked. A call that `makes_room` gets room for itself, too, if need be from the spare file."""
         return self._run(self._intent, document, makes_room)
 
     def outcome(self, document: dict[str, Any]) -> asyncio.Future[None]:
-        """Write down what came of it, in the room of the spare file if need be: it is done."""
+        """Record the outcome, if need be in room of the spare file: the call is done already."""
         return self._run(self._outcome, document)
 
     def _run(self, write: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
@@ -52,7 +52,7 @@ class Auditor:
         try:
             self._spare.write(lambda: self._audit_log.append(document))
         except OSError:  # what was asked is in the log
-            log.exception("the audit log lacks what came of %s", document)
+            log.exception("the audit log lacks the outcome of %s", document)
 
 
 class AuditedCall:
@@ -70,7 +70,7 @@ class AuditedCall:
             "call": f"{method} {path}"[:400],
         }
         self._said: dict[str, Any] = {}
-        self._open = False  # asked, without what came of it
+        self._open = False  # whether the request is recorded, and its outcome is not
 
     def say(self, action: str, **said: str | int | None) -> None:
         """What it does, in words."""
@@ -78,19 +78,19 @@ class AuditedCall:
         self._said.update(shortened, action=action)
 
     async def begin(self) -> None:
-        """Write down what is asked. Raises Problem where that cannot be: then nothing may be done."""
+        """Record what is asked. Raises Problem if that fails: then nothing may be done."""
         try:
             async with asyncio.timeout(_AUDIT_SECONDS):
                 await self._auditor.intent(self._asked | self._said, makes_room=self._makes_room)
         except (OSError, TimeoutError) as error:
-            if isinstance(error, TimeoutError):  # the line may come later: then this one follows it
+            if isinstance(error, TimeoutError):  # the record may still be written: then this one follows it
                 self._auditor.outcome(self._asked | self._said | {"status": 503, "ended": time.time()})
             log.error("the audit log cannot be written, so nothing is changed: %r", error)
             raise Problem(503, "audit", self._refusal(error)) from error
         self._open = True
 
     async def end(self, status: int | None) -> None:
-        """Write down what came of it; once. `status`: of the answer; None: there was none."""
+        """Record the outcome, once. `status`: of the answer; None: there was none."""
         if not self._open:
             return
         self._open = False
@@ -119,7 +119,7 @@ def audit(request: Request, action: str, **said: str | int | None) -> None:
 
 
 async def audit_now(request: Request, action: str, **said: str | int | None) -> None:
-    """As `audit`, of a call that is not in the log by itself: it is from here on. Raises Problem where it cannot be."""
+    """As `audit`, for a call that is not recorded at its beginning: it is now. Raises Problem if that fails."""
     audit(request, action, **said)
     call: AuditedCall = request.scope[AUDITED]
     await call.begin()

@@ -44,13 +44,13 @@ log = logging.getLogger("draftalign.api")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-#: Share of Redis' memory to which what it remembers is cut, where more than `REDIS_NEARLY_FULL` of it is in use.
+#: Where Redis is nearly full (`REDIS_NEARLY_FULL`), memories of ended batches are cut until this share of it is in use.
 _LEFT_FULL: Final = 0.8
-#: All runs together keep at least this part of what one may take: an upload that is sent again soon is recognised.
+#: But all runs together keep 1 / 16 of what one run may: an upload that is sent again soon is still recognised.
 _LEAST_SHARE: Final = 16
 #: Most requests that may wait for registry locks at a time.
 _LOCKING_THREADS: Final = 4
-#: A chart and a history are dropped when nobody has asked for them in this time: they take up to 12 MiB a run.
+#: A chart and a history that nobody has asked for in this time are dropped: they take up to 12 MiB a run.
 _UNASKED_SECONDS: Final = 3600.0
 
 
@@ -64,7 +64,7 @@ class Lifetime:
 
 
 class Access:
-    """Who may call, and the key with which answers show whose they are. Raises ConfigurationError."""
+    """Who may call, and the key that signs manifests. Raises ConfigurationError."""
 
     def __init__(self, settings: Settings) -> None:
         self.signer = signing_key(settings.signing_key_file)
@@ -74,7 +74,7 @@ class Access:
 
 
 class RedisServer:
-    """The Redis of this process, which is waited for only briefly."""
+    """The Redis of this process, for calls that wait only briefly."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self.client: Any = client
@@ -130,7 +130,7 @@ class _LockThreads:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def turn(self, run: str) -> asyncio.Lock:
-        """Held by one of those that take turns in a run."""
+        """The lock of those that take turns in a run."""
         return self._turns.setdefault(run, asyncio.Lock())
 
     async def run(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
@@ -153,9 +153,9 @@ class ServiceContext:
         self.layout = state_of(settings)
         self.registry = Registry(self.layout, settings.drafters_url)
         self.access = Access(settings)
-        #: Answers that are being computed: those who ask for the same share one.
+        #: Answers that are being computed. Equal requests share one.
         self.answers = Shared()
-        #: At what other hosts did.
+        #: For what other hosts did.
         self.looks = Looks(self.layout, self.registry, self.answers, share=settings.state_url is not None)
         self.evidence = Evidence(self.live_rule, self.answers, self.store, self.pointer)
         self.disk = Disk(settings, self.layout, self.queue, self.dead)
@@ -213,7 +213,7 @@ class ServiceContext:
         return kept.series
 
     def quiet(self, run: str) -> Quiet:
-        """What is told of a run in which nothing happens."""
+        """Reads a run in which nothing happens."""
         return self._of(run).quiet
 
     def _of(self, run: str) -> _KeptOfRun:
@@ -238,9 +238,9 @@ class ServiceContext:
         return await self._locking.run(work, *args, **named)
 
     async def in_turn(self, run: str, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """As `locking`, with one thread for each run: a lock that is kept (docs/guide/failures.md) delays no other run.
+        """As `locking`, with at most one thread for each run.
 
-        For what a trainer does by itself, again and again.
+        For calls that trainers make again and again: a lock that is kept (docs/guide/failures.md) delays one run only.
         """
         async with self._locking.turn(run):
             return await self._locking.run(work, *args, **named)
@@ -255,7 +255,7 @@ class ServiceContext:
         return forget
 
     async def finish_deletion(self, run: str) -> bool:
-        """Delete all of a withdrawn run; false while a worker has not let go of it. One that is gone is finished."""
+        """Delete all of a withdrawn run. False while a worker still has it; True also if another deleted it."""
         store = self.store(run)
         if not await store.take_from_workers():
             return not is_there(self.layout.withdrawn(run))
@@ -274,7 +274,7 @@ class ServiceContext:
             self.drop(run)
             log.warning("run %s was deleted", run)
         else:
-            await store.give_back()  # another was faster; the lease is of another run of that name
+            await store.give_back()  # another process was faster; the lease is of a new run of that name
         return True
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ class ServiceContext:
             free = self.disk.spool.free_bytes() - self.settings.spool_min_free_bytes
             await asyncio.to_thread(SpareFile(self.layout.spare).fill, free)
         except OSError as error:
-            log.warning("no room is kept for what makes more: %s", error)
+            log.warning("no room is reserved for calls that make room: %s", error)
         await asyncio.to_thread(sweep_deleted, self.layout)
         try:
             await asyncio.to_thread(self.layout.sweep)
@@ -314,13 +314,14 @@ class ServiceContext:
         self.registry.history.drop_events(_UNASKED_SECONDS)
         for kept in self._kept.values():
             if time.monotonic() - kept.asked > _UNASKED_SECONDS:
-                vars(kept).pop("series", None)  # whoever is at it still has it
+                vars(kept).pop("series", None)  # a call that uses it now has a reference of its own
 
     async def _shorten_memory(self, runs: Sequence[str]) -> None:
-        """Keep what Redis remembers of all runs together below twice what one may take: those that have most give way.
+        """Keep what Redis remembers of ended batches, for all runs, below twice what one run may take.
 
-        Runs that ended keep theirs for 7 days, and would fill Redis for those that go on. Where it is nearly full all
-        the same (another limit, queues, scores), they take no more than leaves a fifth of it free, or hardly anything.
+        The runs that have most are cut first. Runs that ended keep theirs for 7 days, and would fill Redis for those
+        that go on. Where Redis is nearly full all the same (another limit, queues, scores), they are cut until a fifth
+        of it is free, or hardly anything is left.
         """
         held = await asked_of(runs, lambda run: self.queue(run).remembered())
         together, memory = 2 * self.settings.remembered_bytes, await self.redis.soon(memory_of(self.redis.client))
@@ -341,5 +342,5 @@ async def _context(request: Request) -> ServiceContext:  # a plain function woul
 
 Context = Annotated[ServiceContext, Depends(_context)]
 RunQuery = Annotated[str, Query(description="Name of the run.")]
-#: Of what changes a run's drafter: there is no default, for a forgotten name must not move another run's engines.
+#: For calls that change a run's drafter. It has no default: a forgotten name must not move another run's engines.
 NamedRun = Annotated[str, Query(description="Name of the run. It must be given.")]

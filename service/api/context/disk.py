@@ -41,7 +41,7 @@ class Disk:
 
     @property
     def runs(self) -> set[str]:
-        """Those of which something is kept."""
+        """Runs of which something is kept."""
         return {*self._kept_bytes}
 
     def drop(self, run: str) -> None:
@@ -49,15 +49,15 @@ class Disk:
         self._kept_bytes.pop(run, None)
 
     def share_bytes(self, held: int, run: str = "") -> int:
-        """Bytes that one run may have of the spool's disk, where its files there take `held`, with those on their way.
+        """Bytes that one run may have of the spool's disk: three quarters of its own files and of what is free.
 
-        Three quarters of those and of what is free, so that others always find room. (Dynamic thresholds: Choudhury and
-        Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.)
+        `held`: its files there; those on their way are added. So others always find room. (Dynamic thresholds:
+        Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.)
         """
         return (held + self._spare_bytes(run)) * 3 // 4
 
     def _spare_bytes(self, run: str) -> int:
-        """What a run has on its way, and what is free."""
+        """Bytes that a run has on their way, and those that are free."""
         free = self.spool.free_bytes() - self._settings.spool_min_free_bytes
         return self.spool.reserved_bytes(run) + max(free, 0)
 
@@ -112,9 +112,9 @@ class Disk:
         self.room_wanted.set()
 
     async def make_room(self) -> None:
-        """Give files of dead batches up for uploads that found no room, of the runs that have most of them first.
+        """Delete files of dead batches for uploads that found no room, first those of the runs that have most.
 
-        As many as the largest of those uploads needs that finds room then.
+        As many are deleted as the largest of those uploads needs that fits then.
         """
         wanted, self._wanted_bytes = self._wanted_bytes, set()
         self.room_wanted.clear()

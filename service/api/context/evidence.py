@@ -1,7 +1,7 @@
-"""What is known of each run by its newest batches and its engines: replay α, live α beside it, step times.
+"""What the newest batches and the engines of each run show: replay α, live α beside it, step times.
 
-It is told again when another batch was scored, or an engine may have reported: what engines say, in at most a fifth of
-a core.
+It is computed again when another batch was scored, or an engine may have reported. What engines say takes at most a
+fifth of a core for all runs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from service.storage.reports.store import AsyncStore
 
 log = logging.getLogger("draftalign.api")
 
-#: What all engines say together is kept for this multiple of the time that telling it took.
+#: What all engines say together is kept for this multiple of the time that computing it took.
 _REST: Final = 4.0
-#: A run whose engines do not draft alike is not asked again before this: each of them says so with every report.
+#: Whether all engines of a run draft alike may be asked with every report. A no is kept for this time.
 _ASK_AGAIN_SECONDS: Final = 10.0
 
 
@@ -56,7 +56,7 @@ class Recent:
     def of(
         cls, times: int, records: Mapping[str, ScoreRecord], before: Newest | None, returns: Sequence[Return]
     ) -> Recent:
-        """Reckon what they say; not on the event loop. `before`: the newest before. `returns`: of the trainer."""
+        """Compute what they show; not on the event loop. `before`: the newest before. `returns`: of the trainer."""
         newest = Newest(records.values(), before, returns)
         return cls(times, records, newest, Replays(newest, returns))
 
@@ -71,7 +71,7 @@ def _worth(steps: Sequence[StepSample], survival: Sequence[float]) -> Worth:
 
 
 class Evidence:
-    """What this process was told last of all runs."""
+    """The newest evidence on all runs that this process has read."""
 
     def __init__(
         self,
@@ -82,13 +82,13 @@ class Evidence:
     ) -> None:
         self._rule, self._answers, self._store, self._pointer = rule, answers, store, pointer
         self._recent: dict[str, Recent] = {}
-        self._engines: dict[str, tuple[float, float, Engines]] = {}  # told at, seconds that it took
+        self._engines: dict[str, tuple[float, float, Engines]] = {}  # when it was computed, seconds that it took
         self._computing: dict[str, asyncio.Task[Engines]] = {}
         self._unlike: dict[str, float] = {}  # when a run's engines were found not to draft alike
 
     @property
     def runs(self) -> set[str]:
-        """Those of which something is kept: one may have been told while it was deleted."""
+        """Runs of which something is kept, even of one that was deleted while it was read."""
         return {*self._recent, *self._engines, *self._unlike}
 
     def drop(self, run: str) -> None:
@@ -116,7 +116,7 @@ class Evidence:
         return found
 
     async def engines(self, run: str) -> Engines:
-        """What the engines say. Telling it for all runs takes at most a fifth of a core: else the last is told."""
+        """What the engines say, or said: computing it for all runs takes at most a fifth of a core."""
         known = self._engines.get(run)
         if known is not None and time.monotonic() - known[0] < _REST * known[1] * len(self._engines):
             return known[2]
@@ -126,7 +126,7 @@ class Evidence:
         return await asyncio.shield(self._computing[run])
 
     async def all_draft(self, run: str, drafting: Drafting) -> bool:
-        """Whether all engines that have reported of late draft so. False for some seconds where they do not."""
+        """Whether all engines that have reported lately draft so. A no is kept for some seconds."""
         now = time.monotonic()
         if now - self._unlike.get(run, -math.inf) < _ASK_AGAIN_SECONDS:
             return False
@@ -150,6 +150,6 @@ class Evidence:
             steps = [one for account in accounts.values() for one in account.steps]
             return Engines(watched, _worth(steps, survival)), time.thread_time() - began
 
-        told, seconds = await asyncio.to_thread(compute)
-        self._engines[run] = time.monotonic(), seconds, told
-        return told
+        computed, seconds = await asyncio.to_thread(compute)
+        self._engines[run] = time.monotonic(), seconds, computed
+        return computed

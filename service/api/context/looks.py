@@ -1,6 +1,6 @@
-"""What other hosts did with a run, where hosts share no directory (`state_url`): asked for before an answer says no.
+"""Looks for what other hosts did with a run (`state_url`), before an answer says that there is no such thing.
 
-A store that hangs holds up no answer for long, and none of asyncio's own threads, which uploads need.
+A store that hangs delays no answer for long. It occupies none of asyncio's own threads, which uploads need.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from service.storage.registry import Registry
 
 log = logging.getLogger("draftalign.api")
 
-#: Threads that ask the store, how many calls may be about it, how long each waits (it is told what this host knows
-#: then), and for how long nobody asks after a failure.
+#: Threads that ask the store.
 _THREADS: Final = 4
+#: Looks at a time; further calls are answered from what this host knows.
 _MOST: Final = 64
+#: A call waits for its look no longer, and is then answered from what this host knows.
 _SECONDS: Final = 5.0
+#: After a failure nobody asks for so long.
 _AWAY_SECONDS: Final = 5.0
 
 
 class Looks:
-    """Looks at the state that hosts share. Where they `share` none, nothing is to be seen."""
+    """Looks at the state that hosts share; without `share` it does nothing."""
 
     def __init__(self, layout: Layout, registry: Registry, answers: Shared, *, share: bool) -> None:
         self._layout, self._registry, self._answers, self._share = layout, registry, answers, share
@@ -38,7 +40,7 @@ class Looks:
         self._away_until: dict[str, float] = {}  # by run; "": of all
 
     async def find(self, run: str, version: str | None = None) -> None:
-        """Look for a run that this host has not heard of: it may be a moment old. Or for a drafter of it."""
+        """Look for a run, or a version of it, that this host does not know: another host may just have made it."""
         if not self._share:
             return
         with contextlib.suppress(RunNotFound):
@@ -47,7 +49,7 @@ class Looks:
                 await self.catch_up(run)
 
     async def catch_up(self, run: str) -> None:
-        """See what other hosts did with a run before now, unless the store is away, or takes long."""
+        """Fetch what other hosts did with a run, unless the store is away or slow."""
         away_until = max(self._away_until.get("", 0.0), self._away_until.get(run, 0.0))
         if not self._share or time.monotonic() < away_until or len(self._running) >= _MOST:
             return
@@ -58,20 +60,20 @@ class Looks:
         if look.done():
             look.result()
         else:
-            log.warning("run %s is told as it was known: the object store has not answered in %.0f s", run, _SECONDS)
+            log.warning("run %s may be out of date: the object store has not answered in %.0f s", run, _SECONDS)
 
     async def _look(self, run: str) -> None:
         loop, pull = asyncio.get_running_loop(), functools.partial(self._layout.pull, run)
         try:
             await self._answers.get(("pull", run), lambda: loop.run_in_executor(self._threads, pull))
         except OSError as error:
-            of = run if isinstance(error, TreeDamaged) else ""  # one run's trouble stays its own
+            of = run if isinstance(error, TreeDamaged) else ""  # damage of one run's state concerns that run only
             self._away_until[of] = time.monotonic() + _AWAY_SECONDS
-            log.warning("run %s is told as it was known: %s", run, error)
+            log.warning("run %s may be out of date: %s", run, error)
         except RegistryBusy as error:
-            log.warning("run %s is told as it was known: %s", run, error)
+            log.warning("run %s may be out of date: %s", run, error)
         except Exception:
-            log.exception("run %s is told as it was known", run)
+            log.exception("run %s may be out of date", run)
 
     def close(self) -> None:
         """Shut the waiting threads down."""

@@ -1,6 +1,6 @@
-"""A file that keeps a little of the disk. It is given up piece by piece for the calls that make room on a full one.
+"""A file that reserves a little of the disk. On a full disk it is freed piece by piece for calls that make room.
 
-To archive or delete a run takes some room itself: for the audit log, and for the run's new state.
+Archiving or deleting a run takes some room itself: for the audit log, and for the run's new state.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-#: Of the file: what dozens of such calls write, and a Redis on the same disk that goes on meanwhile.
+#: Size of the file: enough for dozens of such calls, and for a Redis on the same disk that goes on meanwhile.
 SPARE_BYTES: Final = 4 << 20
-#: What one such call writes, at most.
+#: One such call writes at most so much.
 CALL_BYTES: Final = 64 << 10
-#: Given up at a time. Not all at once: whatever fills the disk takes what a call leaves, and the next call needs some.
+#: Freed at a time. Not all at once: whatever fills the disk takes what a call leaves, and the next call needs room too.
 _PIECE_BYTES: Final = 4 * CALL_BYTES
 
 
@@ -41,7 +41,7 @@ class SpareFile:
                 file.write(os.urandom(wanted - there))  # some file systems would compress zeros to nothing
 
     def write(self, write: Callable[[], None], room_bytes: int = 0) -> None:
-        """Call `write`, where there is room for `room_bytes` besides; give up pieces of the file until it succeeds.
+        """Call `write`, with room for `room_bytes` besides; free pieces of the file until it succeeds.
 
         Raises OSError: the disk does not work, or is full and nothing is left of the file.
         """

@@ -22,7 +22,7 @@ Write = Callable[[memoryview], None]
 
 
 class _Buffer(threading.local):
-    """Of all connections of a thread's event loop: whatever is read into it was written when the callback returns."""
+    """One buffer for all connections of a thread's event loop: what was read is written before the callback returns."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(1 << 20))
@@ -69,7 +69,7 @@ class BodyReader(asyncio.BufferedProtocol):
             self._write = None  # what it writes to may be closed now
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - not more than what is missing of this body
-        """Where the next bytes go: those of a request behind this one are left to the parser."""
+        """Where the next bytes go. Bytes of a pipelined request are left to the parser."""
         return _BUFFER.view[: self._left]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -86,7 +86,7 @@ class BodyReader(asyncio.BufferedProtocol):
             if not self._done.done():
                 self._done.set_result(None)
         elif self._write is None:
-            self._cycle.message_event.set()  # somebody may wait for the rest, to discard it
+            self._cycle.message_event.set()  # the refusal may wait for the rest, to discard it
 
     def eof_received(self) -> None:
         """The client sends no more: the connection is closed."""
@@ -100,15 +100,15 @@ class BodyReader(asyncio.BufferedProtocol):
         self._fail(ClientDisconnect())
 
     def pause_writing(self) -> None:
-        """Of the answer; as the HTTP protocol does."""
+        """Pause the writing of the answer, as the HTTP protocol does."""
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
-        """Of the answer; as the HTTP protocol does."""
+        """Resume the writing of the answer, as the HTTP protocol does."""
         self._http.resume_writing()
 
     def _fail(self, error: Exception) -> None:
         self._write = None
         if not self._done.done():
             self._done.set_exception(error)
-            self._done.exception()  # seen: after a cancelled request nobody waits for it
+            self._done.exception()  # marks it as retrieved: after a cancelled request nobody waits for it

@@ -42,8 +42,8 @@ _TOO_LARGE: Final = (
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     f"a header may have {MAX_HEADER_BYTES} bytes in {MAX_HEADER_FIELDS} fields",
 )
-#: How long a TLS connection that is closed may take to flush, and to say goodbye.
-_GOODBYE_SECONDS: Final = 5.0
+#: How long a TLS connection that is being closed may take to flush and to exchange close_notify; and a refused one.
+_SHUTDOWN_SECONDS: Final = 5.0
 _REFUSED_SECONDS: Final = 1.0
 #: First byte of a TLS connection.
 _HANDSHAKE: Final = b"\x16"
@@ -122,9 +122,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._begin_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Leave the place to others.
+        """Free the place.
 
-        asyncio's TLS tells the protocol that was there when the connection broke: this one, where a body is read since.
+        asyncio's TLS may call this protocol although a `BodyReader` had taken its place: it is told, too.
         """
         if self._reader is not None:
             self._reader.client_left()
@@ -272,7 +272,7 @@ class BoundedProtocol(HttpToolsProtocol):
             head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head % len(said) + said.encode())
         self.transport.close()
-        if self.scheme == "https":  # which goes on reading until the client says goodbye
+        if self.scheme == "https":  # TLS goes on reading until the client sends close_notify
             self.loop.call_later(_REFUSED_SECONDS, self.transport.abort)
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -284,8 +284,8 @@ async def _take_body(
 ) -> None:
     """`BoundedProtocol.take_body`, for a request's scope.
 
-    Weak: a scope that refers to itself stays, and all of its request with it, until garbage is collected. That holds
-    the event loop for tens of milliseconds when many requests wait.
+    The references are weak: a scope that refers to itself would keep its whole request until garbage is collected,
+    which stops the event loop for tens of milliseconds when many requests wait.
     """
     taker, request = connection(), cycle()
     if taker is None or request is None:
@@ -294,11 +294,11 @@ async def _take_body(
 
 
 class TlsDoor(asyncio.Protocol):
-    """Lets a connection in to the HTTP protocol after its TLS handshake.
+    """Passes a connection on to the HTTP protocol after its TLS handshake.
 
-    asyncio's own TLS servers tell their protocol of a connection after the handshake: those that send nothing could use
-    up the process's descriptors unseen. Here a handshake is counted among the connections, may take `HEADER_SECONDS`,
-    and gives way to others. Plain HTTP is told to use https.
+    A TLS server of asyncio calls its protocol only after the handshake, so that silent connections could use up the
+    process's descriptors without being counted. Here a handshake counts as a connection, may take `HEADER_SECONDS`,
+    and is closed for others. Plain HTTP is told to use https.
     """
 
     def __init__(self, *, tls: ssl.SSLContext, places: Places, **named: Any) -> None:
@@ -338,7 +338,7 @@ class TlsDoor(asyncio.Protocol):
                 self._taken = await _begins_tls(sock)
                 if self._taken:
                     await loop.connect_accepted_socket(
-                        lambda: self._inner, sock, ssl=self._tls, ssl_shutdown_timeout=_GOODBYE_SECONDS
+                        lambda: self._inner, sock, ssl=self._tls, ssl_shutdown_timeout=_SHUTDOWN_SECONDS
                     )
         except OSError as error:  # ssl.SSLError, and a handshake that is late
             log.debug("a TLS handshake failed: %s", error)

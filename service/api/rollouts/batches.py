@@ -52,14 +52,14 @@ from service.storage.spool import Upload
 
 log = logging.getLogger("draftalign.api")
 router = APIRouter(tags=["rollouts"])
-#: After a stall of this process itself an answer of Redis lies there, and takes a moment to be read.
+#: After a pause of this process itself, Redis' answer may have come already: reading it takes a moment.
 _AWAKE_SECONDS = 0.2
-#: A file of up to this number of tokens is checked on the event loop: in 0.1 ms, less than a thread takes to begin.
+#: A file of at most this size in tokens is checked on the event loop, in 0.1 ms: less than a thread takes to begin.
 _FEW_TOKENS = 4096
 
 
-#: `followed`: of a trainer's start that a later one has followed, so skipped. `known-rollouts`: some came before.
-#: `other-rollouts`: all of these ids did, with other bytes.
+#: `followed`: a later start of the trainer has followed the one that sent it, so it is skipped. `known-rollouts`: some
+#: of its rollouts came before. `other-rollouts`: all of their ids came before, with other bytes.
 WarningCode = Literal["followed", "known-rollouts", "other-rollouts"]
 
 
@@ -87,8 +87,8 @@ class Receipt(BaseModel):
     warning_code: WarningCode | None = None
 
 
-class _Plain(APIRoute):
-    """FastAPI describes the route, and no more: to find its arguments takes a tenth of a small upload's time."""
+class _DirectRoute(APIRoute):
+    """Calls the handler directly. FastAPI's way to find its arguments takes a tenth of a small upload's time."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """What answers a request."""
@@ -144,7 +144,7 @@ async def post_rollouts(
 
 
 def check_header(context: ServiceContext, caller: Token, header: Header, run: str | None) -> RolloutHeader:
-    """Refuse a file by its header. `run`: which the request names, if any."""
+    """Refuse a file by its header. `run`: the one that the request names, if any."""
     rollouts = check_rollout_header(header)
     if run is not None and rollouts.run != run:
         raise WireError("run", f"the request names run {run!r}, the file {rollouts.run[:80]!r}")
@@ -168,7 +168,7 @@ def check_header(context: ServiceContext, caller: Token, header: Header, run: st
 
 
 def batch_of(header: RolloutHeader, blob: str) -> Batch:
-    """What is queued of a file."""
+    """The queue entry of a file."""
     return Batch(
         batch_id=header.batch_id,
         blob=blob,
@@ -215,12 +215,12 @@ router.add_api_route(
         409: {"description": "The run takes no more rollouts: it is draining or archived. Do not send it again."},
         429: {"description": "The queue is full."},
     },
-    route_class_override=_Plain,
+    route_class_override=_DirectRoute,
 )
 
 
 def _warning(outcome: Enqueued, rollouts: int) -> dict[str, str]:
-    """`warning` for people, and `warning_code` for programs; none of both where nothing is odd."""
+    """`warning` for people and `warning_code` for programs; neither where nothing is odd."""
     own = "a rollout's id must be its own within a run, whatever its policy version"
     code: WarningCode
     if outcome.outcome == "outdated":
@@ -239,8 +239,8 @@ def _warning(outcome: Enqueued, rollouts: int) -> dict[str, str]:
 class QueueRoom(NamedTuple):
     """What a file finds in its run's queue."""
 
-    limit_bytes: int  # at which the queue is full
-    dead_bytes: int | None = None  # of files of the run's dead batches may stay, the rest make room; None: all may
+    limit_bytes: int  # the queue is full at so many
+    dead_bytes: int | None = None  # files of the run's dead batches are deleted down to so many; None: all stay
 
 
 async def check_queue(context: ServiceContext, run: str, length: int) -> QueueRoom:
@@ -354,7 +354,7 @@ async def _enqueue(
         await asyncio.to_thread(upload.sync)
     if context.kept is None:
         upload.keep(context.disk.spool.path(run, batch.blob))
-    else:  # what is not queued there is swept
+    else:  # a file there that gets no entry is swept
         await asyncio.to_thread(context.kept.put, run, batch.blob, upload.path)
     try:
         return await add_entry(context, header, batch, room, came_here=True)
@@ -368,9 +368,10 @@ async def _enqueue(
 async def add_entry(
     context: ServiceContext, header: RolloutHeader, batch: Batch, room: QueueRoom, *, came_here: bool = False
 ) -> Enqueued:
-    """Add the queue entry of a file that is where it belongs.
+    """Add the queue entry of a file that is in its place.
 
-    `came_here`: whoever sends it again sends all of it. Else it stays in the object store: it is queued from there.
+    `came_here`: the file came through this process. If it is not queued, it is deleted: another try sends all of it.
+    Else it stays in the object store, from where another try queues it.
     """
     run = header.run
     check_run(context.run(run), header)
@@ -394,7 +395,8 @@ async def add_entry(
 def _log_late(batch_id: str, finishing: asyncio.Future[Enqueued]) -> None:
     if not finishing.cancelled():  # as this process ends
         error = finishing.exception()
-        log.warning("batch %s, of a client that waits no more: %s", batch_id, error or finishing.result().outcome)
+        outcome = error or finishing.result().outcome
+        log.warning("batch %s, whose client no longer waits: %s", batch_id, outcome)
 
 
 async def _delete_unless_named(
@@ -402,7 +404,8 @@ async def _delete_unless_named(
 ) -> dict[str, str] | None:
     """Delete a file that was not queued; returns what the queue knows of its batch.
 
-    It may name this very file: Redis stored the entry, its answer was lost, and redis-py's retry found it.
+    The entry may name this very file, which then stays: Redis stored it, its answer was lost, and redis-py's retry
+    found a duplicate.
     """
     first = await context.queue(run).batch(batch.batch_id)
     if first is None or first["blob"] != batch.blob:
@@ -440,7 +443,7 @@ async def _finish_enqueue(
         )
     if outcome.outcome == "full":
         raise queue_full(context, run, outcome.held, batch.bytes, room.limit_bytes)
-    if outcome.outcome == "accepted" and room.dead_bytes is not None:  # not before: what is refused takes nothing
+    if outcome.outcome == "accepted" and room.dead_bytes is not None:  # only now: a refused batch needs no room
         try:
             await context.disk.sweep_dead(run, room.dead_bytes)
         except (RedisError, OSError) as error:  # the batch is queued all the same; the next one makes the room

@@ -90,7 +90,7 @@ async def retry_dead(
 ) -> PutBack:
     """Put a dead batch back into the queue. Rollouts that came again are left out.
 
-    Once for each time that it died: with `letter_id`, however often and however late it is asked.
+    With `letter_id` it is put back once for that death, however often and however late the call is repeated.
     """
     audit(request, "put back", batch_id=batch_id)
     settings, batch = context.settings, await _batch(context, run, batch_id)
@@ -103,7 +103,7 @@ async def retry_dead(
             raise _gone(run, batch_id)
     seen = batch if letter_id is None else {**batch, "letter_id": letter_id}
     queue, size = context.queue(run), int(batch["bytes"])
-    held, dead = (await queue.depth()).bytes + size, await queue.dead_file_bytes() - size  # its file is there already
+    held, dead = (await queue.depth()).bytes + size, await queue.dead_file_bytes() - size  # the disk has its file
     limit_bytes = context.disk.queue_limit_bytes(held, run, max(dead, 0))
     outcome = await context.dead(run).put_back(
         batch_id, seen, max_items=settings.queue_max_items, max_bytes=limit_bytes

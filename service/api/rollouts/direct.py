@@ -1,9 +1,9 @@
 """`POST /rollouts/direct`: a rollout file that goes by the object store of `rollouts_url`, past this process.
 
-The sender asks with the file's safetensors header, its length and its SHA-256. It is refused
-as by `POST /rollouts`, before any tensor travels; or it hears where to put the file, and asks again when it has. Then
-the header and the integer tensors are read back from the store and checked, and the batch is queued. Nothing is kept
-between the two questions: any replica answers either, however often it is asked.
+The sender calls with the file's safetensors header, its length and its SHA-256. It is refused as by `POST /rollouts`,
+before any tensor is sent, or it is told where to put the file. When the file is there, it calls again: the header and
+the integer tensors are read back from the store and checked, and the batch is queued. Nothing is kept between the two
+calls: any replica may answer either, and both may be repeated.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from service.storage.queue.keys import LOST
 from service.storage.runs import check_open
 
 router = APIRouter(tags=["rollouts"])
-#: The store is given up for this request after so long.
+#: A request waits for the store no longer than this.
 _STORE_SECONDS: Final = 10.0
 
 
 class Place(BaseModel):
-    """Where the file is to be put, with exactly these headers. Ask again then, with this `upload`."""
+    """Where to put the file, with exactly these headers. After that call again, with this `upload`."""
 
     upload: str
     url: str
@@ -104,7 +104,7 @@ async def post_direct(
                 blob = upload
         except TimeoutError as error:
             raise ObjectStoreError(f"the object store did not answer within {_STORE_SECONDS:.0f} s") from error
-    else:  # a duplicate. Should its file be found lost just now, an entry must not name one that nobody put.
+    else:  # a duplicate. If its file is found lost just now, it may be accepted: never with a file that nobody put
         blob = f"{header.batch_id}.{'0' * 32}.{sha256}.safetensors"
         await context.redis.soon(context.queue(run).disown(header.batch_id, blob))
     return receipt(context, header, record, await add_entry(context, header, batch_of(header, blob), room))

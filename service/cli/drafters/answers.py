@@ -31,7 +31,7 @@ POLICY_VERSION = 0
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn. Only what the RL run does too makes the drafter fit it."""
+    """How answers are drawn. The drafter fits the RL run only if that draws them alike."""
 
     batch: int = 16  # answers drawn at once
     max_new_tokens: int = 512
@@ -103,7 +103,7 @@ def _asked(row: Any) -> tuple[Any, dict[str, Any]]:
         roles = [message["role"] for message in prompt]
         answers = 0 if "prompt" in row else sum(1 for _ in itertools.takewhile("assistant".__eq__, reversed(roles)))
         prompt = prompt[: len(roles) - answers]
-    tools = {"tools": row["tools"]} if row.get("tools") else {}  # some templates write of tools where the list is empty
+    tools = {"tools": row["tools"]} if row.get("tools") else {}  # some templates mention tools for an empty list, too
     return prompt, {**tools, **(row.get("chat_template_kwargs") or {})}
 
 
@@ -112,15 +112,15 @@ def send_rollouts(
 ) -> Iterator[Sent]:
     """Draw `rollouts` answers, the prompts in random order, and yield each batch once it was handed to the hook.
 
-    In each further pass over the prompts they count as others: what was trained on judges no drafter, and RL will ask
-    them again.
+    From the second pass on, prompts get other hashes, so that they count as new ones: a prompt that was trained on
+    judges no drafter. RL's own prompts must count as new, too.
     """
-    hook.session.id = ""  # it is no start of the trainer: training begins at this version too, and goes on with the run
+    hook.session.id = ""  # no start of the trainer: the RL run begins at this version, too, and goes on with this one's
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     orders = (torch.randperm(len(prompts), generator=generator).tolist() for _ in itertools.count())
     chosen = itertools.islice(itertools.chain.from_iterable(orders), rollouts)
-    attempt = uuid.uuid4().hex[:8]  # a second warm-up of the run brings other rollouts
+    attempt = uuid.uuid4().hex[:8]  # rollouts of another warm-up of the run have other ids
     salt = int(attempt[:7], 16)
     for number in itertools.count():
         passes = number * sampling.batch // len(prompts)
@@ -168,7 +168,7 @@ def _answers(model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -
         pad_token_id=pad,
     )
     own = model.generation_config
-    model.generation_config = config  # its own (a penalty, say) would draw from another distribution than the head's
+    model.generation_config = config  # the model's own may draw from another distribution than the head's (a penalty)
     try:
         drawn = model.generate(asked, attention_mask=known)
     finally:

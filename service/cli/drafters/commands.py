@@ -165,7 +165,7 @@ def evaluate(
         if gap is not None and not gap <= (limit := Settings().logprob_gap_nats):
             typer.echo(
                 "These figures mean nothing: log-probabilities as sent and as the features give them differ by "
-                f"{gap:.2f} nats on average (limit {limit:g}). The worker lets such batches die."
+                f"{gap:.2f} nats on average (limit {limit:g}). The worker ends such batches as dead letters."
             )
         for line in table(result, len(files), level):
             typer.echo(line)
@@ -252,7 +252,7 @@ def write_body(
 
 
 def check_free(destination: Path) -> None:
-    """Raise a ConfigurationError where nothing can be written to this directory."""
+    """Raise a ConfigurationError unless this directory is empty or does not exist."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigurationError(f"{destination} holds something already; name a new directory")
 

@@ -29,7 +29,7 @@ _HEADS: Final = ("lm_head", "lm_head.weight", "language_model.lm_head.weight", "
 
 
 class _FixedPolicy:
-    """Of a safetensors file or of a model's directory, sharded or not: the same for all versions."""
+    """The policy in a safetensors file or in a model's directory, sharded or not: the same for all versions."""
 
     def __init__(self, path: Path, *, with_head: bool) -> None:
         from drafter.policy import Policy, TargetHead
@@ -97,9 +97,9 @@ class _FixedPolicy:
 
 
 def open_policy(target: str | None, state_dir: Path | None, *, with_head: bool) -> _FixedPolicy | Target:
-    """The policy that `--target` names; it has a `Policy` for each version (`at`), and the first one (`registered`).
+    """The policy that `--target` names, with `at` (the `Policy` of a version) and `registered` (the first one).
 
-    None: that of run `default`, or of the only run there is.
+    `target` None: the policy of the only run there is, else of run `default`.
     """
     from service.worker.target import Target
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def facts_of(imported: Imported) -> dict[str, Any]:
-    """Of an EAGLE-3 drafter."""
+    """The facts of an EAGLE-3 drafter."""
     from drafter.files.checkpoint import config_fingerprint
 
     stored = imported.stored
@@ -41,7 +41,7 @@ def facts_of(imported: Imported) -> dict[str, Any]:
 
 
 def mtp_facts(source: Path) -> dict[str, Any]:
-    """Of an MTP module's directory."""
+    """The facts of an MTP module in a directory."""
     from drafter.files.checkpoint import config_fingerprint
     from drafter.files.formats import engine_limits
     from drafter.files.mtp import prefix, read_stored_mtp

@@ -27,10 +27,11 @@ _PAUSE_SECONDS: Final = 0.5
 _CONNECT_SECONDS: Final = 5.0
 _QUIET_SECONDS: Final = 5.0
 _READ_SECONDS: Final = 15.0
-#: Longer than the service waits for locks and reads a drafter: who gives up earlier takes what is done for failed.
+#: Longer than the service waits for locks and reads a drafter: a command that gave up earlier would report as failed
+#: what the service then does.
 _CHANGE_SECONDS: Final = 120.0
 
-#: What helps where a connection failed with such words.
+#: What helps, by a word in the error of a connection.
 _HINTS = {
     "CERTIFICATE_VERIFY": "set DRAFTALIGN_CA_FILE to its authority's PEM file",
     "WRONG_VERSION_NUMBER": "it speaks http there, not https",
@@ -78,10 +79,10 @@ def client_of(service: str, **more: Any) -> httpx.Client:
 def call(
     method: str, service: str, path: str, timeout: float | None = None, patience: float = 0.0, **more: Any
 ) -> httpx.Response:
-    """Ask the service; what it refuses is a ConfigurationError. `timeout` in seconds, of an answer; 5 to be reached.
+    """Call the service; ConfigurationError if it refuses, or does not answer within `timeout` seconds.
 
-    By default 15 s for what is read, 120 s for a change. An answer that takes 5 s is said to be waited for. A service
-    that restarts or has no room is asked again for `patience` seconds.
+    The default is 15 s for a GET and 120 s for a change; the connection may take 5 s. After 5 s the command says that
+    it waits. While the service is away or has no room, the call is repeated for `patience` seconds.
     """
     import httpx
 

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import typer
 
+from rl_hooks.sending.jobs import run_path
 from service.cli.drafters.commands import AuxLayers, From, Norm, Source, check_free, write_body
 from service.cli.remote.client import LOCAL, AsJson, Reason, Run, Service, call, client_of, name_of, whoami
 from service.errors import ConfigurationError
@@ -105,7 +106,7 @@ def release(service: Service = LOCAL, run: Run = None) -> None:
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
     run = name_of(service, run)
-    held = call("GET", service, f"/runs/{quote(run, safe='')}").json()["held"]
+    held = call("GET", service, run_path(run)).json()["held"]
     if held is None:
         raise ConfigurationError(f"run {run} holds no version, so nothing was released")
     call("DELETE", service, f"/drafter/{held['version']}/hold", params={"run": run, "by": whoami()})
@@ -146,7 +147,7 @@ def publish(
 def _waits_for(service: str, run: str) -> str | None:
     """What the sent drafters of a run wait for; None where none does, or the token may not read that."""
     try:
-        why: str | None = call("GET", service, f"/runs/{quote(run, safe='')}").json().get("waits_for")
+        why: str | None = call("GET", service, run_path(run)).json().get("waits_for")
     except ConfigurationError:
         return None
     return why
@@ -171,16 +172,16 @@ def download(
 
 
 def require_free(destination: Path) -> None:
-    """Raise a ConfigurationError where nothing can be written to this directory, or the public keys are none."""
+    """Raise a ConfigurationError unless this directory is free (`check_free`) and the public keys are valid."""
     public_keys()
     check_free(destination)
 
 
 def fetch_to(destination: Path, service: str, run: str, version: str | None = None) -> str:
-    """Write a version, or the one that is served, to a free directory: verified as an agent does. Its name.
+    """Write a version, by default the served one, to a free directory. It is verified as by an agent. Returns its name.
 
-    The directory may be a mount point, so it is filled from one inside of it; config.json, without which nothing loads,
-    comes last.
+    The directory may be a mount point, so the files are downloaded to a directory inside of it, and then renamed.
+    config.json comes last: without it nothing loads.
     """
     from rl_hooks.agent.download import fetch_release
     from rl_hooks.errors import AgentError
@@ -199,7 +200,7 @@ def fetch_to(destination: Path, service: str, run: str, version: str | None = No
                 (found / name).rename(destination / name)
     except BaseException as error:
         if made:
-            with contextlib.suppress(OSError):  # not empty, where the disk failed half way
+            with contextlib.suppress(OSError):  # it is not empty if the disk failed half way
                 destination.rmdir()
         if isinstance(error, AgentError):
             raise ConfigurationError(str(error)) from error
@@ -218,7 +219,7 @@ def public_keys() -> PublicKeys | None:
 
 
 def _offered(service: str, run: str, version: str | None) -> VerifiedManifest:
-    """The manifest of a version, or of the one that is served; signed, where there are keys."""
+    """The manifest of a version, by default of the served one. With public keys its signature is checked."""
     from rl_hooks.release import SIGNATURE_HEADER, new_nonce, parse_manifest
 
     keys = public_keys()
@@ -242,7 +243,7 @@ def _offered(service: str, run: str, version: str | None) -> VerifiedManifest:
 
 
 def _whole(service: str, run: str, version: str) -> str:
-    """The version that is meant: page and headline leave its digest out."""
+    """The full name of a version: page and headline leave its digest out."""
     if not (short := _NUMBER.fullmatch(version)):
         return version
     known = [one["version"] for one in call("GET", service, "/drafters", params={"run": run}).json()["versions"]]
@@ -256,7 +257,7 @@ def _whole(service: str, run: str, version: str) -> str:
 
 
 def _served(service: str, run: str) -> dict[str, Any]:
-    """What a run serves; empty where it has nothing, or does not say: a rollback must not depend on it."""
+    """The manifest that a run serves; empty where there is none, or no answer: a rollback must not depend on it."""
     try:
         return dict(call("GET", service, "/drafter/latest", 5.0, params={"run": run}).json())
     except ConfigurationError:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import quote
 
 import typer
 
+from rl_hooks.sending.jobs import run_path
 from service.cli.remote.client import LOCAL, AsJson, Reason, Run, Service, call, name_of, whoami
 from service.errors import ConfigurationError
 from service.storage.layout import BATCH_ID
@@ -32,7 +32,7 @@ def runs(
         if not yes:
             what = "its rollouts, drafters, checkpoints and history (--yes: without asking)"
             typer.confirm(f"Delete run {delete}: {what}?", abort=True)
-        answer = call("DELETE", service, f"/runs/{quote(delete, safe='')}")
+        answer = call("DELETE", service, run_path(delete))
         typer.echo(answer.json()["detail"] if answer.status_code == 202 else f"run {delete} is deleted")
         return
     answer = call("GET", service, "/runs").json()
@@ -68,7 +68,7 @@ def state(
     DRAFTALIGN_TOKEN: token for the service, of scope read; to change the state, of scope admin.
     """
     run = name_of(service, run)
-    path = f"/runs/{quote(run, safe='')}"
+    path = run_path(run)
     if wanted is None:
         found = call("GET", service, path).json()
     else:
@@ -94,7 +94,7 @@ def dead(
 
     DRAFTALIGN_TOKEN: token for the service, of scope read; for anything but the list, of scope admin.
     """
-    path = f"/runs/{quote(name_of(service, run), safe='')}/dead"
+    path = f"{run_path(name_of(service, run))}/dead"
     named = [*filter(None, (retry, discard, save and save[0]))]
     if len(named) > 1:
         raise ConfigurationError("give one of --retry, --discard and --save at a time")
@@ -149,7 +149,7 @@ def drift(
     DRAFTALIGN_TOKEN: token for the service, of scope admin.
     """
     run = name_of(service, run)
-    asked = call("POST", service, f"/runs/{quote(run, safe='')}/drift/{action}").json()
+    asked = call("POST", service, f"{run_path(run)}/drift/{action}").json()
     none = "" if asked["alarm"] else "; there is no alarm now"
     typer.echo(f"asked; the worker of run {run} does it within seconds{none}")
 
@@ -168,7 +168,7 @@ def worth(
     It is fitted to the step times that engines report. DRAFTALIGN_TOKEN: token for the service, of scope read.
     """
     asked = {} if generation_share is None else {"generation_share": str(generation_share)}
-    found = call("GET", service, f"/runs/{quote(name_of(service, run), safe='')}/worth", params=asked).json()
+    found = call("GET", service, f"{run_path(name_of(service, run))}/worth", params=asked).json()
     if as_json:
         typer.echo(json.dumps(found))
         return

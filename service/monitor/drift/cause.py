@@ -27,7 +27,7 @@ from typing import Final, Protocol
 from service.monitor.counts import live_sums
 from service.monitor.records import Z_95, AcceptanceRecord, Change, DrafterSums, Estimate
 
-#: Number of ticks that are remembered, and of those that are looked at while there is no alarm.
+#: Number of ticks that are remembered, and of the newest that are compared while there is no alarm.
 _REMEMBERED_TICKS: Final = 128
 _QUIET_WINDOW_TICKS: Final = 16
 #: A smaller fall (log) gets no cause.
@@ -192,7 +192,7 @@ def cause_of(change: Change, engine: Estimate | None = None) -> Cause:
 
 
 def _policy_name(change: Change, engine: Estimate | None) -> str:
-    """What is said of a fall under the same drafter: as much as can be told apart."""
+    """The name of a fall under the same drafter: all causes that cannot be told apart."""
     entropy, how = change.entropy, "moved"
     if entropy is not None and abs(entropy.value) > max(_SHARPER, Z_95 * math.sqrt(entropy.variance)):
         how = "sharpened" if entropy.value < 0 else "flattened"
@@ -235,7 +235,7 @@ def engine_change(scores: Sequence[HasSums], acceptances: Iterable[AcceptanceRec
 
 
 def _live_over_replay(points: Sequence[tuple[tuple[float, float], DrafterSums]]) -> Estimate | None:
-    """Each policy version's engines are compared with its own rollouts; versions weigh by their live rounds."""
+    """Mean over policy versions, weighted by live rounds: engines are compared with rollouts of the same version."""
     rounds = math.fsum(live[1] for live, _ in points)
     if rounds < _LIVE_ROUNDS:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 DAY_SECONDS: Final = 86_400.0
-#: The formula of the limit holds for run lengths from here on.
+#: The formula of the limit holds only for run lengths from here on.
 _FEWEST_TICKS: Final = 50.0
 
 
@@ -55,7 +55,7 @@ class DriftConfig:
     dead_band: float = 0.0  # fraction of the baseline that may be lost without being counted
     batch_ticks: tuple[int, ...] = (15, 60, 240)
     sd_window_ticks: int = 5_760  # memory of the sd estimates
-    strata: int = 16  # told apart; those that come later are one more together. 0: tags are not looked at
+    strata: int = 16  # told apart; all that come later are one together. 0: strata are ignored
 
     def __post_init__(self) -> None:
         if self.rollouts_per_tick < 1 or self.warmup_ticks < 3 or self.baseline_ticks <= self.warmup_ticks:

@@ -20,7 +20,7 @@ _ROUNDING: Final = 1e-9
 _TRAFFIC_SECONDS: Final = 3 * DAY_SECONDS
 #: Least share that a stratum is taken to have.
 _LEAST_SHARE: Final = 1 / 64
-#: Differences that a batch length needs before it counts; with fewer, the largest of several sds is noise.
+#: A batch length counts from so many differences on; with fewer, the largest of several sds would be noise.
 MIN_DIFFERENCES: Final = 8
 
 
@@ -215,9 +215,7 @@ class DriftState:
                 **table,
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DriftError(f"not a stored drift state ({error}); delete it and the monitor starts afresh") from error
+            raise DriftError(f"not a stored drift state ({error}); delete it to start from scratch") from error
         if found != _STATE_FORMAT:
-            raise DriftError(
-                f"expected drift state {_STATE_FORMAT}, got {found!r}; delete it and the monitor starts afresh"
-            )
+            raise DriftError(f"expected drift state {_STATE_FORMAT}, got {found!r}; delete it to start from scratch")
         return state

@@ -1,4 +1,4 @@
-"""What an engine counted, as stretches of rounds: the live side."""
+"""The live side: what an engine counted, as blocks of verification rounds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Final
 
 from service.monitor.records import TREES, AcceptanceRecord
 
-#: Prompts that a block tells apart: as many as a report (`rl_hooks.wire.COUNTED_PROMPTS`; this room imports nothing).
+#: A block counts at most so many prompts apart: as many as a report. `monitor` may not import the constant,
+#: `rl_hooks.wire.COUNTED_PROMPTS`.
 MOST_PROMPTS: Final = 64
-#: A block is closed at so many rounds; a report with more is a block of its own.
+#: The newest block takes in reports until it has so many rounds.
 _BLOCK_ROUNDS: Final = 256
-#: Blocks kept per engine. Beyond them the oldest neighbours are joined, or the oldest is forgotten.
+#: Blocks kept per engine. One more joins the oldest two neighbours that `_shorten` may join, or drops the oldest block.
 KEPT_BLOCKS: Final = 32
+#: Old blocks are joined up to so many rounds; the newest blocks stay apart.
 _JOINED_ROUNDS: Final = 4096
 _NEWEST_APART: Final = 8
 #: Draft positions that are kept; the service replays no more.
 _POSITIONS: Final = 16
-#: An engine that accepts less drafts nothing of use: whether it has done so without a break is kept with its blocks.
+#: Up to this α an engine is `idle`: its drafts are of no use.
 _NOTHING_ACCEPTED: Final = 1.05
 
 
@@ -28,7 +30,7 @@ class Block:
     """What one engine counted with one drafter and policy version over a stretch of rounds.
 
     `tokens`: emitted. `drafted`: None where it is not known. `accepted`: by position, empty where it is not known.
-    `since`: Unix seconds; since when the engine has been `idle`, or not `idle`, without a break up to this block.
+    `since`: the report with which the engine last became `idle`, or ceased to be it, in Unix seconds.
     """
 
     drafter_version: str
@@ -53,7 +55,7 @@ class Block:
         return float(len(self.accepted)) if self.accepted else None
 
     def joins(self, other: Block) -> bool:
-        """Whether both are of one drafter and policy version, and of one kind."""
+        """Whether both may become one block: same versions, both idle or neither, and the same counts known."""
         same = (self.drafter_version, self.policy_version, self.idle) == (
             other.drafter_version,
             other.policy_version,
@@ -65,7 +67,7 @@ class Block:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of use was accepted."""
+        """Whether hardly a draft was accepted."""
         return self.alpha <= _NOTHING_ACCEPTED
 
     def __add__(self, newer: Block) -> Block:
@@ -86,7 +88,7 @@ class Block:
 
 
 def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...]:
-    """`blocks` (oldest first) with what a report counted more than the one before it. Never more than `KEPT_BLOCKS`."""
+    """Add `more`, the growth of counts since the report before, to `blocks` (oldest first). At most `KEPT_BLOCKS`."""
     tokens, compared = more.emitted, more.ours and more.drafting != TREES
     if not compared or more.rounds <= 0 or tokens is None or more.policy_version is None or _is_of_two(more):
         return tuple(blocks)
@@ -114,9 +116,10 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
 
 
 def _is_of_two(more: AcceptanceRecord) -> bool:
-    """Whether one process cannot have counted this: the engine restarted, and passed what it had reported before.
+    """Whether the growth mixes the counts of two processes: no single one can have counted it.
 
-    A guess, and not asked of a reporter that says in which life of its counts it counted.
+    So it is where an engine restarted, and its counts passed the last ones before its next report. A reporter that
+    names the life of its counts needs no such guess.
     """
     if more.life is not None:
         return False
@@ -139,7 +142,7 @@ def _positions(more: AcceptanceRecord) -> tuple[int, ...]:
 
 
 def _shorten(blocks: list[Block]) -> None:
-    """Join the oldest neighbours that may be, of all but the newest blocks."""
+    """Join the oldest two neighbours that may be joined; the newest blocks stay apart."""
     for at in range(len(blocks) - _NEWEST_APART - 1):
         if blocks[at].joins(blocks[at + 1]) and blocks[at].rounds + blocks[at + 1].rounds <= _JOINED_ROUNDS:
             blocks[at : at + 2] = [blocks[at] + blocks[at + 1]]

@@ -1,4 +1,4 @@
-"""What replay says of every drafter version, by policy version: the replay side."""
+"""The replay side: replay α of every drafter version, by policy version."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from service.monitor.alpha import attempts
 from service.monitor.live.blocks import Block
 from service.monitor.records import DrafterSums, Return, ScoreRecord
 
-#: Score records that are read: the replay side.
+#: So many of the newest score records are read.
 REPLAYED_BATCHES: Final = 256
-#: Fewest prompts from which it is measured how unlike they are.
+#: Fewest degrees of freedom (clusters less steps) from which a spread is measured.
 _CLUSTERS: Final = 8
-#: Variance of clustered rounds over that of rollouts taken for independent, where no sums by prompt are known.
+#: Rollouts of one prompt are alike. Where no sums by prompt are known, the variance between rollouts counts so often.
 _DESIGN_EFFECT: Final = 4.0
-#: A step's squares are usual up to so many times those of the lowest quarter of the steps. What exceeds that is taken
-#: for one prompt's. By chance alone, one of 64 steps of 16 prompts has 2.5 times as much.
+#: A step's sum of squares is usual up to so many times the first quartile of all steps. What exceeds that is taken for
+#: one prompt's. By chance alone, one of 64 steps of 16 prompts has 2.5 times the quartile.
 _USUAL: Final = 3.0
-#: Share of a block's rounds that must be of replayed prompts for these to stand for it; of all tokens, to count as all.
+#: A block is compared on its replayed prompts if they have this share of its rounds. Prompts that make this share of
+#: all tokens count as all.
 _COVERED: Final = 0.95
-#: An engine is left out whose differences have more than so many times the median engine's variance, where those of so
-#: many engines are known.
+#: Where the spreads of `_ENGINES_TOLD` engines are known, an engine counts only up to so many times their median.
 _SCATTERS: Final = 6.0
 _ENGINES_TOLD: Final = 3
-#: No prompts are taken to be easier than so many times the average.
+#: The easiest prompts have at most so many times the α of all.
 _MOST: Final = 64.0
-#: Variance of log α from one round's coin flips, at most, for depths up to 4, where no positions are known.
+#: Variance of log α from one round's coin flips where no positions are known: the highest at depths up to 4.
 COIN_FLIPS: Final = 0.45
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class VersionReplay:
     """Replay of one drafter version on the rollouts of one policy version. `sums`: by prompt, or by rollout."""
 
     sums: DrafterSums
@@ -63,25 +63,21 @@ class Cell:
         kept = math.fsum(self.accepted[:whole]) + (depth - whole) * self.accepted[whole]
         return 1.0 + kept / self.rounds
 
-    def of_the_hardest(self, share: float) -> float:
-        """How α of the hardest prompts compares with α of all: their ratio. `share`: of the tokens, that they make.
-
-        It is 1 where they make nearly all tokens.
-        """
+    def hardest_ratio(self, share: float) -> float:
+        """α of the hardest prompts, which make this `share` of the tokens, over α of all; 1 if that is nearly all."""
         return 1.0 if share >= _COVERED else self._hardest(share)
 
-    def of_the_easiest(self, share: float) -> float:
-        """The same of the easiest prompts: those that the hardest ones, with the other tokens, leave."""
+    def easiest_ratio(self, share: float) -> float:
+        """The same of the easiest prompts: those that remain without the hardest ones, which make the other tokens."""
         if share >= _COVERED:
             return 1.0
         rounds = 1.0 - (1.0 - share) / self._hardest(1.0 - share)
         return share / rounds if rounds > share / _MOST else _MOST
 
     def _hardest(self, share: float) -> float:
-        """Of the hardest prompts, for a share between 0 and 1.
+        """`hardest_ratio` for a share between 0 and 1.
 
-        Where prompts are not told apart: the least that such a share of their number can have, from what they scatter
-        by in sum (by Cauchy and Schwarz).
+        Where prompts are not told apart, it is a lower bound from the second moments (Cauchy and Schwarz).
         """
         known = [one for one in self.by_prompt.values() if min(one) > 0]
         tokens, rounds = math.fsum(own for own, _ in known), 0.0
@@ -99,7 +95,8 @@ class Cell:
     def on_prompts_of(self, block: Block) -> list[tuple[float, float, int, float]]:
         """For each prompt of the block that was replayed: tokens, tokens that replay expects, rounds, rounds replayed.
 
-        Empty where these prompts have few of the block's rounds: they may be of another kind, such as first turns.
+        Empty where these prompts have less than `_COVERED` of the block's rounds: they may be of another kind, such as
+        first turns.
         """
         pairs = list[tuple[float, float, int, float]]()
         for prompt, (tokens, rounds) in block.by_prompt.items():
@@ -119,43 +116,43 @@ class Cell:
 
 
 class Replays:
-    """Replay of every drafter version that was scored of late, by policy version.
+    """Replay of every drafter version in the given scores, by policy version.
 
-    Of a policy version to which a trainer went back, the batches of its last attempt alone say what engines should
-    accept now. `returns`: see `service.monitor.alpha.attempts`.
-    `spread`: variance of log α that one round's worth of text brings; None where there are too few rollouts to say.
-    `outlier`: the most tokens by which a single prompt was off what its rounds should have emitted; `spread` is an
-    average and hides such a prompt. 0 where no step's prompts are farther off than prompts usually are.
-    `paired`: the same two of engines beside replay on the same prompts, the variance by tokens; None where too few are
-    known. `answered`: tokens that rounds emitted for all answers of a policy version, as the batches have them, or the
-    engines where these are more.
+    Where a trainer went back to a policy version, only the batches of its last attempt with it count: they say what
+    engines should accept now. `returns`: see `service.monitor.alpha.attempts`.
+    `spread`: variance of log α between prompts, for one round's worth of text; None: too few rollouts.
+    `outlier`: the most tokens by which a single prompt was off what its rounds should have emitted. `spread` is an
+    average, which hides such a prompt. 0 where no step's prompts scatter more than is usual.
+    `paired`: (spread, outlier) of engines' tokens beside replay's on the same prompts; None: too few are known.
+    `answered`: tokens that rounds emitted for all answers of a policy version: as the batches say or, where that is
+    more, as the engines counted.
     """
 
     def __init__(self, scores: Iterable[ScoreRecord], returns: Sequence[Return] = ()) -> None:
         alike = _drafted_alike(sorted(scores, key=lambda one: one.arrival))
         prompts, rollouts = list[DrafterSums](), list[DrafterSums]()
         self.answered: dict[int | None, float] = {}
-        self._cells: dict[tuple[str, int | None], Cell] = {}
+        self._replays: dict[tuple[str, int | None], VersionReplay] = {}
         placeless = [score for score in alike if score.policy_version is None]
         for together in (placeless, *(attempt.scores for attempt in attempts(alike, returns=returns))):
-            found: defaultdict[tuple[str, int | None], list[Cell]] = defaultdict(list)
+            found: defaultdict[tuple[str, int | None], list[VersionReplay]] = defaultdict(list)
             own: defaultdict[tuple[str, int | None], DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
             answered: defaultdict[int | None, float] = defaultdict(float)
             for score in together:
-                for version, cell in _replayed(score):
-                    found[version, score.policy_version].append(cell)
-                # The first token of an answer is no round's.
+                for version, replay in _replayed(score):
+                    found[version, score.policy_version].append(replay)
+                # No round emits the first token of an answer: the prefill does.
                 answered[score.policy_version] += max(0, (score.tokens or 0) - (score.rollouts or 0))
                 for one in score.replayed or ():
                     if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
                         own[one.version, score.policy_version] += one.sums
                 rollouts += [sums for sums in [score.sums("served")] if sums is not None]
-            self._cells |= {key: _pooled(cells) for key, cells in found.items()}
+            self._replays |= {key: _pooled(replays) for key, replays in found.items()}
             self.answered |= answered
             prompts += own.values()
-        self._of: defaultdict[int | None, dict[str, Cell]] = defaultdict(dict)
-        for (version, policy), cell in self._cells.items():
-            self._of[policy][version] = cell
+        self._of: defaultdict[int | None, dict[str, VersionReplay]] = defaultdict(dict)
+        for (version, policy), replay in self._replays.items():
+            self._of[policy][version] = replay
         spread = _spread(prompts, 1.0)
         self.spread = _spread(rollouts, _DESIGN_EFFECT) if spread is None else spread
         self.outlier = _outlier(prompts)
@@ -164,10 +161,11 @@ class Replays:
         #: Tokens that rounds emit in one response, on average; None where nobody knows.
         self.response_tokens = math.fsum(sums.tokens for sums in rollouts) / responses if responses > 0 else None
 
-    def beside(self, engines: Iterable[Sequence[Block]]) -> Replays:
-        """The same, with `paired` as these engines' counts show it.
+    def with_counts_of(self, engines: Iterable[Sequence[Block]]) -> Replays:
+        """A copy with `paired` and `answered` from these engines' counts.
 
-        Around each engine's own level in each policy version: one that is wrong alike on all prompts adds nothing.
+        `paired` is the scatter around each engine's own level in each drafter and policy version: an engine that is off
+        by one factor on all prompts adds nothing.
         """
         by_engine = list[list[DrafterSums]]()
         emitted = defaultdict[int | None, float](float)
@@ -179,8 +177,8 @@ class Replays:
                 of[key] = of[key] + block if key in of else block
                 emitted[block.policy_version] += block.tokens
             for block in of.values():
-                cell = self.get(block)
-                if cell is not None and (pairs := cell.on_prompts_of(block)):
+                replay = self.get(block)
+                if replay is not None and (pairs := replay.on_prompts_of(block)):
                     steps.append(DrafterSums.of([pair[0] for pair in pairs], [pair[1] for pair in pairs]))
             by_engine.append(steps)
         alike = _alike(by_engine)
@@ -191,55 +189,58 @@ class Replays:
             found.answered[policy] = max(tokens, self.answered.get(policy, 0.0))
         return found
 
-    def get(self, block: Block) -> Cell | None:
+    def get(self, block: Block) -> VersionReplay | None:
         """Replay of the block's drafter version on rollouts of its policy version."""
-        return self._cells.get((block.drafter_version, block.policy_version))
+        return self._replays.get((block.drafter_version, block.policy_version))
 
-    def others(self, block: Block) -> Mapping[str, Cell]:
+    def others(self, block: Block) -> Mapping[str, VersionReplay]:
         """Replay of the other versions that were scored on rollouts of the block's policy version."""
         return {v: c for v, c in self._of.get(block.policy_version, {}).items() if v != block.drafter_version}
 
     def survival(self, drafter_version: str) -> list[float]:
         """Shares of a version's rounds that keep the first draft, the first two, ...; empty where not known."""
-        cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]
-        pooled = _pooled(cells) if cells else None
+        pooled = self._over_policies(drafter_version)
         return [] if pooled is None else [min(max(kept / pooled.rounds, 0.0), 1.0) for kept in pooled.accepted]
 
     def alpha(self, drafter_version: str) -> float | None:
         """Replay α of a version over all policy versions."""
-        cells = [cell for (version, _), cell in self._cells.items() if version == drafter_version]
-        return sum(c.tokens for c in cells) / sum(c.rounds for c in cells) if cells else None
+        pooled = self._over_policies(drafter_version)
+        return None if pooled is None else pooled.alpha()
+
+    def _over_policies(self, drafter_version: str) -> VersionReplay | None:
+        found = [replay for (version, _), replay in self._replays.items() if version == drafter_version]
+        return _pooled(found) if found else None
 
 
 def _drafted_alike(scores: Sequence[ScoreRecord]) -> list[ScoreRecord]:
-    """Those that were replayed as engines draft now: the newest one tells."""
+    """The records that were replayed with the depth and the drafting of the newest one, as engines draft now."""
     return [one for one in scores if (one.depth, one.drafting) == (scores[-1].depth, scores[-1].drafting)]
 
 
-def _replayed(score: ScoreRecord) -> Iterable[tuple[str, Cell]]:
+def _replayed(score: ScoreRecord) -> Iterable[tuple[str, VersionReplay]]:
     if score.replayed is not None:
         for one in score.replayed:
             if one.sums.rounds > 0 and one.sums.tokens > 0:
-                yield one.version, Cell(one.sums, one.accepted, one.reached, one.by_prompt)
+                yield one.version, VersionReplay(one.sums, one.accepted, one.reached, one.by_prompt)
     elif score.drafter_version is not None and (sums := score.sums("served")) is not None and sums.tokens > 0:
-        yield score.drafter_version, Cell(sums, (), ())
+        yield score.drafter_version, VersionReplay(sums, (), ())
 
 
-def _pooled(cells: Sequence[Cell]) -> Cell:
-    """Sum of cells; positions only where all have as many."""
-    alike = len({(len(c.accepted), len(c.reached)) for c in cells}) == 1
-    accepted = tuple(map(math.fsum, zip(*(c.accepted for c in cells), strict=True))) if alike else ()
-    reached = tuple(map(math.fsum, zip(*(c.reached for c in cells), strict=True))) if alike else ()
+def _pooled(replays: Sequence[VersionReplay]) -> VersionReplay:
+    """Sum of replays; counts by position only where all have equally many positions."""
+    alike = len({(len(c.accepted), len(c.reached)) for c in replays}) == 1
+    accepted = tuple(map(math.fsum, zip(*(c.accepted for c in replays), strict=True))) if alike else ()
+    reached = tuple(map(math.fsum, zip(*(c.reached for c in replays), strict=True))) if alike else ()
     by_prompt: dict[str, list[float]] = {}
-    for cell in cells:
-        for prompt, (tokens, rounds) in cell.by_prompt.items():
+    for replay in replays:
+        for prompt, (tokens, rounds) in replay.by_prompt.items():
             so_far = by_prompt.get(prompt, (0.0, 0.0))
             by_prompt[prompt] = [so_far[0] + tokens, so_far[1] + rounds]
-    return Cell(sum((c.sums for c in cells), DrafterSums(0.0, 0.0)), accepted, reached, by_prompt)
+    return VersionReplay(sum((c.sums for c in replays), DrafterSums(0.0, 0.0)), accepted, reached, by_prompt)
 
 
 def _alike(by_engine: Sequence[Sequence[DrafterSums]]) -> list[DrafterSums]:
-    """The differences of all engines, less those of engines that scatter far more: one must not hide the others."""
+    """The sums of all engines without those that scatter far more: such a one would widen the error of the others."""
     own = [(_spread(steps, 1.0), steps) for steps in by_engine]
     known = sorted(spread for spread, _ in own if spread is not None)
     most = _SCATTERS * known[(len(known) - 1) // 2] if len(known) >= _ENGINES_TOLD else math.inf
@@ -250,8 +251,7 @@ def _alike(by_engine: Sequence[Sequence[DrafterSums]]) -> list[DrafterSums]:
 def _spread(clustered: Sequence[DrafterSums], effect: float) -> float | None:
     """Variance of log α times rounds, from sums by prompt, or by rollout with their design `effect`.
 
-    With n clusters the estimate is off by sqrt(2/n) itself: it is taken two of these higher. None below `_CLUSTERS` of
-    them.
+    From n clusters the estimate has a relative error of sqrt(2/n): two of these are added. None below `_CLUSTERS`.
     """
     known = [sums for sums in clustered if sums.rollouts >= 2 and sums.tokens > 0]
     clusters = math.fsum(s.rollouts for s in known) - len(known)
@@ -263,14 +263,14 @@ def _spread(clustered: Sequence[DrafterSums], effect: float) -> float | None:
 
 
 def _residual(sums: DrafterSums) -> float:
-    """Sum of squares of the tokens by which each prompt is off what its rounds should have emitted."""
+    """Sum over prompts of the squared tokens by which each is off what its rounds should have emitted."""
     return sums.tokens_squared - 2 * sums.alpha * sums.tokens_rounds + sums.alpha**2 * sums.rounds_squared
 
 
 def _outlier(steps: Sequence[DrafterSums]) -> float:
     """The most tokens by which one prompt can be off, from sums by prompt of each step.
 
-    A step tells the sum of its prompts' squares only. What is beyond the usual in it is taken for one prompt's.
+    Of a step only the sum of its prompts' squares is known. What exceeds the usual sum is taken for one prompt's.
     """
     known = [s for s in steps if s.rollouts >= 2 and s.tokens > 0]
     if not known:

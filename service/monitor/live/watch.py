@@ -1,7 +1,8 @@
 """Live α of every engine beside replay α of the same drafter version, on rollouts of the same policy version.
 
-Both must agree: replay says what the drafter would accept with the trainer's features, an engine counts what it accepts
-with its own. Where they differ beyond chance, the difference names whose fault it is:
+Both must agree. Replay says what would be accepted of the drafter's tokens with the trainer's features; an engine
+counts what it accepts with its own features. Where they differ beyond chance, the shape of the difference names the
+fault:
 
     positions beyond K' all missing         depth             the engine drafts another number of tokens
     nothing accepted                        dead              a weight sync, sleep or refit lost the drafter
@@ -10,22 +11,22 @@ with its own. Where they differ beyond chance, the difference names whose fault 
     lower from the start, or from the
       second draft on                       engine features   aux layers or feedback are wrong in the engine
     lower in all engines, or falling while
-      replay heals, or live above replay    trainer features  what is replayed and trained on is wrong
-    lower, but not than the hardest prompts
-      would be, and not counted by prompt   lower             its prompts may be harder: nobody is blamed
+      replay rises, or live above replay    trainer features  what is replayed and trained on is wrong
+    lower, not lower than with the hardest
+      prompts, and not counted by prompt    lower             its prompts may be harder: no fault is named
 
-The rule is sequential. Of each engine the last stretches of rounds (`Block`) are kept; after every report all of its
-newest stretches are tested at once, so that a change shows however old the engine is. The statistic of a stretch is
+The rule is sequential. The last blocks of rounds (`Block`) of each engine are kept. Each report tests every stretch
+that ends with the newest block, so that a change shows however old the engine is. The statistic of a stretch is
 
     d = log(tokens emitted / sum of rounds_i · replay α_i),   i: drafter version and policy version
     var d = (s + r)/rounds + s · sum w_i²/replayed rounds_i + (o/3/expected tokens)²,  w_i: share of the expected tokens
 
-with s the variance of log α that one round's worth of text brings (prompts differ: measured between them), r that of
-the coin flips in one round, and o the tokens by which one prompt alone may be off. Where an engine counts by prompt,
-both sums are over the prompts that were replayed, and the variance is that of these differences (`Replays.beside`).
+with s the variance of log α between prompts, for one round's worth of text, r that of the coin flips in one round, and
+o the tokens by which one prompt alone may be off. Where an engine counts by prompt, both sums are over the prompts that
+were replayed, and the variance is that of these differences (`Replays.paired`).
 
-It is called low where (d + `dead_band`)/sd < -`certain`: a scan over change points with a fixed limit. Its error over a
-whole run is measured, not derived: benchmarks/live_replay.py.
+An engine is low where (d + `dead_band`)/sd < -`certain`: a scan over change points with a fixed limit. How often that
+is false over a whole run is measured, not derived: benchmarks/live_replay.py.
 
 Pure: no torch, no Redis, no clock.
 """
@@ -39,25 +40,25 @@ from typing import Final, Literal
 
 from service.monitor.live.blocks import Block
 from service.monitor.live.engine import (
-    OVER,
+    SIGMAS,
     Finding,
     LiveRule,
     Matched,
-    Scan,
     Stretch,
     at_common_depth,
     compared_depth,
-    explained,
-    find,
-    other_depth,
-    was_sound,
+    depth_differs,
+    explained_by_prompts,
+    find_difference,
+    stretch_over,
+    was_sound_before,
 )
 from service.monitor.live.replays import Replays
-from service.monitor.live.shape import as_another, fell_while_replay_healed, only_later, shape_of
+from service.monitor.live.shape import fell_while_replay_healed, only_later_drafts_differ, shape_of, version_that_fits
 
-#: Share of the judged engines that must differ for all to be taken to.
+#: From this share of the engines on, a difference counts as one of all engines.
 _ALL: Final = 0.8
-#: Pushes that did not revive a drafter before it is said that pushing does not help.
+#: After this number of pushes that revived no drafter, the headline says that pushing does not help.
 UNREVIVED_PUSHES: Final = 3
 _LONGEST_PAUSE_SECONDS: Final = 1800.0
 #: An engine that has reported nothing for this time is not judged.
@@ -80,7 +81,7 @@ class EngineVerdict:
 
     @property
     def sick(self) -> bool:
-        """Whether what it counts says nothing about the drafter."""
+        """Whether the engine itself is at fault: its counts say nothing about the drafter."""
         return self.name not in ("healthy", "unknown", "lower", "depth", "trainer features")
 
     @property
@@ -108,61 +109,58 @@ class Watch:
 
 def watch(engines: Mapping[str, Sequence[Block]], replays: Replays, rule: LiveRule) -> Watch:
     """Judge all engines: their blocks by reporter, oldest first."""
-    replays = replays.beside(engines.values())
-    findings = {reporter: find(blocks, replays, rule) for reporter, blocks in engines.items() if blocks}
+    replays = replays.with_counts_of(engines.values())
+    findings = {reporter: find_difference(blocks, replays, rule) for reporter, blocks in engines.items() if blocks}
     judged = {r: f for r, f in findings.items() if f.kind != "unknown"}
     above = [f.blocks for f in judged.values() if f.kind == "above"]
-    together = _together(engines, judged, replays, rule)
-    all_above = len(above) >= _ALL * len(judged) > 0 and not explained(
+    all_low = _are_all_low(engines, judged, replays, rule)
+    all_above = len(above) >= _ALL * len(judged) > 0 and not explained_by_prompts(
         chain.from_iterable(above), replays, rule, suffixes=False
     )
     verdicts = []
     for reporter, found in sorted(findings.items()):
         beside = [other for name, other in judged.items() if name != reporter]
         features = not _another_is_sound(found, beside, replays, rule)
-        name, text = _named(found, replays, rule, together=together, all_above=all_above, features=features)
+        name, text = _name_verdict(found, replays, rule, all_low=all_low, all_above=all_above, features=features)
         verdicts.append(
             EngineVerdict(reporter, name, text, engines[reporter][-1].drafter_version, found.stretch, found.since)
         )
-    return Watch(tuple(verdicts), _hold(verdicts, together=together, judged=len(judged)))
+    return Watch(tuple(verdicts), _hold(verdicts, all_low=all_low, judged=len(judged)))
 
 
 def _another_is_sound(found: Finding, others: Sequence[Finding], replays: Replays, rule: LiveRule) -> bool:
-    """Whether another engine drafts as replay says with the versions in which this one is low, beyond chance.
+    """Whether another engine accepts what replay says with the drafter versions with which this one is low.
 
-    Then the trainer's features are right: wrong ones lower every engine that serves what was trained on them. With the
-    versions that both have, this one must be low, and the other above half of its fall. One that drafts fewer tokens
-    is not asked: the first drafts may be right where the later ones are not.
+    Then the trainer's features are right: wrong ones lower every engine that serves what was trained on them. Only
+    versions that both have are compared: with them this engine must be low beyond chance, and the other one above half
+    of its fall. Blocks of a lower depth do not count: first drafts may be right where later ones are not.
     """
-    depth = max((compared_depth(known, rule) for known in found.blocks), default=0.0)
+    depth = max((compared_depth(matched, rule) for matched in found.blocks), default=0.0)
     for other in others if found.kind == "low" else ():
         asked = other.blocks if other.kind in ("healthy", "depth") else ()
-        asked = tuple(known for known in asked if compared_depth(known, rule) > depth - 0.25)
+        asked = tuple(matched for matched in asked if compared_depth(matched, rule) > depth - 0.25)
         low = _with_versions_of(found.blocks, asked, replays)
         sound = _with_versions_of(asked, found.blocks, replays)
-        if low is None or sound is None or (low.log_ratio + rule.dead_band) / low.error >= -OVER:
+        if low is None or sound is None or low.errors_above(-rule.dead_band) >= -SIGMAS:
             continue
-        if (sound.log_ratio - low.log_ratio / 2) / sound.error > OVER:
+        if sound.errors_above(low.log_ratio / 2) > SIGMAS:
             return True
     return False
 
 
 def _with_versions_of(blocks: Sequence[Matched], others: Sequence[Matched], replays: Replays) -> Stretch | None:
-    """Live against replay over those of the blocks whose drafter version some of the others have too."""
-    versions = {known.block.drafter_version for known in others}
-    scan, stretch = Scan(replays), None
-    for known in reversed(blocks):
-        if known.block.drafter_version in versions:
-            stretch = scan.add(known)
-    return stretch
+    """Live against replay over the blocks whose drafter version is among those of `others`."""
+    versions = {matched.block.drafter_version for matched in others}
+    return stretch_over((one for one in reversed(blocks) if one.block.drafter_version in versions), replays)
 
 
-def _together(
+def _are_all_low(
     engines: Mapping[str, Sequence[Block]], judged: Mapping[str, Finding], replays: Replays, rule: LiveRule
 ) -> bool:
-    """Whether all engines are low: nearly all are, each by itself, or the sum of the others is.
+    """Whether the fall is one of all engines, and their prompts do not explain it.
 
-    The sum takes what they counted since the first low one fell. A sum is known sooner than each of its parts.
+    So it is where `_ALL` of those with a living drafter are low, or where the others are low in sum since the first
+    one fell: a sum shows a fall sooner than each of its parts.
     """
     low = [r for r, found in judged.items() if found.kind == "low"]
     others = [r for r, found in judged.items() if found.kind not in ("low", "dead")]
@@ -172,46 +170,44 @@ def _together(
     began = min(judged[r].blocks[0].block.policy_version for r in low)
     since = {
         reporter: [
-            known
+            matched
             for block in engines[reporter]
-            if block.policy_version >= began and (known := at_common_depth(block, replays, rule)) is not None
+            if block.policy_version >= began and (matched := at_common_depth(block, replays, rule)) is not None
         ]
         for reporter in (*low, *others)
     }
     if len(others) > (1 - _ALL) * alive:
-        scan, found = Scan(replays), None
-        for known in (one for reporter in others for one in since[reporter]):
-            found = scan.add(known)
-        if found is None or (found.log_ratio + rule.dead_band) / found.error >= -OVER:
+        found = stretch_over((one for reporter in others for one in since[reporter]), replays)
+        if found is None or found.errors_above(-rule.dead_band) >= -SIGMAS:
             return False
-    return not explained(chain.from_iterable(since.values()), replays, rule, suffixes=False)
+    return not explained_by_prompts(chain.from_iterable(since.values()), replays, rule, suffixes=False)
 
 
-def _named(
-    found: Finding, replays: Replays, rule: LiveRule, *, together: bool, all_above: bool, features: bool
+def _name_verdict(
+    found: Finding, replays: Replays, rule: LiveRule, *, all_low: bool, all_above: bool, features: bool
 ) -> tuple[VerdictName, str]:
-    """`features`: whether the trainer's may be the reason, if it is low alone."""
+    """Name the verdict and its evidence. `features`: whether the trainer's may be why this engine alone is low."""
     if found.kind in ("healthy", "unknown", "depth", "dead"):
         return found.kind, found.text
     if found.kind == "above":
         if all_above:
             blame = "the trainer's features or log-probabilities that are replayed are wrong, or of other weights"
             return "trainer features", f"{found.text}: more than the drafter could accept; {blame}"
-        return "unknown", f"{found.text}: its traffic is easier than the trainer's, or than that of other engines"
+        return "unknown", f"{found.text}: its prompts are easier than the trainer's, or than those of other engines"
     spread = replays.spread or 0.0
-    by_prompts = found.explained and not together
+    by_prompts = found.explained and not all_low
     if features and not by_prompts and fell_while_replay_healed([*found.before, *found.blocks], spread):
         blame = "live fell from version to version while replay rose: it trains on features that engines do not have"
         return "trainer features", f"{found.text}: {blame}"
-    if only_later(shape_of(found.blocks, spread)):
+    if only_later_drafts_differ(shape_of(found.blocks, spread)):
         blame = "its first drafts are accepted as in replay and the later ones are not: what it feeds back is wrong"
         return "engine features", f"{found.text}: {blame}"
-    if together:
+    if all_low:
         blame = "so it is in all engines; the trainer's features are wrong, or the weights that the service serves"
         return "trainer features", f"{found.text}: {blame}"
     name, blame = _own_fault(found, replays, rule)
     if by_prompts:
-        depth = other_depth(found.blocks, rule, "harder prompts may be why it accepts less")
+        depth = depth_differs(found.blocks, rule, "harder prompts may be why it accepts less")
         if depth is not None:
             return "depth", f"{found.text}: {depth}"
         why = "harder prompts may be why, for it does not count them one by one"
@@ -220,11 +216,11 @@ def _named(
 
 
 def _own_fault(found: Finding, replays: Replays, rule: LiveRule) -> tuple[VerdictName, str]:
-    """What is wrong in an engine that is lower than replay, if its prompts are not the reason."""
-    other = as_another(found.blocks, replays, rule)
+    """What is wrong with an engine that is below replay, if its prompts are not the reason."""
+    other = version_that_fits(found.blocks, replays, rule)
     if other is not None:
         return "stale weights", f"it accepts what {other} would"
-    if was_sound(found, replays):
+    if was_sound_before(found, replays):
         versions = {k.block.drafter_version for k in found.before}
         new = found.blocks[0].block.drafter_version not in versions
         began = "with this version" if new else "in the middle of a version"
@@ -236,10 +232,10 @@ def _own_fault(found: Finding, replays: Replays, rule: LiveRule) -> tuple[Verdic
     )
 
 
-def _hold(verdicts: Sequence[EngineVerdict], *, together: bool, judged: int) -> str | None:
+def _hold(verdicts: Sequence[EngineVerdict], *, all_low: bool, judged: int) -> str | None:
     blamed = [v for v in verdicts if v.name == "trainer features"]
     if not blamed:
-        blamed = [v for v in verdicts if v.sick] if together else []
+        blamed = [v for v in verdicts if v.sick] if all_low else []
     if not blamed:
         return None
     worst = max(blamed, key=lambda v: v.rounds)
@@ -247,19 +243,20 @@ def _hold(verdicts: Sequence[EngineVerdict], *, together: bool, judged: int) -> 
 
 
 def push_is_due(rule: LiveRule, verdict: EngineVerdict, pushes: Sequence[float], now: float) -> bool:
-    """Whether to push again what `verdict` calls dead or stale: at once, then after 30 s, 1, 2, ... 30 min.
+    """Whether to push again to an engine that `verdict` calls dead: at once, then after 30 s, 1 min, 2, ... 30 min.
 
-    `pushes`: times of the last ones, oldest first. Only those count that did not help: since the engine went wrong.
+    `pushes`: times of the last ones, oldest first. The pause doubles with each push since the drafter died; one before
+    that only keeps the next one at least `push_again_seconds` away.
     """
     failed = failed_pushes(verdict, pushes)
     if not failed:
         last = max((when for when in pushes if when <= now), default=None)
         return last is None or now - last >= rule.push_again_seconds
     pause = min(rule.push_again_seconds * 2.0 ** (len(failed) - 1), _LONGEST_PAUSE_SECONDS)
-    # A clock that was set back: the last push is ahead of now, and a dead engine need not wait for it.
+    # After a clock was set back, the last push lies in the future. A dead engine does not wait for it.
     return not 0 <= now - failed[-1] < pause
 
 
 def failed_pushes(verdict: EngineVerdict, pushes: Sequence[float]) -> list[float]:
-    """The pushes since which the engine has gone on accepting nothing."""
+    """The pushes that did not help: those after the drafter died."""
     return [when for when in pushes if verdict.since is not None and when > verdict.since]

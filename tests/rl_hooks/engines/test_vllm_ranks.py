@@ -21,7 +21,7 @@ from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.tap import FeatureTap, Step, labelled_rows
 from rl_hooks.engines.vllm.ranks import LayerRanks, Shard, joined_scores
-from rl_hooks.engines.vllm.tap import VllmTap, _Shares
+from rl_hooks.engines.vllm.tap import VllmTap, _SplitScores
 from rl_hooks.sending.features import score_rows
 from rl_hooks.wire import LogitMap
 
@@ -108,7 +108,7 @@ def test_where_drafts_are_sampled_no_rank_scores_a_request_with_top_p(sampled: b
     tapped = VllmTap.__new__(VllmTap)
     tapped.tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=10**6)
     joiner: Any = SimpleNamespace(gone=False)
-    tapped._shares = _Shares(joiner, 1.0, lambda: 0, whole_only=sampled)
+    tapped._shares = _SplitScores(joiner, 1.0, lambda: 0, whole_only=sampled)
     new = [scheduled(req_id="plain"), scheduled(req_id="cut", top_p=0.9)]
     output = SimpleNamespace(
         finished_req_ids=set(), scheduled_new_reqs=new, num_scheduled_tokens={"plain": 2, "cut": 2}

@@ -252,7 +252,7 @@ def test_the_command_prints_it(guarded: RunningService, tokens: TokenFile) -> No
     assert f"  boss  {OWN}  register  201  client='127.0.0.1'" in first
     assert f"  boss  {OWN}  drift reset  202" in second
     none = CliRunner().invoke(command_line, ["audit", "--state-dir", state, "--run", "chess"])
-    assert (none.stdout, none.stderr) == ("", "nothing is written down of a run 'chess'\n")
+    assert (none.stdout, none.stderr) == ("", "the audit log has no entry about a run 'chess'\n")
 
 
 def test_only_what_comes_all_the_time_is_left_out() -> None:

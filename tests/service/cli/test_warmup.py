@@ -288,7 +288,7 @@ def test_a_worker_that_does_not_get_on_ends_the_warm_up_with_the_reason(monkeypa
     silent = {"text": "Worker silent for 20 min.", "state": "worker_silent", "level": "bad", "also": []}
     watch = watch_of(monkeypatch, ["queued"], silent, said)
     assert not any(watch.add(Sent(f"r{number}", 10, 100)) for number in range(2))
-    with pytest.raises(ConfigurationError, match=r"does not get on: Worker silent for 20 min\."):
+    with pytest.raises(ConfigurationError, match=r"makes no progress: Worker silent for 20 min\."):
         watch.add(Sent("r2", 10, 100))
     assert said == ["     10 of 100 answers: Worker silent for 20 min."]
 

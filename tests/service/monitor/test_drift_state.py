@@ -84,7 +84,7 @@ def test_a_monitor_restored_from_its_state_goes_on_bit_for_bit() -> None:
     "text", ["", "[]", "{}", "null", '{"format": "draftalign.drift.v0", "spreads": [], "pending": []}', '{"format": 3}']
 )
 def test_a_stored_state_of_another_kind_is_refused_with_advice(text: str) -> None:
-    with pytest.raises(DriftError, match="starts afresh"):
+    with pytest.raises(DriftError, match="start from scratch"):
         DriftState.from_json(text)
 
 
@@ -97,7 +97,7 @@ def test_a_state_comes_back_as_it_was_and_one_that_json_cannot_hold_is_not_writt
     again = DriftState.from_json(monitor.state.to_json())
     assert again == monitor.state
     assert again.to_json() == monitor.state.to_json()
-    with pytest.raises(DriftError, match=r"drift\.v3, got 'draftalign\.drift\.v9'.*starts afresh"):
+    with pytest.raises(DriftError, match=r"drift\.v3, got 'draftalign\.drift\.v9'.*start from scratch"):
         DriftState.from_json(monitor.state.to_json().replace("drift.v3", "drift.v9"))
     monitor.state.recent = math.inf
     with pytest.raises(ValueError, match="JSON"):

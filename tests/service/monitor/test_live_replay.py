@@ -402,7 +402,7 @@ def test_an_engine_whose_counts_by_prompt_are_wild_hides_no_other() -> None:
         )
         for block in an_engine(1.0)
     )
-    assert Replays(known_prompts(8)).beside([wild]).paired is not None, "else this shows nothing"
+    assert Replays(known_prompts(8)).with_counts_of([wild]).paired is not None, "else this shows nothing"
     for more in ({}, {"wild": wild}):
         found = {one.reporter: one.sick for one in judged(engines | more, known_prompts(8)).engines}
         assert [found[name] for name in ("a", "b", "c", "slow")] == [False, False, False, True]
@@ -447,7 +447,8 @@ def test_a_policy_version_is_compared_whole_however_many_reports_and_files_it_ca
         for one in known_prompts(8)
         for r in one.replayed or ()
     ]
-    found = [Replays(known).beside([engine]).paired for known in (parts, whole) for engine in (an_engine(0.9), halves)]
+    engines = an_engine(0.9), halves
+    found = [Replays(known).with_counts_of([one]).paired for known in (parts, whole) for one in engines]
     assert found[0] is not None
     assert found == [pytest.approx(found[0])] * 4
 

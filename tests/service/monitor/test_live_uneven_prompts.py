@@ -25,7 +25,7 @@ from benchmarks.live_replay import (
 )
 from service.monitor.live.blocks import Block
 from service.monitor.live.engine import LiveRule
-from service.monitor.live.replays import Cell, Replays
+from service.monitor.live.replays import Replays, VersionReplay
 from service.monitor.live.watch import watch
 from service.monitor.records import DrafterSums, Replayed, ScoreRecord
 
@@ -81,10 +81,10 @@ def test_features_that_no_engine_has_hold_publishing_where_the_policy_moves_fast
 PROMPTS = st.lists(st.tuples(st.integers(20, 60), st.floats(1.0, 5.0)), min_size=2, max_size=12)
 
 
-def cell(prompts: Any, *, told_apart: bool) -> Cell:
+def cell(prompts: Any, *, told_apart: bool) -> VersionReplay:
     """Replay of prompts, of each its tokens and α."""
     each = {f"{n:08x}": (float(tokens), tokens / alpha) for n, (tokens, alpha) in enumerate(prompts)}
-    return Cell(DrafterSums.of(*zip(*each.values(), strict=True)), (), (), each if told_apart else {})
+    return VersionReplay(DrafterSums.of(*zip(*each.values(), strict=True)), (), (), each if told_apart else {})
 
 
 @settings(max_examples=100, deadline=None)
@@ -96,8 +96,8 @@ def test_no_part_of_the_prompts_is_harder_than_the_hardest_or_easier_than_the_ea
     ratio = tokens / sum(own / alpha for own, alpha in part) / (found.tokens / found.rounds)
     share = tokens / found.tokens
     assume(share < 0.95)  # else it is taken for all
-    assert found.of_the_hardest(share) <= ratio * 1.000001
-    assert found.of_the_easiest(share) >= ratio * 0.999999
+    assert found.hardest_ratio(share) <= ratio * 1.000001
+    assert found.easiest_ratio(share) >= ratio * 0.999999
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,14 +106,14 @@ def test_prompts_that_are_not_told_apart_are_taken_to_be_harder_yet(alphas: list
     """Of as many tokens each."""
     prompts, share = [(40, alpha) for alpha in alphas], min(count, len(alphas) - 1) / len(alphas)
     apart, sums = (cell(prompts, told_apart=told_apart) for told_apart in (True, False))
-    assert sums.of_the_hardest(share) <= apart.of_the_hardest(share) * 1.000001
-    assert sums.of_the_easiest(share) >= apart.of_the_easiest(share) * 0.999999
+    assert sums.hardest_ratio(share) <= apart.hardest_ratio(share) * 1.000001
+    assert sums.easiest_ratio(share) >= apart.easiest_ratio(share) * 0.999999
 
 
 def test_an_engine_that_answers_everything_has_no_harder_prompts() -> None:
     found = cell([(40, 1.5), (40, 4.0)], told_apart=True)
-    assert (found.of_the_hardest(0.95), found.of_the_easiest(0.95)) == (1.0, 1.0)
-    assert math.isclose(found.of_the_hardest(0.5), 1.5 * found.rounds / found.tokens)
+    assert (found.hardest_ratio(0.95), found.easiest_ratio(0.95)) == (1.0, 1.0)
+    assert math.isclose(found.hardest_ratio(0.5), 1.5 * found.rounds / found.tokens)
 
 
 @pytest.mark.parametrize(("others", "name"), [(0, "engine features"), (3, "lower")])
