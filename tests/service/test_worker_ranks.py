@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from agent_fixtures import eventually
+from ports import free_port
 from rank_fixtures import fork_ranks, run_two_ranks
 from record_fixtures import told
 from rollout_files import as_fp8, prompts_once_of
@@ -50,7 +52,7 @@ from drafter.training.optimizer import Optimizer
 from drafter.training.ranks import JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
-from service.ranks import FollowedRun, Follower
+from service.ranks import FollowedRun, Follower, run_on_ranks
 from service.settings import Settings
 from service.storage.queue.deliveries import MAX_DELIVERIES, RolloutQueue
 from service.storage.queue.incoming import new_name
@@ -761,6 +763,40 @@ def test_a_rank_that_hears_nothing_more_from_rank_0_ends(tmp_path: Path, redis_u
         with shorter_patience(3.0):
             run_two_ranks(work)
     assert ended.exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "told", "code"),
+    [(1, (0,), 1), (1, (1, 0), 0), (0, (0,), 0)],
+    ids=["rank 0's host alone", "both hosts", "one host, rank 0 alone"],
+)
+def test_ranks_of_another_host_fail_where_rank_0s_host_alone_is_told_to_end(
+    tmp_path: Path, redis_url: str, host: int, told: tuple[int, ...], code: int
+) -> None:
+    """Their `torchrun` then goes on with those that are left: ends with 0 it would take for the end of the job."""
+    port = str(free_port())
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.post("a", rollouts=6)
+
+        def one(rank: int) -> None:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
+            os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(host * rank)}
+            run_on_ranks(bench.settings)
+
+        ranks = [multiprocessing.get_context("fork").Process(target=one, args=(rank,)) for rank in range(2)]
+        try:
+            for process in ranks:
+                process.start()
+            eventually(lambda: states(bench) == ["trained"], seconds=60)
+            for rank in told:
+                ranks[rank].terminate()
+            for process in ranks:
+                process.join(60)
+            assert [process.exitcode for process in ranks] == [0, code]
+        finally:
+            for process in ranks:
+                process.kill()
 
 
 @contextlib.contextmanager
