@@ -45,6 +45,7 @@ import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
 from drafter.errors import BatchRejected, TargetHeadError
+from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy, TargetHead
 from drafter.replay.gate import Trial
 from drafter.replay.replay import replay
@@ -58,7 +59,7 @@ from service.storage.queue.deliveries import MAX_DELIVERIES, RolloutQueue
 from service.storage.queue.incoming import new_name
 from service.storage.registry import Registry
 from service.storage.runs import change_state
-from service.worker.checkpoint import WorkerCheckpoint, copy_to_ranks, taken_over
+from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint, copy_to_ranks, taken_over
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
 from service.worker.scoring import ScoreOrder, score_shared
@@ -694,6 +695,56 @@ def test_a_run_that_rank_0_lets_go_is_let_go_by_the_others_and_orders_come_while
 
         with shorter_patience(8.0):
             assert run_ranks(bench, lead, arm) == 0
+
+
+def test_a_copy_that_another_worker_clears_is_a_lost_lease_and_no_fault_of_the_run(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """While rank 1 reads the copy another worker takes the run, and dies: rank 0 was paused, say. No minute is lost."""
+
+    def arm(rank: int) -> None:
+        vars(service.worker.process.heartbeat)["_BEAT_SECONDS"] = 0.1
+        real = vars(service.worker.checkpoint)["read_kind"]
+
+        def reading(directory: Path) -> DraftModel:
+            if rank and not (tmp_path / "taken").exists():
+                bench.redis.set(service.storage.queue.lease.Leases.key("default"), "elsewhere/1/a", px=1000)
+                WorkerCheckpoint(bench.layout, "default")._clear_leftovers()  # as its `save` begins
+                (tmp_path / "taken").touch()
+            found: DraftModel = real(directory)
+            return found
+
+        vars(service.worker.checkpoint)["read_kind"] = reading
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.post("a", rollouts=6)
+
+        def lead() -> None:
+            worker = Worker(bench.settings, bench.redis)
+            found: list[Exception] = []
+            real = worker._handle_error
+
+            def handled(run: str, error: Exception) -> None:
+                found.append(error)
+                real(run, error)
+
+            worker._handle_error = handled  # type: ignore[method-assign]
+
+            def stop() -> None:
+                try:
+                    eventually(lambda: states(bench) == ["trained"], seconds=120)
+                finally:
+                    worker.stop()
+
+            person = threading.Thread(target=stop)
+            person.start()
+            worker.serve()
+            person.join()
+            assert [type(error) for error in found] == [CheckpointSuperseded]
+            assert states(bench) == ["trained"]
+
+        assert run_ranks(bench, lead, arm) == 0
 
 
 def test_a_run_that_kills_another_rank_is_set_aside_and_the_others_train(tmp_path: Path, redis_url: str) -> None:
