@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -146,7 +147,11 @@ class Follower:
 
 
 def run_on_ranks(settings: Settings) -> None:
-    """Run the worker until SIGTERM or SIGINT: alone, or as one of the processes that `torchrun` has started."""
+    """Run the worker until SIGTERM or SIGINT: alone, or as one of the processes that `torchrun` has started.
+
+    Where only rank 0's host gets the signal (a drained pod), the ranks of the others end with 1: `torchrun` begins a
+    round of those that are left. Ends with 0 it would take for the end of the job.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         check_hosts(settings)
         settings = settings.model_copy(update={"device": own_device(settings.device)})
@@ -156,9 +161,14 @@ def run_on_ranks(settings: Settings) -> None:
             run_worker(settings)
             ranks.shared(dict, idle=True)  # nothing more to do
             return
-        for number in (signal.SIGTERM, signal.SIGINT):  # which come to all ranks; rank 0 ends what is in hand
-            signal.signal(number, signal.SIG_IGN)
+        signals: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 ends what is in hand, and then says so
+            signal.signal(number, lambda number, _: signals.append(number))
         Follower(settings, ranks, device).serve()
+    if not signals and os.environ.get("GROUP_RANK", "0") != "0":
+        sys.exit(
+            "draftalign: rank 0 was told to end, and this host was not: torchrun begins again without rank 0's host"
+        )
 
 
 def check_hosts(settings: Settings) -> None:

@@ -76,6 +76,7 @@ class Servers(ABC):
     """Some servers, all killed at the end."""
 
     url: str
+    nodes: list[Server]  # those with data
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -100,6 +101,13 @@ class Servers(ABC):
     def primary_of(self, _key: str) -> Server:
         """The primary that a write of this key goes to."""
 
+    def set(self, **options: str) -> None:
+        """Set options of all servers with data, for their next starts too."""
+        for node in self.nodes:
+            for name, value in options.items():
+                node.client.config_set(name.replace("_", "-"), value)
+            node.client.config_rewrite()
+
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
@@ -115,11 +123,11 @@ class Sentinels(Servers):
 
     def _begin(self) -> None:
         place = self.place
-        self._pair = [self._start(place / "primary")]
-        self._pair.append(self._start(place / "replica", f"replicaof 127.0.0.1 {self._pair[0].port}"))
-        until(self._pair[0].has_replica, "the replica follows")
+        self.nodes = [self._start(place / "primary")]
+        self.nodes.append(self._start(place / "replica", f"replicaof 127.0.0.1 {self.nodes[0].port}"))
+        until(self.nodes[0].has_replica, "the replica follows")
         watch = (
-            f"sentinel monitor mine 127.0.0.1 {self._pair[0].port} 2",
+            f"sentinel monitor mine 127.0.0.1 {self.nodes[0].port} 2",
             "sentinel down-after-milliseconds mine 1000",
             "sentinel failover-timeout mine 4000",
         )
@@ -131,11 +139,15 @@ class Sentinels(Servers):
         """Wait until a primary could be lost: all Sentinels know each other, the primary and its replica."""
         for watcher in self._watchers:
             until(functools.partial(_has_found, watcher), "the Sentinels found all")
-        until(lambda: any(server.has_replica() for server in self._pair), "the replica has caught up")
+        until(lambda: any(server.has_replica() for server in self.nodes), "the replica has caught up")
+
+    def leader(self) -> int:
+        """The port of whom the Sentinels send clients to."""
+        return int(self._watchers[0].client.sentinel_master("mine")["port"])
 
     def primary_of(self, _key: str) -> Server:
         """The primary that writes go to."""
-        return next(server for server in self._pair if server.has_replica())
+        return next(server for server in self.nodes if server.has_replica())
 
 
 class Cluster(Servers):

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -499,10 +499,10 @@ def test_ranks_find_each_other() -> None:
 class _Node:
     """A pod of the worker: its torchrun, with the arguments of the manifest, on this machine."""
 
-    def __init__(self, port: int, variables: dict[str, str], *, first: bool) -> None:
-        """`first`: it has the store. A pod knows that by its address; here all have one address, so it is told."""
+    def __init__(self, port: int, variables: dict[str, str], *, first: bool, address: str = "127.0.0.1") -> None:
+        """`first`: it has the store. A pod knows that by its address; here all are of one machine, so it is told."""
         (container,) = workloads("ranks")["draftalign-worker"]["template"]["spec"]["containers"]
-        here = {"nproc-per-node": "1", "rdzv-endpoint": f"127.0.0.1:{port}", "local-addr": "127.0.0.1"}
+        here = {"nproc-per-node": "1", "rdzv-endpoint": f"127.0.0.1:{port}", "local-addr": address}
         self._argv: list[str] = [*container["command"], *container["args"]]
         for number, argument in enumerate(self._argv):
             name = argument[2:].partition("=")[0]
@@ -524,8 +524,8 @@ class _Node:
         self._process = subprocess.Popen(self._argv, env=self._environment, cwd=ROOT)
 
     def tend(self) -> None:
-        """Start the container again when it has failed."""
-        if self._process.poll():
+        """Start the container again when it has ended."""
+        if self._process.poll() is not None:
             self.start()
 
     def kill(self) -> None:
@@ -538,9 +538,16 @@ class _Node:
 
     def ranks(self) -> int | None:
         """How many ranks there are, as its own was told; None where it has none."""
+        return self._told("WORLD_SIZE")
+
+    def rank(self) -> int | None:
+        """Which of them its own is."""
+        return self._told("RANK")
+
+    def _told(self, name: str) -> int | None:
         for child in self._children():
             with contextlib.suppress(OSError):
-                found = re.search(rb"(?<!_)WORLD_SIZE=(\d+)", Path(f"/proc/{child}/environ").read_bytes())
+                found = re.search(rf"(?<!_){name}=(\d+)".encode(), Path(f"/proc/{child}/environ").read_bytes())
                 return int(found[1]) if found else None
         return None
 
@@ -555,60 +562,93 @@ class _Node:
         self._process.wait(90)
 
 
+class _Pair:
+    """Two pods of the ranks, and the run that they train. The first has torchrun's store; the lower address, rank 0."""
+
+    def __init__(self, bench: Bench, *addresses: str) -> None:
+        self.bench = bench
+        bench.begin()
+        given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
+        variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()}
+        variables["DRAFTALIGN_REDIS_URL"] = bench.redis_url
+        port = free_port()
+        self.nodes = [_Node(port, variables, first=not n, address=address) for n, address in enumerate(addresses)]
+        self.there = list(self.nodes)
+        self._began = time.monotonic()
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 150) -> None:
+        """And say how long it took since the last call."""
+        self.bench.wait(condition, seconds)
+        print(f"{time.monotonic() - self._began:.0f} s: {what}")
+        self._began = time.monotonic()
+
+    def all_trained(self) -> bool:
+        for node in self.there:
+            node.tend()
+        return set(states(self.bench)) == {"trained"}
+
+    def together(self) -> bool:
+        return self.all_trained() and [node.ranks() for node in self.nodes] == [2, 2]
+
+    def end(self) -> None:
+        """As when the StatefulSet is deleted: all at once."""
+        for node in self.nodes:
+            node.terminate()
+        for node in self.nodes:
+            node.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(960)  # longer than all waits together: theirs is the better message
 def test_ranks_on_two_nodes_train_on_when_one_is_replaced(tmp_path: Path, redis_url: str) -> None:
     """Two pods as the manifest starts them: the first is replaced; the second is lost, and comes back later."""
-    port = free_port()
     with Bench(tmp_path, redis_url, **ADAMW) as bench:
-        bench.begin()
-        given = {k: v for k, v in bench.settings.model_dump(exclude_defaults=True).items() if k != "tokens"}
-        variables = {f"DRAFTALIGN_{k.upper()}": str(v) for k, v in given.items()} | {"DRAFTALIGN_REDIS_URL": redis_url}
-        nodes = [_Node(port, variables, first=first) for first in (True, False)]
-        there = list(nodes)
-
-        began = time.monotonic()
-
-        def took(what: str) -> None:
-            nonlocal began
-            print(f"{time.monotonic() - began:.0f} s: {what}")
-            began = time.monotonic()
-
-        def all_trained() -> bool:
-            for node in there:
-                node.tend()
-            return set(states(bench)) == {"trained"}
-
-        def together() -> bool:
-            return all_trained() and [node.ranks() for node in nodes] == [2, 2]
-
+        pair = _Pair(bench, "127.0.0.1", "127.0.0.1")
+        first, second = pair.nodes
         try:
             bench.post("a", policy_version=0, rollouts=3)
-            bench.wait(together, 150)
-            took("two ranks from the first start")
-            nodes[0].kill()
-            nodes[0].start()
+            pair.wait(pair.together, "two ranks from the first start")
+            first.kill()
+            first.start()
             bench.post("b", policy_version=0, rollouts=3)
-            bench.wait(all_trained, 150)
-            took("trained on after the first node was replaced")
-            bench.wait(together, 150)
-            took("two ranks again")
-            nodes[1].kill()
-            there.remove(nodes[1])
+            pair.wait(pair.all_trained, "trained on after the first node was replaced")
+            pair.wait(pair.together, "two ranks again")
+            second.kill()
+            pair.there.remove(second)
             bench.post("c", policy_version=0, rollouts=3)
-            bench.wait(all_trained, 150)
-            assert nodes[0].ranks() == 1
-            took("trained on after the second node was lost")
-            there.append(nodes[1])
-            nodes[1].start()
+            pair.wait(pair.all_trained, "trained on after the second node was lost")
+            assert first.ranks() == 1
+            pair.there.append(second)
+            second.start()
             bench.post("d", policy_version=0, rollouts=3)
-            bench.wait(together, 150)
-            took("two ranks again, and trained on, after it came back")
+            pair.wait(pair.together, "two ranks again, and trained on, after it came back")
         finally:
-            for node in nodes:  # all at once: a rank other than 0 ends when rank 0 says so
-                node.terminate()
-            for node in nodes:
-                node.wait()
+            pair.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(660)
+def test_ranks_train_on_when_the_pod_of_rank_0_is_drained(tmp_path: Path, redis_url: str) -> None:
+    """It ends in order, and comes back later. The pod that is left must not take that for the end of the job."""
+    with Bench(tmp_path, redis_url, **ADAMW) as bench:
+        pair = _Pair(bench, "127.0.0.2", "127.0.0.1")
+        left, drained = pair.nodes
+        try:
+            bench.post("a", policy_version=0, rollouts=3)
+            pair.wait(pair.together, "two ranks from the first start")
+            assert (drained.rank(), left.rank()) == (0, 1)
+            pair.there.remove(drained)
+            drained.terminate()
+            bench.post("b", policy_version=0, rollouts=3)
+            drained.wait()
+            bench.post("c", policy_version=0, rollouts=3)
+            pair.wait(lambda: pair.all_trained() and left.ranks() == 1, "trained on by the pod that is left")
+            drained.start()
+            pair.there.append(drained)
+            bench.post("d", policy_version=0, rollouts=3)
+            pair.wait(pair.together, "two ranks again, and trained on, after it came back")
+        finally:
+            pair.end()
 
 
 @pytest.mark.parametrize("overlay", SERVICE)

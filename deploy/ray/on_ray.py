@@ -36,7 +36,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from service.api.auth import check_binding
-from service.cli.checks import check_redis
+from service.cli.checks import check_redis, check_torch
 from service.cli.supervisor import spawn, stop
 from service.cli.up import worker_argv
 from service.errors import ConfigurationError
@@ -137,11 +137,29 @@ def _ranks(gpus: float, settings: Settings) -> int:
             f"DRAFTALIGN_WORKER_RANKS is {settings.worker_ranks}, but worker_gpus is {gpus:g}, and each rank has one "
             "GPU: leave the variable out, or give both one number"
         )
-    if ranks > 1:
-        from service.ranks import own_device  # torch, which a caller of one rank does not need
-
-        own_device(settings.device)  # else each rank would refuse it, and be started again, for ever
+    _check_device(settings.device, ranks, gpus)
     return ranks
+
+
+def _check_device(name: str, ranks: int, gpus: float) -> None:
+    """Refuse what no rank can take: each would say so itself, and be started again, for ever.
+
+    Whether there is such a GPU is the node's to say, not the caller's.
+    """
+    if name in ("cpu", "cuda"):
+        return
+    check_torch()
+    from service.ranks import own_device  # torch, which most callers do not need
+    from service.worker.process.device import named_device
+
+    device = named_device(name)
+    if ranks > 1:
+        own_device(name)
+    elif gpus and device.index:
+        raise ConfigurationError(
+            f"DRAFTALIGN_DEVICE={name!r} is not what the worker sees: with worker_gpus {gpus:g} Ray shows it one GPU, "
+            "as cuda:0, whatever its number on the node. Leave the variable out"
+        )
 
 
 def _environment(settings: Settings) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from drafter.device import is_device_fault
 from drafter.errors import CheckpointError
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
@@ -35,7 +36,7 @@ _MEND = f"put back a copy, or {_MOVE}"
 
 
 class CheckpointSuperseded(WorkerError):  # noqa: N818 - reads as what happened
-    """Another worker has written a checkpoint since this one last did."""
+    """Another worker has written a checkpoint since this one last did, or is about to."""
 
 
 class WorkerCheckpoint:
@@ -161,7 +162,10 @@ def _check_sums(directory: Path) -> None:
 
 
 def copy_to_ranks(trainer: DrafterTrainer, directory: Path) -> None:
-    """Rank 0's part of `taken_over`; `directory` may hold a copy for as long as it takes to read it."""
+    """Rank 0's part of `taken_over`; `directory` may hold a copy for as long as it takes to read it.
+
+    Raises `CheckpointSuperseded` where another worker, which has the run now, cleared the copy meanwhile.
+    """
     ranks = trainer.ranks
     ranks.shared(trainer.fingerprint)
     if any(ranks.add([0])):
@@ -172,8 +176,15 @@ def copy_to_ranks(trainer: DrafterTrainer, directory: Path) -> None:
                 _write(trainer, staged.path)
                 return staged.path.name
 
-            ranks.shared(written)
-            ranks.together(lambda: None)
+            copy = directory / ranks.shared(written)
+            try:
+                ranks.together(lambda: None)
+            except Exception as error:
+                if is_device_fault(error) or copy.is_dir():
+                    raise
+                raise ranks.agreed(
+                    CheckpointSuperseded(f"{copy} is gone: another worker has the run, and cleared what it found")
+                ) from error
 
 
 def taken_over(

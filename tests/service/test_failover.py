@@ -13,8 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from failover_fixtures import Cluster, Sentinels, Servers
+from failover_fixtures import Cluster, Sentinels, Server, Servers
 from ports import free_port
+from redis.exceptions import RedisError
 from service_fixtures import HEADERS
 from storage_fixtures import RolloutQueue
 from worker_fixtures import ONE_BY_ONE, World
@@ -63,15 +64,16 @@ class Service:
         self.client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0))
         self._count = 0
 
-    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
-        """Wait until `condition` is true; both processes must live, and a refusal of the API makes it false."""
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 180.0) -> None:
+        """Wait until `condition` is true; both processes must live, and a refusal makes it false."""
         deadline = time.monotonic() + seconds
         while True:
-            with contextlib.suppress(httpx.TransportError):
+            with contextlib.suppress(httpx.TransportError, RedisError):
                 if condition():
                     return
             assert all(process.poll() is None for process in self.processes), "a process ended"
-            assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {seconds} s: {what}")
             time.sleep(0.05)
 
     def ready(self) -> bool:
@@ -105,26 +107,41 @@ class Service:
         return found
 
 
+class Trial:
+    """A run on servers that fail over, and what became of its batches."""
+
+    def __init__(self, place: Path, kind: str, stack: contextlib.ExitStack) -> None:
+        self.servers = stack.enter_context(KINDS[kind](place / "servers"))
+        self.service = Service(place / "state", self.servers, stack)
+        self.service.register()
+        self._queue = RolloutQueue(stack.enter_context(connect(self.servers.url)), "default")
+
+    def primary(self) -> Server:
+        return self.servers.primary_of(Keys("default").queue)
+
+    def states(self, names: list[str]) -> list[str | None]:
+        """None: it is not known any more."""
+        return [(self._queue.batch(name) or {}).get("state") for name in names]
+
+    def wait_until_trained(self, names: list[str]) -> None:
+        with contextlib.suppress(TimeoutError):
+            self.service.wait(lambda: set(self.states(names)) == {"trained"}, "what was acknowledged is trained")
+        assert self.states(names) == ["trained"] * len(names)
+
+
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_trained_and_published_and_outlives_its_primary(kind: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(KINDS[kind](tmp_path / "servers"))
-        service = Service(tmp_path / "state", servers, stack)
-        service.register()
-        redis = stack.enter_context(connect(servers.url))
-        queue = RolloutQueue(redis, "default")
-
-        def all_trained(names: list[str]) -> bool:
-            return all((queue.batch(name) or {}).get("state") == "trained" for name in names)
-
+        trial = Trial(tmp_path, kind, stack)
+        service = trial.service
         names = service.acknowledged(6)
-        service.wait(lambda: all_trained(names), "the first batches are trained")
+        trial.wait_until_trained(names)
         service.wait(lambda: service.client.get("/drafter/latest?run=default").status_code == 200, "a drafter")
 
-        primary = servers.primary_of(Keys("default").queue)
+        primary = trial.primary()
         names += service.acknowledged(6)
         primary.wait_for_replica()  # what was acknowledged until here, Redis promises to keep
         killer = threading.Timer(0.2, primary.kill)
@@ -134,4 +151,85 @@ def test_a_run_is_trained_and_published_and_outlives_its_primary(kind: str, tmp_
                 service.send()
         # Where a failover is quicker than an upload's retries, no upload is refused, which is as good.
         later = service.acknowledged(3)
-        service.wait(lambda: all_trained(names + later), "what was acknowledged is trained")
+        trial.wait_until_trained(names + later)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_primary_that_took_over_may_die_too_once_the_first_is_back(kind: str, tmp_path: Path) -> None:
+    """The first comes back without what came meanwhile: it must follow, and not lead. Then it takes over again."""
+    with contextlib.ExitStack() as stack:
+        trial = Trial(tmp_path, kind, stack)
+        servers, service = trial.servers, trial.service
+        names = service.acknowledged(2)
+        first = trial.primary()
+        first.wait_for_replica()
+        first.kill()
+        names += service.acknowledged(2)  # of these the first knows nothing
+        first.start()
+        names += service.acknowledged(2)
+        servers.settle()
+        second = trial.primary()
+        assert second is not first
+        names += service.acknowledged(2)
+        second.wait_for_replica()
+        second.kill()
+        names += service.acknowledged(2)
+        assert first.is_primary()
+        second.start()
+        names += service.acknowledged(2)
+        trial.wait_until_trained(names)
+        servers.settle()
+        assert trial.primary() is first
+        trial.wait_until_trained(names)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("kind", "least", "alone_become"),
+    [("cluster", "0", ["trained"] * 2), ("sentinel", "1", []), ("sentinel", "0", [None] * 2)],
+    ids=["cluster", "sentinel, min-replicas-to-write 1", "sentinel"],
+)
+def test_where_the_second_primary_dies_before_the_first_is_back(
+    kind: str, least: str, alone_become: list[str | None], tmp_path: Path
+) -> None:
+    """The first comes back first, with what it had written down when it died.
+
+    A cluster waits for the second. Sentinels let the first lead: what the second alone acknowledged is lost, unless it
+    may not write without a replica.
+    """
+    with contextlib.ExitStack() as stack:
+        trial = Trial(tmp_path, kind, stack)
+        servers, service = trial.servers, trial.service
+        servers.set(appendonly="yes", appendfsync="always", min_replicas_to_write=least)
+        names = service.acknowledged(3)
+        trial.wait_until_trained(names)
+        first = trial.primary()
+        (second,) = (node for node in servers.nodes if node.client.info("replication").get("master_port") == first.port)
+        first.wait_for_replica()
+        first.kill()
+        alone = service.acknowledged(len(alone_become))
+        if not alone:
+            service.wait(second.is_primary, "the second takes over")
+            service.wait(lambda: "NOREPLICAS" in service.client.get("/readyz").text, "it takes no writes")
+            assert service.send() is None
+        second.kill()
+        first.start()
+        if kind == "cluster":
+            time.sleep(10.0)
+            assert not first.is_primary()
+        else:
+            assert isinstance(servers, Sentinels)
+            service.wait(lambda: servers.leader() == first.port, "the first leads again")
+        second.start()
+        later = service.acknowledged(3)
+        trial.wait_until_trained(names + later)
+        servers.settle()
+        trial.wait_until_trained(
+            names + later + [name for name, state in zip(alone, alone_become, strict=True) if state]
+        )
+        assert trial.states(alone) == alone_become

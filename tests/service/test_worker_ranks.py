@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from agent_fixtures import eventually
+from ports import free_port
 from rank_fixtures import fork_ranks, run_two_ranks
 from record_fixtures import told
 from rollout_files import as_fp8, prompts_once_of
@@ -43,6 +45,7 @@ import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
 from drafter.errors import BatchRejected, TargetHeadError
+from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy, TargetHead
 from drafter.replay.gate import Trial
 from drafter.replay.replay import replay
@@ -50,13 +53,13 @@ from drafter.training.optimizer import Optimizer
 from drafter.training.ranks import JoinedRanks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
-from service.ranks import FollowedRun, Follower
+from service.ranks import FollowedRun, Follower, run_on_ranks
 from service.settings import Settings
 from service.storage.queue.deliveries import MAX_DELIVERIES, RolloutQueue
 from service.storage.queue.incoming import new_name
 from service.storage.registry import Registry
 from service.storage.runs import change_state
-from service.worker.checkpoint import WorkerCheckpoint, copy_to_ranks, taken_over
+from service.worker.checkpoint import CheckpointSuperseded, WorkerCheckpoint, copy_to_ranks, taken_over
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
 from service.worker.scoring import ScoreOrder, score_shared
@@ -694,6 +697,56 @@ def test_a_run_that_rank_0_lets_go_is_let_go_by_the_others_and_orders_come_while
             assert run_ranks(bench, lead, arm) == 0
 
 
+def test_a_copy_that_another_worker_clears_is_a_lost_lease_and_no_fault_of_the_run(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """While rank 1 reads the copy another worker takes the run, and dies: rank 0 was paused, say. No minute is lost."""
+
+    def arm(rank: int) -> None:
+        vars(service.worker.process.heartbeat)["_BEAT_SECONDS"] = 0.1
+        real = vars(service.worker.checkpoint)["read_kind"]
+
+        def reading(directory: Path) -> DraftModel:
+            if rank and not (tmp_path / "taken").exists():
+                bench.redis.set(service.storage.queue.lease.Leases.key("default"), "elsewhere/1/a", px=1000)
+                WorkerCheckpoint(bench.layout, "default")._clear_leftovers()  # as its `save` begins
+                (tmp_path / "taken").touch()
+            found: DraftModel = real(directory)
+            return found
+
+        vars(service.worker.checkpoint)["read_kind"] = reading
+
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.post("a", rollouts=6)
+
+        def lead() -> None:
+            worker = Worker(bench.settings, bench.redis)
+            found: list[Exception] = []
+            real = worker._handle_error
+
+            def handled(run: str, error: Exception) -> None:
+                found.append(error)
+                real(run, error)
+
+            worker._handle_error = handled  # type: ignore[method-assign]
+
+            def stop() -> None:
+                try:
+                    eventually(lambda: states(bench) == ["trained"], seconds=120)
+                finally:
+                    worker.stop()
+
+            person = threading.Thread(target=stop)
+            person.start()
+            worker.serve()
+            person.join()
+            assert [type(error) for error in found] == [CheckpointSuperseded]
+            assert states(bench) == ["trained"]
+
+        assert run_ranks(bench, lead, arm) == 0
+
+
 def test_a_run_that_kills_another_rank_is_set_aside_and_the_others_train(tmp_path: Path, redis_url: str) -> None:
     """Rank 1 has less memory, say: it opens a run with rank 0's first order, which is of a batch."""
     first = "before-default"  # runs are served in this order
@@ -761,6 +814,40 @@ def test_a_rank_that_hears_nothing_more_from_rank_0_ends(tmp_path: Path, redis_u
         with shorter_patience(3.0):
             run_two_ranks(work)
     assert ended.exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "told", "code"),
+    [(1, (0,), 1), (1, (1, 0), 0), (0, (0,), 0)],
+    ids=["rank 0's host alone", "both hosts", "one host, rank 0 alone"],
+)
+def test_ranks_of_another_host_fail_where_rank_0s_host_alone_is_told_to_end(
+    tmp_path: Path, redis_url: str, host: int, told: tuple[int, ...], code: int
+) -> None:
+    """Their `torchrun` then goes on with those that are left: ends with 0 it would take for the end of the job."""
+    port = str(free_port())
+    with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
+        bench.begin()
+        bench.post("a", rollouts=6)
+
+        def one(rank: int) -> None:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
+            os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(host * rank)}
+            run_on_ranks(bench.settings)
+
+        ranks = [multiprocessing.get_context("fork").Process(target=one, args=(rank,)) for rank in range(2)]
+        try:
+            for process in ranks:
+                process.start()
+            eventually(lambda: states(bench) == ["trained"], seconds=60)
+            for rank in told:
+                ranks[rank].terminate()
+            for process in ranks:
+                process.join(60)
+            assert [process.exitcode for process in ranks] == [0, code]
+        finally:
+            for process in ranks:
+                process.kill()
 
 
 @contextlib.contextmanager

@@ -251,7 +251,9 @@ def main() -> None:
             numbers = [
                 (gpus, wanted, "cuda") for gpus, wanted in ((1.5, "1"), (-1, "1"), (0.5, "2"), (3, "2"), (2, "1"))
             ]
-            found["refused"] = refusals(*numbers, (2, "2", "cuda:0"), (0, "2", "cuda:1"))
+            devices = [(2, "2", "cuda:0"), (0, "2", "cuda:1"), (1, "1", "cuda:1"), (0.5, "1", "cuda:2")]
+            no_devices = [(gpus, str(max(1, gpus)), "gpu") for gpus in (0, 1, 2)]
+            found["refused"] = refusals(*numbers, *devices, *no_devices)
             found["gpus"] = with_gpus(cluster)
             left += [process_of(name) for name in deployed.PARTS] + [*ranks().values()]
             deployed.down()

@@ -52,6 +52,10 @@ def test_ranks_that_the_gpus_are_not_for_are_refused(found: dict[str, Any]) -> N
     said = [text.partition(",")[0] for text in found["refused"]]
     numbers = [f"DRAFTALIGN_WORKER_RANKS is {n}" for n in ("2", "2", "1")]
     devices = [f"DRAFTALIGN_DEVICE='{name}' names one GPU" for name in ("cuda:0", "cuda:1")]
+    seen = "is not what the worker sees: with worker_gpus"
+    devices += [f"DRAFTALIGN_DEVICE='cuda:1' {seen} 1 Ray shows it one GPU"]
+    devices += [f"DRAFTALIGN_DEVICE='cuda:2' {seen} 0.5 Ray shows it one GPU"]
+    devices += ["DRAFTALIGN_DEVICE='gpu' names no device: cpu"] * 3
     assert said == ["worker_gpus is 1.5", "worker_gpus is -1", *numbers, *devices]
 
 

@@ -16,12 +16,17 @@ _MEMORY_ADVICE = (
 )
 
 
-def checked_device(name: str) -> torch.device:
-    """The device of that name. Raises `ConfigurationError` when there is none."""
+def named_device(name: str) -> torch.device:
+    """The device of that name, be it on this machine or not. Raises `ConfigurationError` for what is no name."""
     try:
-        device = torch.device(name)
+        return torch.device(name)
     except RuntimeError as error:
         raise ConfigurationError(f"DRAFTALIGN_DEVICE={name!r} names no device: cpu, cuda or cuda:1, say") from error
+
+
+def checked_device(name: str) -> torch.device:
+    """The device of that name. Raises `ConfigurationError` when there is none."""
+    device = named_device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         build = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
         raise ConfigurationError(
