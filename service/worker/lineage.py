@@ -66,8 +66,8 @@ class Lineage:
         manifest = self._registry.latest(self._run)
         if manifest is None:
             self._target.check()  # now, not once rollouts have been gathered: no drafter may fit it
-            if self._target.initial_drafter is not None:
-                manifest = self._publish_initial()
+            if (tensors := self._target.initial_drafter) is not None:
+                manifest = self._publish_initial(tensors)
         if manifest is not None:
             self.set_candidate(self._read(manifest.version))
 
@@ -84,14 +84,13 @@ class Lineage:
         drafter.init_from_target(self._target.lm_head()[vocabulary.ids].float() * self._target.logit_map.scale)
         self.set_candidate(drafter)
 
-    def _publish_initial(self) -> Manifest:
+    def _publish_initial(self, tensors: dict[str, torch.Tensor]) -> Manifest:
         """Publish what came with PUT /runs as the run's first version."""
-        tensors = self._target.initial_drafter
         config = self._target.initial_drafter_config
         with AtomicDirectory(self._registry.stage(self._run)) as directory:
             staged = directory.path
             with full_disk_as_os_error():
-                save_file(tensors or {}, staged / "model.safetensors")
+                save_file(tensors, staged / "model.safetensors")
             if kind_of(config) == "eagle3":
                 config = reaching(with_layers(config, self._target.aux_layers), self._target.config)
             (staged / "config.json").write_text(json.dumps(config, indent=1))
@@ -184,7 +183,7 @@ class Lineage:
         return self._registry.held(self._run) is not None
 
     def chosen_after(self, before: str | None) -> GateEvidence | None:
-        """The gate's reasons for what is served now; None unless it won against `before` and still serves by that."""
+        """The gate's reasons for what is served now; None unless it won against `before` and serves by that."""
         offer, latest = self._registry.offer(self._run), self.served()
         if offer is None or latest is None or offer.version != latest.version:
             return None

@@ -240,8 +240,8 @@ def score(
     `found` is of its rollouts at `looked`, with each of the drafters. The record does not say which batch it is, nor
     what was done with it.
 
-    Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
-    drafters and there where the candidate is.
+    Roles beside `served`, `candidate` and `frozen` are archived versions. They count for `best` only: the best of all
+    drafters, which is told where the candidate is scored.
     """
     batch, part, by_version = found.batch, found.part, found.by_version
     replays: dict[str, Replay] = {"ngram": found.ngram}

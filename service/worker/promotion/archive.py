@@ -23,7 +23,7 @@ from service.worker.target import Target
 _FIRST_ROUND: Final = 4
 #: Claims after which the archive is asked without a fall: α does not fall where prompts become easier for all drafters.
 _UNASKED_CLAIMS: Final = 16
-#: Looks at the chosen version at most, where each claim has too few prompts and it seems better.
+#: At most so many looks at the chosen version, while each claim has too few prompts and it seems better.
 _ASKED_LOOKS: Final = 4
 #: Standard errors by which the served drafter must fall for the archive to be asked.
 _FALL: Final = 3.0
@@ -81,7 +81,7 @@ class Archive:
             self.level.take(replay, groups)
 
     def due(self, scored: Container[str]) -> list[str]:
-        """Count a claim. Returns the versions to choose from on it, less those scored anyway; none if none is asked."""
+        """Count a claim. Returns the versions to choose from: if the archive is asked, those not scored anyway."""
         self._unasked += 1
         asks = self.level.fallen or self._unasked > _UNASKED_CLAIMS
         return [version for version in self._lineage.archived() if version not in scored] if asks else []

@@ -154,7 +154,7 @@ class Gate:
             self.archive.watch(fresh, incumbent)
         if (archived := self.archive.due(wider.replays)) and fresh.evidence:
             found.append(self._ask(fresh, incumbent, archived))
-        return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
+        return sorted(found, key=lambda c: (c.verdict.promote, np.nan_to_num(c.verdict.gain, nan=-1.0)), reverse=True)
 
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
         """A look at `rollouts` of a claim, of which both replays are. Claims are pooled if one has too few prompts.
@@ -276,10 +276,6 @@ def given_up(verdict: Verdict, others: int, min_gain: float) -> str:
     if others >= _SENT_OUTRUN:
         return f"{others} other versions were published while it waited"
     return ""
-
-
-def _or(value: float, otherwise: float) -> float:
-    return otherwise if math.isnan(value) else value
 
 
 def _without_drafter(found: Replay) -> Replay:

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from drafter.batch import RolloutBatch
 from drafter.replay.gate import CLAIM_SD
 from service.errors import LatestMoved
 from service.monitor.controller import Controller
@@ -21,13 +22,13 @@ from service.monitor.events import GateEvidence, Realised
 from service.monitor.headroom import LearningCurve
 from service.monitor.records import arrival
 from service.settings import Settings
-from service.worker.claim import Scored
 from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.evidence import Fresh
 from service.worker.promotion.gate import Contest, Gate
 from service.worker.promotion.outcomes import Chosen
 from service.worker.recent import RecentRollouts
+from service.worker.scoring import Scores
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -90,15 +91,16 @@ class Judge:
                 self.gate.training.concluded()
             raise
 
-    def judge(self, scored: Sequence[Scored], before_publishing: Callable[[], None]) -> list[Contest]:
+    def judge(
+        self, scored: Sequence[tuple[RolloutBatch, Scores]], before_publishing: Callable[[], None]
+    ) -> list[Contest]:
         """Let the gate judge on batches that were scored with the candidate, and promote the winner.
 
         Returns all contests, best first. `before_publishing` must write a checkpoint, and raise if nothing may be
         published.
         """
         served = self.gate.served
-        scored = [(loaded, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
-        compared = [(loaded.batch, scores) for loaded, scores in scored]
+        compared = [(batch, scores) for batch, scores in scored if CANDIDATE in scores.versions]
         if not compared:
             return []
         fresh = Fresh.of(compared, self._recent.prompts)
@@ -107,7 +109,7 @@ class Judge:
         with_all = [(batch, scores) for batch, scores in compared if "frozen" in scores.replays]
         wider = Fresh.of(with_all, self._recent.prompts) if with_all else fresh
         before = self.gate.state
-        entries = sorted((loaded.entry.arrived for loaded, _ in scored), key=arrival)
+        entries = sorted((scores.record.entry_id or "" for _, scores in compared), key=arrival)
         realised = self.gate.outcomes.settle(wider) if self.gate.outcomes.measures(entries[0]) else None
         contests = self.gate.judge(fresh, served, wider)
         if contests and contests[0].verdict.promote:
