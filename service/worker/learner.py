@@ -92,7 +92,7 @@ class Learner:
         self.recent = RecentRollouts(layout.worker(run) / "recent", capacity_tokens=settings.recent_tokens, run=run)
         self.journal = Journal(settings, store, run)
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
-        self.judge = Judge(settings, run, self.target, self.lineage, self.journal, self.recent)
+        self.judge = Judge(settings, run, self.lineage, self.journal, self.recent)
         self.scorer = ClaimScorer(settings, self.target, self.lineage, self.journal, self.judge.gate)
 
     @property

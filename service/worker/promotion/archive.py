@@ -16,8 +16,6 @@ from drafter.replay.gate import Verdict
 from service.settings import Settings
 from service.worker.lineage import Lineage
 from service.worker.promotion.evidence import LEAST_PROMPTS, Fresh, Pool
-from service.worker.scoring import replay_each
-from service.worker.target import Target
 
 #: Rollouts of the first round of the halving; the next have twice as many each.
 _FIRST_ROUND: Final = 4
@@ -61,10 +59,9 @@ class Level:
 class Archive:
     """The archived versions of a run, against the drafter that is served now."""
 
-    def __init__(self, settings: Settings, lineage: Lineage, target: Target) -> None:
+    def __init__(self, settings: Settings, lineage: Lineage) -> None:
         self._settings = settings
         self._lineage = lineage
-        self._target = target
         self._unasked = 0  # claims since it was asked
         self.begin()
 
@@ -124,9 +121,4 @@ class Archive:
 
     def replay(self, version: str, batches: Sequence[RolloutBatch]) -> Replay:
         """What a version would have accepted of all these rollouts."""
-        drafter, depth, drafting = self._lineage.version(version), self._settings.depth, self._settings.drafting
-        parts = [
-            replay_each({version: drafter}, self._target.at(batch.policy_version), batch, depth, drafting)[version]
-            for batch in batches
-        ]
-        return Replay.concat(parts)
+        return Replay.concat([self._lineage.replay(version, batch) for batch in batches])

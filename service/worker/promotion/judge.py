@@ -29,7 +29,6 @@ from service.worker.promotion.gate import Contest, Gate
 from service.worker.promotion.outcomes import Chosen
 from service.worker.recent import RecentRollouts
 from service.worker.scoring import Scores
-from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
 
@@ -38,20 +37,14 @@ class Judge:
     """The judge of one run: its gate, and what follows from the verdicts."""
 
     def __init__(
-        self,
-        settings: Settings,
-        run: str,
-        target: Target,
-        lineage: Lineage,
-        journal: Journal,
-        recent: RecentRollouts,
+        self, settings: Settings, run: str, lineage: Lineage, journal: Journal, recent: RecentRollouts
     ) -> None:
         """`recent`: its prompts were trained on, so they judge nothing."""
         self.run = run
         self._lineage = lineage
         self._journal = journal
         self._recent = recent
-        self.gate = Gate(settings, lineage, target)
+        self.gate = Gate(settings, lineage)
         self.controller = Controller()
 
     def measure_from_scratch(self) -> None:
