@@ -122,8 +122,7 @@ def score_shared(
     """
     batch, gap = _checked(ranks, policy, batch, order.gap_nats, order.seed)
     part = batch if len(order.looked) == batch.rollouts else batch.select(order.looked)
-    replays = replay_each if ranks.world == 1 else partial(replay_shared, ranks)
-    found = replays(drafters, policy, part, order.depth, order.drafting)
+    found = replay_shared(ranks, drafters, policy, part, order)
     favour = None if order.served is None else _favour(ranks, drafters[order.served], part, policy)
     return SharedScore(order, batch, gap, part, found, _ngram_shared(ranks, part, order.depth), favour)
 
@@ -154,17 +153,15 @@ def _gap_reason(gap: float, limit: float) -> str:
 
 
 def replay_shared(
-    ranks: Ranks,
-    drafters: Mapping[str, DraftModel],
-    policy: Policy,
-    batch: RolloutBatch,
-    depth: int,
-    drafting: Drafting,
+    ranks: Ranks, drafters: Mapping[str, DraftModel], policy: Policy, batch: RolloutBatch, order: ScoreOrder
 ) -> dict[str, Replay]:
     """`replay_each` of one batch on all ranks, which call this with the same: each replays every W-th rollout.
 
     What is raised on one rank is raised on all.
     """
+    depth, drafting = order.depth, order.drafting
+    if ranks.world == 1:
+        return replay_each(drafters, policy, batch, depth, drafting)
     mine = list(range(ranks.rank, batch.rollouts, ranks.world))
     table = torch.zeros(len(drafters), batch.rollouts, 2 + 2 * depth, dtype=torch.float64)
 

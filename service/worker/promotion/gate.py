@@ -143,7 +143,7 @@ class Gate:
                 pair = replay.select(index), incumbent.select(index)
                 self.training.tested += int(np.count_nonzero(pair[1].tokens)) if version == CANDIDATE else 0
                 found.append(self._take(version, self._look(version, fresh, *pair, fresh.evidence)))
-        for version in wider.replays.keys() - fresh.replays.keys():
+        for version in sorted(wider.replays.keys() - fresh.replays.keys()):  # the order decides each trial's share
             part = np.array(wider.evidence, dtype=np.int64)
             pair = wider.replays[version].select(part), wider.replays[str(served)].select(part)
             found.append(self._take(version, self._look(version, wider, *pair, wider.evidence)))
