@@ -276,7 +276,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _may_be_there(path: Path) -> bool:
-    """Whether there is a file, also one that cannot be looked at: who opens it says why, and it hides no other run."""
+    """Whether there is a file. True also where nobody knows: opening it says why, and the other runs are listed."""
     revalidate(path.parent)
     try:
         return path.is_file()

@@ -234,7 +234,7 @@ def is_of_one_key(error: BaseException) -> bool:
 
 
 async def asked_of(runs: Iterable[str], ask: Callable[[str], Awaitable[int]]) -> dict[str, int]:
-    """What each run's queue says, but for runs of which a key is broken: those must not be in the others' way."""
+    """What each run's queue says. A run of which a key is broken is left out, so that it holds up no other."""
     found = {}
     for run in runs:
         try:

@@ -3,8 +3,8 @@
 No rollout is held out. The gate judges on rollouts that have just arrived, before they are added here
 (`service.worker.promotion`). It leaves out rollouts whose prompt is in here, because their siblings were trained on.
 
-Batches are kept as the files in which they came (`runs/<run>/worker/recent/`). The newest `capacity_tokens` tokens of
-them stay, and no more bytes than the disk has free besides.
+Batches are kept as the files in which they came (`runs/<run>/worker/recent/`). The newest ones stay: up to
+`capacity_tokens` tokens, and no more bytes than are free on the disk.
 """
 
 from __future__ import annotations

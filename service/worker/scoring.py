@@ -314,7 +314,7 @@ def _replayed(version: str, found: Replay, prompts: Sequence[str], *, told_apart
 
 
 def _summed(names: Sequence[str], counts: Floats) -> dict[str, float]:
-    """Sums of counts [R] by name, of which each rollout has one."""
+    """Sums of counts [R] by name; each rollout has a name."""
     found, index = np.unique(names, return_inverse=True)
     return dict(zip(found.tolist(), np.bincount(index, counts).tolist(), strict=True))
 

@@ -192,8 +192,8 @@ class AsyncRolloutQueue:
     async def enqueue(self, batch: Batch, *, max_items: int, max_bytes: int, put_back: str = "") -> Enqueued:
         """Enqueue a batch whose file is already in the spool, unless it is a duplicate or the queue is full.
 
-        `put_back`: a dead batch, with the file that was kept of it: the letter id of the death that was seen. It is a
-        duplicate if it is dead no more, or has died again.
+        `put_back`: the id of a dead letter, to queue that dead batch again with its kept file. It is a duplicate if
+        it is not dead any more, or has died again since.
         """
         keys = self._keys
         args: list[str | int] = [max_items, max_bytes, keys.prefix]

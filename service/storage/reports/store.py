@@ -392,7 +392,7 @@ class AsyncStore:
         return int(await self._redis.zscore(self._keys.sessions, session) or 1) if session else None
 
     async def was_followed(self, session: str) -> bool:
-        """Whether a later attempt has begun than that of this session. Not of one that has sent no batch yet."""
+        """Whether an attempt has begun after that of this session. False for a session that has sent no batch yet."""
         own = int(await self._redis.zscore(self._keys.sessions, session) or 0) if session else 0
         return 0 < own < (await self._last_attempt() or 0)
 

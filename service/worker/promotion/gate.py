@@ -154,7 +154,7 @@ class Gate:
         return sorted(found, key=lambda c: (c.verdict.promote, np.nan_to_num(c.verdict.gain, nan=-1.0)), reverse=True)
 
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
-        """A look at `rollouts` of a claim, of which both replays are. Claims are pooled if one has too few prompts.
+        """A look at `rollouts` of a claim; both replays are of these. Claims are pooled if one has too few prompts.
 
         The candidate is trained between claims, so a pooled look is of its mean state. That gives a candidate that was
         never better no more chances. An archived version whose wins did not last always gets pooled claims: where kinds
