@@ -35,7 +35,7 @@ from service.storage.reports.keys import StoreKeys
 
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
 MAX_SCORES: Final = 4096
-#: Of so many batches that arrived last, the order is kept: a headline is made of these alone.
+#: Number of the last batches whose order of arrival is kept: a headline is made of these alone.
 RECENT_SCORES: Final = LOOK_BACK
 #: So many of the last times at which trainers went back are kept.
 _RETURNS: Final = 64

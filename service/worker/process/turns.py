@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-#: A run may be ahead of another one that has work by this. After so long at work, runs that had none are asked too.
+#: A run may be ahead of another one that has work by this time. After it at work, runs that had none are asked too.
 AHEAD_SECONDS = 0.25
 
 

@@ -21,7 +21,7 @@ from service.worker.promotion.evidence import LEAST_PROMPTS, Fresh, Pool
 _FIRST_ROUND: Final = 4
 #: Claims after which the archive is asked without a fall: α does not fall where prompts become easier for all drafters.
 _UNASKED_CLAIMS: Final = 16
-#: At most so many looks at the chosen version, while each claim has too few prompts and it seems better.
+#: Most looks at the chosen version, while each claim has too few prompts and it seems better.
 _ASKED_LOOKS: Final = 4
 #: Standard errors by which the served drafter must fall for the archive to be asked.
 _FALL: Final = 3.0
