@@ -99,7 +99,7 @@ class Run:
     def __init__(self, world: World, rng: np.random.Generator) -> None:
         versions = [world.first, *(v for v in (OF_A, OF_B) if v != world.first)]
         lineage: Any = SimpleNamespace(archived=lambda: versions, existing=lambda v: v, waiting=dict, published=0)
-        self.gate = Gate(Settings(), lineage, SimpleNamespace())  # type: ignore[arg-type]
+        self.gate = Gate(Settings(), lineage)
         self.gate.archive.replay = self._replayed  # type: ignore[method-assign]
         self.gate.begin(OF_A)
         self._world, self._rng = world, rng

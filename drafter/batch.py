@@ -339,6 +339,12 @@ def load_batch(path: Path, *, vocab_size: int | None = None) -> RolloutBatch:
     )
 
 
+def without(batch: RolloutBatch, places: Sequence[int]) -> RolloutBatch:
+    """The batch without the rollouts at these places."""
+    left_out = set(places)
+    return batch.select([i for i in range(batch.rollouts) if i not in left_out]) if left_out else batch
+
+
 def _normalisers(file: wire.MappedFile, header: wire.RolloutHeader, mask: npt.NDArray[Any]) -> Tensor:
     if "logsumexp" not in file:
         return torch.full((header.tokens,), torch.nan)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from drafter.batch import RolloutBatch, load_batch
+from drafter.batch import RolloutBatch, load_batch, without
 from drafter.device import is_device_fault
 from drafter.errors import BatchRejected
 from drafter.model.draft_model import DraftModel
@@ -32,7 +32,7 @@ from service.worker.checkpoint import taken_over
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.process.device import use_device
 from service.worker.process.worker import run_worker
-from service.worker.recent import KeptBatch, Task, windows, with_normalisers, without
+from service.worker.recent import KeptBatch, Task, windows, with_normalisers
 from service.worker.scoring import ScoreOrder, score_shared
 from service.worker.target import Target
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import house
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("drafter", "rl_hooks", "service")
 #: Every arrow between rooms, and no other. A room is a folder; a file beside the rooms stands for itself.
@@ -135,6 +137,14 @@ def test_no_arrow_runs_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_no_entries_of_a_room_import_from_each_other(package: str) -> None:
+    """An entry is a file, or a room with all that is in it: `queue` of `service/storage`, say."""
+    to = {path: house.imports(ROOT, path) for path in files(package)}
+    found = {folder: house.circles(house.between(to, house.entry_below(folder))) for folder in {p.parent for p in to}}
+    assert {folder: circles for folder, circles in found.items() if circles} == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_the_page_states_arrows_and_floors_of_each_package(package: str) -> None:
     found = arrows(package)
     within = {room: to & found.keys() for room, to in found.items()}
@@ -173,29 +183,11 @@ def test_a_class_name_means_one_thing_in_the_three_packages() -> None:
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
-def attributes(node: ast.ClassDef) -> set[str]:
-    """What an object of the class keeps: each `self.x` that `__init__` sets, each field of a dataclass not frozen.
-
-    A frozen dataclass, a NamedTuple and a model are data: their fields do not count.
-    """
-    decorators = [ast.unparse(one) for one in node.decorator_list]
-    found = set()
-    if any("dataclass" in one and "frozen=True" not in one for one in decorators):
-        found = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
-    for method in node.body:
-        if isinstance(method, ast.FunctionDef) and method.name == "__init__":
-            set_there = (one for one in ast.walk(method) if isinstance(one, ast.Attribute))
-            found |= {
-                one.attr for one in set_there if isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == "self"
-            }
-    return found
-
-
 def test_no_class_has_more_than_twelve_attributes() -> None:
     found: dict[str, int] = {}
     for path in (path for package in PACKAGES for path in files(package)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and (count := len(attributes(node))) > 12:
+            if isinstance(node, ast.ClassDef) and (count := house.attributes(node)) > 12:
                 found[node.name] = count
     assert found == {}
 

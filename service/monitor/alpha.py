@@ -22,7 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from service.monitor.counts import LiveAlpha, ServerLine, by_method, live_sums, servers, sound
 from service.monitor.events import RunEvent
@@ -161,6 +161,8 @@ class AlphaSeries:
 _USUAL_LAG: Final = 16
 #: So many batches in a row show that a trainer started again; fewer may be late ones.
 _IN_A_ROW: Final = 8
+#: From this number of batches on an attempt is no longer provisional. Fewer may be late rollouts.
+_SURE_ATTEMPT: Final = 3
 #: Events about a version that was published before.
 _OF_OLDER_VERSIONS: Final = frozenset({"rolled_back", "pushed_again", "held", "released"})
 
@@ -280,6 +282,36 @@ def attempts(
             top = max(top, policy)
     spans = zip(pairwise([None, *turns, None]), pairwise([*starts, len(records)]), strict=True)
     return [Attempt(opened, closed, records[low:high]) for (opened, closed), (low, high) in spans]
+
+
+class Abandoned(NamedTuple):
+    """The attempt that a trainer abandoned last. Times are Unix ms; -inf: there is none.
+
+    `until`: when its last batch came. `told`: whether a session told of the abandonment; else it is guessed.
+    `last_told`: when the last batch came whose session is of that attempt.
+    """
+
+    until: float = -math.inf
+    told: bool = False
+    last_told: float = -math.inf
+
+    @classmethod
+    def of(cls, found: Sequence[Attempt[_Scored]]) -> Self:
+        """The last attempt but one. A guess counts once the next attempt has `_SURE_ATTEMPT` batches."""
+        last = found[-1]
+        if last.opened is None or not (last.opened.told or len(last.scores) >= _SURE_ATTEMPT):
+            return cls()
+        told = last.opened.told
+        of_session = [arrived(one) for one in found[-2].scores if told and one.attempt is not None]
+        return cls(round(last.opened.last * 1000.0), told, max(of_session, default=-math.inf) * 1000.0)
+
+    def has_not(self, head_ns: int, came: float) -> bool:
+        """Whether a head is of the next attempt, and so not for a batch of this one that came before the head.
+
+        `head_ns`: when the head came, in Unix ns. `came`: when the batch did, in Unix ms. A head that came before the
+        last batch of this attempt's session is of this attempt, and was late.
+        """
+        return came <= self.until and not head_ns < self.last_told * 1e6
 
 
 def arrived(score: Scored) -> float:

@@ -49,7 +49,7 @@ class Layout:
 
     #: Why other hosts' changes cannot be seen now; None: they can.
     away: str | None = None
-    #: A file of lines is cut into so many pieces; in a mounted directory it is one.
+    #: Each piece of a history is cut into so many (`History`); in a mounted directory it stays whole.
     pieces = 1
 
     # --- what several processes share
@@ -140,12 +140,8 @@ class Layout:
 
     def target_id(self, run: str) -> FileId:
         """Identity of that file, the same on every host; None: it cannot be read."""
-        revalidate(self.run(run))
-        try:
-            found = self.target(run).stat()
-        except OSError:
-            return None
-        return found.st_size, found.st_mtime_ns
+        found = _stat(self.target(run))
+        return None if found is None else (found.st_size, found.st_mtime_ns)
 
     def heads(self, run: str) -> Path:
         """`heads/`, one safetensors file per policy version."""
@@ -267,16 +263,20 @@ def is_there(path: Path) -> bool:
 
 def file_id(path: Path) -> FileId:
     """Identity of a file, which differs after it was replaced, by another host too; None: it cannot be read."""
+    found = _stat(path)
+    return None if found is None else (found.st_ino, found.st_mtime_ns)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """The status of a file that another host may have replaced just now; None: it cannot be read."""
     revalidate(path.parent)
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+    with contextlib.suppress(OSError):
+        return path.stat()
+    return None
 
 
 def _may_be_there(path: Path) -> bool:
-    """Whether there is a file, also one that cannot be looked at: who opens it says why, and it hides no other run."""
+    """Whether there is a file. True also where nobody knows: opening it says why, and the other runs are listed."""
     revalidate(path.parent)
     try:
         return path.is_file()

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
+import redis
 import redis.asyncio
 import redis.asyncio.cluster
 import redis.asyncio.sentinel
@@ -118,30 +119,25 @@ def connect(url: str, **options: Any) -> Any:
 
     Raises ValueError for a URL that names none, RedisError for a cluster of which no node answers.
     """
-    kind = urlsplit(url).scheme.partition("+")[2]
-    if kind == "cluster":
-        nodes = [redis.cluster.ClusterNode(*member) for member in redis_members(url)]  # type: ignore[no-untyped-call]
-        return _Cluster(startup_nodes=nodes, **_cluster_options(url), **options)
-    if kind == "sentinel":
-        name, of_sentinels, given = _sentinel_options(url)
-        return redis.sentinel.Sentinel(  # type: ignore[no-untyped-call]
-            redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options}
-        ).master_for(name)
-    return Redis.from_url(url, **options)
+    return _connect(redis, _Cluster, Redis, url, options)
 
 
 def connect_async(url: str, **options: Any) -> Any:
     """The same for asyncio; it connects only when it is used."""
+    return _connect(redis.asyncio, _AsyncCluster, _AsyncBehindSentinel, url, options)
+
+
+def _connect(package: Any, cluster: Any, behind_sentinel: Any, url: str, options: Mapping[str, Any]) -> Any:
+    """`package`: `redis` or `redis.asyncio`. `behind_sentinel`: class of a client whose server a Sentinel names."""
     kind = urlsplit(url).scheme.partition("+")[2]
     if kind == "cluster":
-        nodes = [redis.asyncio.cluster.ClusterNode(*member) for member in redis_members(url)]
-        return _AsyncCluster(startup_nodes=nodes, **_cluster_options(url), **options)
+        nodes = [package.cluster.ClusterNode(*member) for member in redis_members(url)]
+        return cluster(startup_nodes=nodes, **_cluster_options(url), **options)
     if kind == "sentinel":
         name, of_sentinels, given = _sentinel_options(url)
-        return redis.asyncio.sentinel.Sentinel(  # type: ignore[no-untyped-call]
-            redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options}
-        ).master_for(name, redis_class=_AsyncBehindSentinel)
-    return redis.asyncio.Redis.from_url(url, **options)
+        sentinel = package.sentinel.Sentinel(redis_members(url), sentinel_kwargs=of_sentinels, **{**given, **options})
+        return sentinel.master_for(name, redis_class=behind_sentinel)
+    return package.Redis.from_url(url, **options)
 
 
 def _plain_options(url: str, path: str) -> dict[str, Any]:
@@ -238,7 +234,7 @@ def is_of_one_key(error: BaseException) -> bool:
 
 
 async def asked_of(runs: Iterable[str], ask: Callable[[str], Awaitable[int]]) -> dict[str, int]:
-    """What each run's queue says, but for runs of which a key is broken: those must not be in the others' way."""
+    """What each run's queue says. A run of which a key is broken is left out, so that it holds up no other."""
     found = {}
     for run in runs:
         try:

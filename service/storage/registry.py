@@ -28,13 +28,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic_core import to_json
 
 from rl_hooks.durable import replace_file
-from service.errors import (
-    LatestHeld,
-    LatestMoved,
-    RunConflict,
-    RunDamaged,
-    VersionNotFound,
-)
+from service.errors import LatestHeld, LatestMoved, RunConflict, RunDamaged, VersionNotFound
 from service.monitor.events import DrafterSent, Event, GateEvidence, HoldChanged, Moved, lenient
 from service.monitor.records import HeldVersion
 from service.storage.drafters.versions import MANIFEST, Manifest, Versions, digests_of, version_number
@@ -448,15 +442,15 @@ class Registry(Versions):
         reason: str,
         kind: _Move,
         held: HeldVersion | None = None,
-        more: Mapping[str, Any] | None = None,
+        *,
+        more: Mapping[str, Any],
     ) -> Manifest:
         pointer = self._pointer(run)
         sequence = 1 + (0 if pointer is None else pointer.sequence)
-        facts = dict(more or {})
-        override = bool(facts.get("override_canary"))
+        override = bool(more.get("override_canary"))
         moved = manifest.model_copy(update={"sequence": sequence, "reason": reason, "override_canary": override})
         previous = {"previous": None if pointer is None else pointer.version}
-        self._point(run, _moved(kind, moved, previous | facts), held)
+        self._point(run, _moved(kind, moved, {**previous, **more}), held)
         return moved
 
     def _point(self, run: str, moved: Moved, held: HeldVersion | None = None) -> None:

@@ -1,7 +1,8 @@
-"""Registered runs: the check of PUT /runs/{run}, and the record that admission reads.
+"""Registered runs: the check of a registration, and what is kept of a run. That is record, target, heads and state.
 
-The body is a safetensors file: `embed_tokens` and `lm_head` [V, H] (no `lm_head` where they are tied), optionally
-`drafter.*`; its metadata hold the target's configuration and the captured layers. It is stored unchanged.
+The body of PUT /runs/{run} is a safetensors file: `embed_tokens` and `lm_head` [V, H] (no `lm_head` where they are
+tied), optionally `drafter.*`; its metadata hold the target's configuration and the captured layers. It is stored
+unchanged.
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ from rl_hooks.wire import (
 from service.errors import RunClosed, RunConflict, RunDamaged, RunNotFound, RunWithdrawn
 from service.monitor.events import RunStateSet
 from service.monitor.records import RunState, State
-from service.storage.admission.nearness import differences
+from service.storage.history.events import History
 from service.storage.layout import FileId, Layout, is_there, revalidate
-from service.storage.registry import Registry
 from service.storage.spool import Upload
 
 _FLOATS: Final = ("F32", "BF16", "F16")
@@ -49,8 +49,8 @@ _FLOATS: Final = ("F32", "BF16", "F16")
 _DELETED: Final = ".deleted-"
 _READ_BYTES: Final = 1 << 20
 _CONFIG_INTS: Final = ("hidden_size", "num_hidden_layers", "vocab_size")
-
-
+#: Most differing config fields that an error names.
+_NAMED_AT_MOST: Final = 6
 _STATE: Final = TypeAdapter(RunState)
 
 
@@ -231,6 +231,14 @@ def check_same(layout: Layout, existing: RunRecord, record: RunRecord, header: H
     )
 
 
+def differences(registered: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
+    """Name the first few fields in which two configs differ; empty if they agree."""
+    fields = [k for k in dict.fromkeys([*registered, *offered]) if registered.get(k) != offered.get(k)]
+    values = ((k, str(offered.get(k))[:60], str(registered.get(k))[:60]) for k in fields[:_NAMED_AT_MOST])
+    more = f" and {len(fields) - _NAMED_AT_MOST} more" if len(fields) > _NAMED_AT_MOST else ""
+    return ", ".join(f"{k} {value} (the run's: {own})" for k, value, own in values) + more
+
+
 def _identity(header: Header) -> dict[str, Any]:
     """The fields that `target_fingerprint` hashes."""
     config = json_field(header.metadata, "config", dict)
@@ -297,8 +305,8 @@ def keep_head(
     """Store an uploaded head, with the time of its arrival or with an earlier one, and the sum of its bytes. Blocks.
 
     Heads are ordered by their files' times (`Target.at`). So a later head gets a later time whatever the clock says.
-    `check` raises what makes the head unwanted. It is called under the run's lock, with which all heads are stored: it
-    sees all that had happened before any head that this one could hide.
+    `check` raises if the head is unwanted by now. It is called under the run's lock, under which all heads are stored.
+    So it sees all that happened before any head that this one could hide.
     """
     arrived_ns = upload.path.stat().st_mtime_ns
     layout.announce(run, upload.path)
@@ -425,8 +433,8 @@ def change_state(
 ) -> RunState:
     """Write down what a person wants of a run, and an event in its history. Blocks.
 
-    One who asks for the state that is there already gives it another reason. `instead_of`: the state that it must be
-    in; RunConflict where it is in another one.
+    To ask for the state that it is in gives that another reason. `instead_of`: the state that the run must be in;
+    RunConflict where it is in another one.
     """
 
     def work(now: Layout) -> RunState:
@@ -440,7 +448,7 @@ def change_state(
         after = RunState(state, reason, by, since or time.time())
         replace_file(now.run_state(run), _STATE.dump_json(after))
         event = {"event": f"run_{state}", "reason": reason, "by": by, "previous": before.state}
-        Registry(now).history.record(run, RunStateSet.model_validate(event))
+        History(now).record(run, RunStateSet.model_validate(event))
         return after
 
     return layout.change(run, work)
@@ -483,9 +491,9 @@ def withdraw_run(layout: Layout, run: str) -> None:
 def delete_run(layout: Layout, run: str, forget: Callable[[int | None], bool] = lambda _: True) -> bool:
     """Delete the files of a withdrawn run. Nothing may work on it. False: another request was faster. Blocks.
 
-    `forget` deletes its keys in Redis, as of `commit_run`, before the name is free: a new run's keys would go too. Two
-    renames come first among the files: half a run is never found, and another one of its name is never touched. What is
-    left by a death between them and the end is swept by `sweep_deleted`.
+    `forget` deletes its keys in Redis, as in `commit_run`. It is called before the name is free, or it would delete a
+    new run's keys. Two renames take the files away, so nobody finds half a run, and no other run of its name is
+    touched. What a process leaves that dies after them, `sweep_deleted` deletes.
     """
 
     def work(now: Layout) -> Sequence[Path] | None:

@@ -1,9 +1,9 @@
 """Files of accepted rollouts, beside the queue whose entries name them.
 
 An upload is written to `spool/tmp/<uuid>` and appears in a run's spool by one rename, so a file there is complete.
-Names hold the batch id *and* a new uuid, so a duplicate upload can delete its own file and no other. They hold the
-digest of the bytes that came as well, which `check_blob` compares: it goes wherever the file goes. XXH3 (64 bits) of
-what came through the API; SHA-256 of what a trainer put into an object store (`service.storage.queue.incoming`).
+Names hold the batch id *and* a new uuid, so a duplicate upload can delete its own file and no other. They also hold the
+digest of the bytes that came, which `check_blob` compares wherever the file was moved: XXH3 (64 bits) of what came
+through the API, SHA-256 of what a trainer put into an object store (`service.storage.queue.incoming`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Upload:
 
 
 def _made(directory: Path, use: Callable[[], T]) -> T:
-    """What `use` returns. Where the directory is missing it is made: to ask each time would cost more than the rest."""
+    """Call `use`. If the directory is missing, make it and call again: a look each time would cost more than `use`."""
     try:
         return use()
     except FileNotFoundError:
@@ -135,27 +135,24 @@ class Spool:
 
     def old_blobs(self, run: str, older_than_seconds: float) -> list[str]:
         """Files older than this: the reaper asks the queue about each."""
-        directory = self._layout.spool(run)
-        if not directory.is_dir():
-            return []
-        limit = time.time() - older_than_seconds
-        blobs = []
-        for path in directory.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                if BLOB_NAME.fullmatch(path.name) and path.stat().st_mtime < limit:
-                    blobs.append(path.name)
-        return sorted(blobs)
+        found = (path.name for path in _old(self._layout.spool(run), older_than_seconds))
+        return sorted(filter(BLOB_NAME.fullmatch, found))
 
     def reap_uploads(self, older_than_seconds: float) -> int:
         """Delete uploads that a dead API process left unfinished; returns how many."""
-        gone = 0
-        if self._layout.spool_tmp.is_dir():
-            for path in self._layout.spool_tmp.iterdir():
-                with contextlib.suppress(FileNotFoundError):
-                    if path.stat().st_mtime < time.time() - older_than_seconds:
-                        path.unlink()
-                        gone += 1
-        return gone
+        gone = list(_old(self._layout.spool_tmp, older_than_seconds))
+        for path in gone:
+            path.unlink(missing_ok=True)
+        return len(gone)
+
+
+def _old(directory: Path, seconds: float) -> Iterator[Path]:
+    """What was written in a directory longer ago than this; nothing where there is none of this name."""
+    limit = time.time() - seconds
+    for path in directory.iterdir() if directory.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):  # it was kept or deleted meanwhile
+            if path.stat().st_mtime < limit:
+                yield path
 
 
 def check_blob(path: Path) -> None:

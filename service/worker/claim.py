@@ -34,13 +34,13 @@ Scored = tuple[Loaded, Scores]
 class ClaimPlan:
     """What is done with the batches of a claim: all are scored and join the mix."""
 
-    to_train: Sequence[Loaded]  # of these, what the newest policy wrote of what can be used; the others are passed over
+    to_train: Sequence[Loaded]  # of these, the newest policy's usable batches; the others are passed over
     to_pass_over: Sequence[Loaded]
     newest: int  # policy version
 
     @classmethod
     def of(cls, fresh: Sequence[Loaded], *, isolated: bool) -> Self:
-        """Train on all but what was put back, which is of policies that are gone; `isolated`: on all."""
+        """Train on all but belated batches, whose policies are gone; `isolated`: on all."""
         belated = [loaded for loaded in fresh if loaded.entry.belated and not isolated]
         to_train = [loaded for loaded in fresh if isolated or not loaded.entry.belated]
         newest = max(loaded.batch.policy_version for loaded in (to_train or belated)[-RECENT_BATCHES:])
@@ -104,8 +104,7 @@ class ClaimScorer:
         """Score batches that are not trained on, the newest ones with the candidate as well.
 
         The candidate is scored until `gate_rollouts` of each training have judged it. `tested`: how many rollouts of
-        this claim judge it already. It is never scored on a batch that was put back, because
-        that batch's policy is gone.
+        this claim judge it already. It is never scored on a belated batch, whose policy is gone.
         """
         compared, found = set(), []
         for loaded in reversed(rest):
@@ -138,20 +137,19 @@ class ClaimScorer:
             return None
         current = self._lineage.served_version()
         by = self._lineage.existing(batch.drafter_version) or current
-        if comparison == "served":
-            roles = self._lineage.served_only(by)
-        else:
-            roles = self._lineage.roles(by, current, frozen=comparison == "all")
-        if by is not None and (watched := self._lineage.existing(self._journal.drift.watched or "")) is not None:
-            roles.setdefault("watched", (watched, self._lineage.version(watched)))
-        if comparison == "all" and (before := self._lineage.existing(self._gate.outcomes.watched or "")) is not None:
-            roles.setdefault("before", (before, self._lineage.version(before)))
+        every, served_only = comparison == "all", comparison == "served"
+        versions = {
+            "served": by,
+            "latest": None if served_only else current,
+            "frozen": self._lineage.first() if every else None,
+            "watched": None if by is None else self._lineage.existing(self._journal.drift.watched),
+            "before": self._lineage.existing(self._gate.outcomes.watched) if every else None,
+        }
+        roles = self._lineage.roles(versions, candidate=by is None or not served_only)
         try:
-            looked = self._looked(loaded)
             with self._lineage.needed_trainer.ranks.in_step():
-                found = self._shared(loaded, looked, roles, policy)
-            depth, drafting = self._settings.depth, self._settings.drafting
-            scores = score(looked, roles, found, depth=depth, drafting=drafting)
+                found = self._shared(loaded, roles, policy)
+            scores = score(roles, found)
         except BatchRejected as error:
             fates.reject(loaded.entry, str(error))
             return None
@@ -164,9 +162,8 @@ class ClaimScorer:
             entry_id=loaded.entry.arrived,
             attempt=loaded.entry.attempt,
             drafter_version=by,
-            logprob_gap=found.gap,
         )
-        sent = self._gate.replay_sent(found.part, loaded.path) if comparison == "all" else {}
+        sent = self._gate.replay_sent(found.part, policy) if every else {}
         scores = replace(scores, record=record, versions={**scores.versions, **sent})
         return replace(loaded, batch=found.batch), scores
 
@@ -176,13 +173,11 @@ class ClaimScorer:
             return range(loaded.batch.rollouts)
         return some_siblings(prompt_hashes(loaded.batch), loaded.batch.policy_version)
 
-    def _shared(
-        self, loaded: Loaded, looked: Sequence[int], roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
-    ) -> SharedScore:
+    def _shared(self, loaded: Loaded, roles: Mapping[str, tuple[str, DraftModel]], policy: Policy) -> SharedScore:
         """Check and replay the batch, with the other ranks if there are any (`service.ranks.FollowedRun`)."""
         ranks, drafters = self._lineage.needed_trainer.ranks, dict(roles.values())
         order = ScoreOrder(
-            looked=list(looked),
+            looked=list(self._looked(loaded)),
             seed=unforeseen_seed(),
             depth=self._settings.depth,
             drafting=self._settings.drafting,

@@ -26,7 +26,7 @@ from typing import Final
 
 from redis.exceptions import RedisError
 
-from drafter.batch import RolloutBatch, load_batch, screen
+from drafter.batch import RolloutBatch, load_batch, screen, without
 from drafter.device import is_device_fault, is_out_of_memory
 from drafter.errors import BatchRejected, DrafterError
 from rl_hooks.wire import WireError
@@ -37,7 +37,6 @@ from service.storage.queue.deliveries import EndState, Entry, RolloutQueue
 from service.storage.queue.incoming import Incoming, sha256_in
 from service.storage.queue.keys import DeathCode
 from service.storage.spool import Spool, check_blob
-from service.worker.recent import without
 
 log = logging.getLogger("draftalign.worker")
 #: Why a batch is dead whose file was lost, for people.

@@ -6,13 +6,13 @@ Score records that Redis did not take are kept, and sent with the next ones. `st
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from service.monitor.alpha import arrived, attempts
+from drafter.replay.gate import Verdict
+from service.monitor.alpha import Abandoned, attempts
 from service.monitor.controller import NO_MEMORY, UNJUDGED, Decision
 from service.monitor.drift.cause import cause_of
 from service.monitor.drift.limits import DriftConfig, DriftError
@@ -22,12 +22,11 @@ from service.monitor.drift.succession import Succession
 from service.monitor.headroom import LearningCurve
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.watch import EVIDENCE_SECONDS
-from service.monitor.records import Headroom, LaneGauges, ScoreRecord, Vocabulary, WorkerGauges
+from service.monitor.records import LaneGauges, ScoreRecord, Vocabulary, WorkerGauges
 from service.monitor.worth import DraftingTime
 from service.settings import Settings
 from service.storage.queue.deliveries import Entry
 from service.storage.reports.store import MAX_SCORES, Store
-from service.worker.promotion.gate import Contest
 from service.worker.scoring import Scores
 
 log = logging.getLogger("draftalign.worker")
@@ -37,30 +36,8 @@ _QUIET_TICKS = 50
 #: The share of the engines' time that goes to rounds is measured over so many seconds and policy versions at least.
 _LEAST_WINDOW_SECONDS: Final = 60.0
 _WINDOW_VERSIONS: Final = 4
-#: From this number of batches on an attempt is no longer provisional. Fewer may be late rollouts.
-_SURE_ATTEMPT: Final = 3
 #: Totals of `served` on those batches on which all drafters were scored, to compare `frozen` and `best` with.
 COMPARED: Final = "served_compared"
-
-
-class Abandoned(NamedTuple):
-    """The attempt that the trainer abandoned last. Times are Unix ms; -inf: there is none.
-
-    `until`: when its last batch came. `told`: whether a session told of the abandonment; else it is guessed.
-    `last_told`: when the last batch came whose session is of that attempt.
-    """
-
-    until: float = -math.inf
-    told: bool = False
-    last_told: float = -math.inf
-
-    def has_not(self, head_ns: int, came: float) -> bool:
-        """Whether a head is of the next attempt, and so not for a batch of this one that came before the head.
-
-        `head_ns`: when the head came, in Unix ns. `came`: when the batch did, in Unix ms. A head that came before the
-        last batch of this attempt's session is of this attempt, and was late.
-        """
-        return came <= self.until and not head_ns < self.last_told * 1e6
 
 
 @dataclass
@@ -195,15 +172,14 @@ class DriftWatch:
         self._reading = None
 
     @property
-    def gauges(self) -> WorkerGauges:
-        """The drift monitor's part of the worker's gauges."""
-        lanes = {} if self._reading is None else self._reading.lanes
-        return WorkerGauges.model_construct(
-            drift_alpha=None if self._reading is None else self._reading.value,
-            drift_level=None if self._reading is None else self._reading.baseline,
-            drift_change=None if self._reading is None else self.monitor.change(),
-            drift={n: LaneGauges(statistic=lane.statistic, limit=lane.limit) for n, lane in lanes.items()},
-        )
+    def gauges(self) -> dict[str, Any]:
+        """The drift monitor's part of the `WorkerGauges`."""
+        found = self._reading
+        if found is None:
+            return {"drift_alpha": None, "drift_level": None, "drift_change": None, "drift": {}}
+        lanes = {n: LaneGauges(statistic=lane.statistic, limit=lane.limit) for n, lane in found.lanes.items()}
+        of_now = {"drift_alpha": found.value, "drift_level": found.baseline, "drift_change": self.monitor.change()}
+        return {**of_now, "drift": lanes}
 
     def feed(self, scores: Scores, latest: str | None) -> None:
         """Feed the monitor the served drafter's rollouts, scored before anything was trained on them."""
@@ -321,8 +297,7 @@ class Journal:
     def abandoned(self, unfinished: Sequence[Entry]) -> Abandoned:
         """The attempt that the trainer abandoned last. `unfinished`: the entries in the queue.
 
-        The next attempt's batches show that it was abandoned, by the rule of the curves (`attempts`). A registration
-        at an earlier version does not show it: many trainers register at 0, and go on where they were.
+        A registration at an earlier version does not show it: many trainers register at 0, and go on where they were.
         """
         if not (returns := self._store.returns()):
             return Abandoned()
@@ -331,14 +306,7 @@ class Journal:
             for entry in unfinished
         ]
         known = {one.arrival: one for one in (*batches, *self._store.recent_scores())}
-        found = attempts(known.values(), self._max_lag, returns)
-        last = found[-1]
-        if last.opened is None or not (last.opened.told or len(last.scores) >= _SURE_ATTEMPT):
-            return Abandoned()
-        told = last.opened.told
-        of_session = [arrived(one) for one in found[-2].scores if told and one.attempt is not None]
-        last_told = max(of_session, default=-math.inf) * 1000.0
-        return Abandoned(round(last.opened.last * 1000.0), told, last_told)
+        return Abandoned.of(attempts(known.values(), self._max_lag, returns))
 
     def gathered(self, tokens: int, wanted: int, batches: int) -> None:
         """Say how far the draft vocabulary of a run from scratch is."""
@@ -356,8 +324,8 @@ class Journal:
         decision: Decision,
         draft_vocab_size: int,
         curve: LearningCurve,
-        outcome: Contest | None = None,
-        of_sent: tuple[str, str] | None = None,
+        verdict: Verdict | None,
+        of_sent: tuple[str, str] | None,
     ) -> None:
         """Say in one line what was done, and set the gauges. `of_sent`: `WorkerGauges.sent`."""
         served = newest.record.sums("served")
@@ -369,20 +337,8 @@ class Journal:
             "-" if self._coverage is None else f"{self._coverage:.1%}",
             decision.action.value,
             decision.reason,
-            "" if outcome is None else f"; gate: {outcome.verdict.reason}",
+            "" if verdict is None else f"; gate: {verdict.reason}",
         )
-        self._set_gauges(decision, draft_vocab_size, curve.headroom(self._pace.busy), of_sent)
-
-    def heed_people(self) -> bool:
-        """Acknowledge or reset the drift alarm where somebody asked for it; returns whether it was."""
-        if new := self.drift.heed(self._store.drift_requests()):
-            self._store.set_worker(self.drift.gauges)
-        return new
-
-    def _set_gauges(
-        self, decision: Decision, draft_vocab_size: int, headroom: Headroom | None, of_sent: tuple[str, str] | None
-    ) -> None:
-        drift = self.drift.gauges
         gauges = WorkerGauges.model_construct(  # unchecked: a figure that is no number is nobody's fault here
             action=decision.action.value,
             action_reason=decision.reason,
@@ -394,14 +350,17 @@ class Journal:
             round_tokens_total=self.totals.round_tokens,
             draft_vocab_size=draft_vocab_size,
             draft_coverage=self._coverage,
-            headroom=headroom,
+            headroom=curve.headroom(self._pace.busy),
             unjudged=decision == UNJUDGED,
             no_memory=decision == NO_MEMORY,
             undrafted=decision.undrafted,
             sent=of_sent,
-            drift_alpha=drift.drift_alpha,
-            drift_level=drift.drift_level,
-            drift_change=drift.drift_change,
-            drift=drift.drift,
+            **self.drift.gauges,
         )
         self._store.set_worker(gauges)
+
+    def heed_people(self) -> bool:
+        """Acknowledge or reset the drift alarm where somebody asked for it; returns whether it was."""
+        if new := self.drift.heed(self._store.drift_requests()):
+            self._store.set_worker(WorkerGauges.model_construct(**self.drift.gauges))
+        return new

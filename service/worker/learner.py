@@ -22,6 +22,7 @@ import torch
 
 from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
+from drafter.replay.gate import Verdict
 from service.errors import WorkerError
 from service.monitor.controller import DEFERRED, NO_MEMORY, UNJUDGED, Action, Controller, Decision, Economy
 from service.monitor.headroom import LearningCurve
@@ -36,7 +37,7 @@ from service.worker.claim import ClaimPlan, ClaimScorer, Fates, Scored
 from service.worker.inbox import Loaded
 from service.worker.journal import Journal
 from service.worker.lineage import Lineage
-from service.worker.promotion.gate import Contest, Gate
+from service.worker.promotion.gate import Gate
 from service.worker.promotion.judge import Judge
 from service.worker.recent import KeptBatch, RecentRollouts, Task, windows, with_normalisers
 from service.worker.scoring import Scores
@@ -64,7 +65,7 @@ class Learnt:
 
     scores: Scores  # of the newest batch
     decision: Decision
-    contest: Contest | None = None
+    verdict: Verdict | None = None  # of the best challenger
     trained_with_recent: bool = False  # and nothing failed
 
 
@@ -91,7 +92,7 @@ class Learner:
         self.recent = RecentRollouts(layout.worker(run) / "recent", capacity_tokens=settings.recent_tokens, run=run)
         self.journal = Journal(settings, store, run)
         self.token_counts = torch.zeros(self.vocab_size, dtype=torch.int64)  # [V], until there is a draft vocabulary
-        self.judge = Judge(settings, run, self.target, self.lineage, self.journal, self.recent)
+        self.judge = Judge(settings, run, self.lineage, self.journal, self.recent)
         self.scorer = ClaimScorer(settings, self.target, self.lineage, self.journal, self.judge.gate)
 
     @property
@@ -212,12 +213,12 @@ class Learner:
         scored, passed_over = self.scorer.score_claim(plan, fates)
         held = self.journal.engines.compare(LiveRule(self._settings.depth), version_seconds)
         may_publish = held is None and not self.lineage.held()
-        contest = self._look(
+        verdict = self._look(
             scored, passed_over, fates, plan.newest, before_publishing, may_publish=may_publish, isolated=isolated
         )
         if not scored:
             told = passed_over and not passed_over[-1][0].entry.belated
-            return Learnt(passed_over[-1][1], DEFERRED, contest) if told else None
+            return Learnt(passed_over[-1][1], DEFERRED, verdict) if told else None
         decision = self._decide(scored, held, version_seconds)
 
         def ends() -> bool:
@@ -229,7 +230,7 @@ class Learner:
 
         share, undisturbed = self._train_on(scored, decision, fates, ends, isolated)
         self.scorer.keeps_up = share == 1.0 and not overdue
-        return Learnt(scored[-1][1], decision, contest, trained_with_recent=undisturbed)
+        return Learnt(scored[-1][1], decision, verdict, trained_with_recent=undisturbed)
 
     def _look(
         self,
@@ -241,24 +242,25 @@ class Learner:
         *,
         may_publish: bool,
         isolated: bool,
-    ) -> Contest | None:
+    ) -> Verdict | None:
         """Judge the challengers on the scored batches, and finish those that are not trained on.
 
-        Returns the best contest. `may_publish`: False where replay does not describe the engines, or a person holds
-        the served version.
+        Returns the verdict on the best of them. `may_publish`: False where replay does not describe the engines, or
+        a person holds the served version.
         """
         judged = may_publish and not isolated
         if judged:
             self.judge.follow()
         with self.judge.attempt():
-            contests = self.judge.judge([*passed_over, *scored], before_publishing) if judged else []
+            both = [(loaded.batch, scores) for loaded, scores in (*passed_over, *scored)]
+            contests = self.judge.judge(both, before_publishing) if judged else []
             best = contests[0] if contests else None
             if not may_publish:
                 self.judge.conclude_unasked()
             elif scored or (best and best.verdict.promote):  # else more evidence comes before the next training
                 self.judge.conclude(contests, newest_version)
             self._pass_over(passed_over, fates)
-        return best
+        return best.verdict if best else None
 
     def _pass_over(self, scored: Sequence[Scored], fates: Fates) -> None:
         """Finish batches that are not trained on now. They join the recent rollouts."""
@@ -326,7 +328,7 @@ class Learner:
         size = len(self.lineage.candidate.vocabulary)
         # While the learning rate rises, small gains are no sign that little is left to gain.
         curve = LearningCurve() if self.lineage.needed_trainer.warming_up else self.controller.curve
-        self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.contest, self.gate.of_sent)
+        self.journal.report(outcome.scores, outcome.decision, size, curve, outcome.verdict, self.gate.of_sent)
 
     def _finish(self, scored: Sequence[Scored], fates: Fates, decision: Decision, seconds: float = 0.0) -> None:
         """Finish batches and record their scores. `seconds`: of the training."""

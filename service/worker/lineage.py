@@ -20,6 +20,8 @@ from drafter.files.checkpoint import config_fingerprint
 from drafter.files.kinds import read_kind, write_kind
 from drafter.model.draft_model import DraftModel
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
+from drafter.policy import Policy
+from drafter.replay.acceptance import Replay
 from drafter.replay.replay import replay
 from drafter.training.ranks import current
 from drafter.training.trainer import DrafterTrainer, TrainConfig
@@ -35,6 +37,7 @@ from service.storage.history.digest import SentDrafter
 from service.storage.layout import Layout
 from service.storage.registry import OFFERS, Registry
 from service.worker.checkpoint import copy_to_ranks, full_disk_as_os_error
+from service.worker.scoring import replay_each
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -66,8 +69,8 @@ class Lineage:
         manifest = self._registry.latest(self._run)
         if manifest is None:
             self._target.check()  # now, not once rollouts have been gathered: no drafter may fit it
-            if self._target.initial_drafter is not None:
-                manifest = self._publish_initial()
+            if (tensors := self._target.initial_drafter) is not None:
+                manifest = self._publish_initial(tensors)
         if manifest is not None:
             self.set_candidate(self._read(manifest.version))
 
@@ -84,14 +87,13 @@ class Lineage:
         drafter.init_from_target(self._target.lm_head()[vocabulary.ids].float() * self._target.logit_map.scale)
         self.set_candidate(drafter)
 
-    def _publish_initial(self) -> Manifest:
+    def _publish_initial(self, tensors: dict[str, torch.Tensor]) -> Manifest:
         """Publish what came with PUT /runs as the run's first version."""
-        tensors = self._target.initial_drafter
         config = self._target.initial_drafter_config
         with AtomicDirectory(self._registry.stage(self._run)) as directory:
             staged = directory.path
             with full_disk_as_os_error():
-                save_file(tensors or {}, staged / "model.safetensors")
+                save_file(tensors, staged / "model.safetensors")
             if kind_of(config) == "eagle3":
                 config = reaching(with_layers(config, self._target.aux_layers), self._target.config)
             (staged / "config.json").write_text(json.dumps(config, indent=1))
@@ -184,7 +186,7 @@ class Lineage:
         return self._registry.held(self._run) is not None
 
     def chosen_after(self, before: str | None) -> GateEvidence | None:
-        """The gate's reasons for what is served now; None unless it won against `before` and still serves by that."""
+        """The gate's reasons for what is served now; None unless it won against `before` and serves by that."""
         offer, latest = self._registry.offer(self._run), self.served()
         if offer is None or latest is None or offer.version != latest.version:
             return None
@@ -196,9 +198,11 @@ class Lineage:
             return None
         return None if evidence is None or evidence.gain is None else evidence
 
-    def existing(self, version: str) -> str | None:
+    def existing(self, version: str | None) -> str | None:
         """The version if it is still on disk, as it was published, else None."""
-        return version if version in self._registry.versions(self._run) and self._is_sound(version) else None
+        if version is None or version not in self._registry.versions(self._run):
+            return None
+        return version if self._is_sound(version) else None
 
     def _is_sound(self, version: str) -> bool:
         """Whether a version's files match its manifest, looked at once; said once where they do not.
@@ -238,23 +242,14 @@ class Lineage:
         """All versions on disk whose files are as they were published, oldest first."""
         return [version for version in self._registry.versions(self._run) if self._is_sound(version)]
 
-    def roles(self, served: str | None, latest: str | None, *, frozen: bool) -> dict[str, tuple[str, DraftModel]]:
-        """Everything worth scoring on a batch: role -> (version, drafter).
+    def first(self) -> str | None:
+        """The oldest version that is kept, if it is as it was published."""
+        return self.existing(next(iter(self._registry.versions(self._run)), None))
 
-        `served` drafted the batch's rollouts; `latest` is what the registry offers now. `frozen`: with the first one.
-        """
-        roles = {CANDIDATE: (CANDIDATE, self.candidate)}
-        first = next(iter(self._registry.versions(self._run)), "") if frozen else ""
-        for role, version in (("served", served), ("latest", latest), ("frozen", self.existing(first))):
-            if version is not None:
-                roles[role] = (version, self.version(version))
-        return roles
-
-    def served_only(self, served: str | None) -> dict[str, tuple[str, DraftModel]]:
-        """The drafter that served the batch: all that drift needs. The candidate while nothing is served."""
-        if served is None:
-            return {CANDIDATE: (CANDIDATE, self.candidate)}
-        return {"served": (served, self.version(served))}
+    def roles(self, versions: Mapping[str, str | None], *, candidate: bool) -> dict[str, tuple[str, DraftModel]]:
+        """What a batch is scored with: role -> (version, drafter). `versions`: by role. `candidate`: with that, too."""
+        roles = {CANDIDATE: (CANDIDATE, self.candidate)} if candidate else {}
+        return roles | {role: (one, self.version(one)) for role, one in versions.items() if one is not None}
 
     def version(self, version: str) -> DraftModel:
         """A published drafter, from a small cache. Raises RegistryError where its files are not as published."""
@@ -265,6 +260,12 @@ class Lineage:
             while len(self._versions) > _CACHED_VERSIONS:
                 self._versions.popitem(last=False)
         return self._versions[version]
+
+    def replay(self, version: str, batch: RolloutBatch, policy: Policy | None = None) -> Replay:
+        """What a published drafter would have accepted of a batch. `policy`: None for the newest of its version."""
+        policy, settings = policy or self._target.at(batch.policy_version), self._settings
+        drafters = {version: self.version(version)}
+        return replay_each(drafters, policy, batch, settings.depth, settings.drafting)[version]
 
     def _scored(self, drafter: DraftModel) -> DraftModel:
         """Make a drafter ready for scoring: on the worker's device, in the type that it computes in there."""

@@ -174,17 +174,14 @@ class RunWorker:
         self._store.end("working")
 
     def _claim(self) -> list[Entry]:
-        if entries := self._claimed():
+        entries = self.inbox.redeliver() if self.inbox.backlog else []
+        if not entries:
+            if self.inbox.backlog and self._suspicion.recent:
+                self._forget_recent()
+            entries = self.inbox.claim()
+        if entries:
             self._layout.pull(self.run)  # another host may have received a batch's head
         return entries
-
-    def _claimed(self) -> list[Entry]:
-        if self.inbox.backlog:
-            if entries := self.inbox.redeliver():
-                return entries
-            if self._suspicion.recent:
-                self._forget_recent()
-        return self.inbox.claim()
 
     def _forget_recent(self) -> None:
         self.save()  # moves the newest files out of the spool

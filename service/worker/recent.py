@@ -3,8 +3,8 @@
 No rollout is held out. The gate judges on rollouts that have just arrived, before they are added here
 (`service.worker.promotion`). It leaves out rollouts whose prompt is in here, because their siblings were trained on.
 
-Batches are kept as the files in which they came (`runs/<run>/worker/recent/`). The newest `capacity_tokens` tokens of
-them stay, and no more bytes than the disk has free besides.
+Batches are kept as the files in which they came (`runs/<run>/worker/recent/`). The newest ones stay: up to
+`capacity_tokens` tokens, and no more bytes than are free on the disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drafter.batch import RolloutBatch, load_batch, prompt_hashes
+from drafter.batch import RolloutBatch, load_batch, prompt_hashes, without
 from drafter.device import prefetch
 from drafter.errors import TargetHeadError
 from drafter.policy import Policy
@@ -32,8 +32,8 @@ from drafter.training.ranks import ALONE, Ranks
 from drafter.training.trainer import DrafterTrainer, Prepared
 from rl_hooks.wire import WireError
 from service.errors import BlobDamaged
+from service.monitor.alpha import Abandoned
 from service.storage.spool import check_blob
-from service.worker.journal import Abandoned
 from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
@@ -375,12 +375,6 @@ def _lengths(kept: KeptBatch) -> npt.NDArray[np.int64]:
 def _short(kept: KeptBatch, longest: int | None) -> npt.NDArray[np.int64]:
     """Places of the rollouts of at most `longest` tokens; None: of all."""
     return np.arange(kept.batch.rollouts) if longest is None else np.flatnonzero(_lengths(kept) <= longest)
-
-
-def without(batch: RolloutBatch, places: Sequence[int]) -> RolloutBatch:
-    """The batch without the rollouts at these places."""
-    left_out = set(places)
-    return batch.select([i for i in range(batch.rollouts) if i not in left_out]) if left_out else batch
 
 
 def _packed(parts: Sequence[RolloutBatch]) -> list[RolloutBatch]:

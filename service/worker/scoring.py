@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,6 +104,7 @@ class ScoreOrder:
 class SharedScore(NamedTuple):
     """What several ranks find of one batch together, and each of them has."""
 
+    order: ScoreOrder
     batch: RolloutBatch  # with its normalisers
     gap: float | None  # how far its log-probabilities are off; None: not known
     part: RolloutBatch  # the rollouts that were replayed
@@ -121,10 +122,9 @@ def score_shared(
     """
     batch, gap = _checked(ranks, policy, batch, order.gap_nats, order.seed)
     part = batch if len(order.looked) == batch.rollouts else batch.select(order.looked)
-    replays = replay_each if ranks.world == 1 else partial(replay_shared, ranks)
-    found = replays(drafters, policy, part, order.depth, order.drafting)
+    found = replay_shared(ranks, drafters, policy, part, order)
     favour = None if order.served is None else _favour(ranks, drafters[order.served], part, policy)
-    return SharedScore(batch, gap, part, found, _ngram_shared(ranks, part, order.depth), favour)
+    return SharedScore(order, batch, gap, part, found, _ngram_shared(ranks, part, order.depth), favour)
 
 
 def _checked(
@@ -153,17 +153,15 @@ def _gap_reason(gap: float, limit: float) -> str:
 
 
 def replay_shared(
-    ranks: Ranks,
-    drafters: Mapping[str, DraftModel],
-    policy: Policy,
-    batch: RolloutBatch,
-    depth: int,
-    drafting: Drafting,
+    ranks: Ranks, drafters: Mapping[str, DraftModel], policy: Policy, batch: RolloutBatch, order: ScoreOrder
 ) -> dict[str, Replay]:
     """`replay_each` of one batch on all ranks, which call this with the same: each replays every W-th rollout.
 
     What is raised on one rank is raised on all.
     """
+    depth, drafting = order.depth, order.drafting
+    if ranks.world == 1:
+        return replay_each(drafters, policy, batch, depth, drafting)
     mine = list(range(ranks.rank, batch.rollouts, ranks.world))
     table = torch.zeros(len(drafters), batch.rollouts, 2 + 2 * depth, dtype=torch.float64)
 
@@ -227,21 +225,13 @@ def some_siblings(prompts: Sequence[str], policy_version: int) -> tuple[int, ...
     return tuple(sorted(chosen))
 
 
-def score(
-    looked: Sequence[int],
-    drafters: Mapping[str, tuple[str, DraftModel]],
-    found: SharedScore,
-    *,
-    depth: int,
-    drafting: str,
-) -> Scores:
+def score(drafters: Mapping[str, tuple[str, DraftModel]], found: SharedScore) -> Scores:
     """The score of a batch with every drafter of `drafters`: role -> (version, drafter).
 
-    `found` is of its rollouts at `looked`, with each of the drafters. The record does not say which batch it is, nor
-    what was done with it.
+    `found` is of each of them. The record does not say which batch it is, nor what was done with it.
 
-    Roles beside `served`, `candidate` and `frozen` are archived versions; they count for `best` only, which is of all
-    drafters and there where the candidate is.
+    Roles beside `served`, `candidate` and `frozen` are archived versions. They count for `best` only: the best of all
+    drafters, which is told where the candidate is scored.
     """
     batch, part, by_version = found.batch, found.part, found.by_version
     replays: dict[str, Replay] = {"ngram": found.ngram}
@@ -259,13 +249,9 @@ def score(
     prompts = prompt_hashes(part)
     told_apart = _in_one_piece(part)
     unpublished = drafters["candidate"][0] if "candidate" in drafters else None
-    sums = {name: DrafterSums.of(one.tokens, one.rounds) for name, one in replays.items()}
+    sums: dict[str, Any] = {name: DrafterSums.of(one.tokens, one.rounds) for name, one in replays.items()}
     record = ScoreRecord(
-        served=sums.get("served"),
-        candidate=sums.get("candidate"),
-        frozen=sums.get("frozen"),
-        ngram=sums["ngram"],
-        best=sums.get("best"),
+        **sums,
         replayed=tuple(
             _replayed(v, one, prompts, told_apart=told_apart) for v, one in by_version.items() if v != unpublished
         ),
@@ -279,11 +265,12 @@ def score(
         reward_sum=math.fsum(rewards),
         reward_count=len(rewards),
         created=time.time(),
-        depth=depth,
-        drafting=drafting,
+        depth=found.order.depth,
+        drafting=found.order.drafting,
+        logprob_gap=found.gap,
         favour=found.favour,
     )
-    return Scores(replays, record, by_version, tuple(looked), prompts, part.strata, _entropies(part))
+    return Scores(replays, record, by_version, tuple(found.order.looked), prompts, part.strata, _entropies(part))
 
 
 def _favour(ranks: Ranks, drafter: DraftModel, batch: RolloutBatch, policy: Policy) -> Favour | None:
@@ -327,7 +314,7 @@ def _replayed(version: str, found: Replay, prompts: Sequence[str], *, told_apart
 
 
 def _summed(names: Sequence[str], counts: Floats) -> dict[str, float]:
-    """Sums of counts [R] by name, of which each rollout has one."""
+    """Sums of counts [R] by name; each rollout has a name."""
     found, index = np.unique(names, return_inverse=True)
     return dict(zip(found.tolist(), np.bincount(index, counts).tolist(), strict=True))
 

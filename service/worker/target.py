@@ -217,10 +217,9 @@ class Target:
         return self.policy_version, None
 
     def later_head_ns(self, policy_version: int, batch: Path) -> int | None:
-        """When the head that `at` takes was received (Unix ns); None: before the batch, or it is the
-        registered one, or the batch's file is gone.
+        """When the head that `at` takes came (Unix ns), if it came after the batch: late, or of another attempt.
 
-        A head that came after its batch is late, or of another attempt.
+        None: it came before the batch, it is the registered one, or the batch's file is gone.
         """
         _, file = self.head_of(policy_version, batch=batch)
         late = file is not None and batch.exists() and file.changed_ns > batch.stat().st_mtime_ns

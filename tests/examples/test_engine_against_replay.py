@@ -115,7 +115,7 @@ class Bench:
         order = ScoreOrder(range(batch.rollouts), 0, 4, "probabilistic", gap_nats=math.inf, served=VERSION)
         whole = dataclasses.replace(batch, policy_version=policy)
         shared = score_shared(ALONE, dict(roles.values()), writer, whole, order)
-        found = score(range(batch.rollouts), roles, shared, depth=4, drafting="probabilistic")
+        found = score(roles, shared)
         batch_id, entry_id = f"{policy:032x}", f"{policy + 1}-0"
         record = dataclasses.replace(found.record, batch_id=batch_id, entry_id=entry_id, drafter_version=VERSION)
         self._store.put_score(batch_id, record)

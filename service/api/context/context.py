@@ -33,6 +33,7 @@ from service.storage.layout import FileId, file_id, is_there
 from service.storage.mirror import state_of
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.incoming import Incoming
+from service.storage.queue.lease import give_back, take_from_workers
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, fair_bound
 from service.storage.ready import PROBE_SECONDS, WriteTest, asked_of, memory_of
 from service.storage.registry import Registry
@@ -256,8 +257,7 @@ class ServiceContext:
 
     async def finish_deletion(self, run: str) -> bool:
         """Delete all of a withdrawn run. False while a worker still has it; True also if another deleted it."""
-        store = self.store(run)
-        if not await store.take_from_workers():
+        if not await take_from_workers(self.redis.client, run):
             return not is_there(self.layout.withdrawn(run))
         forget = self.forgetting(run)
         # What is there now: another host may finish this deletion, and register a new run, while this one is stopped.
@@ -274,7 +274,7 @@ class ServiceContext:
             self.drop(run)
             log.warning("run %s was deleted", run)
         else:
-            await store.give_back()  # another process was faster; the lease is of a new run of that name
+            await give_back(self.redis.client, run)  # another process was faster; the lease is of a new run of that name
         return True
 
     def close(self) -> None:

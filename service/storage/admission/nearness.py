@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE
-from rl_hooks.wire import HEAD_FORMAT, LogitMap, MappedFile, Tensor, WireError, encode
+from rl_hooks.wire import HEAD_FORMAT, LogitMap, MappedFile, Tensor, WireError, encode, json_field
 from service.errors import RunConflict
 from service.storage.layout import Layout
+from service.storage.runs import differences
 
 #: Largest distance of two heads of one run. Unrelated heads are 1 to 1.42 apart, whatever their norms.
 FARTHEST: Final = 0.5
@@ -39,8 +40,6 @@ _BITS: Final[Mapping[str, tuple[str, int, int]]] = {
     "BF16": ("<u2", 0x7FFF, 0x4980),
     "F16": ("<u2", 0x7FFF, 0x7C00),
 }
-#: Most differing config fields that an error names.
-_NAMED_AT_MOST: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def join_run(layout: Layout, run: str, registered: MappedFile, path: Path) -> Jo
     _check_map(run, registered, offered)
     head = _Head.of(offered, int(offered.header.metadata["policy_version"]))
     kept = _kept_heads(layout, run, registered)
-    config = differences(_config(registered), _config(offered))
+    config = differences(*(json_field(file.header.metadata, "config", dict) for file in (registered, offered)))
     _check_near(run, head, kept, f". Its config differs: {config}" if config else "")
     if "lm_head" in registered and "lm_head" in offered:  # untied: only the registration has the embedding
         embedding = _Head(offered, "embed_tokens", head.version)
@@ -116,14 +115,6 @@ def check_finite(path: Path) -> None:
         for begin in range(0, flat.size, _SCANNED_AT_ONCE):
             if int((flat[begin : begin + _SCANNED_AT_ONCE] & flat.dtype.type(mask)).max()) >= first_bad:
                 raise WireError(name, "holds NaN, infinity, or values of 2^20 and more; check what sent it")
-
-
-def differences(registered: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
-    """Name the first few fields in which two configs differ; empty if they agree."""
-    fields = [k for k in dict.fromkeys([*registered, *offered]) if registered.get(k) != offered.get(k)]
-    values = ((k, str(offered.get(k))[:60], str(registered.get(k))[:60]) for k in fields[:_NAMED_AT_MOST])
-    more = f" and {len(fields) - _NAMED_AT_MOST} more" if len(fields) > _NAMED_AT_MOST else ""
-    return ", ".join(f"{k} {value} (the run's: {own})" for k, value, own in values) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +191,6 @@ def _compare(one: _Head, other: _Head) -> tuple[float, float]:
     larger, product = max(np.linalg.norm(a), np.linalg.norm(b)), np.linalg.norm(a) * np.linalg.norm(b)
     distance = float(np.linalg.norm(a - b) / larger) if larger > 0 else 0.0
     return distance, float(a @ b / product) if product > 0 else 0.0
-
-
-def _config(file: MappedFile) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(file.header.metadata["config"])
-    return config
 
 
 def _ignored(layout: Layout, run: str, registered: MappedFile, offered: MappedFile) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,8 @@ def read_sent_header(layout: Layout, run: str, header: Header) -> Sizes:
     if header.metadata.get("format") != DRAFTER_FORMAT:
         raise WireError("format", f"expected {DRAFTER_FORMAT!r}, got {header.metadata.get('format')!r}")
     config = json_field(header.metadata, "drafter_config", dict)
-    target, layers = _target(layout, run)
+    metadata = load_target(layout, run).header.metadata
+    target, layers = json_field(metadata, "config", dict), layers_field(metadata)
     try:
         check_run(target, layers, config, {name: (info.shape, info.dtype) for name, info in header.tensors.items()})
         sizes = parse_drafter(config, layers)
@@ -71,7 +72,8 @@ def admit(layout: Layout, run: str, path: Path, reason: str, by: str | None) -> 
     file = MappedFile(path)
     check_finite(path)
     sizes, served, registry = read_sent_header(layout, run, file.header), _served(layout, run), Registry(layout)
-    if _vocabulary(file, sizes) != served.d2t_sha256:
+    ids = draft_ids(file, sizes.vocab_size)
+    if vocabulary_digest(sizes.vocab_size, ids.astype("<i8").tobytes()) != served.d2t_sha256:
         _refuse(run, served, "its draft vocabulary is another one")
     # That of the lineage: of the fields that may differ, engines know those that they began with.
     document = read_object(layout.drafter_file(run, served.version, CONFIG_FILE)) | {"torch_dtype": _storage(file)}
@@ -106,11 +108,6 @@ def check_initial_drafter(path: Path) -> None:
     draft_ids(file, file.header.tensors["embed_tokens"].shape[0], "drafter.")
 
 
-def _target(layout: Layout, run: str) -> tuple[dict[str, Any], list[int]]:
-    metadata = load_target(layout, run).header.metadata
-    return json_field(metadata, "config", dict), layers_field(metadata)
-
-
 def _served(layout: Layout, run: str) -> Manifest:
     served = Registry(layout).latest(run)
     if served is None:
@@ -126,12 +123,6 @@ def _refuse(run: str, served: Manifest, how: str) -> None:
         f"the drafter is of another lineage than run {run!r} and its {served.version}: {how}. Engines cannot swap "
         "that; register another run with this drafter"
     )
-
-
-def _vocabulary(file: MappedFile, sizes: Sizes) -> str:
-    """Digest of the draft vocabulary that d2t gives, held against t2d; without them it is the target's whole one."""
-    ids = draft_ids(file, sizes.vocab_size)
-    return vocabulary_digest(sizes.vocab_size, ids.astype("<i8").tobytes())
 
 
 def _storage(file: MappedFile) -> str:

@@ -3,7 +3,7 @@
 -- Returns how many were deleted; -1: a later change was here, and nothing is deleted.
 local latest = redis.call('GET', KEYS[1])
 if latest and tonumber(latest) > tonumber(ARGV[1]) then return -1 end
--- DEL before SET: a server that is full refuses what needs room as a script's first write, and not afterwards.
+-- DEL comes before SET because Redis may be full (docs/reference/state.md, "Scripts").
 redis.call('DEL', KEYS[1])
 local gone, AT_ONCE = 0, 1000
 for first = 2, #KEYS, AT_ONCE do

@@ -1,8 +1,8 @@
 """The dead batches of a run as people see them: listed, put back, discarded, and swept.
 
-A dead batch's file stays where it was, in the spool. So that it dies, is put back and is given up by one script each,
-and a process that is killed between two of them leaves nothing half done: a file that is not kept any more is an
-orphan, which the reaper deletes.
+A dead batch's file stays in the spool, where it was. So one script makes each change: the batch dies, is put back, or
+its file is given up. A process that is killed between two scripts leaves nothing half done. A file that was given up
+and not deleted is an orphan: the reaper deletes it.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class DeadLetters:
         return [_letter(*letter, kept, ids) for letter, kept, ids in zip(letters, known[::2], known[1::2], strict=True)]
 
     async def put_back(self, batch_id: str, known: Mapping[str, str], *, max_items: int, max_bytes: int) -> Enqueued:
-        """Queue a dead batch again, once for each time that it died; what is dead no more is a duplicate.
+        """Queue a dead batch again. It is a duplicate if it is not dead any more, or has died again since.
 
-        `known`: what the queue had of it when that was asked for.
+        `known`: the batch's state as it was when somebody asked for this.
         """
         size, tokens, rollouts, policy, policy_max = (int(known[name]) for name in NUMBERS)
         ids = tuple(json.loads(known["rollout_ids"]))
@@ -84,7 +84,7 @@ class DeadLetters:
         )
 
     async def discard(self, batch_id: str) -> tuple[str | None, str | None]:
-        """Take a dead batch from the list and give its file up. Returns its state, and the file to delete, if any."""
+        """Take a dead batch from the list and give its file up. Returns its state, and the name of a file to delete."""
         keys = [self._keys.counters, self._keys.batch(batch_id), self._keys.dead, self._keys.dead_files]
         reply = [
             text(v) for v in await self._redis.eval(lua("held") + lua("discard"), len(keys), *keys, self._keys.prefix)
@@ -93,7 +93,7 @@ class DeadLetters:
         return state, blob
 
     async def sweep(self, *, older_than_seconds: float, max_bytes: int) -> list[str]:
-        """Give up files, the oldest first; returns their names. Delete them."""
+        """As `RolloutQueue.sweep_dead`."""
         keys, bounds = (self._keys.counters, self._keys.dead_files), sweep_bounds(older_than_seconds, max_bytes)
         return [text(blob) for blob in await self._redis.eval(lua("sweep"), 2, *keys, *bounds)]
 

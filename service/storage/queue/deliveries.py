@@ -33,7 +33,7 @@ KILLER: Final = f"killed its worker {MAX_DELIVERIES} times"
 DEAD_LETTERS_KEPT: Final = 10_000
 EndState = Literal["trained", "skipped"]
 #: Counts that memory ran out for a batch, once in so many seconds by the clock of Redis; `finish.lua` forgets it. HDEL
-#: before HSET: a server that is full refuses what needs room as a script's first write, and not afterwards.
+#: comes first because Redis may be full (docs/reference/state.md, "Scripts").
 _MEMORY_RAN_OUT: Final = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
 local now = tonumber(redis.call('TIME')[1])
@@ -54,7 +54,7 @@ class Entry:
 
     `known`: places in the file of the rollouts that came in an earlier batch. They are not to be used again.
     `put_back`: it had died, and a person wants it to be worked on however old it is. `first_id`: the id of its first
-    entry, where newer policies had come until it was put back; else empty. `attempt`: of the trainer, as its session
+    entry, if newer policies had come before it was put back; else empty. `attempt`: of the trainer, as its session
     tells it.
     """
 
@@ -91,8 +91,8 @@ class Entry:
 class RolloutQueue:
     """The queue of one run. Blocking.
 
-    `remembered_bytes`: of Redis, for batches that ended and their rollouts; beyond it those that ended first are
-    forgotten before `ENDED_SECONDS` are over.
+    `remembered_bytes`: most memory of Redis for batches that ended and the ids of their rollouts. Beyond it the batches
+    that ended first are forgotten, before `ENDED_SECONDS` are over.
     """
 
     def __init__(self, redis: Redis, run: str, remembered_bytes: int = REMEMBERED_BYTES) -> None:
@@ -105,7 +105,7 @@ class RolloutQueue:
         self._heartbeat = redis.register_script(lua("heartbeat"))
 
     def ensure_group(self) -> None:
-        """Create the stream and its consumer group; idempotent. Left to `claim` while Redis is full."""
+        """Create the stream and its consumer group; idempotent. While Redis is full, `claim` does it later."""
         try:
             self._redis.xgroup_create(self._keys.queue, GROUP, id="0", mkstream=True)
         except OutOfMemoryError:  # raised also if the group exists, whose entries can be worked on
@@ -187,9 +187,9 @@ class RolloutQueue:
             )
 
     def memory_ran_out(self, entry: Entry, pause_seconds: float) -> int:
-        """Count that memory ran out for a batch; returns how often, by all workers that had it.
+        """Count that memory ran out for a batch; returns the count so far, of all workers that had it.
 
-        It counts only so long after the last time that counted: a run that is opened again tries at once.
+        Within `pause_seconds` after a call that counted none counts: a run that is opened again tries at once.
         """
         return int(self._redis.eval(_MEMORY_RAN_OUT, 1, self._keys.batch(entry.batch_id), pause_seconds))
 
@@ -205,7 +205,10 @@ class RolloutQueue:
         return self._end(entry, "dead", reason, code=code, keep_file=keep_file)
 
     def sweep_dead(self, *, older_than_seconds: float, max_bytes: int) -> list[str]:
-        """Give up files of dead batches, the oldest first; returns their names. Delete them."""
+        """Give up files of dead batches: those that died longer ago than this, then the oldest beyond `max_bytes`.
+
+        Returns their names. The caller deletes them.
+        """
         args = sweep_bounds(older_than_seconds, max_bytes)
         return [text(blob) for blob in self._sweep(keys=[self._keys.counters, self._keys.dead_files], args=args)]
 

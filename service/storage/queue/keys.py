@@ -18,15 +18,15 @@ def death_code(written: str | None) -> DeathCode | None:
     return next((code for code in get_args(DeathCode) if code == written), None)
 
 
-#: Those of which nothing was judged, and the file is not there: `enqueue.lua` knows them too.
+#: Codes of batches whose file was lost before anything was judged of it. `enqueue.lua` has them too.
 LOST: Final[tuple[DeathCode, ...]] = ("blob_missing", "blob_damaged")
 #: How long a batch's state is kept after its end, to answer for it and to recognise duplicates: 7 days.
 ENDED_SECONDS: Final = 7 * 86_400
-#: Redis' memory for that, of one run; those that ended first are forgotten sooner where it is full: 128 MiB.
+#: Most memory of Redis for that, of one run: 128 MiB. Beyond it the batches that ended first are forgotten sooner.
 REMEMBERED_BYTES: Final = 128 * 2**20
-#: The headline names a trainer whose rollouts are skipped until so long after its last file.
+#: The headline names a trainer whose rollouts are skipped, until so long after its last file.
 OUTDATED_SECONDS: Final = 600
-#: It does so only if the files came over at least this time: what an ended start had under way comes at once.
+#: It does so only if the trainer's files came over at least this time. The last files of an ended one come at once.
 GOES_ON_SECONDS: Final = 60
 #: Redis keeps the times of a trainer's first and last file for so long: longer than an RL step takes.
 OUTDATED_KEPT_SECONDS: Final = 6 * 3600
@@ -49,6 +49,7 @@ class Keys:
         self.queue = self.prefix + "queue"
         self.counters = self.prefix + "counters"
         self.held = self.prefix + "held"
+        self.lease = self.prefix + "lease"
         self.last_death = self.prefix + "last_death"
         self.outdated = self.prefix + "outdated"
         self.dead = self.prefix + "dead"
@@ -78,7 +79,7 @@ def text(value: object) -> str:
 
 
 def strings(fields: Mapping[Any, Any]) -> dict[str, str]:
-    """The same of a hash, or of a stream's entry."""
+    """The same for all fields of a hash, or of a stream's entry."""
     return {text(k): text(v) for k, v in fields.items()}
 
 

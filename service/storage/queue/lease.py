@@ -1,7 +1,7 @@
-"""The lease on a run: a Redis key with an expiry. One worker trains one run at a time, or two would pull the same
-drafter apart. A second worker waits for the lease, and takes over when the first one dies.
+"""The lease on a run: a Redis key that expires. Only the worker that holds it trains the run.
 
-Workers note how many runs each has, so that several of them share the runs out.
+A second worker takes the lease once the first one has died or given it back. A deletion takes it too, so that no worker
+begins with a run that is being deleted. Workers also note here how many runs each has: they share the runs out by that.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ import uuid
 from pathlib import Path
 from typing import Any, Final
 
+import redis.asyncio
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
-from service.storage.reports.keys import StoreKeys
+from service.storage.queue.keys import Keys, text
 
 LEASE_SECONDS = 15.0
-#: Take or renew the lease in one step: a worker could be paused between two (docs/guide/failures.md). DEL before SET:
-#: a server that is full refuses a script whose first write needs room, and no later write.
+#: Holder of the lease on a run that is being deleted, and how long at most.
+_DELETING: Final = b"deleting"
+_DELETING_SECONDS: Final = 600
+#: Take or renew the lease in one step: a worker could be paused between two (docs/guide/failures.md). DEL comes before
+#: SET because Redis may be full (docs/reference/state.md, "Scripts").
 _TAKE: Final = """
 local holder = redis.call('GET', KEYS[1])
 if holder == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
@@ -42,7 +46,7 @@ local others = redis.call('HGETALL', KEYS[1])
 local living = {}
 for i = 1, #others, 2 do
   local seen, runs = string.match(others[i + 1], '^(%d+) (%d+)$')
-  -- One that is ahead is of a Redis whose clock was: nobody knows when.
+  -- A time in the future is of before the clock of Redis was set back: how long ago that was, nobody knows.
   if not seen or math.abs(now - tonumber(seen)) > tonumber(ARGV[3]) then
     redis.call('HDEL', KEYS[1], others[i])
   elseif others[i] ~= ARGV[1] then
@@ -64,34 +68,32 @@ class Leases:
 
     @staticmethod
     def key(run: str) -> str:
-        """Where the holder's name stands."""
-        return StoreKeys(run).lease
+        """The key that has the holder's name."""
+        return Keys(run).lease
 
     def hold(self, run: str) -> bool:
         """Take or renew the lease on a run. False: another worker has it."""
         key = self.key(run)
         if self._take(key, ""):
             return True
-        holder = self._redis.get(key)
-        name = holder.decode() if isinstance(holder, bytes) else holder
+        holder = text(self._redis.get(key) or "")
         # Of a worker killed on this machine: no need to wait for its lease to expire.
-        return name is not None and _died_here(name) and self._take(key, name)
+        return _died_here(holder) and self._take(key, holder)
 
     def is_anothers(self, run: str) -> bool:
         """Whether another worker has the lease on a run."""
-        holder = self._redis.get(self.key(run))
-        return holder is not None and holder not in (self.holder, self.holder.encode())
+        return text(self._redis.get(self.key(run)) or self.holder) != self.holder
 
     def others(self, runs: int) -> dict[str, int]:
-        """Note that this worker lives and has so many runs; returns how many each other one has that lives, by name."""
-        with contextlib.suppress(OutOfMemoryError):  # then as it was before
+        """Note that this worker has so many runs. Returns the runs of each other living worker, by its name."""
+        with contextlib.suppress(OutOfMemoryError):  # then what was known before stands
             found = self._redis.eval(_NOTE, 1, WORKERS, self.holder, runs, int(LEASE_SECONDS * 1000))
-            names = (name.decode() if isinstance(name, bytes) else str(name) for name in found[::2])
-            self._others = {name: int(n) for name, n in zip(names, found[1::2], strict=True) if not _died_here(name)}
+            each = zip(map(text, found[::2]), found[1::2], strict=True)
+            self._others = {name: int(n) for name, n in each if not _died_here(name)}
         return self._others
 
     def leave(self) -> None:
-        """End: this worker has no share any more."""
+        """Take this worker from the list of those that live."""
         self._redis.hdel(WORKERS, self.holder)
 
     def _take(self, key: str, instead_of: str) -> bool:
@@ -102,17 +104,31 @@ class Leases:
         self._redis.eval(_DELETE_IF, 1, self.key(run), self.holder)
 
 
+async def take_from_workers(redis: redis.asyncio.Redis, run: str) -> bool:
+    """Take the lease on a run that is being deleted. False: a worker holds it. The deletion deletes the key, too."""
+    key = Keys(run).lease
+    taken = await redis.set(key, _DELETING, nx=True, ex=_DELETING_SECONDS)
+    return bool(taken) or await redis.get(key) == _DELETING
+
+
+async def give_back(redis: redis.asyncio.Redis, run: str) -> None:
+    """Undo `take_from_workers`."""
+    key = Keys(run).lease
+    if await redis.get(key) == _DELETING:
+        await redis.delete(key)
+
+
 def _machine() -> str:
     """Identity of this boot of this machine (or container): process ids mean something within it only."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}-{boot}-{Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return uuid.uuid4().hex  # unknown: then no holder is ever taken for dead
+        return uuid.uuid4().hex  # unknown: no holder is ever taken for dead
 
 
 def _died_here(name: str) -> bool:
-    """Whether the lease's holder was a process of this machine that is no more."""
+    """Whether a holder of a lease was a process of this machine and has ended."""
     machine, _, rest = name.partition("/")
     pid = rest.partition("/")[0]
     return machine == _machine() and pid.isdigit() and not Path(f"/proc/{pid}").exists()

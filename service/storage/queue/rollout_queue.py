@@ -1,7 +1,7 @@
 """The queue of rollouts: Redis Streams carry metadata and the name of a spooled file, never tensors.
 
-Delivered at least once: that is `deliveries`, the worker's side. Effect once per rollout: the ids decide, in the script
-that enqueues. Here is the API's side. `dead` is what people do with dead batches. All use the same keys and scripts.
+This is the API's side. `deliveries` is the worker's, where each batch is delivered at least once. `dead` is what people
+do with dead batches. Each rollout has its effect once: the script that enqueues compares ids.
 
 Enqueue, end, heartbeat, disown, discard and sweep are one Lua script each, so every count is exact. Never MAXLEN on the
 queue: trimming deletes unread work silently. Redis 6.2 commands only. Keys and counters:
@@ -84,10 +84,9 @@ class Enqueued:
     """Outcome of an enqueue. `replaced`: the damaged file that this one replaces; delete it.
 
     `disowned`: the reaper had already marked the file as an orphan, and may have deleted it. `gone`: the dead batch
-    that was to be put back has no file any more. `outdated`: its session was followed by one that began a later
-    attempt; it is skipped. `known`: its rollouts that came in an earlier batch; a duplicate's all
-    did, or its `known` were left out when it was accepted. `other`: the first file with these ids has another size.
-    `held`: what a full queue holds.
+    that was to be put back has no file any more. `outdated`: another session has begun a later attempt; the batch is
+    skipped. `known`: how many of its rollouts came in an earlier batch; of a batch that was accepted before, how many
+    had come then. `other`: the first file with these ids has another size. `held`: what a full queue holds.
     """
 
     outcome: Literal["accepted", "duplicate", "full", "disowned", "gone", "outdated"]
@@ -158,7 +157,7 @@ class AsyncRolloutQueue:
         return Depth(*(int(held[name] or 0) for name in Depth._fields))
 
     async def dead_file_bytes(self) -> int:
-        """What the files of dead batches take that are kept."""
+        """Bytes of the files of dead batches that are kept."""
         return int(await self._redis.hget(self._keys.counters, "dead_file_bytes") or 0)
 
     async def arrivals(self) -> Arrivals:
@@ -172,7 +171,7 @@ class AsyncRolloutQueue:
         return Arrivals(None if first is None else _seconds(first[0]), _seconds(newest or stream["last-generated-id"]))
 
     async def outdated(self) -> bool:
-        """Whether a session that a later attempt has followed goes on sending, and has sent of late: in vain."""
+        """Whether a session of an earlier attempt goes on sending, and has sent of late: its batches are skipped."""
         told = await self._redis.get(self._keys.outdated)
         lines = [line.split() for line in text(told or b"").splitlines()]
         # Earlier releases noted a session alone.
@@ -190,32 +189,18 @@ class AsyncRolloutQueue:
         """Count an upload that was refused before its body was read."""
         await self._redis.hincrby(self._keys.counters, "rejected_total", 1)
 
-    async def enqueue(
-        self,
-        batch: Batch,
-        *,
-        max_items: int,
-        max_bytes: int,
-        put_back: str = "",
-    ) -> Enqueued:
+    async def enqueue(self, batch: Batch, *, max_items: int, max_bytes: int, put_back: str = "") -> Enqueued:
         """Enqueue a batch whose file is already in the spool, unless it is a duplicate or the queue is full.
 
-        `put_back`: a dead batch, with the file that was kept of it: the letter id of the death that was seen. It is a
-        duplicate if it is dead no more, or has died again.
+        `put_back`: the id of a dead letter, to queue that dead batch again with its kept file. It is a duplicate if
+        it is not dead any more, or has died again since.
         """
         keys = self._keys
         args: list[str | int] = [max_items, max_bytes, keys.prefix]
         args += [batch.batch_id, batch.blob, batch.bytes, batch.tokens, batch.rollouts]
         args += [batch.policy_version, batch.policy_version_max, json.dumps(batch.rollout_ids)]
-        args += [
-            put_back,
-            ENDED_SECONDS,
-            self._remembered_bytes,
-            self._max_rollouts,
-            batch.session,
-            batch.session_began,
-            OUTDATED_KEPT_SECONDS,
-        ]
+        args += [put_back, ENDED_SECONDS, self._remembered_bytes, self._max_rollouts]
+        args += [batch.session, batch.session_began, OUTDATED_KEPT_SECONDS]
         of_batch = [keys.queue, keys.counters, keys.batch(batch.batch_id), keys.dead, keys.dead_files]
         reply = [text(v) for v in await self._enqueue(keys=of_batch, args=args)]
         match reply[0]:
@@ -246,7 +231,7 @@ class AsyncRolloutQueue:
         return None if value is None else text(value)
 
     async def counters(self) -> dict[str, int]:
-        """All counters at one moment, zero where nothing was counted yet."""
+        """All counters at one moment; 0 where nothing was counted yet."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(self._keys.counters, *COUNTERS)
             pipe.get(self._keys.held)
@@ -269,9 +254,9 @@ def counts(values: Sequence[Any], held: object) -> dict[str, int]:
 
 
 def fair_bound(held: Sequence[int], most: int) -> int:
-    """The largest bound for each of several runs at which what they hold is at most `most` together.
+    """The bound for each of several runs with which they hold at most `most` together.
 
-    Who holds less than the bound gives up nothing.
+    It is the largest such bound. A run that holds less gives up nothing.
     """
     left = most
     for place, one in enumerate(sorted(held)):

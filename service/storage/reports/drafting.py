@@ -19,7 +19,8 @@ from service.settings import Settings
 from service.storage.layout import Layout, revalidate
 from service.storage.runs import load_run
 
-#: What is supposed of a run stays so long. Two engines that report under one name would have it opened again and again.
+#: What is supposed of a run stays so long. Else two engines that report under one name would make the worker open the
+#: run again and again.
 CHANGE_SECONDS: Final = 600.0
 
 
@@ -63,7 +64,7 @@ def settings_of(settings: Settings, layout: Layout, run: str) -> Settings:
 
 
 def is_settled(layout: Layout, run: str) -> bool:
-    """Whether what is supposed of a run changed a short time ago, so that it stays for now. Blocks."""
+    """Whether `learn_drafting` changed what is supposed of a run a short time ago: then it is left alone. Blocks."""
     try:
         changed = layout.run_drafting(run).stat().st_mtime
     except FileNotFoundError:

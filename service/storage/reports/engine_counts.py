@@ -80,13 +80,12 @@ class Account:
     def read(cls, text: str | bytes) -> Account:
         """Read `text()`."""
         document = json.loads(text)
-        apart = [(drafter, policy) for drafter, policy in document["apart"]]
-        account = cls(document["sums"], apart)
+        sums, apart = document["sums"], [(drafter, policy) for drafter, policy in document["apart"]]
         with contextlib.suppress(KeyError, TypeError, ValueError):  # edited by hand: the comparison begins again
             blocks, steps = tuple(map(_block, document["blocks"])), tuple(map(_step, document["steps"]))
             lives, behind = tuple(map(str, document["lives"])), document["behind"]
-            account = cls(account.sums, apart, blocks, steps, lives, None if behind is None else tuple(behind))
-        return account
+            return cls(sums, apart, blocks, steps, lives, None if behind is None else tuple(behind))
+        return cls(sums, apart)
 
     def text(self) -> str:
         """Write it for Redis."""

@@ -20,7 +20,7 @@ class StoreKeys:
 
     scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
     acceptance, reporters, reported, idle, live = _Key(), _Key(), _Key(), _Key(), _Key()
-    live_order, unplaced, drift, lease = _Key(), _Key(), _Key(), _Key()
+    live_order, unplaced, drift = _Key(), _Key(), _Key()
     changes, scored, returns, awaited_head = _Key(), _Key(), _Key(), _Key()
     sessions, attempt, fence = _Key(), _Key(), _Key()
 

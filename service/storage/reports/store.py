@@ -30,34 +30,28 @@ from service.monitor.records import AcceptanceRecord, Return, ScoreRecord, StepS
 from service.storage.layout import FileId
 from service.storage.queue.keys import lua
 from service.storage.queue.keys import text as _text
-from service.storage.reports.engine_counts import (
-    KEPT_CHANGES,
-    Account,
-    EngineCounts,
-    acceptance_key,
-    live_records,
-)
+from service.storage.reports.engine_counts import KEPT_CHANGES, Account, EngineCounts, acceptance_key, live_records
 from service.storage.reports.keys import StoreKeys
 
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
 MAX_SCORES: Final = 4096
-#: The order in which so many of the last scored batches arrived is kept: all that a headline is made of.
+#: Number of the last batches whose order of arrival is kept: a headline is made of these alone.
 RECENT_SCORES: Final = LOOK_BACK
-#: Of the times at which trainers went back, the number that is kept.
+#: So many of the last times at which trainers went back are kept.
 _RETURNS: Final = 64
 #: Sessions of trainers that are known, those of the last attempts. `enqueue.lua` has both numbers too.
 _SESSIONS: Final = 256
 #: A trainer that has registered again sends its head, if it moved, before its first rollouts; then it is too late.
 _AWAITED_SECONDS: Final = 24 * 3600
-#: Records of a reporter, its last used ones, that a headline looks at.
+#: A headline looks at so many records of a reporter: those that it used last.
 NEWEST_REPORTS: Final = 8
 #: Batches of one millisecond that are told apart in order: a float64 has no more places beside today's milliseconds.
 _IN_A_MILLISECOND: Final = 4096
 #: Records that are read at once.
 _AT_ONCE: Final = 256
 _FOLLOW: Final = lua("follow")
-#: The worker's gauges, with the time of Redis: hosts' clocks differ. HDEL before HSET: a server that is full refuses
-#: what needs room as a script's first write, and not afterwards.
+#: The worker's gauges, with the time of Redis: hosts' clocks differ. HDEL comes first because Redis may be full
+#: (docs/reference/state.md, "Scripts").
 _SET_WORKER: Final = """
 local time = redis.call('TIME')
 redis.call('HDEL', KEYS[1], 'heartbeat')
@@ -71,12 +65,7 @@ if string.match(redis.call('GET', KEYS[1]) or '', '^%d+') == ARGV[1] then
 end
 """
 _WORKER: Final = "return {redis.call('TIME'), redis.call('HGETALL', KEYS[1])}"
-#: Holder of the lease on a run that is being deleted, and how long at most.
-_DELETING: Final = b"deleting"
-_DELETING_SECONDS: Final = 600
-
-
-#: What may end the worker's process without a word, of which a note is kept meanwhile.
+#: What may kill the worker's process. A note is kept in Redis while it does one of these.
 Deadly: TypeAlias = Literal["opening", "working"]
 
 
@@ -106,7 +95,7 @@ class Store:
         return True
 
     def _shorten(self, batch_ids: Sequence[bytes]) -> None:
-        """Drop what only the comparison with engines reads: it is three quarters of a record, and looks no further."""
+        """Drop `replayed`, three quarters of a record: only newer batches are compared with engines."""
         for batch_id in batch_ids:
             text = self._redis.hget(self._keys.scores, batch_id)
             record = None if text is None else read(ScoreRecord, text)
@@ -144,7 +133,7 @@ class Store:
         return _returns(self._redis.xrange(self._keys.returns))
 
     def served_ago(self) -> float | None:
-        """Seconds since a worker last worked on the run; None: none ever has, or the last one could not.
+        """Seconds since a worker last had the run; None: none ever had it, or the last one could not work on it.
 
         Below 0 where the clock of Redis was set back.
         """
@@ -171,7 +160,7 @@ class Store:
         self._redis.hdel(self._keys.worker, "refused")
 
     def begun(self, what: Deadly, file: FileId) -> tuple[int, float]:
-        """How often this was begun with the run's target file, with no end since, and when last (Unix)."""
+        """How often this was begun with this target file and has not ended, and when last (Unix seconds)."""
         text = self._redis.hget(self._keys.worker, what)
         inode, changed_ns, times, since = (0, 0, 0, 0.0) if text is None else json.loads(text)
         return (times, since) if (inode, changed_ns) == file else (0, 0.0)
@@ -276,7 +265,7 @@ class AsyncStore:
         return _text(newest[0][0]) if newest else "0-0"
 
     async def all_records(self, kinds: str = "sal") -> AsyncIterator[list[Change]]:
-        """All that `changes` tells of these kinds, in pieces. What changes meanwhile may be missing: ask it then."""
+        """All records of these kinds, as `changes` tells them, in pieces. One that changes meanwhile may be missing."""
         for kind, key in (("s", self._keys.scores), ("a", self._keys.acceptance)):
             if kind not in kinds:
                 continue
@@ -324,7 +313,7 @@ class AsyncStore:
     async def ask_of_drift(self, action: str) -> str:
         """Ask the worker to do something with the drift alarm; returns the request's id.
 
-        One that the worker has not taken up yet is replaced: twice at once is once.
+        It replaces a request that the worker has not done yet, so two at once count as one.
         """
         request = uuid.uuid4().hex
         await self._redis.hset(self._keys.drift, action, request)
@@ -333,17 +322,6 @@ class AsyncStore:
     async def forget_refusal(self) -> None:
         """Take back what the worker said of a file that was replaced."""
         await self._redis.hdel(self._keys.worker, "error", "refused")
-
-    async def take_from_workers(self) -> bool:
-        """Take the run's lease, so that no worker begins with it; false while one holds it. `forget` deletes it."""
-        return bool(await self._redis.set(self._keys.lease, _DELETING, nx=True, ex=_DELETING_SECONDS)) or (
-            await self._redis.get(self._keys.lease) == _DELETING
-        )
-
-    async def give_back(self) -> None:
-        """Undo `take_from_workers`."""
-        if await self._redis.get(self._keys.lease) == _DELETING:
-            await self._redis.delete(self._keys.lease)
 
     async def latest_head(self) -> int | None:
         """Policy version of the head that was received last; None before the first."""
@@ -358,8 +336,8 @@ class AsyncStore:
     async def forget(self, fence: int | None = None) -> int | None:
         """Delete every key of the run, those of the queue included; returns how many there were.
 
-        `fence`: the number of the change in which that is done (`Layout.fenced`). None, and nothing is deleted, where a
-        later change has done it already.
+        `fence`: the number of the change in which that is done (`Layout.fenced`). If a later change has done it
+        already, nothing is deleted, and None is returned.
         """
         found = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]
         if fence is None:
@@ -372,8 +350,8 @@ class AsyncStore:
         """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense.
 
         The first after a registration says at which version that trainer really begins: many register at version 0.
-        `went_back`: a trainer has seen that its versions fell and go on from there, without a registration. A batch of
-        the lowest came before, so the newest batch's version tells nothing. `session`: that of this trainer.
+        `went_back`: the trainer says that its versions fell, without a registration. That is noted whatever the newest
+        batch's version is: a batch of the low version came before this head. `session`: that of this trainer.
         """
         await self._redis.set(self._keys.latest_head, policy_version)
         awaited = await self._redis.delete(self._keys.awaited_head)
@@ -386,10 +364,10 @@ class AsyncStore:
             await self._note_return(policy_version, number)
 
     async def note_registration(self, policy_version: int, session: str = "") -> None:
-        """Note that a trainer registered again, where it does so below the policy version that came last.
+        """Note that a trainer registered again, if it did so three or more below the policy version that came last.
 
-        By three and more: an engine registers as well, and may be a step or two behind. With a `session` that is new
-        it is noted at that version too, and only for engines' counts: its batches tell which attempt they are of.
+        Engines register as well, and may be a step or two behind. Once sessions tell attempts, a new `session` is noted
+        up to the version that came last, and for engines' counts only: batches themselves tell their attempt.
         """
         if session and await self._last_attempt() is not None:
             with contextlib.suppress(OutOfMemoryError):
@@ -410,11 +388,11 @@ class AsyncStore:
         return None if value is None else int(_text(value).split(" ")[0])
 
     async def _attempt_of(self, session: str) -> int | None:
-        """Which attempt a session's batches are of: of the first session that comes, attempt 1."""
+        """The attempt of a session's batches: 1 until it has sent one. None: no session is told."""
         return int(await self._redis.zscore(self._keys.sessions, session) or 1) if session else None
 
     async def was_followed(self, session: str) -> bool:
-        """Whether a later attempt has begun than that of this session. Not of one that has sent no batch yet."""
+        """Whether an attempt has begun after that of this session. False for a session that has sent no batch yet."""
         own = int(await self._redis.zscore(self._keys.sessions, session) or 0) if session else 0
         return 0 < own < (await self._last_attempt() or 0)
 
@@ -425,7 +403,7 @@ class AsyncStore:
         await self._add_return(policy_version, attempt)
         return True
 
-    async def _add_return(self, policy_version: int, attempt: int | None = None) -> None:
+    async def _add_return(self, policy_version: int, attempt: int | None) -> None:
         fields = {"to": policy_version} | ({} if attempt is None else {"attempt": attempt})
         with contextlib.suppress(OutOfMemoryError):  # curves of two attempts are one then
             await self._redis.xadd(self._keys.returns, fields, maxlen=_RETURNS, approximate=False)

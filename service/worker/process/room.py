@@ -168,7 +168,7 @@ class Room:
         return sorted(idle, key=lambda run: (bool(waits[run]), self._runs[run].worked_at))
 
     def close_idle(self, most: int | None = None) -> None:
-        """Close so many idle runs, each after a checkpoint, and return their memory. `most`: None for all.
+        """Close up to `most` idle runs, each after a checkpoint, and return their memory. None: all of them.
 
         Each is opened when something comes for it. Runs that were put off lose their turn: they would take memory
         without having work.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-#: How far a run may be ahead of another one that has work; after this time at work, the runs that had none are asked.
+#: A run may be ahead of another one that has work by this time. After it at work, runs that had none are asked too.
 AHEAD_SECONDS = 0.25
 
 

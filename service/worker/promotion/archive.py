@@ -16,14 +16,12 @@ from drafter.replay.gate import Verdict
 from service.settings import Settings
 from service.worker.lineage import Lineage
 from service.worker.promotion.evidence import LEAST_PROMPTS, Fresh, Pool
-from service.worker.scoring import replay_each
-from service.worker.target import Target
 
 #: Rollouts of the first round of the halving; the next have twice as many each.
 _FIRST_ROUND: Final = 4
 #: Claims after which the archive is asked without a fall: α does not fall where prompts become easier for all drafters.
 _UNASKED_CLAIMS: Final = 16
-#: Looks at the chosen version at most, where each claim has too few prompts and it seems better.
+#: Most looks at the chosen version, while each claim has too few prompts and it seems better.
 _ASKED_LOOKS: Final = 4
 #: Standard errors by which the served drafter must fall for the archive to be asked.
 _FALL: Final = 3.0
@@ -61,10 +59,9 @@ class Level:
 class Archive:
     """The archived versions of a run, against the drafter that is served now."""
 
-    def __init__(self, settings: Settings, lineage: Lineage, target: Target) -> None:
+    def __init__(self, settings: Settings, lineage: Lineage) -> None:
         self._settings = settings
         self._lineage = lineage
-        self._target = target
         self._unasked = 0  # claims since it was asked
         self.begin()
 
@@ -81,7 +78,7 @@ class Archive:
             self.level.take(replay, groups)
 
     def due(self, scored: Container[str]) -> list[str]:
-        """Count a claim. Returns the versions to choose from on it, less those scored anyway; none if none is asked."""
+        """Count a claim. Returns the versions to choose from: if the archive is asked, those not scored anyway."""
         self._unasked += 1
         asks = self.level.fallen or self._unasked > _UNASKED_CLAIMS
         return [version for version in self._lineage.archived() if version not in scored] if asks else []
@@ -124,9 +121,4 @@ class Archive:
 
     def replay(self, version: str, batches: Sequence[RolloutBatch]) -> Replay:
         """What a version would have accepted of all these rollouts."""
-        drafter, depth, drafting = self._lineage.version(version), self._settings.depth, self._settings.drafting
-        parts = [
-            replay_each({version: drafter}, self._target.at(batch.policy_version), batch, depth, drafting)[version]
-            for batch in batches
-        ]
-        return Replay.concat(parts)
+        return Replay.concat([self._lineage.replay(version, batch) for batch in batches])

@@ -17,13 +17,13 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
+from drafter.policy import Policy
 from drafter.replay.acceptance import Replay
 from drafter.replay.gate import ClaimSpread, Look, Trial, Verdict, compare
 from service.monitor.events import GateEvidence, Realised
@@ -33,8 +33,6 @@ from service.worker.promotion.archive import Archive, Level
 from service.worker.promotion.evidence import FEWEST_PROMPTS, POOLED_CLAIMS, Fresh, Pool
 from service.worker.promotion.outcomes import Chosen, Outcomes
 from service.worker.promotion.training import Training
-from service.worker.scoring import replay_each
-from service.worker.target import Target
 
 #: Archived versions may spend this part of the error together. The candidate has the rest.
 _ARCHIVE_SHARE: Final = 0.1
@@ -82,14 +80,13 @@ class Contest:
 class Gate:
     """All evidence so far against the drafter that is served now. One per run; `state` survives restarts."""
 
-    def __init__(self, settings: Settings, lineage: Lineage, target: Target) -> None:
+    def __init__(self, settings: Settings, lineage: Lineage) -> None:
         self._settings = settings
         self._lineage = lineage
-        self._target = target
         self.served: str | None = None  # the version that all trials are against
         self._trials = {CANDIDATE: Trial(1.0 - _ARCHIVE_SHARE)}
         self.training = Training()
-        self.archive = Archive(settings, lineage, target)
+        self.archive = Archive(settings, lineage)
         self.outcomes = Outcomes(lineage)
         self.of_sent: tuple[str, str] | None = None  # the sent version that was looked at last, and what was found
         self._pools = defaultdict[str, Pool](Pool)  # by challenger; not in `state`: a restart pools from nothing
@@ -146,7 +143,7 @@ class Gate:
                 pair = replay.select(index), incumbent.select(index)
                 self.training.tested += int(np.count_nonzero(pair[1].tokens)) if version == CANDIDATE else 0
                 found.append(self._take(version, self._look(version, fresh, *pair, fresh.evidence)))
-        for version in wider.replays.keys() - fresh.replays.keys():
+        for version in sorted(wider.replays.keys() - fresh.replays.keys()):  # the order decides each trial's share
             part = np.array(wider.evidence, dtype=np.int64)
             pair = wider.replays[version].select(part), wider.replays[str(served)].select(part)
             found.append(self._take(version, self._look(version, wider, *pair, wider.evidence)))
@@ -154,10 +151,10 @@ class Gate:
             self.archive.watch(fresh, incumbent)
         if (archived := self.archive.due(wider.replays)) and fresh.evidence:
             found.append(self._ask(fresh, incumbent, archived))
-        return sorted(found, key=lambda c: (c.verdict.promote, _or(c.verdict.gain, -1.0)), reverse=True)
+        return sorted(found, key=lambda c: (c.verdict.promote, np.nan_to_num(c.verdict.gain, nan=-1.0)), reverse=True)
 
     def _look(self, version: str, fresh: Fresh, challenger: Replay, incumbent: Replay, rollouts: Sequence[int]) -> Look:
-        """A look at `rollouts` of a claim, of which both replays are. Claims are pooled if one has too few prompts.
+        """A look at `rollouts` of a claim; both replays are of these. Claims are pooled if one has too few prompts.
 
         The candidate is trained between claims, so a pooled look is of its mean state. That gives a candidate that was
         never better no more chances. An archived version whose wins did not last always gets pooled claims: where kinds
@@ -214,7 +211,7 @@ class Gate:
         return self._trials[version]
 
     # --- drafters that people sent
-    def replay_sent(self, batch: RolloutBatch, path: Path) -> dict[str, Replay]:
+    def replay_sent(self, batch: RolloutBatch, policy: Policy) -> dict[str, Replay]:
         """Replay the sent drafter that has waited longest for its verdict. Empty: none waits.
 
         A drafter that cannot be replayed is refused; no batch has caused that.
@@ -222,10 +219,8 @@ class Gate:
         version = next(iter(self._lineage.waiting()), None)
         if version is None:
             return {}
-        policy, settings = self._target.at(batch.policy_version, batch=path), self._settings
         try:
-            drafters = {version: self._lineage.version(version)}
-            return replay_each(drafters, policy, batch, settings.depth, settings.drafting)
+            return {version: self._lineage.replay(version, batch, policy)}
         except Exception as error:
             if isinstance(error, OSError) or is_out_of_memory(error) or is_device_fault(error):
                 raise
@@ -276,10 +271,6 @@ def given_up(verdict: Verdict, others: int, min_gain: float) -> str:
     if others >= _SENT_OUTRUN:
         return f"{others} other versions were published while it waited"
     return ""
-
-
-def _or(value: float, otherwise: float) -> float:
-    return otherwise if math.isnan(value) else value
 
 
 def _without_drafter(found: Replay) -> Replay:

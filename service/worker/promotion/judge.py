@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from drafter.batch import RolloutBatch
 from drafter.replay.gate import CLAIM_SD
 from service.errors import LatestMoved
 from service.monitor.controller import Controller
@@ -21,14 +22,13 @@ from service.monitor.events import GateEvidence, Realised
 from service.monitor.headroom import LearningCurve
 from service.monitor.records import arrival
 from service.settings import Settings
-from service.worker.claim import Scored
 from service.worker.journal import Journal
 from service.worker.lineage import CANDIDATE, Lineage
 from service.worker.promotion.evidence import Fresh
 from service.worker.promotion.gate import Contest, Gate
 from service.worker.promotion.outcomes import Chosen
 from service.worker.recent import RecentRollouts
-from service.worker.target import Target
+from service.worker.scoring import Scores
 
 log = logging.getLogger("draftalign.worker")
 
@@ -37,20 +37,14 @@ class Judge:
     """The judge of one run: its gate, and what follows from the verdicts."""
 
     def __init__(
-        self,
-        settings: Settings,
-        run: str,
-        target: Target,
-        lineage: Lineage,
-        journal: Journal,
-        recent: RecentRollouts,
+        self, settings: Settings, run: str, lineage: Lineage, journal: Journal, recent: RecentRollouts
     ) -> None:
         """`recent`: its prompts were trained on, so they judge nothing."""
         self.run = run
         self._lineage = lineage
         self._journal = journal
         self._recent = recent
-        self.gate = Gate(settings, lineage, target)
+        self.gate = Gate(settings, lineage)
         self.controller = Controller()
 
     def measure_from_scratch(self) -> None:
@@ -90,15 +84,16 @@ class Judge:
                 self.gate.training.concluded()
             raise
 
-    def judge(self, scored: Sequence[Scored], before_publishing: Callable[[], None]) -> list[Contest]:
+    def judge(
+        self, scored: Sequence[tuple[RolloutBatch, Scores]], before_publishing: Callable[[], None]
+    ) -> list[Contest]:
         """Let the gate judge on batches that were scored with the candidate, and promote the winner.
 
         Returns all contests, best first. `before_publishing` must write a checkpoint, and raise if nothing may be
         published.
         """
         served = self.gate.served
-        scored = [(loaded, scores) for loaded, scores in scored if CANDIDATE in scores.versions]
-        compared = [(loaded.batch, scores) for loaded, scores in scored]
+        compared = [(batch, scores) for batch, scores in scored if CANDIDATE in scores.versions]
         if not compared:
             return []
         fresh = Fresh.of(compared, self._recent.prompts)
@@ -107,7 +102,7 @@ class Judge:
         with_all = [(batch, scores) for batch, scores in compared if "frozen" in scores.replays]
         wider = Fresh.of(with_all, self._recent.prompts) if with_all else fresh
         before = self.gate.state
-        entries = sorted((loaded.entry.arrived for loaded, _ in scored), key=arrival)
+        entries = sorted((scores.record.entry_id or "" for _, scores in compared), key=arrival)
         realised = self.gate.outcomes.settle(wider) if self.gate.outcomes.measures(entries[0]) else None
         contests = self.gate.judge(fresh, served, wider)
         if contests and contests[0].verdict.promote:

@@ -15,8 +15,9 @@ from service.worker.lineage import Lineage
 from service.worker.promotion.evidence import Fresh, Pool
 from service.worker.promotion.promises import Kept, Promise
 
-#: An archived version whose wins brought less than this part of what was expected of them wins by several claims
-#: together. Where claims alternate, a win brings -1 if each is unlike the one before, 0 if two are alike, 1/3 if three.
+#: If an archived version's wins brought less than this part of what was expected, it wins by several claims together
+#: only. Where kinds of prompts alternate, a win brings -1 if each claim is of another kind than the one before, 0 if
+#: the kind changes after every second claim, 1/3 if after every third.
 _LASTED: Final = 1.0 / 6.0
 
 

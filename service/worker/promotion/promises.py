@@ -13,7 +13,7 @@ from drafter.replay.acceptance import Replay
 from drafter.replay.gate import compare
 from service.monitor.events import Realised
 
-#: Before any is measured, promises of so much logarithmic gain (some two publishes') are taken for kept exactly.
+#: Before any promise is measured, so much logarithmic gain (some two publishes') counts as promised and exactly kept.
 _KEPT_BEFORE: Final = 0.1
 #: Weight of what is older, at each promise that is measured: what was kept five publishes ago counts half.
 _KEPT_MEMORY: Final = 0.87

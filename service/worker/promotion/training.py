@@ -46,7 +46,7 @@ class Training:
         return self.seconds is not None and self.done < _WHOLE
 
     def lacks(self, rollouts: int, more: int = 0) -> bool:
-        """Whether it waits for a verdict on so many rollouts and has fewer, with `more` of them."""
+        """Whether it waits for a verdict, and was judged on fewer than `rollouts`, these `more` included."""
         return self.seconds is not None and self.tested + more < rollouts
 
     @property

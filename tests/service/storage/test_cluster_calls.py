@@ -20,6 +20,7 @@ from service.monitor.records import AcceptanceRecord, ScoreRecord
 from service.storage.queue.dead import DeadLetters
 from service.storage.queue.deliveries import RolloutQueue
 from service.storage.queue.keys import Keys, lua, text
+from service.storage.queue.lease import give_back, take_from_workers
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 from service.storage.ready import connect, connect_async
 from service.storage.reports.store import AsyncStore, Store
@@ -98,6 +99,8 @@ def test_every_script_and_every_public_method_runs_on_a_cluster(tmp_path: Path) 
                 await rollouts_live(*(Noted(each, called) for each in (worker, asynchronous, dead)))
                 await reports_live(Noted(Store(client, run), called), Noted(AsyncStore(of_api, run, 1), called))
                 await sessions_live(Noted(asynchronous, called), Noted(AsyncStore(of_api, run), called))
+                assert await take_from_workers(of_api, run)
+                await give_back(of_api, run)
             assert not list(client.scan_iter(match=f"da:{{{run}}}:*"))
 
         for run in RUNS:
@@ -205,8 +208,6 @@ async def reports_live(worker: Any, api: Any) -> None:
         await api.note_head(number)
     assert [one.to for one in await api.returns()] == [0, 3], "where that trainer really begins: its first head says it"
     assert worker.returns() == await api.returns()
-    assert await api.take_from_workers()
-    await api.give_back()
     assert (await api.forget(2) or 0) > 5
     assert await api.forget(1) is None, "a later change was there before it"
     assert await api.forget(2) == 0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
 from service.monitor.alpha import Compared
 from service.monitor.controller import UNJUDGED
+from service.settings import Settings
 from service.storage.queue.deliveries import Entry
 from service.storage.registry import Registry
 from service.worker.inbox import Loaded
@@ -32,7 +35,7 @@ from service.worker.lineage import CANDIDATE
 from service.worker.loop import RunWorker
 from service.worker.promotion import training
 from service.worker.promotion.evidence import Fresh
-from service.worker.promotion.gate import Contest
+from service.worker.promotion.gate import Contest, Gate
 from service.worker.scoring import Scores, _in_one_piece, some_siblings
 
 LENGTH, SIBLINGS = 20, 4
@@ -268,6 +271,18 @@ def test_where_siblings_are_sorted_an_equal_candidate_is_hardly_ever_published(a
                 published += 1
                 break
     assert published <= 6, "5 % of 60 are 3; more than 6 in one of 30 such tests"
+
+
+def test_archived_versions_get_their_trials_in_the_order_of_their_names() -> None:
+    """In any process: an earlier trial has a larger share of the error."""
+    replay = Replay(np.full(8, 80.0), np.full(8, 30.0), *np.zeros((2, 8, 4)))
+    rollouts, prompts = tuple(range(8)), tuple(map(str, range(8)))
+    replays = dict.fromkeys((CANDIDATE, "v1", *(f"v{n}" for n in range(9, 1, -1))), replay)
+    wider = Fresh((), (rollouts,), replays, prompts, rollouts, by_prompt=True)
+    fresh = replace(wider, replays=dict.fromkeys((CANDIDATE, "v1"), replay))
+    gate = Gate(Settings(), SimpleNamespace(archived=list, waiting=dict, existing=str))  # type: ignore[arg-type]
+    gate.judge(fresh, "v1", wider)
+    assert list(gate.state["trials"]) == [CANDIDATE, *(f"v{n}" for n in range(2, 10))]
 
 
 def test_a_run_of_one_prompt_counts_rollouts(bench: Bench) -> None:

@@ -302,7 +302,7 @@ def test_in_isolation_nothing_is_mixed_in_and_nothing_is_judged(
     assert {"b", "c"} <= set(mixed[1])
     assert [o is not None and o.trained_with_recent for o in outcomes] == [False, True]
     assert outcomes[0] is not None
-    assert outcomes[0].contest is None
+    assert outcomes[0].verdict is None
     assert subject.recent.names() == [f"{name}.safetensors" for name in "abc"]
 
 

@@ -32,7 +32,7 @@ from drafter.replay.replay import replay
 from drafter.training.ranks import Ranks
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from rl_hooks import wire
-from service.worker.journal import Abandoned
+from service.monitor.alpha import Abandoned
 from service.worker.recent import KeptBatch, RecentRollouts, Task, _packed, taken
 
 

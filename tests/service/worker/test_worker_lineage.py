@@ -29,6 +29,7 @@ from drafter.files.checkpoint import (
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from rl_hooks import wire
 from service.storage.drafters.versions import Manifest
+from service.storage.queue.lease import take_from_workers
 from service.storage.registry import Registry
 from service.storage.reports.store import AsyncStore
 from service.storage.runs import delete_run, withdraw_run
@@ -321,7 +322,7 @@ def test_a_deleted_run_is_let_go_and_one_of_its_name_begins_anew(bench: Bench) -
     async def take() -> bool:
         client = redis.asyncio.Redis.from_url(bench.redis_url)
         try:
-            return await AsyncStore(client, "default").take_from_workers()
+            return await take_from_workers(client, "default")
         finally:
             await client.aclose()
 

@@ -37,10 +37,10 @@ def test_a_batch_that_cannot_be_scored_is_dead_of_it_and_the_others_are_trained(
 ) -> None:
     posted = [bench.post(name) for name in "abc"]
 
-    def score(looked: Any, drafters: Any, found: Any, **named: Any) -> Any:
+    def score(drafters: Any, found: Any) -> Any:
         if found.batch.rollout_ids[0].startswith("b/"):
             raise IndexError("index 50 is out of bounds")
-        return learners_score(looked, drafters, found, **named)
+        return learners_score(drafters, found)
 
     monkeypatch.setattr(service.worker.claim, "score", score)
     turns(worker, bench, posted)
