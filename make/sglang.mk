@@ -1,7 +1,7 @@
 # A real SGLang on a CPU, in an environment of its own. Its CPU kernels have no wheel: the tests bring what EAGLE-3 calls
 # of them in plain PyTorch (tests/sglang_server/plugin). SGLANG_PIP_ARGS goes to pip where torch must come from an index
 # of CPU builds (a CUDA torch works too, but is 3 GB more). Only tests use it, and they import a part of what lies there:
-# Python compiles that when it is imported. The list of requirements names all: pip is not to search for a set that fits.
+# Python compiles that when it is imported.
 SGLANG_VERSION ?= 0.5.23
 SGLANG_PIP_ARGS ?=
 SGLANG_BIN := .venv-sglang/bin
@@ -11,7 +11,7 @@ SGLANG_BIN := .venv-sglang/bin
 	@echo "setting up .venv-sglang with SGLang $(SGLANG_VERSION) for CPUs (once; some minutes, 3 GB)"
 	@test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv .venv-sglang
 	@$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(SGLANG_PIP_ARGS) "$$(grep '^torch==' $<)"
-	@$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(SGLANG_PIP_ARGS) -r $<
+	@$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(SGLANG_PIP_ARGS) -r $<
 	@$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps sglang==$(SGLANG_VERSION)
 	@touch $@
 

