@@ -36,10 +36,10 @@ demo: $(VENV)/.ready ## Run real RL whose drafter stays in step (ARGS="--seed 7 
 up: $(VENV)/.ready ## Start the service: embedded Valkey, API, worker
 	@$(BIN)/draftalign up $(ARGS)
 
-test: $(if $(CI),machine) lint types unit ## Everything that CI runs
+test: $(if $(CI),machine lint,lint types) unit ## Everything that CI runs
 
 # CI's machine starts empty: bring what some tests use, where it can be had. Without it they say so and are skipped.
-# Each is brought by one process, which mostly waits or unpacks: side by side, and beside mypy, whose cache `types` finds.
+# Each is brought by one process, which mostly waits or unpacks: side by side, and beside mypy.
 MACHINE := try-vllm try-sglang try-packages try-kubectl try-sbom
 .PHONY: machine $(MACHINE)
 machine:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 from engine_fixtures import EOS_ID
+from engine_forks import Fork, Forks
 from ports import free_port
 from server_load import REPOSITORY, write_entry_points
 
@@ -28,6 +29,25 @@ PLUGIN = Path(__file__).parent / "plugin"
 _START_SECONDS = 300.0
 
 
+def _environment(overlay: Path) -> dict[str, str]:
+    """Of a SGLang on a CPU, with the plugins of `overlay`."""
+    return dict(os.environ) | {
+        "PYTHONPATH": os.pathsep.join(map(str, [overlay, PLUGIN, REPOSITORY])),
+        "SGLANG_PLUGINS": "draftalign",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that is asked here
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@functools.cache
+def _forks() -> Forks:
+    """A process that has imported what a server does; `launch` first, which stands in for what is not installed."""
+    modules = ("launch", "sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler")
+    return Forks("sglang", PYTHON, modules, _environment(PLUGIN))
+
+
 class SGLangProcess:
     """One server with the shipped policy and the drafter of `drafter`; swaps come from under `home`."""
 
@@ -36,24 +56,10 @@ class SGLangProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=2.0))
         self.log = scratch / "sglang.log"
-        ours: dict[str, str] = {
-            "PYTHONPATH": os.pathsep.join(map(str, [write_entry_points(scratch / "installed"), PLUGIN, REPOSITORY])),
-            "SGLANG_PLUGINS": "draftalign",
-            "DRAFTALIGN_DRAFTER_DIR": str(home),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that is asked here
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        self.environment = dict(os.environ) | ours | environment
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [str(PYTHON), str(PLUGIN / "launch.py"), *self._options(drafter), *arguments],
-                env=self.environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # one group: its scheduler goes when it is killed
-            )
+        ours = {"DRAFTALIGN_DRAFTER_DIR": str(home)} | environment
+        self.environment = _environment(write_entry_points(scratch / "installed")) | ours
+        arguments = (*self._options(drafter), *arguments)
+        self.process: Fork = _forks().fork(str(PLUGIN / "launch.py"), arguments, self.environment, self.log)
 
     @classmethod
     @contextmanager
@@ -105,6 +111,12 @@ class SGLangProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def run_beside(self, script: Path, *arguments: str) -> str:
+        """What a script says that runs in SGLang's Python, beside the server."""
+        log = self.log.with_name(f"{script.stem}.log")
+        _forks().fork(str(script), arguments, self.environment, log).wait(120)
+        return log.read_text(errors="replace")
 
     # --- calls
     def ask(self, prompt: Sequence[int], *, max_tokens: int = 40, stop: bool = True) -> dict[str, Any]:

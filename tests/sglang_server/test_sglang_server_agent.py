@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from decode_fixtures import policy_of
 from engine_fixtures import base_policy, elicit_prompts, odd_prompts
 from server_load import Load, alpha, edited, logged, publish
 from service_fixtures import RunningService
-from sglang_server.sglang_process import DEPTH, PLUGIN, PYTHON, SGLangProcess
+from sglang_server.sglang_process import DEPTH, PLUGIN, SGLangProcess
 from sglang_server.test_sglang_server_swap import other_words, swap
 
 from drafter.model.eagle3 import Eagle3Drafter
@@ -53,8 +52,8 @@ def settled(follower: EngineFollower, version: str) -> Counts:
 
 def write_policy(server: SGLangProcess, policy: Path, version: str) -> None:
     """As a trainer does."""
-    command = [str(PYTHON), str(PLUGIN / "trainer.py"), server.url, str(policy / "model.safetensors"), version]
-    subprocess.run(command, check=True, timeout=120, env=server.environment)
+    said = server.run_beside(PLUGIN / "trainer.py", server.url, str(policy / "model.safetensors"), version)
+    assert "written\n" in said, said
     server.flush_cache()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 from engine_fixtures import EOS_ID
+from engine_forks import Fork, Forks
 from ports import free_port
 from server_load import write_entry_points
 
@@ -28,9 +30,12 @@ _START_SECONDS = 420.0
 #: vLLM's V2 model runner on a CPU, its Triton kernels in the interpreter (`plugin/sitecustomize.py`).
 V2_RUNNER: dict[str, Any] = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
-#: Its processes are forked: half the time of a start. vLLM spawns them, as those of the demo, and those of the
-#: LLM that a script attaches.
+#: Its processes are forked, the server's own too (`engine_forks.py`): a third of the time of a start. vLLM spawns them,
+#: as those of the demo, and those of the LLM that a script attaches.
 FORKED: dict[str, Any] = {"DRAFTALIGN_TESTS_FORK": "1"}
+#: A server with one of these is a process that imports vLLM itself: libraries read them when they are imported.
+_READ_AT_IMPORT = ("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "PROMETHEUS_MULTIPROC_DIR")
+_SERVER = "vllm.entrypoints.cli.main"
 
 #: Asynchronous scheduling, vLLM's default on GPUs, which it turns off on a CPU (`plugin/vllm_test_plugin.py`); and what
 #: compiles itself at its first step, which takes a minute.
@@ -67,6 +72,15 @@ def cpu_environment(overlay: Path) -> dict[str, str]:
     }
 
 
+@functools.cache
+def _forks() -> Forks:
+    """A process that has imported what a server does."""
+    modules = (_SERVER, "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server")
+    of_the_core = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
+    overlay = REPOSITORY  # none: it loads no plugins, its forks do
+    return Forks("vllm", PYTHON, (*modules, *of_the_core), cpu_environment(overlay) | FORKED)
+
+
 class VllmServer:
     """One server with the shipped policy and the drafter of `drafter`; swaps come from `drafters`.
 
@@ -91,17 +105,23 @@ class VllmServer:
         # vLLM closes what was idle for 5 s, and a request that goes out just then fails: not reused so late.
         self.client = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=2.0))
         self.log = scratch / "vllm.log"
-        overlay = plugins(scratch / "plugin")
+        variables = cpu_environment(plugins(scratch / "plugin")) | {"DRAFTALIGN_DRAFTER_DIR": str(drafters)}
+        variables |= environment
+        arguments = [*self._arguments(policy, drafter, speculative, eager=eager), *options]
+        self.process: subprocess.Popen[bytes] | Fork
+        if environment.keys() >= FORKED.keys() and environment.keys().isdisjoint(_READ_AT_IMPORT):
+            self.process = _forks().fork(_SERVER, arguments, variables, self.log)
+            return
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*self._command(policy, drafter, speculative, eager=eager), *options],
-                env=cpu_environment(overlay) | {"DRAFTALIGN_DRAFTER_DIR": str(drafters)} | environment,
+                [str(PYTHON), "-m", _SERVER, *arguments],
+                env=variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # one group: the engine's own processes go when it is killed
             )
 
-    def _command(self, policy: Path, drafter: Path, speculative: dict[str, Any] | None, *, eager: bool) -> list[str]:
+    def _arguments(self, policy: Path, drafter: Path, speculative: dict[str, Any] | None, *, eager: bool) -> list[str]:
         eagle3 = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DEPTH}
         options = {
             "--served-model-name": "policy",
@@ -115,7 +135,7 @@ class VllmServer:
             "--speculative-config": json.dumps(speculative or eagle3),
         }
         flags = [part for pair in options.items() for part in pair] + (["--enforce-eager"] if eager else [])
-        return [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(policy), *flags]
+        return ["serve", str(policy), *flags]
 
     def wait_until_healthy(self) -> None:
         """Block until it answers; raise with the end of its log if it will not."""
@@ -128,7 +148,7 @@ class VllmServer:
                     return
             except httpx.TransportError:
                 pass
-            time.sleep(0.5)
+            time.sleep(0.1)
         raise RuntimeError(f"vLLM did not start; the end of its log:\n{self.log_end()}")
 
     def log_end(self) -> str:

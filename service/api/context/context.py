@@ -274,7 +274,7 @@ class ServiceContext:
             self.drop(run)
             log.warning("run %s was deleted", run)
         else:
-            await give_back(self.redis.client, run)  # another process was faster; the lease is of a new run of that name
+            await give_back(self.redis.client, run)  # another was faster; the lease is of a new run of that name
         return True
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ def main(url: str, path: str, version: str) -> None:
     call(url, "/update_weights_from_tensor", **body, weight_version=version)
     call(url, "/end_weight_update")
     call(url, "/continue_generation")
+    print("written")
 
 
 if __name__ == "__main__":

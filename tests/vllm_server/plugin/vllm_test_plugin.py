@@ -52,6 +52,28 @@ def register() -> None:
     register_files()
     if os.environ.get("DRAFTALIGN_TESTS_ASYNC"):
         schedule_ahead()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_once()
+
+
+def patch_once() -> None:
+    """Have Triton's interpreter put its functions in place of the language's once.
+
+    It does so at each call of a kernel and of each function in it, and looks at a thousand members to find them.
+    """
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    patch, done = interpreter._patch_lang, set[frozenset[int]]()
+
+    def patch_new(function: Any) -> Any:
+        seen = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+        if seen not in done:
+            patch(function)  # what it returns would put the language's own back
+            done.add(seen)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_new
 
 
 def schedule_ahead() -> None:
@@ -300,7 +322,7 @@ def register_files() -> None:
 
     @dataclass
     class Init(WeightTransferInitInfo):  # type: ignore[misc]
-        pass
+        patch_once()
 
     @dataclass
     class Update(WeightTransferUpdateInfo):  # type: ignore[misc]

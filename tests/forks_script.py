@@ -1,0 +1,57 @@
+"""`python -P forks_script.py SOCKET MODULE...` imports the modules once; each program asked for is a fork of it.
+
+Run by an engine's Python. It says a line when it is ready. Who connects to SOCKET sends a JSON object: the `program` (a
+module, or a file that ends in .py), its `arguments`, the whole `environment` and the `log`. The answer is the program's
+process id. It ends when its stdin does; the programs go on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+
+
+def main() -> None:
+    """Answer until stdin ends; in a fork, run the program."""
+    place, *modules = sys.argv[1:]
+    for name in modules:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what has ended is nobody's to wait for
+    with socket.create_server(place, family=socket.AF_UNIX) as server:
+        print("ready", flush=True)
+        while server in select.select([server, sys.stdin], [], [])[0]:
+            with server.accept()[0] as asking, asking.makefile("rw") as line:
+                asked = json.loads(line.readline())
+                pid = os.fork()
+                if pid:
+                    line.write(f"{pid}\n")
+                    continue
+            break
+        else:
+            return
+    become(**asked)
+
+
+def become(program: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+    """Run the program as a process of its own would, but for what is imported already."""
+    os.setsid()  # one group: its own processes go when it is killed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    nothing, written = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number, file in enumerate((nothing, written, written)):
+        os.dup2(file, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [place for place in environment["PYTHONPATH"].split(os.pathsep) if place not in sys.path]
+    sys.argv = [program, *arguments]
+    run = runpy.run_path if program.endswith(".py") else runpy.run_module
+    run(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

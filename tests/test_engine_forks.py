@@ -1,0 +1,99 @@
+"""Programs that are forks of a Python with its imports made run as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import made_once
+import pytest
+from agent_fixtures import eventually
+from engine_forks import Forks
+
+PROGRAM = """
+import json, os, sys, time
+print(json.dumps([sys.argv[1:], dict(os.environ), "wave" in sys.modules, os.getpid(), os.getsid(0), sys.path[0]]))
+sys.stdout.flush()
+time.sleep(float(sys.argv[1]))
+"""
+#: In another test process: its own `Forks`, of which two forks say who they come from.
+OTHER = """
+import os, sys, time
+from pathlib import Path
+from engine_forks import Forks
+forks = Forks("stub", Path(sys.executable), ["wave"], dict(os.environ))
+for number in (1, 2):
+    fork = forks.fork(sys.argv[1], ["0"], {"PYTHONPATH": "/nowhere"}, Path(sys.argv[2], f"{number}.log"))
+    fork.wait(30)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(made_once.VARIABLE, str(tmp_path))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path / "program.py"
+
+
+def forks() -> Forks:
+    return Forks("stub", Path(sys.executable), ["wave"], dict(os.environ))
+
+
+def test_a_fork_has_its_own_environment_group_and_log_and_is_ended(program: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    began = time.monotonic()
+    fork = forks().fork(str(program), ["100"], {"PYTHONPATH": "/nowhere", "ONLY": "this"}, log)
+    said = eventually(lambda: (text := log.read_text()).endswith("\n") and text)
+    arguments, environment, imported, pid, group, first = json.loads(said)
+    assert arguments == ["100"]
+    assert environment == {"PYTHONPATH": "/nowhere", "ONLY": "this"}
+    assert imported, "it imports what is there already"
+    assert (pid, group) == (fork.pid, fork.pid)
+    assert first == "/nowhere"
+    assert fork.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        fork.wait(0.01)
+    fork.terminate()
+    fork.wait(30)
+    assert fork.poll() is not None
+    assert time.monotonic() - began < 60
+
+
+def test_test_processes_share_one_and_begin_another_when_it_has_ended(program: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours.log"
+    forks().fork(str(program), ["0"], {"PYTHONPATH": "/nowhere"}, ours).wait(30)
+
+    def other(where: str) -> None:
+        (tmp_path / where).mkdir()
+        path = {"PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))}
+        argv = [sys.executable, "-c", OTHER, str(program), str(tmp_path / where)]
+        subprocess.run(argv, env=os.environ | path, check=True, timeout=60)
+        assert all(json.loads((tmp_path / where / f"{number}.log").read_text())[2] for number in (1, 2))
+
+    begun = started(tmp_path)
+    assert len(begun) == 1
+    other("beside")
+    assert started(tmp_path) == begun, "one imports for all"
+    os.kill(begun[0], signal.SIGKILL)
+    eventually(lambda: not started(tmp_path))
+    other("alone")
+    assert started(tmp_path) == [], "it ends with the process that began it"
+
+
+def started(tmp_path: Path) -> list[int]:
+    """Processes that fork for this run."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            argv = (place / "cmdline").read_bytes().split(b"\0")
+            state = (place / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if os.fsencode(tmp_path / "stub-forks") in argv and state != "Z":
+            found.append(int(place.name))
+    return found
