@@ -31,6 +31,7 @@ from rl_hooks.trainer.base import AttachKeywords, left_out_for_images
 from rl_hooks.trainer.hook import PathKeywords
 from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
 from rl_hooks.trainer.stacks.attachment import Attachment as Attachment
+from rl_hooks.trainer.stacks.attachment import PromptKinds
 
 #: Arguments by which TRL's samplers leave the policy's distribution, each with the values that do not.
 _USUAL_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -54,7 +55,7 @@ def attach(trainer: Any, url: str, *, strata: str | None = None, **options: Unpa
     """Send this trainer's rollouts and features to the service at `url`.
 
     `strata`: the column of the training data that says of which kind a prompt is (its source, say), so that another
-    mix of kinds is no drift; of GRPO and RLOO. `options` are those of `DrafterHook`: `run`, `token`, `aux_layers`,
+    mix of kinds is no drift. `options` are those of `DrafterHook`: `run`, `token`, `aux_layers`,
     `initial_drafter`, `strict`, and so on; policy version, rank and world size are the trainer's. Raises
     `UnsupportedTrainerError` for a trainer it cannot wrap, `UnsupportedModelError` and `AuxLayersError` for a model it
     cannot read; nothing is raised later unless `strict`.
@@ -76,20 +77,26 @@ def attach(trainer: Any, url: str, *, strata: str | None = None, **options: Unpa
     attachment = kind(trainer, hook)
     if isinstance(attachment, GrpoAttachment):
         attachment.column = strata
+    elif isinstance(attachment, AsyncAttachment) and strata is not None:
+        rows = trainer.train_dataset
+        attachment.kinds = PromptKinds(rows["prompt"], rows[strata])
     return attachment
 
 
 def _check_column(trainer: Any, column: str, asynchronous: bool) -> None:
     """Refuse what would send no strata."""
-    if asynchronous:
-        raise UnsupportedTrainerError(
-            f"strata={column!r}: AsyncGRPOTrainer's samples do not carry the training data's columns. Leave strata out"
-        )
     columns = getattr(getattr(trainer, "train_dataset", None), "column_names", None)
     if columns is not None and column not in columns:
         raise UnsupportedTrainerError(
             f"strata={column!r}: the training data has no such column, but {', '.join(columns)}. Name one of them"
         )
+    if asynchronous:  # its samples have the prompt and no other column, so the kind is looked up by the prompt
+        if columns is None or "prompt" not in columns or not hasattr(trainer.train_dataset, "__len__"):
+            raise UnsupportedTrainerError(
+                f"strata={column!r}: AsyncGRPOTrainer needs a training Dataset, no stream, with a column prompt. "
+                "Leave strata out, or load such a one"
+            )
+        return
     if getattr(trainer.args, "remove_unused_columns", False):
         raise UnsupportedTrainerError(
             f"strata={column!r}: remove_unused_columns=True takes it off the rows. Set it to False, as GRPOConfig does"

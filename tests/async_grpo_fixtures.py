@@ -45,6 +45,18 @@ class Attention:
         return torch.cat(found)
 
 
+#: The training data. Those of the second kind come under two prompts.
+ROWS: dict[str, list[Any]] = {
+    "prompt": [[{"role": "user", "content": f"w{group}"}] for group in range(3)],
+    "kind": ["math", "code", "code"],
+}
+
+
+def prompt_of(group: int) -> Any:
+    """Of the training data, by the number of the group that answers it."""
+    return ROWS["prompt"][group % 3]
+
+
 class Sampler:
     """A `RolloutWorkerProtocol` and `WeightTransferProtocol` in one, without an engine.
 
@@ -95,7 +107,7 @@ class Sampler:
         mask = np.array([own for own, tokens in turns for _ in tokens])
         logprobs = np.where(mask == 1, -self.rng.uniform(0.5, 4.0, len(ids)), 0.0)
         return RolloutSample(
-            prompt=[],
+            prompt=prompt_of(group),
             completion=[],
             input_ids=np.array(ids),
             completion_mask=mask,
@@ -179,6 +191,7 @@ class Sent:
     mask: list[int]
     logprobs: list[float]
     reward: float | None
+    stratum: str | None
     aux: Tensor
     last: Tensor
     logsumexp: Tensor
@@ -198,6 +211,7 @@ def rollouts_of(file: wire.MappedFile) -> Iterator[Sent]:
             mask=mask[mine].tolist(),
             logprobs=logprobs[mine].tolist(),
             reward=None if header.rewards is None else header.rewards[number],
+            stratum=None if header.strata is None else header.strata[number],
             aux=aux[mine],
             last=last[mine],
             logsumexp=lse[mine],
@@ -274,7 +288,7 @@ def make_async_trainer(directory: Path, policy: str, draws: Any, *, steps: int =
     trainer: Any = AsyncGRPOTrainer(
         model=policy,
         args=AsyncGRPOConfig(**options | changes),
-        train_dataset=Dataset.from_dict({"prompt": ["w2"]}),
+        train_dataset=Dataset.from_dict(ROWS),
         rollout_worker=sampler,
         weight_transfer=sampler,
     )

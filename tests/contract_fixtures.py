@@ -99,6 +99,7 @@ _GRPO = tuple(
     )
 )
 _ASYNC = "trl/experimental/async_grpo/async_grpo_trainer.py"
+_ASYNC_WORKER = "trl/experimental/async_grpo/async_rollout_worker.py"
 _UNSLOTH = "unsloth/models/rl_replacements.py"
 _FSDP, _MEGATRON = (f"verl/workers/engine/{name}/transformer_impl.py" for name in ("fsdp", "megatron"))
 _SERVER = "verl/workers/rollout/llm_server.py"
@@ -132,6 +133,7 @@ CONTRACTS: dict[str, Contract] = {
             Site(_ASYNC, "AsyncGRPOTrainer._sync_weight", does=("self._sync_weight_lora", "self._sync_weight_merged")),
             Site(_ASYNC, "AsyncGRPOTrainer.log", ("logs",)),
             Site(_ASYNC, "DataCollatorForRollout.torch_call", ("examples",)),
+            Site(_ASYNC_WORKER, "RolloutSample", does=("prompt: Messages", "metrics: dict[str, float]")),
         ),
     ),
     "Unsloth GRPO": Contract(
@@ -279,6 +281,12 @@ CONTRACTS: dict[str, Contract] = {
                 ("fsdp",),
             ),
             Site("areal/utils/data.py", "MicroBatchList", does=("forward_indices: list[int] | None",)),
+            Site(  # what has no token of its own, as a prompt's kind, is whole in each micro-batch
+                "areal/utils/data.py",
+                "split_padded_tensor_dict_into_mb_list",
+                ("data",),
+                ("not_to_split[key] = value", "results.append({**mb, **not_to_split})"),
+            ),
         ),
     ),
     "AReaL Megatron engine": Contract(
@@ -442,6 +450,11 @@ CONTRACTS: dict[str, Contract] = {
                 ("model", "load_dir"),
                 ("model.load_checkpoint",),
             ),
+            Site(  # the first, a prompt's data source, goes no further
+                "openrlhf/trainer/ppo_utils/samples_generator.py",
+                "_collect_prompt_batch",
+                does=("_, batch_prompts, batch_labels, batch_images = next(dataloader_iter)",),
+            ),
         ),
     ),
     "OpenRLHF PolicyModelActor": Contract(
@@ -542,6 +555,13 @@ CONTRACTS: dict[str, Contract] = {
                 "skyrl/train/dataset/replay_buffer.py",
                 "Experience",
                 does=("loss_mask: Optional[Integer[torch.LongTensor, 'batch response_len']]",),
+            ),
+            *(  # nothing says of which kind a rollout's prompt is
+                Site(file, name, never=("env_class", "env_classes", "data_source", "env_extras"))
+                for file, name in (
+                    ("skyrl/train/trainer.py", "RayPPOTrainer.convert_to_training_input"),
+                    (f"{_SKYRL}/worker_utils.py", "BaseBatchIterator.batch_to_experience"),
+                )
             ),
         ),
     ),

@@ -35,6 +35,7 @@ class Alone(NamedTuple):
     logprobs: torch.Tensor  # [T]
     reward: float | None = None
     logsumexp: torch.Tensor | None = None  # [T], compared where the token after is generated
+    stratum: str | None = None
 
 
 def small_config(vocabulary: int, *, tied: bool = False) -> Qwen3Config:
@@ -78,14 +79,15 @@ def states_alone(out: Any, layers: Sequence[int]) -> torch.Tensor:
 @torch.no_grad()
 def compare(service: Receiver, found: Found, expected: dict[tuple[int, ...], Alone], head: torch.Tensor) -> Found:
     """Every rollout that came since the last call beside `expected`, by its tokens; `head` is the policy's."""
-    result: Found = {"rollouts": 0, "features": 0.0, "mask": True, "logp": 0.0, "rewards": True}
+    result: Found = {"rollouts": 0, "features": 0.0, "mask": True, "logp": 0.0, "rewards": True, "strata": True}
     result |= {"versions": [], "packed": [], "last_rows": []}
     directory = Path(found["directory"])
     for request in service.rollouts()[found.setdefault("read", 0) :]:
         file = mapped(request, directory)
         bounds = file.array("cu_seqlens").tolist()
         rewards = json.loads(file.header.metadata.get("rewards", "null")) or [None] * (len(bounds) - 1)
-        for (begin, end), reward in zip(pairwise(bounds), rewards, strict=True):
+        strata = wire.check_rollout_header(file.header).strata or [None] * (len(bounds) - 1)
+        for (begin, end), reward, stratum in zip(pairwise(bounds), rewards, strata, strict=True):
             alone = expected.pop(tuple(file.array("input_ids")[begin:end].tolist()))
             last = of_every_token(file, "last_hidden")[begin:end]
             # What was not sent is expected of none.
@@ -97,6 +99,7 @@ def compare(service: Receiver, found: Found, expected: dict[tuple[int, ...], Alo
             result["mask"] &= file.array("loss_mask")[begin:end].tolist() == alone.generated.tolist()
             result["logp"] = max(result["logp"], float(((said - alone.logprobs) * alone.generated).abs().max()))
             result["rewards"] &= reward == alone.reward
+            result["strata"] &= stratum == alone.stratum
             if alone.logsumexp is not None:
                 predicting = alone.generated.roll(-1) * (torch.arange(end - begin) < end - begin - 1)
                 gaps = (of_every_token(file, "logsumexp")[begin:end] - alone.logsumexp)[predicting > 0]

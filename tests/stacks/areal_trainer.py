@@ -33,7 +33,7 @@ from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig  
 from areal.api.io_struct import FinetuneSpec  # noqa: E402
 from areal.trainer.rl_trainer import PPOTrainer  # noqa: E402
 
-from rl_hooks.trainer.stacks.areal import DraftalignPPOTrainer  # noqa: E402
+from rl_hooks.trainer.stacks.areal import DraftalignPPOTrainer, prompt_kinds  # noqa: E402
 
 ROLLOUTS, PROMPT, RESPONSE, STEPS = 6, 8, 12, 2
 TEMPERATURE = 0.7
@@ -90,6 +90,7 @@ def rollouts(seed: int, version: int) -> list[dict[str, torch.Tensor]]:
             "versions": drawn.int(),
             "attention_mask": torch.ones(length, dtype=torch.bool),
             "rewards": torch.tensor(float(b)),
+            "data_source": torch.tensor(b % 3),  # of the test's own workflow: AReaL's have none
         }
         found.append({name: value.unsqueeze(0) for name, value in one.items()})
     return found
@@ -105,7 +106,8 @@ def alone(whole: Any, batch: list[dict[str, torch.Tensor]]) -> dict[tuple[int, .
         logp = (out.logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         one["logprobs"] = torch.nn.functional.pad(logp, (1, 0))[None] * one["loss_mask"]
         states, reward = states_alone(out, AUX), float(one["rewards"])
-        found[tuple(ids.tolist())] = Alone(states, one["loss_mask"][0], one["logprobs"][0], reward)
+        kind = str(int(one["data_source"]))
+        found[tuple(ids.tolist())] = Alone(states, one["loss_mask"][0], one["logprobs"][0], reward, stratum=kind)
     return found
 
 
@@ -150,6 +152,10 @@ def train(rank: int, service: Receiver | None, found: dict[str, Any], path: Path
         off = [{}, {"recompute_logprob": False, "use_decoupled_loss": False}]
         others = [reference, *(actor_of(DraftalignPPOTrainer, path, **changes) for changes in off)]
         found["hooks of others"] = [one.hook for one in others]
+        # AReaL keeps a text that is no list as the first workflow gave it; a list need not have an entry a rollout.
+        unusable: list[dict[str, Any]] = [{}, {"data_source": "math"}, {"data_source": ["math"] * 2}]
+        found["no kinds"] = [prompt_kinds(one, [0, 2], 3) for one in unusable]
+        found["kinds"] = prompt_kinds({"data_source": ["math", "code", "chat"]}, [2, 0], 3)
     weights = [one.to_local().detach().clone() for one in actor.model.parameters()]
     found["moved"] = not torch.equal(weights[0], first)
     return weights

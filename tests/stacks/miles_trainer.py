@@ -50,17 +50,20 @@ def rollout_data(step: int) -> dict[str, Any]:
         "loss_masks": [torch.ones(response, dtype=torch.int) for _, response in SIZES],
         "total_lengths": [sum(size) for size in SIZES],
         "response_lengths": [response for _, response in SIZES],
-        "rollout_log_probs": [-torch.rand(response, generator=rng) for _, response in SIZES],
+        "rollout_log_probs": [torch.zeros(response) for _, response in SIZES],  # filled in with near the policy's own
     }
 
 
 @torch.no_grad()
 def expected(whole: Any, data: dict[str, Any]) -> dict[tuple[int, ...], Alone]:
+    """By tokens. Fills in the sampler's log-probabilities, as of weights that are a little older."""
     every: dict[tuple[int, ...], Alone] = {}
     for (prompt, _), tokens, mask, logprobs in zip(
         SIZES, data["tokens"], data["loss_masks"], data["rollout_log_probs"], strict=True
     ):
         out, before = whole(tokens[None], output_hidden_states=True), torch.zeros(prompt)
+        logp = (out.logits[0, :-1].float() / TEMPERATURE).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs.copy_(logp[prompt - 1 :] - 0.1)
         every[tuple(tokens.tolist())] = Alone(
             states_alone(out, AUX),
             torch.cat([before.int(), mask]),
@@ -96,6 +99,7 @@ def train(rank: int, service: Receiver | None, found: Found, *, checkpoint: Path
     for step in range(STEPS):
         data = rollout_data(step)
         whole = unsharded(inner, tied=False)
+        alone = expected(whole, data)
         iterator = [DataIterator(data, None, MICRO)]
         for prefix in ("ref_", ""):
             got = forward_only(
@@ -106,11 +110,11 @@ def train(rank: int, service: Receiver | None, found: Found, *, checkpoint: Path
             hook = adapter._actors[model[0]].hook
             assert hook.flush(20), hook.stats()
             if rank == 0:
-                found["steps"].append(compare(service, found, expected(whole, data), whole.lm_head.weight))
+                found["steps"].append(compare(service, found, alone, whole.lm_head.weight))
             adapter.before_train_step(args, step, 0, model, None, None)
         with torch.no_grad():
             for parameter in inner.parameters():
-                parameter.mul_(1.1)
+                parameter.mul_(1.01)
     if service is not None:
         stats = hook.stats()
         found |= {name: stats[name] for name in ("captured_rollouts", "failures", "last_failure")}

@@ -151,7 +151,7 @@ def configuration(path: Path, case: str) -> dict[str, Any]:
             **{"enabled": case == "dynamic", "train_mb_tokens": 40, "logprob_mb_tokens": 40, "sequence_length_round": 4}
         },
         "sequence_packing": packs,
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}},
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3}},
         "generation": {
             **{"backend": "vllm", "temperature": TEMPERATURE, "top_p": 1.0, "top_k": None},
             **{"colocated": {"enabled": case != "async"}, "vllm_cfg": {"logprobs_mode": "processed_logprobs"}},
@@ -173,7 +173,7 @@ def rollouts(seed: int, case: str) -> dict[str, torch.Tensor]:
     batch = {"input_ids": ids, "input_lengths": lengths, "token_mask": drawn.float()}
     batch |= {"sample_mask": torch.ones(len(SIZES)), "advantages": noise}
     if case == "async":
-        batch["generation_logprobs"] = -noise.abs() * drawn  # of older weights
+        batch["generation_logprobs"] = torch.zeros_like(noise)  # filled in with near the policy's own
     return batch
 
 
@@ -244,6 +244,11 @@ def train(
         for mine, theirs in zip(whole.parameters(), policy.model.parameters(), strict=True):
             mine.data.copy_(theirs.full_tensor())  # the test gathers; the hook does not
         data = BatchedDataDict(rollouts(step, case))
+        if case == "async":  # weights that are a little older drew them
+            with torch.no_grad():
+                logp = (whole(data["input_ids"]).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+            of_tokens = logp.gather(2, data["input_ids"][:, 1:, None])[..., 0] - 0.1
+            data["generation_logprobs"][:, 1:] = of_tokens * data["token_mask"][:, 1:]
         wanted = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs")
         share = shard(BatchedDataDict({k: v for k, v in data.items() if k in wanted}), config, rank, "logprob")
         policy.prepare_for_lp_inference()

@@ -155,23 +155,26 @@ def prime_rl_on_a_cpu(case: str) -> Any:
     return train
 
 
-def samples(step: int) -> list[Any]:
-    """Rollouts as prime-rl's orchestrator makes them; a hole for what a tool said."""
+@torch.no_grad()
+def samples(step: int, case: str) -> list[Any]:
+    """Rollouts as prime-rl's orchestrator makes them, drawn by the first weights; a hole for what a tool said."""
     from prime_rl.transports.rollouts import TrainingSample
 
-    generator = torch.Generator().manual_seed(step)
+    generator, policy = torch.Generator().manual_seed(step), small_policy(VOCABULARY, tied=is_default(case))
     made = []
     for number in range(ROLLOUTS):
         length = 12 + 3 * number
         noise = torch.randn(length, generator=generator)
         mask = [t >= 5 and not (number % 2 and 7 <= t < 9) for t in range(length)]
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        logp = (policy(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
         made.append(
             TrainingSample(
-                token_ids=torch.randint(3, VOCABULARY, (length,), generator=generator).tolist(),
+                token_ids=ids.tolist(),
                 mask=mask,
-                logprobs=[-abs(x) if drawn else 0.0 for x, drawn in zip(noise.tolist(), mask, strict=True)],
+                logprobs=[one if drawn else 0.0 for one, drawn in zip([0.0, *logp], mask, strict=True)],
                 temperatures=[TEMPERATURE] * length,
-                env_name="task",
+                env_name=f"task-{number % 3}",
                 advantages=noise.tolist(),
             )
         )
@@ -186,14 +189,14 @@ def rollouts_of(row: Any) -> list[list[int]]:
     return [[row.input_ids[t] for t in part] for part in real if any(row.loss_mask[t] for t in part)]
 
 
-def write_batches(output: Path) -> None:
+def write_batches(output: Path, case: str) -> None:
     """What prime-rl's orchestrator sends, by its own packing and its own sender."""
     from prime_rl.trainer.batch import build_bin_cost, prepare_batch
     from prime_rl.transports.rollouts.filesystem import FileSystemMicroBatchSender
 
     sender = FileSystemMicroBatchSender(output, 2, current_step=1)
     for step in range(1, STEPS + 1):
-        rows = prepare_batch(samples(step), ROW, 2, build_bin_cost(None), pad_to_multiple_of=PADDED_TO)
+        rows = prepare_batch(samples(step, case), ROW, 2, build_bin_cost(None), pad_to_multiple_of=PADDED_TO)
         for rank, mine in enumerate(rows):
             tokens = [one for row in mine for one in rollouts_of(row)]
             (output.parent / f"rows{step}.{rank}.json").write_text(json.dumps(tokens))
@@ -206,7 +209,7 @@ def configuration(case: str, policy: Path, output: Path) -> str:
         f'output_dir = "{output}"\nmax_steps = {STEPS}\nmatmul_precision = "highest"',
         f'[model]\nname = "{policy}"\nattn = "flash_attention_2"\nseq_len = {ROW}\noptim_cpu_offload = false',
         'ac_offloading = "None"' + ("" if is_default(case) else '\ncompile = "None"\nac = "None"'),
-        '[optim]\ntype = "adamw"\nlr = 0.01',
+        '[optim]\ntype = "adamw"\nlr = 0.001',
         '[rollout_transport]\ntype = "filesystem"',
         '[monitors.file]\npath = "log.jsonl"',
     ]
@@ -219,7 +222,7 @@ def alone(whole: Any, sample: Any) -> Alone:
     out = whole(torch.tensor([sample.token_ids]), output_hidden_states=True, use_cache=False)
     normaliser = (out.logits[0].float() / TEMPERATURE).logsumexp(-1)
     known = torch.tensor(sample.mask).int(), torch.tensor(sample.logprobs)
-    return Alone(states_alone(out, AUX), *known, logsumexp=normaliser)
+    return Alone(states_alone(out, AUX), *known, logsumexp=normaliser, stratum=sample.env_name)
 
 
 def no_score(*_: Any, **__: Any) -> Any:
@@ -252,7 +255,7 @@ def train(
         vars(staging).update(score_rows=no_score, score_logits=no_score)
     if rank == 0:
         output.mkdir()
-        write_batches(output)
+        write_batches(output, case)
     dist.barrier()
     os.environ["DRAFTALIGN_URL"] = "" if service is None else service.url
     monitors.MONITORS.clear()
@@ -279,7 +282,7 @@ def train(
             whole.float().load_state_dict(weights[step - 1], strict=not is_default(case))  # a tied head has no name
             whole = whole.bfloat16() if is_default(case) else whole
             mine = json.loads((out / f"rows{step}.{rank}.json").read_text())
-            by_tokens = {tuple(one.token_ids): one for one in samples(step)}
+            by_tokens = {tuple(one.token_ids): one for one in samples(step, case)}
             expected |= {tokens: alone(whole, by_tokens[tokens]) for tokens in map(tuple, mine)}
         found["expected"] = len(expected)
         found["sent"] = compare(service, found, expected, whole.lm_head.weight.float())

@@ -55,8 +55,10 @@ from slime.observability.profile_utils import TrainProfiler
 from slime.observability.timer import Timer
 from slime.utils import accelerator, reloadable_process_group
 from slime.utils.accelerator.torch_accelerator import TorchAccelerator
+from slime.utils.data import get_source
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.tensor_backper import TensorBackuper
+from slime.utils.types import Sample
 
 #: (prompt, response) of a rollout step's six rollouts, and which of them are in which micro-batch.
 SIZES = ((3, 9), (5, 6), (2, 12), (4, 7), (3, 5), (6, 8))
@@ -129,7 +131,7 @@ class Schedule:
     def step(self, increment: int) -> None: ...
 
     def get_lr(self, _group: Any) -> float:
-        return 1e-2
+        return 3e-3
 
 
 class Updater:
@@ -149,7 +151,7 @@ def made(words: list[str], args: Arguments) -> Any:
     module = Float16Module(config, inner) if config.bf16 else inner
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=False), module)
     wrapped.role = "actor"
-    settings = OptimizerConfig(optimizer="adam", clip_grad=0.0, lr=1e-2)  # of bfloat16 it asks for CUDA
+    settings = OptimizerConfig(optimizer="adam", clip_grad=0.0, lr=3e-3)  # of bfloat16 it asks for CUDA
     actor = slime_actor.MegatronTrainRayActor.__new__(slime_actor.MegatronTrainRayActor)
     actor.args, actor.role, actor.model = args, "actor", [wrapped]
     actor.optimizer = get_megatron_optimizer(settings, actor.model, use_gloo_process_groups=True)
@@ -191,7 +193,8 @@ def rollout_data(step: int, words: list[str]) -> dict[str, Any]:
         "rewards": [reward - 0.5 for reward in rewards],
         "raw_reward": rewards,
         "local_raw_reward": rewards,
-        "rollout_log_probs": [-torch.rand(response, generator=rng) for _, response in SIZES],
+        "rollout_log_probs": [torch.zeros(response) for _, response in SIZES],  # filled in with near the policy's own
+        "source_names": [get_source(Sample(metadata={"source_name": f"kind {n % 2}"})) for n in range(len(SIZES))],
         "micro_batch_indices": [list(one) for one in MICRO],
         "num_microbatches": [len(one) for one in steps],
         "global_batch_sizes": [sum(len(MICRO[m]) for m in one) for one in steps],
@@ -203,17 +206,24 @@ def rollout_data(step: int, words: list[str]) -> dict[str, Any]:
 
 @torch.no_grad()
 def expected(whole: Any, data: dict[str, Any]) -> dict[tuple[int, ...], Alone]:
-    """Each rollout by its tokens, from a forward of it alone, unpacked, in one process with all the weights."""
+    """Each rollout by its tokens, from a forward of it alone, unpacked, in one process with all the weights.
+
+    Fills in the sampler's log-probabilities, as of weights that are a little older.
+    """
     every: dict[tuple[int, ...], Alone] = {}
     for n, tokens in enumerate(data["tokens"]):
         out = whole(tokens[None], output_hidden_states=True)
         prompt = torch.zeros(SIZES[n][0])
+        if "rollout_log_probs" in data:
+            logp = (out.logits[0, :-1].float() / TEMPERATURE).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            data["rollout_log_probs"][n] = logp[-SIZES[n][1] :] - 0.1
         every[tuple(tokens.tolist())] = Alone(
             states_alone(out, AUX),
             torch.cat([prompt.int(), data["loss_masks"][n]]),
             torch.cat([prompt, data.get("rollout_log_probs", data["loss_masks"])[n]]),
             data["local_raw_reward"][n],
             (out.logits[0].float() / TEMPERATURE).logsumexp(-1),
+            data["source_names"][n],
         )
     return every
 

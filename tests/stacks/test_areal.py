@@ -29,12 +29,19 @@ def test_rollouts_are_sent_one_by_one_whatever_weights_drew_them(ranks: list[dic
     for version, step in enumerate(found["steps"]):
         assert (step["rollouts"], step["left"], step["mask"], step["rewards"]) == (6, 0, True, True)
         assert step["packed"] == [3, 3]  # two packed micro-batches, in AReaL's order
+        assert step["strata"], "the workflow's `data_source` of each, in AReaL's order"
         assert set(step["versions"]) == {version}
         assert step["temperature"] == 0.7
         assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone
         assert step["logp"] == 0.0  # the sampler's, as the workflow gave them
         assert step.get("head", rank == 1)
     assert found["areals"] == pytest.approx([0.0, 0.0], abs=1e-5), "its own pass agrees with each rollout alone"
+
+
+def test_an_entry_that_is_not_one_for_each_rollout_sends_no_kinds(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["kinds"] == ["chat", "math"]
+        assert found["no kinds"] == [None] * 3
 
 
 def test_what_areal_logs_of_a_step_has_the_hooks_numbers(ranks: list[dict[str, Any]]) -> None:

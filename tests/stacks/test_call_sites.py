@@ -85,7 +85,8 @@ SITES: dict[str, tuple[Site, ...]] = {
             does=("from slime.observability import logging_utils, train_metric_utils",),
         ),
         Site("slime/utils/data.py", "process_rollout_data", says=("local_raw_reward",)),
-        Site("slime/ray/rollout.py", says=("rollout_log_probs",)),
+        Site("slime/ray/rollout.py", says=("rollout_log_probs", "source_names")),
+        Site("slime/utils/data.py", "get_source", ("sample",), says=("source_name",)),
     ),
     "MILES_SOURCE": (  # 31f1ca961a94cb860cec3b2dea34ec332bfa8f76
         Site("miles/utils/arguments.py", says=(*OPTIONS, "--rollout-temperature", "--rollout-top-p", "--qkv-format")),
@@ -131,7 +132,7 @@ SITES: dict[str, tuple[Site, ...]] = {
         Site("miles/utils/tracking_utils/tracking.py", "log", ("args", "metrics", "step_key")),
         Site("miles/utils/metric_utils.py", "compute_rollout_step", ("args", "rollout_id")),
         Site("miles/backends/training_utils/log_utils.py", does=("from ...utils.tracking_utils import tracking",)),
-        Site("miles/ray/rollout/train_data_conversion.py", says=("rollout_log_probs",)),
+        Site("miles/ray/rollout/train_data_conversion.py", says=("rollout_log_probs",), never=("source_names",)),
     ),
     "NEMO_RL_SOURCE": (  # 7ea279abfbeb698b092856d0dab61e7cf39bc909
         Site(
@@ -175,6 +176,11 @@ SITES: dict[str, tuple[Site, ...]] = {
             "grpo_train",
             does=("policy.get_logprobs", "policy.train"),
             says=("input_ids", "input_lengths", "token_mask"),
+        ),
+        Site("nemo_rl/algorithms/grpo.py", "_build_async_grpo_train_data", ("repeated_batch",), never=("task_name",)),
+        Site(
+            "nemo_rl/data_plane/schema.py",
+            does=("LP_SEED_FIELDS = ('input_ids', 'input_lengths', 'token_mask', 'sample_mask')",),
         ),
     ),
     "ROLL_SOURCE": (  # 8eb27cc2dc34c4d1310b169d9b86d339004d811a

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stacks_fixtures import Stack
+from service_fixtures import RunningService
+from stacks_fixtures import Stack, learnt
+from worker_fixtures import Bench
 
 VARIABLES = {"DRAFTALIGN_AUX_LAYERS": "2,4,5"}
 STACK = Stack("nemo_rl", "nemo_rl_trainer.py", "a real NeMo-RL", VARIABLES)
@@ -36,6 +39,7 @@ def test_the_policys_pass_is_sent_rollout_by_rollout(ranks: list[dict[str, Any]]
     for version, step in enumerate(found["steps"]):
         assert (step["rollouts"], step["left"], step["mask"]) == (4, 0, True)
         assert set(step["versions"]) == {version}
+        assert step["strata"], "none: NeMo-RL gives this pass no task's name"
         assert step["temperature"] == 0.7
         assert step["features"] < 2**-7  # bfloat16's rounding, against each rollout alone
         assert step["normaliser"] < 1e-5
@@ -71,16 +75,25 @@ def test_what_nemo_rl_logs_of_an_update_has_the_hooks_numbers(ranks: list[dict[s
     assert ranks[1]["logged"] == ranks[0]["logged without"] == [[]] * 3
 
 
+def test_the_service_takes_all_of_it_and_a_worker_trains_on_it(
+    ranks: list[dict[str, Any]], serve: Callable[..., RunningService], bench: Bench
+) -> None:
+    assert learnt([found["kept"] for found in ranks], serve(), bench) == {0: 8, 1: 8, 2: 8}
+
+
 def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
         (said,) = found["said"]
         assert said.startswith(f"draftalign is on: NeMo-RL's rank {rank} sends rollouts to http://127.0.0.1:")
 
 
-def test_nemo_rls_policy_on_ray_sends_what_its_workers_see(tmp_path: Path) -> None:
+def test_nemo_rls_policy_on_ray_sends_what_its_workers_see(
+    tmp_path: Path, serve: Callable[..., RunningService], bench: Bench
+) -> None:
     ON_RAY.run(tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["sent"] == [True, True], "each step's rollouts, under its version"
     assert found["asked"] == ["POST /rollouts?run=r", "PUT /runs/r", "PUT /runs/r/head"]
     assert found["first_drafter"]
     assert [sorted(one) for one in found["metrics"]] == [["draftalign/dropped", "draftalign/overhead_seconds"]] * 2
+    assert learnt([str(tmp_path / "sent")], serve(), bench) == {0: 8, 1: 8}

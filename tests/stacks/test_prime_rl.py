@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stacks_fixtures import Stack
+from service_fixtures import RunningService
+from stacks_fixtures import Stack, learnt
+from worker_fixtures import Bench
 
 STACK = Stack("prime_rl", "prime_rl_trainer.py", "a real prime-rl", {"DRAFTALIGN_AUX_LAYERS": "2,4,5"})
 SOURCE = os.environ.get("PRIME_RL_SOURCE", "")
@@ -48,6 +51,7 @@ def test_every_rollout_of_a_packed_row_is_sent_as_it_is_alone(ranks: list[dict[s
     assert (found["graphs"] > 0) is (found["case"] == "bfloat16"), "prime-rl compiles its layers by default"
     assert found["breaks"] == 0
     assert (sent["mask"], sent["logp"]) == (True, 0.0), "the sampler's log-probabilities, to the bit"
+    assert sent["strata"], "the name of each rollout's environment"
     assert sent["temperature"] == pytest.approx(0.7)
     # bfloat16 rounds in each of eight layers of prime-rl's own, and elsewhere in transformers'.
     features, normaliser = (2**-7, 1e-5) if found["case"] == "float32" else (2**-5, 2**-5)
@@ -72,6 +76,12 @@ def test_the_weights_are_bit_identical_to_prime_rls_own(ranks: list[dict[str, An
 
 def test_what_prime_rl_logs_has_the_hooks_numbers(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["logged"] == ["draftalign/dropped", "draftalign/overhead_seconds"]
+
+
+def test_the_service_takes_all_of_it_and_a_worker_trains_on_it(
+    ranks: list[dict[str, Any]], serve: Callable[..., RunningService], bench: Bench
+) -> None:
+    assert learnt([found["kept"] for found in ranks], serve(), bench) == {0: 10, 1: 10, 2: 10}
 
 
 def test_it_says_that_it_is_on(ranks: list[dict[str, Any]]) -> None:

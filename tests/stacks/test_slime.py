@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stacks_fixtures import Stack
+from service_fixtures import RunningService
+from stacks_fixtures import Stack, learnt
+from worker_fixtures import Bench
 
 NAMED = all(os.environ.get(name) for name in ("SLIME_SOURCE", "MEGATRON_SOURCE"))
 VARIABLES = {"DRAFTALIGN_AUX_LAYERS": "0,2,3", "TORCHDYNAMO_DISABLE": "1"}  # slime compiles parts of its losses
@@ -52,6 +55,7 @@ def all_came_right(found: dict[str, Any], case: str) -> None:
     assert [step["versions"] for step in steps] == [[0] * 4, [1] * 4, [2] * 4]
     for step in steps:
         assert (step["mask"], step["rewards"], step["logp"]) == (True, True, 0.0), "the sampler's, to the bit"
+        assert step["strata"], "slime's source of each rollout's prompt"
         assert step["temperature"] == pytest.approx(0.7)
         # Beside transformers' Llama in float32: bfloat16's rounding of what is sent, or of each layer.
         assert step["features"] < (2**-4 if "bfloat16" in case else 2**-7)
@@ -75,6 +79,13 @@ def test_one_process_sends_the_same(alone: dict[str, Any], case: str) -> None:
 
 def test_process_groups_that_slime_makes_again_cost_nothing(sleeping: list[dict[str, Any]]) -> None:
     all_came_right(sleeping[0]["one sleeps"], "one sleeps")
+
+
+@pytest.mark.parametrize("case", WORKING)
+def test_the_service_takes_all_of_it_and_a_worker_trains_on_it(
+    ranks: list[dict[str, Any]], serve: Callable[..., RunningService], bench: Bench, case: str
+) -> None:
+    assert learnt([found[case]["kept"] for found in ranks], serve(), bench) == {0: 6, 1: 6, 2: 6}
 
 
 def test_slime_has_no_pass_for_log_probabilities_where_one_step_follows(ranks: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ import os
 from itertools import islice
 from typing import Any
 
+import torch
 from areal.engine.fsdp_engine import FSDPPPOActor
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils.environ import is_single_controller
@@ -29,6 +30,20 @@ from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks.environment import VARIABLES, attached
 
 _log = logging.getLogger("rl_hooks")
+
+
+def prompt_kinds(packed: dict[str, Any], places: list[int], rollouts: int) -> list[str] | None:
+    """The prompts' kinds of the rollouts at `places`, where the workflow says the kind of each of the `rollouts`.
+
+    That is an entry `data_source` of the batch: a tensor of one number for each rollout, or a list. AReaL's own
+    workflows have none. It splits neither, so a micro-batch has those of the whole batch.
+    """
+    kinds = packed.get("data_source")
+    if isinstance(kinds, torch.Tensor):
+        kinds = kinds.tolist()
+    if not isinstance(kinds, list) or len(kinds) != rollouts:
+        return None
+    return [str(kinds[place]) for place in places]
 
 
 class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
@@ -72,7 +87,7 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
         order = iter(mb_list.forward_indices)  # AReaL packs the rollouts in another order, but for what has no token
         for item in mb_list:
             places = list(islice(order, len(item.orig_mb["cu_seqlens"]) - 1))
-            with captured(hook, self._told, hook, item.orig_mb, places):
+            with captured(hook, self._told, hook, item.orig_mb, places, len(mb_list.forward_indices)):
                 super().forward_backward_batch([item], process_output_fn, forward_only)
 
     def export_stats(self) -> dict[str, float]:
@@ -81,7 +96,9 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
         hook = self.hook if self.data_parallel_rank == 0 else None
         return stats if hook is None else stats | (hook.guard(hook.metrics) or {})
 
-    def _told(self, hook: DrafterHook, packed: dict[str, Any], places: list[int]) -> dict[str, Any] | None:
+    def _told(
+        self, hook: DrafterHook, packed: dict[str, Any], places: list[int], rollouts: int
+    ) -> dict[str, Any] | None:
         """What `capture` is to be told of a packed micro-batch, whose rollouts have `places` in the batch; or None."""
         if "multi_modal_input" in packed:
             left_out_for_images(hook.tally)
@@ -96,6 +113,7 @@ class DraftalignPPOActor(FSDPPPOActor):  # type: ignore[misc]
             "loss_mask": packed["loss_mask"].bool(),
             "logprobs": packed["logprobs"],
             "rewards": rewards[places].tolist() if rewards is not None and rewards.ndim == 1 else None,
+            "strata": prompt_kinds(packed, places, rollouts),
             "policy_version": self.get_version(),
             "temperature": self.config.temperature,
         }

@@ -24,19 +24,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rl_hooks.trainer.hook import DrafterHook
-from rl_hooks.trainer.stacks.attachment import Attachment
+from rl_hooks.trainer.stacks.attachment import Attachment, PromptKinds
 
 #: Columns of the batch. int64 [ranks, T]: where the forward has each token of the rollouts, end to end; -1: padding.
 _PLACES: Final = "draftalign_places"
-#: float64 [ranks, rollouts, 5]: tokens (-1: padding), number, reward (NaN: not known); of rank 0 when it packed the
-#: batch: the version, and how often weights had been given to the sampler. That may be a step before it is trained on.
+#: float64 [ranks, rollouts, 6]: tokens (-1: padding), number, the prompt's kind, reward (NaN: not known); of rank 0
+#: when it packed the batch: the version, and how often weights had been given to the sampler. That may be a step before
+#: it is trained on.
 _ROLLOUTS: Final = "draftalign_rollouts"
 
 
 class _Labelled(dict[str, float]):
-    """A sample's metrics, which TRL hands on to its collator as they are: with the rollout's number."""
+    """A sample's metrics, which TRL hands on to its collator as they are: with its number, and its prompt's kind."""
 
-    number = -1
+    number = kind = -1
 
 
 class AsyncAttachment(Attachment):
@@ -44,6 +45,8 @@ class AsyncAttachment(Attachment):
 
     METHODS = ("get_train_dataloader", "compute_loss", "_sync_weight_merged", "_sync_weight_lora", "log")
     ATTRIBUTES = (*Attachment.ATTRIBUTES, "model_version", "rollout_queue")
+    #: Of the training data, where the kinds of prompts are to be sent.
+    kinds: PromptKinds | None = None
 
     @staticmethod
     def policy_version(trainer: Any) -> int:
@@ -82,6 +85,10 @@ class AsyncAttachment(Attachment):
         metrics = _Labelled(sample.metrics)
         metrics.number = self._numbered
         self._numbered += 1
+        if self.kinds is not None:
+            metrics.kind = self.kinds.number(sample.prompt)
+            if metrics.kind < 0:
+                self.hook.tally.warn("kind", "prompts that the training data has not are sent without their kind")
         sample.metrics = metrics
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +108,7 @@ class AsyncAttachment(Attachment):
 
         def told(sample: Any) -> tuple[float, ...]:
             of = sample["metrics"]
-            return (len(sample["input_ids"]), of.number, of.get("reward", math.nan), *now)
+            return (len(sample["input_ids"]), of.number, of.kind, of.get("reward", math.nan), *now)
 
         tables = [torch.tensor([told(sample) for sample in row.samples], dtype=torch.float64) for row in rows]
         return {
@@ -115,7 +122,7 @@ class AsyncAttachment(Attachment):
         if _ROLLOUTS not in inputs or not model.training:
             return None
         table = inputs[_ROLLOUTS][0]
-        lengths, numbers, rewards, versions, given = table[table[:, 0] >= 0].T
+        lengths, numbers, kinds, rewards, versions, given = table[table[:, 0] >= 0].T
         if self._given_steps != self._steps:
             self._skipped_stale += len(lengths)
             return None
@@ -137,6 +144,7 @@ class AsyncAttachment(Attachment):
             "logprobs": logprobs[None],
             "policy_version": version,
             "rewards": rewards.tolist() if bool(rewards.isfinite().all()) else None,
+            "strata": None if self.kinds is None else [self.kinds.names[int(kind)] for kind in kinds.tolist()],
             "temperature": self._trainer.args.temperature,
             "top_p": self._trainer.args.top_p,
             "top_k": self._trainer.args.top_k,

@@ -7,13 +7,34 @@ hook's numbers (`draftalign/...`), and so does whatever `report_to` names.
 from __future__ import annotations
 
 import importlib
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
 from rl_hooks.trainer.base import Closing, captured
 from rl_hooks.trainer.hook import DrafterHook
+
+
+class PromptKinds:
+    """The kind of each prompt of the training data, for a trainer whose samples have the prompt and no other column."""
+
+    def __init__(self, prompts: Iterable[Any], kinds: Iterable[Any]) -> None:
+        known = {self._key(prompt): str(kind) for prompt, kind in zip(prompts, kinds, strict=True)}
+        #: The same on every rank, as each has the training data.
+        self.names: tuple[str, ...] = (*sorted({*known.values()}), "")
+        numbers = {name: number for number, name in enumerate(self.names)}
+        self._numbers = {key: numbers[kind] for key, kind in known.items()}
+
+    @staticmethod
+    def _key(prompt: Any) -> int:
+        """A hash, as prompts may be long. Of this process."""
+        return hash(json.dumps(prompt, sort_keys=True, default=str))
+
+    def number(self, prompt: Any) -> int:
+        """The place of its kind in `names`; -1, which is "", for a prompt that the training data has not."""
+        return self._numbers.get(self._key(prompt), -1)
 
 
 class Attachment(Closing):

@@ -39,7 +39,7 @@ LOGS: Final = {
     "miles.utils.tracking_utils.tracking": "miles.utils.metric_utils",
 }
 #: Asked for beside what they ask `get_batch` for; None where the rollouts have none.
-WANTED: Final = ("rollout_log_probs", "local_raw_reward")
+WANTED: Final = ("rollout_log_probs", "local_raw_reward", "source_names")
 _UNKNOWN: Final = "before the first training after a resume, or without --custom-megatron-before-train-step-hook-path"
 
 
@@ -60,6 +60,7 @@ def micro_batch_rollouts(batch: dict[str, Any]) -> dict[str, Any]:
         "loss_mask": generated,
         "logprobs": logprobs,
         "rewards": rewards if named else None,
+        "strata": batch["source_names"],
     }
 
 

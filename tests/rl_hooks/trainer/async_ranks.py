@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from async_grpo_fixtures import (
+    ROWS,
     Sampler,
     expected,
     far_from_its_own_forward,
@@ -49,7 +50,7 @@ def train(directory: Path, policy: str, service: Any, found: dict[str, Any]) -> 
     AcceleratorState._reset_state(reset_partial_state=True)
     trainer = make_async_trainer(directory, policy, draws, **({} if FSDP2 else {"ddp_find_unused_parameters": False}))
     micros = watch(trainer)
-    attachment = None if service is None else attach(trainer, service.url, run="r", aux_layers=AUX)
+    attachment = None if service is None else attach(trainer, service.url, run="r", aux_layers=AUX, strata="kind")
     trainer.train()
     found["losses"] = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
     if attachment is not None:
@@ -70,6 +71,7 @@ def train(directory: Path, policy: str, service: Any, found: dict[str, Any]) -> 
         found["numbers"] = [number for number, sample in enumerate(samples) if any(sample is one for one in of_sample)]
         pairs = list(zip(sent, of_sample, strict=True))
         found["rewards"] = all(a.reward == b.metrics["reward"] for a, b in pairs)
+        found["kinds"] = all(a.stratum == ROWS["kind"][b.group_id % 3] for a, b in pairs)
         found["versions"] = sorted({one.version for one in sent})
         found["far"] = max(far_from_its_own_forward(one, weights[one.version], AUX, 1.0) for one in sent)
         found["requests"] = [f"{r.method} {r.path}" for r in service.requests]

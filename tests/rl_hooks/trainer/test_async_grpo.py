@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from async_grpo_fixtures import (
+    ROWS,
     Sampler,
     Sent,
     expected,
@@ -307,7 +308,7 @@ def test_two_ranks_send_each_the_rollouts_of_its_own_row(tmp_path: Path, how: st
     for found in ranks:
         assert found["sharded"] == (how == "fsdp2")
         assert found["stats"] == {"failures": 0, "captured_rollouts": len(found["numbers"]), "last_failure": ""}
-        assert [found[name] for name in ("wanted", "rewards", "same losses", "weights")] == [True] * 4
+        assert [found[name] for name in ("wanted", "rewards", "kinds", "same losses", "weights")] == [True] * 5
         assert found["others"] == [0, 0]
         assert found["far"] <= NEAR
     numbers = ranks[0]["numbers"] + ranks[1]["numbers"]
@@ -317,6 +318,48 @@ def test_two_ranks_send_each_the_rollouts_of_its_own_row(tmp_path: Path, how: st
     assert ranks[0]["requests"].count("PUT /runs/r/head") == 3
     assert set(ranks[1]["requests"]) == {"POST /rollouts?run=r"}
     assert ranks[0]["requests"][0] == "PUT /runs/r"
+
+
+def test_a_column_of_the_training_data_is_sent_as_the_kind_of_each_prompt(
+    service: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is looked up by the prompt. To one, an environment has added what it says of itself."""
+    added: list[Any] = []
+
+    def draw(sampler: Sampler, version: int) -> Iterator[Any]:
+        for sample in draws(sampler, version):
+            if not added or sample.group_id == added[0].group_id:
+                sample.prompt = [{"role": "user", "content": "w0 and what the environment said"}]
+                added.append(sample)
+            yield sample
+
+    trainer = make_async_trainer(tmp_path, save_policy(tmp_path), draw)
+    attachment = attach(trainer, service.url, run="r", aux_layers=AUX, strata="kind", strict=True)
+    trainer.train()
+    assert attachment.flush(30)
+    sampler = trainer.rollout_worker
+    kinds = []
+    for one in sent_to(service, tmp_path / "files"):
+        sample = sample_of(one, sampler.samples)
+        known = all(sample is not other for other in added)
+        assert one.stratum == (ROWS["kind"][sample.group_id % 3] if known else "")
+        kinds.append(one.stratum)
+    assert (len(kinds), {*kinds}) == (45, {"math", "code", ""})
+    assert caplog.text.count("prompts that the training data has not are sent without their kind") == 1
+    attachment.close()
+
+
+@pytest.mark.parametrize(
+    ("column", "stream", "words"), [("source", False, "no such column, but prompt, kind"), ("kind", True, "no stream")]
+)
+def test_a_column_that_would_send_no_strata_is_refused_when_attaching(
+    tmp_path: Path, column: str, words: str, *, stream: bool
+) -> None:
+    trainer = make_async_trainer(tmp_path, save_policy(tmp_path), draws)
+    if stream:
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+    with pytest.raises(UnsupportedTrainerError, match=words):
+        attach(trainer, "http://127.0.0.1:9", aux_layers=AUX, strata=column)
 
 
 def test_rewards_that_are_not_known_are_not_made_up(service: Receiver, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hooks_fixtures import Receiver, as_float, mapped, receiver
 from sent_fixtures import small_policy
 from torch import Tensor
 
+from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.trainer.hook import DrafterHook
 from rl_hooks.trainer.stacks import prime_rl as adapter
@@ -35,6 +36,7 @@ def micro_batch(seed: int = 0, **changes: Any) -> Any:
         "inference_logprobs": -torch.rand(1, T, generator=generator),
         "temperatures": torch.where(torch.arange(T) < T - PADDING, 0.7, 1.0)[None],
         "sequence_lengths": [*LENGTHS[:-1], LENGTHS[-1] + PADDING],
+        "env_names": [name for name, n in zip("aba", LENGTHS, strict=True) for _ in range(n)] + [""] * PADDING,
         "mm_kwargs": None,
         "rl_weights": None,
         "ce_weights": None,
@@ -141,6 +143,7 @@ def test_rollouts_are_sent_without_the_rows_padding(monkeypatch: pytest.MonkeyPa
         assert file.array("loss_mask").astype(bool).tolist() == drawn.tolist()
         assert torch.equal(as_float(file, "logprobs")[drawn], one["inference_logprobs"][0, :T][drawn])
         assert float(file.header.metadata["temperature"]) == pytest.approx(0.7)
+        assert wire.check_rollout_header(file.header).strata == ("a", "b", "a"), "the environment of each"
 
 
 def test_what_another_model_wrote_is_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

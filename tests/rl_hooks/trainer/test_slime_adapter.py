@@ -31,6 +31,7 @@ def micro_batch(**changes: Any) -> dict[str, Any]:
         "loss_masks": [torch.tensor([1, 0, 1, 1]), torch.ones(5, dtype=torch.int)],
         "rollout_log_probs": [-torch.arange(1.0, 5.0), -torch.arange(11.0, 16.0)],
         "local_raw_reward": [0.5, 1],
+        "source_names": ["math", "unknown"],
         "multimodal_train_inputs": None,
     }
     return batch | changes
@@ -122,6 +123,11 @@ def test_a_micro_batch_is_told_rollout_by_rollout() -> None:
     assert logprobs[9:14].tolist() == [-11.0, -12.0, -13.0, -14.0, -15.0]
     assert logprobs[[0, 1, 2, 7, 8, 14, 15]].isnan().all()
     assert told["rewards"] == [0.5, 1]
+    assert told["strata"] == ["math", "unknown"]
+
+
+def test_a_batch_without_sources_as_miles_has_it_sends_no_strata() -> None:
+    assert adapter.micro_batch_rollouts(micro_batch(source_names=None))["strata"] is None
 
 
 @pytest.mark.parametrize("rewards", [None, [{"accuracy": 1.0}, {"accuracy": 0.0}]])
