@@ -65,6 +65,8 @@ def attach(trainer: Any, url: str, *, strata: str | None = None, **options: Unpa
     _check_trainer(trainer, kind)
     if strata is not None:
         _check_column(trainer, strata, asynchronous)
+    rows = trainer.train_dataset if asynchronous and strata is not None else None
+    kinds = None if rows is None else PromptKinds(rows["prompt"], rows[strata])
     hook = DrafterHook(
         trainer.model,
         url,
@@ -77,9 +79,8 @@ def attach(trainer: Any, url: str, *, strata: str | None = None, **options: Unpa
     attachment = kind(trainer, hook)
     if isinstance(attachment, GrpoAttachment):
         attachment.column = strata
-    elif isinstance(attachment, AsyncAttachment) and strata is not None:
-        rows = trainer.train_dataset
-        attachment.kinds = PromptKinds(rows["prompt"], rows[strata])
+    elif isinstance(attachment, AsyncAttachment):
+        attachment.kinds = kinds
     return attachment
 
 

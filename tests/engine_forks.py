@@ -7,6 +7,7 @@ they are imported is the first process's: an engine that wants something else th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import json
 import os
@@ -42,7 +43,9 @@ class Fork:
 
     def terminate(self) -> None:
         """Ask it to end."""
-        signal.pidfd_send_signal(self._file, signal.SIGTERM)
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._file, signal.SIGTERM)
 
     def wait(self, timeout: float = 60.0) -> None:
         """Until it has ended; raises as `Popen.wait` does."""
@@ -67,10 +70,13 @@ class Forks:
         """A fork that runs the program, a module or a file, with this environment and no other."""
         log.touch()  # whoever looks for it at once finds it
         asked = {"program": program, "arguments": arguments, "environment": environment, "log": str(log)}
-        with self._connected() as connection, connection.makefile("rw") as line:
-            line.write(json.dumps(asked) + "\n")
-            line.flush()
-            return Fork(int(line.readline()))
+        for _ in range(2):
+            with self._connected() as connection, connection.makefile("rw") as line:
+                line.write(json.dumps(asked) + "\n")
+                line.flush()
+                if answer := line.readline():  # else the one that was asked ended just then, with who began it
+                    return Fork(int(answer))
+        raise RuntimeError(f"{self._argv} ended twice before it answered")
 
     def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -92,7 +98,7 @@ class Forks:
             )
         assert process.stdout is not None
         said = b""
-        while said != b"ready\n":  # a library may print, too
+        while not said.endswith(b"ready\n"):  # a library may print, too
             said = process.stdout.readline()
             assert said, log.read_text(errors="replace")[-6000:]
         atexit.register(process.__exit__, None, None, None)  # its stdin is closed, and it ends

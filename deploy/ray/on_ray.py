@@ -142,9 +142,9 @@ def _ranks(gpus: float, settings: Settings) -> int:
 
 
 def _check_device(name: str, ranks: int, gpus: float) -> None:
-    """Refuse what no rank can take: each would say so itself, and be started again, for ever.
+    """Refuse a name that no rank can take: each would say so itself, and be started again, for ever.
 
-    Whether there is such a GPU is the node's to say, not the caller's.
+    Whether there is such a GPU is the node's to say, not the caller's; so is what a worker without a GPU of Ray's sees.
     """
     if name in ("cpu", "cuda"):
         return

@@ -35,7 +35,7 @@ from torch import Tensor
 from rl_hooks import wire
 from rl_hooks.engines.collected import REJECTED, Collected, Request, RequestSampling, UnscoredError, assemble
 from rl_hooks.engines.policy_watch import WeightSample
-from rl_hooks.sending.copies import HostCopies
+from rl_hooks.sending.copies import HostCopies, to_device
 from rl_hooks.sending.features import score_rows
 from rl_hooks.sending.sampling import TokenBudget, sampling_position
 from rl_hooks.sending.tally import Tally
@@ -80,7 +80,7 @@ def labelled_rows(step: Step, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
     rows = np.repeat(step.first_rows[chosen] + counts, counts) - 1 - from_end
     following = np.minimum(rows + 1, len(step.input_ids) - 1)
     owner = np.repeat(np.asarray(chosen), counts)
-    rows_N, following_N, owner_N, from_end_N = _to(step.last.device, np.stack([rows, following, owner, from_end]))
+    rows_N, following_N, owner_N, from_end_N = to_device(step.last.device, np.stack([rows, following, owner, from_end]))
     behind_N = from_end_N - step.rejected[owner_N]  # 0: the last accepted row; below: rejected
     labels_N = torch.where(behind_N == 0, step.last_sampled[owner_N].long(), step.input_ids[following_N].long())
     return rows_N, labels_N.masked_fill_(behind_N < 0, REJECTED)
@@ -126,7 +126,7 @@ class Head:
         if first.scored_at == 1.0 and (first.top_p, first.top_k) == _WHOLE and set(samplings) == {first}:
             return torch.stack(self.score(last_NH, labels_N, 1.0))  # most steps of most RL runs
         device = last_NH.device
-        temperature_N = _to(device, np.repeat(np.array([one.scored_at for one in samplings], np.float32), counts))
+        temperature_N = to_device(device, np.repeat(np.array([one.scored_at for one in samplings], np.float32), counts))
         kinds = sorted({_WHOLE, *((one.top_p, one.top_k) for one in samplings)})
         kind_N = np.repeat([kinds.index((one.top_p, one.top_k)) for one in samplings], counts)
         early_N = _from_end(counts) >= _VERIFIED
@@ -135,11 +135,11 @@ class Head:
         scores = torch.empty(2, len(kind_N), device=device)
         for number, (top_p, top_k) in enumerate(kinds):
             found = np.flatnonzero(kind_N == number)
-            rows = _to(device, found) if len(found) < len(kind_N) else slice(None)
+            rows = to_device(device, found) if len(found) < len(kind_N) else slice(None)
             if len(found):
                 scored = self.score(last_NH[rows], labels_N[rows], temperature_N[rows], top_p, top_k)
                 scores[:, rows] = torch.stack(scored)
-        scores[1, _to(device, np.flatnonzero(early_N))] = torch.nan
+        scores[1, to_device(device, np.flatnonzero(early_N))] = torch.nan
         return scores
 
 
@@ -158,13 +158,13 @@ class _Tracked:
     #: Its rows of each step, on the host: `_TAKEN` in this order. The tap's thread adds them as they arrive.
     parts: list[tuple[npt.NDArray[Any], ...]] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
-    #: Why some did not arrive.
-    failure: Exception | None = None
+    #: Why some did not arrive. No exception, whose traceback would keep the rows of the step.
+    failure: str | None = None
 
     def rows_in_order(self) -> list[dict[str, Tensor]]:
         """All rows, as `assemble` takes them."""
         if self.failure is not None:
-            raise self.failure
+            raise RuntimeError(f"rows of a step did not arrive: {self.failure}")
         if not self.parts:
             return []
         whole = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*self.parts, strict=True)]
@@ -180,17 +180,18 @@ def _place(step: Callable[[], dict[str, Tensor]], owners: Sequence[_Tracked], co
     As bytes: NumPy copies a few rows in a tenth of torch's time, and has no bfloat16.
     """
     try:
-        taken = [step()[name] for name in _TAKEN]
+        taken = step()
+        dtypes = tuple(taken[name].dtype for name in _TAKEN)
+        whole = [taken[name].view(torch.uint8).numpy() for name in _TAKEN]
+        begin = 0
+        for tracked, count in zip(owners, counts, strict=True):
+            rows, begin = slice(begin, begin + count), begin + count
+            tracked.dtypes = dtypes
+            tracked.parts.append(tuple(part[rows].copy() for part in whole))
     except Exception as error:
         for tracked in owners:
-            tracked.failure = error
+            tracked.failure = repr(error)
         raise
-    whole = [rows.view(torch.uint8).numpy() for rows in taken]
-    dtypes, begin = tuple(rows.dtype for rows in taken), 0
-    for tracked, count in zip(owners, counts, strict=True):
-        rows, begin = slice(begin, begin + count), begin + count
-        tracked.dtypes = dtypes
-        tracked.parts.append(tuple(part[rows].copy() for part in whole))
 
 
 def _free(tally: Tally, dropped: Iterable[_Tracked]) -> None:
@@ -225,8 +226,8 @@ class _Sender:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception as error:  # noqa: BLE001 - one failed comparison must not end the thread
-                _note(self._tally, "comparing the weights", error)
+            except Exception as error:  # noqa: BLE001 - one failed task must not end the thread
+                _note(self._tally, "copying rows or comparing the weights", error)
             del task  # its rows must not stay until the next one comes
 
     def _send_all(self, ended: list[_Tracked], unchanged: Callable[[], bool]) -> None:
@@ -392,15 +393,19 @@ class FeatureTap:
         names, rows = [step.request_ids[i] for i in chosen], counts.tolist()
         owners = [self._tracked[name] for name in names]
         self._sender.call(functools.partial(_place, wait, owners, rows))
-        self.tally.add("rows", len(rows_N))
-        long = list[str]()
+        held, dropped, long = self.tally["rows"], list[_Tracked](), list[str]()
         for name, tracked, count in zip(names, owners, rows, strict=True):
             tracked.rows += count
-            if self.tally["rows"] > 2 * self._rows:
-                self.tally.add("skipped_memory")
-                _free(self.tally, [self._tracked.pop(name)])
+            held += count
+            if held > 2 * self._rows:
+                held -= tracked.rows
+                dropped.append(self._tracked.pop(name))
             elif tracked.rows > 4 * self.max_tokens:  # as many as may wait, rejected drafts included
                 long.append(name)
+        self.tally.add("rows", len(rows_N))
+        if dropped:
+            self.tally.add("skipped_memory", len(dropped))
+            _free(self.tally, dropped)
         if long:  # sent up to here
             self.tally.add("cut_long", len(long))
             self.end(long)
@@ -413,7 +418,3 @@ class FeatureTap:
 def _note(tally: Tally, kind: str, error: Exception) -> None:
     tally.add("failures")
     tally.note(kind, f"draftalign tap: {kind} failed, requests go uncollected: {error!r}")
-
-
-def _to(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -25,7 +25,7 @@ from drafter.training.ranks import Ranks
 from drafter.training.trainer import DrafterTrainer
 from rl_hooks.durable import AtomicDirectory
 from service.errors import WorkerError
-from service.storage.layout import Layout
+from service.storage.layout import Layout, is_there
 from service.storage.runs import crc32_of
 
 _PREFIX = "checkpoint-"
@@ -164,26 +164,28 @@ def _check_sums(directory: Path) -> None:
 def copy_to_ranks(trainer: DrafterTrainer, directory: Path) -> None:
     """Rank 0's part of `taken_over`; `directory` may hold a copy for as long as it takes to read it.
 
-    Raises `CheckpointSuperseded` where another worker, which has the run now, cleared the copy meanwhile.
+    Raises `CheckpointSuperseded` where another worker, which has the run now, cleared the copy, be it written or not.
     """
     ranks = trainer.ranks
     ranks.shared(trainer.fingerprint)
     if any(ranks.add([0])):
         with contextlib.ExitStack() as stack:
+            made: list[Path] = []
 
             def written() -> str:
                 staged = stack.enter_context(AtomicDirectory.make(directory, ".writing-"))
+                made.append(staged.path)
                 _write(trainer, staged.path)
                 return staged.path.name
 
-            copy = directory / ranks.shared(written)
             try:
-                ranks.together(lambda: None)
+                ranks.shared(written)
+                ranks.together(lambda: None)  # they read it
             except Exception as error:
-                if is_device_fault(error) or copy.is_dir():
+                if is_device_fault(error) or not made or is_there(made[0]):
                     raise
                 raise ranks.agreed(
-                    CheckpointSuperseded(f"{copy} is gone: another worker has the run, and cleared what it found")
+                    CheckpointSuperseded(f"{made[0]} is gone: another worker has the run, and cleared what it found")
                 ) from error
 
 

@@ -147,8 +147,9 @@ class ClaimScorer:
         }
         roles = self._lineage.roles(versions, candidate=by is None or not served_only)
         try:
+            looked = self._looked(loaded)  # before the ranks are led: what fails here fails on this one alone
             with self._lineage.needed_trainer.ranks.in_step():
-                found = self._shared(loaded, roles, policy)
+                found = self._shared(loaded, looked, roles, policy)
             scores = score(roles, found)
         except BatchRejected as error:
             fates.reject(loaded.entry, str(error))
@@ -173,11 +174,13 @@ class ClaimScorer:
             return range(loaded.batch.rollouts)
         return some_siblings(prompt_hashes(loaded.batch), loaded.batch.policy_version)
 
-    def _shared(self, loaded: Loaded, roles: Mapping[str, tuple[str, DraftModel]], policy: Policy) -> SharedScore:
+    def _shared(
+        self, loaded: Loaded, looked: Sequence[int], roles: Mapping[str, tuple[str, DraftModel]], policy: Policy
+    ) -> SharedScore:
         """Check and replay the batch, with the other ranks if there are any (`service.ranks.FollowedRun`)."""
         ranks, drafters = self._lineage.needed_trainer.ranks, dict(roles.values())
         order = ScoreOrder(
-            looked=list(self._looked(loaded)),
+            looked=list(looked),
             seed=unforeseen_seed(),
             depth=self._settings.depth,
             drafting=self._settings.drafting,

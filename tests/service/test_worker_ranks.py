@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -45,7 +46,6 @@ import service.worker.scoring
 from drafter.batch import RolloutBatch, load_batch
 from drafter.device import RanksLost
 from drafter.errors import BatchRejected, TargetHeadError
-from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy, TargetHead
 from drafter.replay.gate import Trial
 from drafter.replay.replay import replay
@@ -697,24 +697,26 @@ def test_a_run_that_rank_0_lets_go_is_let_go_by_the_others_and_orders_come_while
             assert run_ranks(bench, lead, arm) == 0
 
 
+@pytest.mark.parametrize("meanwhile", ["rank 0 writes it", "rank 1 reads it"])
 def test_a_copy_that_another_worker_clears_is_a_lost_lease_and_no_fault_of_the_run(
-    tmp_path: Path, redis_url: str
+    tmp_path: Path, redis_url: str, meanwhile: str
 ) -> None:
-    """While rank 1 reads the copy another worker takes the run, and dies: rank 0 was paused, say. No minute is lost."""
+    """Another worker takes the run, and dies: rank 0 was paused, say. No minute is lost."""
 
     def arm(rank: int) -> None:
         vars(service.worker.process.heartbeat)["_BEAT_SECONDS"] = 0.1
-        real = vars(service.worker.checkpoint)["read_kind"]
+        name = "read_kind" if rank else "write_kind"
+        real = vars(service.worker.checkpoint)[name]
 
-        def reading(directory: Path) -> DraftModel:
-            if rank and not (tmp_path / "taken").exists():
+        def armed(directory: Path, *arguments: Any) -> Any:
+            copied = rank or any(frame.function == "copy_to_ranks" for frame in inspect.stack(0))
+            if copied and meanwhile.startswith(f"rank {rank}") and not (tmp_path / "taken").exists():
                 bench.redis.set(service.storage.queue.lease.Leases.key("default"), "elsewhere/1/a", px=1000)
                 WorkerCheckpoint(bench.layout, "default")._clear_leftovers()  # as its `save` begins
                 (tmp_path / "taken").touch()
-            found: DraftModel = real(directory)
-            return found
+            return real(directory, *arguments)
 
-        vars(service.worker.checkpoint)["read_kind"] = reading
+        vars(service.worker.checkpoint)[name] = armed
 
     with Bench(tmp_path / "two", redis_url, **ADAMW) as bench:
         bench.begin()

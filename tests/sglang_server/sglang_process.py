@@ -115,7 +115,12 @@ class SGLangProcess:
     def run_beside(self, script: Path, *arguments: str) -> str:
         """What a script says that runs in SGLang's Python, beside the server."""
         log = self.log.with_name(f"{script.stem}.log")
-        _forks().fork(str(script), arguments, self.environment, log).wait(120)
+        beside = _forks().fork(str(script), arguments, self.environment, log)
+        try:
+            beside.wait(120)
+        finally:
+            if beside.poll() is None:
+                os.killpg(beside.pid, signal.SIGKILL)
         return log.read_text(errors="replace")
 
     # --- calls

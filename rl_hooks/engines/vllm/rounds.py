@@ -174,7 +174,8 @@ class RoundCounter:
                     by_maker.setdefault(self._makers.get(round_[0], drafter), []).append(round_)
                 for maker, rounds in by_maker.items():
                     self._book((maker, policy), rounds, emitted)
-            for request in self._prompts.keys() - self._scheduler.requests.keys():
+            requests = self._scheduler.requests  # those that wait too, thousands: what is walked is `_prompts`
+            for request in [one for one in self._prompts if one not in requests]:
                 del self._prompts[request]
             self._step.clear()
         if self._makers is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from rl_hooks.engines.collected import Request, RequestSampling
 from rl_hooks.engines.tap import Step
 from rl_hooks.engines.vllm import KNOWN_RELEASES
+from rl_hooks.sending.copies import to_device
 
 #: Sampling parameters that do not change the distribution of a token: they say when a request ends, and what the answer
 #: holds. temperature, top_p and top_k do change it, and are sent along.
@@ -129,7 +130,7 @@ def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> St
     counts = np.fromiter(map(scheduled.num_scheduled_tokens.__getitem__, names), np.int64, len(names))
     chosen, device = [names[i] for i in places], hidden.device
     if isinstance(sampled, Tensor):
-        own = sampled.index_select(0, _to(device, places)).long()  # [requests, drafts + 1]
+        own = sampled.index_select(0, to_device(device, places)).long()  # [requests, drafts + 1]
     else:
         lists = [sampled[i] for i in places]
         width = max((len(tokens) for tokens in lists), default=0) or 1
@@ -137,7 +138,7 @@ def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> St
     drafted = np.array([len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in chosen])
     accepted = (own != -1).sum(dim=1)
     # Without drafts (a prefill) nothing was rejected, whatever stands in the sampled tokens.
-    rejected = _to(device, drafted + 1).sub_(accepted).mul_(_to(device, (drafted > 0).astype(np.int64)))
+    rejected = to_device(device, drafted + 1).sub_(accepted).mul_(to_device(device, (drafted > 0).astype(np.int64)))
     return Step(
         request_ids=chosen,
         first_rows=(np.cumsum(counts) - counts)[places],
@@ -160,7 +161,7 @@ def step_v2(_: Any, given: Mapping[str, Any], wanted: Container[str]) -> Step | 
     if aux is None or not len(places):
         return None
     begins = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
-    on_device = _to(hidden.device, places)
+    on_device = to_device(hidden.device, places)
     return Step(
         request_ids=[names[i] for i in places],
         first_rows=begins[places],
@@ -176,7 +177,3 @@ def step_v2(_: Any, given: Mapping[str, Any], wanted: Container[str]) -> Step | 
 
 def _places(names: Sequence[str], wanted: Container[str]) -> npt.NDArray[np.int64]:
     return np.array([i for i, name in enumerate(names) if name in wanted], dtype=np.int64)
-
-
-def _to(device: torch.device, array: npt.NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -294,6 +294,8 @@ class VllmTap:
         speculative = worker.vllm_config.speculative_config
         if speculative is None or speculative.method != "eagle3":
             raise TapUnsupportedError("this server does not speculate with EAGLE-3, so no states reach a drafter")
+        if getattr(speculative, "enable_adaptive_verification", False):
+            raise TapUnsupportedError("with adaptive verification only the device knows which rows are whose")
 
     def _wrap(self, runner: Any) -> None:
         # Find every name before wrapping anything: a failure leaves no tap behind.

@@ -85,11 +85,14 @@ class AsyncAttachment(Attachment):
         metrics = _Labelled(sample.metrics)
         metrics.number = self._numbered
         self._numbered += 1
+        sample.metrics = metrics
         if self.kinds is not None:
             metrics.kind = self.kinds.number(sample.prompt)
             if metrics.kind < 0:
-                self.hook.tally.warn("kind", "prompts that the training data has not are sent without their kind")
-        sample.metrics = metrics
+                self.hook.tally.warn(
+                    "kind",
+                    "prompts that the training data has not are sent without their kind; so are those of several kinds",
+                )
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loader = original(*args, **kwargs)

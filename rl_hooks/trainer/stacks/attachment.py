@@ -21,11 +21,15 @@ class PromptKinds:
     """The kind of each prompt of the training data, for a trainer whose samples have the prompt and no other column."""
 
     def __init__(self, prompts: Iterable[Any], kinds: Iterable[Any]) -> None:
-        known = {self._key(prompt): str(kind) for prompt, kind in zip(prompts, kinds, strict=True)}
+        known: dict[int, str] = {}
+        several = set[int]()
+        for prompt, kind in zip(prompts, kinds, strict=True):
+            if known.setdefault(key := self._key(prompt), str(kind)) != str(kind):
+                several.add(key)
         #: The same on every rank, as each has the training data.
         self.names: tuple[str, ...] = (*sorted({*known.values()}), "")
         numbers = {name: number for number, name in enumerate(self.names)}
-        self._numbers = {key: numbers[kind] for key, kind in known.items()}
+        self._numbers = {key: numbers[kind] for key, kind in known.items() if key not in several}
 
     @staticmethod
     def _key(prompt: Any) -> int:
@@ -33,7 +37,10 @@ class PromptKinds:
         return hash(json.dumps(prompt, sort_keys=True, default=str))
 
     def number(self, prompt: Any) -> int:
-        """The place of its kind in `names`; -1, which is "", for a prompt that the training data has not."""
+        """The place of its kind in `names`; -1, which is "", for a prompt that the training data has not.
+
+        So is one that it has of several kinds: a wrong kind would hide a fall, or make one up.
+        """
         return self._numbers.get(self._key(prompt), -1)
 
 

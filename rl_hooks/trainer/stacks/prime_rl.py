@@ -45,7 +45,7 @@ def micro_batch_rollouts(input_ids: Tensor, micro_batch: Mapping[str, Any]) -> d
     lengths = micro_batch["sequence_lengths"]
     # The row is padded within its last sequence, where positions begin again.
     places = torch.cat([torch.arange(length) for length in lengths])[None]
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    bounds, names = torch.tensor([0, *lengths]).cumsum(0), micro_batch.get("env_names")
     return {
         "input_ids": input_ids,
         "attention_mask": places == micro_batch["position_ids"],
@@ -53,7 +53,7 @@ def micro_batch_rollouts(input_ids: Tensor, micro_batch: Mapping[str, Any]) -> d
         "loss_mask": drawn,
         "logprobs": micro_batch["inference_logprobs"],
         # prime-rl says of each token which environment its prompt is of; of padding "".
-        "strata": [micro_batch["env_names"][begin] for begin in bounds[:-1].tolist()],
+        "strata": [names[begin] for begin in bounds[:-1].tolist()] if names else None,
         "temperature": one_temperature(micro_batch["temperatures"][drawn].tolist()),
     }
 

@@ -149,6 +149,17 @@ def test_only_the_sampled_fraction_is_collected_and_only_within_the_budget() -> 
     assert poor.tally["skipped_budget"] == 35
 
 
+def test_beyond_the_bound_of_memory_the_request_that_goes_beyond_it_is_dropped() -> None:
+    tapped = tap(lambda _: None, max_tokens=10, tokens_per_minute=50)  # 50 rows, and twice as many at the most
+    first, second = Script("first", [2], []), Script("second", [2], [])
+    tapped.begin(first.request())
+    tapped.begin(second.request())
+    tapped.step(step([(first, 0, [3] * 35, 0, 3), (second, 0, [3] * 35, 0, 3)]))
+    tapped.step(step([(first, 35, [3] * 5, 0, 3), (second, 35, [3] * 30, 0, 3)]))
+    assert list(tapped.collected) == ["first"]
+    assert (tapped.tally["skipped_memory"], tapped.tally["rows"]) == (1, 40)
+
+
 def held_bytes(tapped: FeatureTap) -> int:
     """Host memory of the rows of the requests under way."""
     rows = [rows for tracked in tapped._tracked.values() for part in tracked.parts for rows in part]

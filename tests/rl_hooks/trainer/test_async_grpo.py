@@ -36,6 +36,7 @@ from ports import free_port
 from rl_hooks import wire
 from rl_hooks.errors import UnsupportedTrainerError
 from rl_hooks.trainer.stacks.async_grpo import AsyncAttachment
+from rl_hooks.trainer.stacks.attachment import PromptKinds
 from rl_hooks.trl import attach
 
 pytestmark = [
@@ -347,6 +348,11 @@ def test_a_column_of_the_training_data_is_sent_as_the_kind_of_each_prompt(
     assert (len(kinds), {*kinds}) == (45, {"math", "code", ""})
     assert caplog.text.count("prompts that the training data has not are sent without their kind") == 1
     attachment.close()
+
+
+def test_a_prompt_of_several_kinds_has_none() -> None:
+    kinds = PromptKinds(["a", "b", "a", "c"], ["math", "math", "code", "code"])
+    assert [kinds.names[kinds.number(prompt)] for prompt in "abcd"] == ["", "math", "code", ""]
 
 
 @pytest.mark.parametrize(

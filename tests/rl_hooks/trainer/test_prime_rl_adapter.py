@@ -146,6 +146,16 @@ def test_rollouts_are_sent_without_the_rows_padding(monkeypatch: pytest.MonkeyPa
         assert wire.check_rollout_header(file.header).strata == ("a", "b", "a"), "the environment of each"
 
 
+def test_a_micro_batch_that_names_no_environment_is_sent_without_kinds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one = micro_batch()
+    del one["env_names"]
+    with extended(monkeypatch, Loop([[one]])) as service:
+        (request,) = service.rollouts()
+        assert wire.check_rollout_header(mapped(request, tmp_path).header).strata is None
+
+
 def test_what_another_model_wrote_is_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The `ce` component trains on tokens of no sampler: prime-rl's rule for its mismatch KL is ours."""
     ones = torch.ones(1, sum(LENGTHS) + PADDING)

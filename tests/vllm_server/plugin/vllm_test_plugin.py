@@ -322,7 +322,7 @@ def register_files() -> None:
 
     @dataclass
     class Init(WeightTransferInitInfo):  # type: ignore[misc]
-        patch_once()
+        pass
 
     @dataclass
     class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
