@@ -36,6 +36,7 @@ from typing import Any, Final
 
 import fastapi
 import numpy
+import numpy.typing
 import safetensors
 import torch
 
@@ -154,6 +155,7 @@ NAMES: Final = (
     ),
     ("model_executor/layers/fused_moe/routed_experts.py", "RoutedExperts", ("quant_method",)),
     ("config/speculative.py", "", ("glm4_moe_mtp", "deepseek_mtp")),
+    ("config/speculative.py", "SpeculativeConfig", ("enable_adaptive_verification",)),
     ("model_executor/layers/fused_moe/unquantized_fused_moe_method.py", "", ("moe_kernel",)),
     (_V2, "GPUModelRunner", ("speculator",)),
     (
@@ -222,7 +224,7 @@ NAMES: Final = (
 
 
 #: What vLLM 0.31 has not, and what goes without: no drafter is swapped into several cores.
-SINCE_0_32: Final = frozenset({"call_utility_all_async"})
+SINCE_0_32: Final = frozenset({"call_utility_all_async", "enable_adaptive_verification"})
 
 #: What stood elsewhere in vLLM 0.31: file and class.
 BEFORE_0_32: Final = {
@@ -379,7 +381,14 @@ def _of_libraries() -> set[str]:
     """What modules and objects of torch, NumPy and Python's own library have."""
     parts: list[Any] = [
         *(torch, torch.Tensor, torch.nn.Module, torch.device, torch.accelerator, torch.nn, torch.distributed),
-        *(torch.distributed.ReduceOp, torch.distributed.Work, numpy, numpy.ndarray, safetensors.safe_open),
+        *(
+            torch.distributed.ReduceOp,
+            torch.distributed.Work,
+            numpy,
+            numpy.ndarray,
+            numpy.typing,
+            safetensors.safe_open,
+        ),
         *(asyncio, concurrent.futures.Future, contextlib, dataclasses, functools, hashlib, hashlib.sha256(), hmac),
         *(inspect, inspect.Signature, inspect.BoundArguments, itertools, json, logging, logging.Logger, math, os),
         *(Path, queue, queue.SimpleQueue, re, re.compile(""), socket, threading, threading.Thread, threading.Event),
