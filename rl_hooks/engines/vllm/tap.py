@@ -338,10 +338,8 @@ class VllmTap:
             try:
                 given = named(*args, **kwargs)
                 # V2 rehearses with empty batches while it warms up.
-                if (
-                    not given.get("dummy_run")
-                    and (step := self._step(functools.partial(read, runner, given))) is not None
-                ):
+                step = None if given.get("dummy_run") else self._step(functools.partial(read, runner, given))
+                if step is not None:
                     self.tap.step(step)
             except Exception as error:  # noqa: BLE001 - the engine must not feel this
                 self.tap.note("reading a step", error)
