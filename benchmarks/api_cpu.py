@@ -30,13 +30,13 @@ from benchmarks import ingest  # it makes tests/ importable
 # isort: split
 from object_fixtures import BUCKET, SECRET, Store
 from service_fixtures import CONFIG, HEADERS, LAYERS, publish, rollout_file, rollout_tensors, run_file, with_last_rows
+from valkey_fixtures import OwnValkey
 
 from benchmarks.growth import cpu_seconds
 from rl_hooks import wire
 from rl_hooks.format.eagle3 import DrafterConfig
 from service.capacity.estimate import Traffic
 from service.capacity.sizes import Deployment, drafter_bytes
-from service.cli.valkey import EmbeddedValkey
 from service.settings import Settings
 from service.storage.mirror import state_of
 from service.storage.registry import Registry
@@ -57,7 +57,7 @@ class Api:
 
     def __init__(self, stack: ExitStack, stores: Mapping[str, str]) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        valkey = EmbeddedValkey(folder / "valkey")
+        valkey = OwnValkey(folder / "valkey")
         valkey.start()
         stack.callback(valkey.stop)
         if stores:

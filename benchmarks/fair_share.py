@@ -25,9 +25,9 @@ from redis import Redis
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from storage_fixtures import RolloutQueue
+from valkey_fixtures import OwnValkey
 from worker_fixtures import Bench, World
 
-from service.cli.valkey import EmbeddedValkey
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
 
@@ -111,7 +111,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     print("floods  median s  largest s  a flood's cycle s  in cycles of a flood  honest share of worked seconds")
     with tempfile.TemporaryDirectory() as top:
-        valkey = EmbeddedValkey(Path(top))
+        valkey = OwnValkey(Path(top))
         valkey.start()
         try:
             for floods in (0, 1, 4):

@@ -43,8 +43,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a f
 
 from record_fixtures import score  # noqa: E402 - after the path is set
 from service_fixtures import HEADERS, publish, rollout_file, run_file  # noqa: E402
+from valkey_fixtures import OwnValkey  # noqa: E402
 
-from service.cli.valkey import EmbeddedValkey  # noqa: E402
 from service.monitor.events import GateEvidence, Refused  # noqa: E402
 from service.storage.layout import Layout  # noqa: E402
 from service.storage.registry import Registry  # noqa: E402
@@ -83,7 +83,7 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.state = directory / "state"
-        self._valkey = EmbeddedValkey(self.state)
+        self._valkey = OwnValkey(self.state)
         self._valkey.start()
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]

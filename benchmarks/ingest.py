@@ -36,12 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
 
 from service_fixtures import CONFIG, HEADERS, LAYERS, publish, rollout_metadata, rollout_tensors, run_file  # noqa: E402
+from valkey_fixtures import OwnValkey  # noqa: E402
 
 from benchmarks.growth import cpu_seconds  # noqa: E402
 from rl_hooks import wire  # noqa: E402
 from rl_hooks.sending import delivery  # noqa: E402
 from rl_hooks.sending.sender import RolloutSender  # noqa: E402
-from service.cli.valkey import EmbeddedValkey  # noqa: E402
 from service.storage.layout import Layout  # noqa: E402
 from service.storage.registry import Registry  # noqa: E402
 
@@ -269,7 +269,7 @@ def main() -> None:
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-        valkey = EmbeddedValkey(base / "valkey")
+        valkey = OwnValkey(base / "valkey")
         valkey.start()
         stack.callback(valkey.stop)
         if options.direct:

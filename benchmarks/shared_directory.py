@@ -37,9 +37,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a f
 import httpx  # noqa: E402 - the path must be set first
 from ports import free_port  # noqa: E402
 from service_fixtures import HEADERS  # noqa: E402
+from valkey_fixtures import OwnValkey  # noqa: E402
 from worker_fixtures import ONE_BY_ONE, World  # noqa: E402
-
-from service.cli.valkey import EmbeddedValkey  # noqa: E402
 
 RUN: Final = "default"
 #: What pages, engines' agents and Prometheus read.
@@ -230,7 +229,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=60)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        valkey = EmbeddedValkey(Path(place) / "valkey")
+        valkey = OwnValkey(Path(place) / "valkey")
         valkey.start()
         stack.callback(valkey.stop)
         (logs := Path(place) / "logs").mkdir()

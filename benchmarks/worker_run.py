@@ -17,6 +17,7 @@ import redis.asyncio
 from pydantic import SecretStr
 from redis import Redis
 from torch import Tensor
+from valkey_fixtures import OwnValkey
 
 from benchmarks.recording import rollout_tensors
 from drafter.batch import RolloutBatch
@@ -24,7 +25,6 @@ from drafter.files.checkpoint import export_config
 from drafter.model.eagle3 import Eagle3Drafter
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
-from service.cli.valkey import EmbeddedValkey
 from service.settings import Settings
 from service.storage.layout import Layout
 from service.storage.queue.deliveries import RolloutQueue
@@ -73,7 +73,7 @@ class WorkerRun:
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
-        valkey = EmbeddedValkey(self.settings.state_dir)
+        valkey = OwnValkey(self.settings.state_dir)
         valkey.start()
         self._closing.callback(valkey.stop)
         self._url = valkey.url

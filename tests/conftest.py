@@ -23,9 +23,8 @@ import pytest
 if TYPE_CHECKING:
     from redis import Redis
     from service_fixtures import RunningService
+    from valkey_fixtures import OwnValkey
     from worker_fixtures import Bench
-
-    from service.cli.valkey import EmbeddedValkey
 
 # Hundreds of processes import the same files: each is compiled once, and a test module's asserts are rewritten once.
 sys.dont_write_bytecode = False
@@ -137,22 +136,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def valkey() -> Iterator[EmbeddedValkey]:
+def valkey() -> Iterator[OwnValkey]:
     """A real server on a unix socket, for the whole session.
 
     It syncs its file before each answer: in memory where there is room. What needs a disk has a server of its own.
     """
-    from service.cli.valkey import EmbeddedValkey
+    from valkey_fixtures import OwnValkey
 
     with tempfile.TemporaryDirectory(prefix="valkey", dir=_MEMORY if _ROOMY else None) as name:
-        server = EmbeddedValkey(Path(name))
+        server = OwnValkey(Path(name))
         server.start()
         yield server
         server.stop()
 
 
 @pytest.fixture
-def redis_url(valkey: EmbeddedValkey) -> str:
+def redis_url(valkey: OwnValkey) -> str:
     """URL of an empty key space."""
     from redis import Redis
 

@@ -19,9 +19,9 @@ from redis import Redis
 from service_fixtures import publish
 from storage_fixtures import RolloutQueue
 from test_replicas import REPLICAS, Replicas
+from valkey_fixtures import OwnValkey
 
 from rl_hooks.hook import DrafterHook
-from service.cli.valkey import EmbeddedValkey
 
 
 class Balancer:
@@ -81,7 +81,7 @@ def engine() -> Iterator[Engine]:
 def test_a_hook_and_an_agent_behind_a_balancer_go_on_as_replicas_are_killed(engine: Engine, tmp_path: Path) -> None:
     """Neither asks a replica for what another one alone knows."""
     model = tiny_qwen3()
-    valkey = EmbeddedValkey(tmp_path)
+    valkey = OwnValkey(tmp_path)
     with contextlib.ExitStack() as stack:
         valkey.start()
         stack.callback(valkey.stop)

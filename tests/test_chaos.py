@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from service_fixtures import HEADERS, RunningService
 from torch import Tensor
+from valkey_fixtures import OwnValkey
 from worker_fixtures import Bench, Nest, World, alive, final_state, nest, states, wait_until_gone
 
-from service.cli.valkey import EmbeddedValkey
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 
 KILLS = int(os.environ.get("DRAFTALIGN_CHAOS_KILLS", "12"))
@@ -223,7 +223,7 @@ def test_redis_and_api_killed_while_rollouts_flow_lose_nothing_that_was_acknowle
     """A trainer that tries again until it gets its 2xx; the server under it dies three times, the API once."""
     world = World()
     state_dir = tmp_path / "state"
-    server = EmbeddedValkey(state_dir)
+    server = OwnValkey(state_dir)
     server.start()
     service = RunningService(state_dir=state_dir, redis_url=server.url)
     bench = Bench(state_dir, server.url, world)
@@ -255,9 +255,8 @@ def test_redis_and_api_killed_while_rollouts_flow_lose_nothing_that_was_acknowle
         for _ in range(3):
             reached = len(acknowledged) + 4
             bench.wait(lambda reached=reached: len(acknowledged) >= min(reached, sent))  # type: ignore[misc]
-            assert server.pid is not None
-            os.kill(server.pid, signal.SIGKILL)
-            wait_until_gone(server.pid)
+            os.kill(server.process.pid, signal.SIGKILL)
+            wait_until_gone(server.process.pid)
             time.sleep(0.2)
             server.stop()
             server.start()

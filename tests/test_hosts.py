@@ -26,9 +26,9 @@ from failover_fixtures import until
 from object_fixtures import BUCKET, Store, running_store
 from service_fixtures import HEADERS, RunningService, rollout_file
 from test_replicas import answers, upload, upload_with_a_pause
+from valkey_fixtures import OwnValkey
 from worker_fixtures import ONE_BY_ONE, World
 
-from service.cli.valkey import EmbeddedValkey
 from service.storage.reports.store import AsyncStore
 
 URL = f"s3://{BUCKET}/state"
@@ -72,7 +72,7 @@ def serves(url: str) -> tuple[str, int] | None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_hosts_that_share_no_directory_lose_nothing(tmp_path: Path, store: Store) -> None:
-    world, valkey = World(), EmbeddedValkey(tmp_path / "redis")
+    world, valkey = World(), OwnValkey(tmp_path / "redis")
     sent: list[str] = []
     with contextlib.ExitStack() as stack:
         valkey.start()

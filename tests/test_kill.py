@@ -19,9 +19,9 @@ from ports import free_port
 from redis import Redis
 from service_fixtures import HEADERS, rollout_file, run_file
 from storage_fixtures import RolloutQueue
+from valkey_fixtures import OwnValkey
 
 from rl_hooks.sending.sender import RolloutSender
-from service.cli.valkey import EmbeddedValkey
 from service.storage.layout import Layout
 
 API = """
@@ -102,7 +102,7 @@ def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(tmp_pa
     print(f"seed {seed}")
     rng = random.Random(seed)
     port = free_port()
-    valkey = EmbeddedValkey(tmp_path)
+    valkey = OwnValkey(tmp_path)
     valkey.start()
     senders = [Sender(number, port) for number in range(3)]
     try:
@@ -117,8 +117,7 @@ def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(tmp_pa
                 wait_for_answers(senders, 6)
                 time.sleep(rng.uniform(0.05, 0.5))
                 if life % 2:
-                    assert valkey.pid is not None
-                    os.kill(valkey.pid, signal.SIGKILL)
+                    os.kill(valkey.process.pid, signal.SIGKILL)
                     valkey.stop()
                     time.sleep(rng.uniform(0.0, 0.3))
                     valkey.start()
@@ -162,7 +161,7 @@ def queued_once(state_dir: Path, url: str) -> set[str]:
 def test_an_api_that_is_stopped_and_goes_on_loses_and_doubles_nothing_and_holds_up_no_trainer(tmp_path: Path) -> None:
     """SIGSTOP amid uploads, longer than clients wait: they send again what the API finishes when it goes on."""
     port = free_port()
-    valkey = EmbeddedValkey(tmp_path)
+    valkey = OwnValkey(tmp_path)
     valkey.start()
     senders = [Sender(number, port, timeout_seconds=0.3) for number in range(3)]
     trainer = RolloutSender(f"http://127.0.0.1:{port}")

@@ -34,10 +34,10 @@ from deploy_fixtures import (
 )
 from ports import free_port
 from service_fixtures import RunningService
+from valkey_fixtures import OwnValkey
 from worker_fixtures import Bench, states
 
 from service.api.auth import PUBLIC
-from service.cli.valkey import EmbeddedValkey
 from service.settings import Settings
 
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "train_passes": 3.0, "claim_tokens": 200}
@@ -417,7 +417,7 @@ def test_the_api_gets_its_calls_while_no_rollouts_can_be_taken(tmp_path: Path) -
     """A pod that is not ready gets none, drafters and metrics among them."""
     apis = [c for overlay in SERVICE for c in containers(overlay) if command_of(c)[0] == "serve"]
     (probe,) = {c["readinessProbe"]["httpGet"]["path"] for c in apis}
-    valkey = EmbeddedValkey(tmp_path / "valkey")
+    valkey = OwnValkey(tmp_path / "valkey")
     valkey.start()
     before = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url)
     assert before.register().is_success

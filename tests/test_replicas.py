@@ -20,8 +20,8 @@ from ports import free_port
 from redis import Redis
 from service_fixtures import HEADERS, publish, rollout_file, run_file
 from storage_fixtures import RolloutQueue
+from valkey_fixtures import OwnValkey
 
-from service.cli.valkey import EmbeddedValkey
 from service.storage.layout import Layout
 from service.storage.registry import Registry
 
@@ -202,7 +202,7 @@ class Senders:
 def test_clients_of_a_replica_that_is_killed_go_on_at_another(tmp_path: Path) -> None:
     content = os.urandom(DRAFTER_BYTES)
     sha256 = hashlib.sha256(content).hexdigest()
-    valkey = EmbeddedValkey(tmp_path)
+    valkey = OwnValkey(tmp_path)
     with contextlib.ExitStack() as stack:
         valkey.start()
         stack.callback(valkey.stop)

@@ -1,7 +1,6 @@
 """The embedded Valkey: started when no Redis is configured; it ends with its parent and loses no acknowledged write.
 
-    valkey = EmbeddedValkey(state_dir); valkey.start(); ...; valkey.stop()
-    python -m service.cli.valkey STATE_DIR            the same in the foreground, for a supervisor
+    python -m service.cli.valkey STATE_DIR            in the foreground, for a supervisor
 
 It listens on a unix socket only, which the file system guards: no port, no password. Every write is on disk before its
 answer (`appendfsync always`, a few milliseconds). `everysec` delays the *write* too, by up to two seconds, while its
@@ -18,10 +17,8 @@ import contextlib
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -32,14 +29,11 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from rl_hooks.lock import LockHeld, exclusive
-from service.cli import supervisor
-from service.cli.supervisor import parent_death_signal
 from service.errors import ValkeyError
 from service.storage.layout import Layout
 
 #: A unix socket's path must fit `sockaddr_un`: 108 bytes on Linux, 104 on macOS, the final zero included.
 _MAX_SOCKET_PATH: Final = 100
-_START_SECONDS: Final = 15.0
 #: Its memory limit, in its own notation. compose, Kubernetes and Slurm give theirs the same.
 MAX_MEMORY: Final = "512mb"
 _STOP_SECONDS: Final = 10.0
@@ -62,22 +56,16 @@ def find_binary() -> Path:
 
 
 class EmbeddedValkey:
-    """One server over `<state_dir>/valkey`. `start` from the main thread: the server dies with that thread."""
+    """The one server over `<state_dir>/valkey`."""
 
     def __init__(self, state_dir: Path) -> None:
         self.directory = Layout(state_dir).valkey
         self.socket = _socket_path(self.directory)
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """URL for redis-py."""
         return f"unix://{self.socket}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while started."""
-        return None if self._process is None else self._process.pid
 
     def argv(self) -> list[str]:
         """Make the directories and build the command line."""
@@ -103,27 +91,6 @@ class EmbeddedValkey:
             argv += [f"--{name}", value]
         return argv
 
-    def start(self) -> None:
-        """Start, and return when it answers. Refuses when another server already runs on this state directory."""
-        with self.exclusive_directory() as lock:
-            self._process = subprocess.Popen(
-                self.argv(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(lock,),
-                start_new_session=True,  # Ctrl-C in the terminal reaches our parent, which stops us in order
-                preexec_fn=parent_death_signal(),  # noqa: PLW1509 - one prctl, with libc loaded beforehand
-            )
-        deadline = time.monotonic() + _START_SECONDS
-        while not self.ping():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise ValkeyError(
-                    f"the embedded server did not start; {self.directory / 'valkey.log'} says: {self._log()}"
-                )
-            time.sleep(0.01)
-
     @contextlib.contextmanager
     def exclusive_directory(self) -> Iterator[int]:
         """Hold the directory's lock, which a child that inherits the descriptor keeps. ValkeyError if a server runs."""
@@ -147,18 +114,6 @@ class EmbeddedValkey:
             return False
         finally:
             client.close()
-
-    def stop(self) -> None:
-        """Stop: SIGTERM, so that it flushes its file; SIGKILL if it does not end. Idempotent."""
-        process, self._process = self._process, None
-        if process is not None:
-            supervisor.stop(process, patience_seconds=_STOP_SECONDS)
-
-    def _log(self) -> str:
-        try:
-            return " | ".join((self.directory / "valkey.log").read_text(errors="replace").splitlines()[-3:])
-        except OSError:
-            return "(no log)"
 
 
 def _socket_path(directory: Path) -> Path:

@@ -24,10 +24,10 @@ from record_fixtures import told
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, f32, head_file, rollout_file, rollout_tensors, run_file
 from storage_fixtures import RolloutQueue
+from valkey_fixtures import OwnValkey
 
 from rl_hooks import wire
 from service.api.rollouts import batches as rollouts_api
-from service.cli.valkey import EmbeddedValkey
 from service.monitor.events import Moved
 from service.storage.history import events
 from service.storage.layout import Layout, locked
@@ -331,9 +331,9 @@ def test_a_history_from_a_backup_is_read_from_its_beginning(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def own_valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
+def own_valkey(tmp_path: Path) -> Iterator[OwnValkey]:
     """One that may be stopped without harm to other tests."""
-    server = EmbeddedValkey(tmp_path / "own")
+    server = OwnValkey(tmp_path / "own")
     server.start()
     yield server
     server.stop()
@@ -360,14 +360,13 @@ def quickest_of_four(ask: Callable[[], float], within: float = 2.0) -> float:
 
 
 def test_every_call_learns_within_two_seconds_that_redis_hangs(
-    own_valkey: EmbeddedValkey, serve: Callable[..., RunningService]
+    own_valkey: OwnValkey, serve: Callable[..., RunningService]
 ) -> None:
     service = serve(redis_url=own_valkey.url)
     for run in ("default", "other"):
         service.register(run).raise_for_status()
     service.publish()
-    pid = own_valkey.pid
-    assert pid is not None
+    pid = own_valkey.process.pid
 
     def asked(rule: tuple[str, str]) -> tuple[float, httpx.Response]:
         call = request_of(service, *rule, "default")
@@ -395,13 +394,12 @@ def test_every_call_learns_within_two_seconds_that_redis_hangs(
 
 @pytest.mark.parametrize("route", ["rollouts", "run", "new run", "head"])
 def test_a_redis_that_hangs_while_a_file_comes_is_named_within_two_seconds_of_its_end(
-    own_valkey: EmbeddedValkey, serve: Callable[..., RunningService], route: str
+    own_valkey: OwnValkey, serve: Callable[..., RunningService], route: str
 ) -> None:
     """Rollouts may be queued all the same when Redis goes on: sent again they are queued once."""
     service = serve(redis_url=own_valkey.url)
     service.register().raise_for_status()
-    pid = own_valkey.pid
-    assert pid is not None
+    pid = own_valkey.process.pid
     method, path, body = {
         "rollouts": ("POST", "/rollouts?run=default", rollout_file()),
         "run": ("PUT", "/runs/default", run_file()),
@@ -455,7 +453,7 @@ def test_a_stall_of_the_api_itself_is_not_blamed_on_redis(
 
 
 def test_asking_without_end_whether_it_is_ready_makes_redis_write_once_a_second(
-    own_valkey: EmbeddedValkey, serve: Callable[..., RunningService]
+    own_valkey: OwnValkey, serve: Callable[..., RunningService]
 ) -> None:
     service = serve(redis_url=own_valkey.url)
 
@@ -485,11 +483,10 @@ def test_asking_without_end_whether_it_is_ready_makes_redis_write_once_a_second(
 
 
 def test_all_who_ask_whether_it_is_ready_learn_at_once_that_redis_hangs(
-    own_valkey: EmbeddedValkey, serve: Callable[..., RunningService]
+    own_valkey: OwnValkey, serve: Callable[..., RunningService]
 ) -> None:
     service = serve(redis_url=own_valkey.url)
-    pid = own_valkey.pid
-    assert pid is not None
+    pid = own_valkey.process.pid
 
     def asked() -> float:
         with ThreadPoolExecutor(16) as callers:
@@ -506,7 +503,7 @@ def test_all_who_ask_whether_it_is_ready_learn_at_once_that_redis_hangs(
     eventually(lambda: service.client.get("/readyz").status_code == 200)
 
 
-def test_who_leaves_before_the_test_write_has_ended_takes_nobodys_answer_along(own_valkey: EmbeddedValkey) -> None:
+def test_who_leaves_before_the_test_write_has_ended_takes_nobodys_answer_along(own_valkey: OwnValkey) -> None:
     async def ask() -> list[object]:
         async with redis.asyncio.Redis.from_url(own_valkey.url) as client:
             test = WriteTest(client)

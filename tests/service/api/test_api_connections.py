@@ -19,6 +19,7 @@ from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, POST, Process, places, 
 from ports import free_port
 from pydantic import SecretStr
 from service_fixtures import HEADERS, RunningService, rollout_file
+from valkey_fixtures import OwnValkey
 
 from service.api import app
 from service.api.port import connections
@@ -29,7 +30,6 @@ from service.api.port.connections import (
     MAX_PIPELINED,
     Places,
 )
-from service.cli.valkey import EmbeddedValkey
 from service.settings import Settings
 
 
@@ -42,7 +42,7 @@ def process(tmp_path: Path, redis_url: str) -> Iterator[Process]:
 
 
 @pytest.fixture(scope="module")
-def flooded(tmp_path_factory: pytest.TempPathFactory, valkey: EmbeddedValkey) -> Iterator[Process]:
+def flooded(tmp_path_factory: pytest.TempPathFactory, valkey: OwnValkey) -> Iterator[Process]:
     """One for all floods: together they may not take what one may."""
     made = Process(tmp_path_factory.mktemp("flooded"), valkey.url)
     yield made

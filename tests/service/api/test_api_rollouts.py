@@ -34,11 +34,12 @@ from service_fixtures import (
     with_last_rows,
 )
 from storage_fixtures import RolloutQueue
+from valkey_fixtures import OwnValkey
 
 from rl_hooks import wire
 from service.api.context.context import ServiceContext
 from service.api.context.evidence import Recent
-from service.cli.valkey import EmbeddedValkey, find_binary
+from service.cli.valkey import find_binary
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 
 Serve = Callable[..., RunningService]
@@ -297,7 +298,7 @@ def test_a_redis_that_takes_no_writes_is_not_ready_and_says_why(
     tmp_path: Path, broken: tuple[str, ...], mended: tuple[str, ...]
 ) -> None:
     """A replica after a failover, or a user without the right: not a bug, and not the sender's fault."""
-    valkey = EmbeddedValkey(tmp_path / "own")
+    valkey = OwnValkey(tmp_path / "own")
     valkey.start()
     service = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url)
     try:
@@ -353,7 +354,7 @@ def test_a_sentinels_own_port_is_not_ready_and_says_what_to_give_instead(tmp_pat
 
 
 def test_redis_going_away_is_a_503_and_coming_back_is_noticed(tmp_path: Path) -> None:
-    valkey = EmbeddedValkey(tmp_path / "own")
+    valkey = OwnValkey(tmp_path / "own")
     valkey.start()
     service = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url)
     try:
@@ -441,7 +442,7 @@ def resident_bytes(pid: int) -> int:
     return pages * 4096
 
 
-def test_a_128_mib_body_costs_no_memory(valkey: EmbeddedValkey, redis_url: str, tmp_path: Path) -> None:
+def test_a_128_mib_body_costs_no_memory(valkey: OwnValkey, redis_url: str, tmp_path: Path) -> None:
     """The API as its own process: its resident memory grows by less than 32 MiB while it takes a 128 MiB file."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

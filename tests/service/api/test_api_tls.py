@@ -23,12 +23,12 @@ from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, Process, places, pour
 from pydantic import ValidationError
 from service_fixtures import HEADERS, RunningService, rollout_file, run_file
 from typer.testing import CliRunner
+from valkey_fixtures import OwnValkey
 
 from rl_hooks.sending.exchange import Origin, ReplyError, exchange, trusted, trusted_of_store
 from service.api.app import make_server
 from service.api.port import connections
 from service.cli.main import app as command_line
-from service.cli.valkey import EmbeddedValkey
 from service.errors import ConfigurationError
 from service.settings import Settings
 
@@ -299,7 +299,7 @@ def process(tmp_path: Path, redis_url: str, authority: Authority) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def flooded(
-    tmp_path_factory: pytest.TempPathFactory, valkey: EmbeddedValkey, authority: Authority
+    tmp_path_factory: pytest.TempPathFactory, valkey: OwnValkey, authority: Authority
 ) -> Iterator[SecureProcess]:
     """One for all floods: together they may not take what one may."""
     made = SecureProcess(tmp_path_factory.mktemp("flooded"), valkey.url, authority)

@@ -19,13 +19,13 @@ from attacks.sent import DRAFTERS, HEADS, REPORTS
 from redis import Redis
 from service_fixtures import HEADERS, RunningService, rollout_file
 from storage_fixtures import RolloutQueue
+from valkey_fixtures import OwnValkey
 
 from rl_hooks import wire
-from service.cli.valkey import EmbeddedValkey
 
 
 @pytest.fixture(scope="module")
-def target(valkey: EmbeddedValkey, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+def target(valkey: OwnValkey, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     """One server for the whole corpus."""
     service = RunningService(state_dir=tmp_path_factory.mktemp("attacked"), redis_url=valkey.url)
     service.register().raise_for_status()
@@ -34,7 +34,7 @@ def target(valkey: EmbeddedValkey, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def queue(valkey: EmbeddedValkey) -> Iterator[RolloutQueue]:
+def queue(valkey: OwnValkey) -> Iterator[RolloutQueue]:
     with Redis.from_url(valkey.url) as client:
         client.flushall()
         yield RolloutQueue(client, "default")

@@ -17,15 +17,16 @@ import pytest
 from agent_fixtures import eventually
 from redis import Redis
 from redis.exceptions import RedisError
+from valkey_fixtures import OwnValkey
 
 from service.cli.checks import check_redis
-from service.cli.valkey import EmbeddedValkey, find_binary
+from service.cli.valkey import find_binary
 from service.errors import ConfigurationError
 
 
 @pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
-    server = EmbeddedValkey(tmp_path / "own")
+def valkey(tmp_path: Path) -> Iterator[OwnValkey]:
+    server = OwnValkey(tmp_path / "own")
     server.start()
     yield server
     server.stop()
@@ -45,7 +46,7 @@ def valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
 )
 @pytest.mark.parametrize("may_be_away", [True, False])
 def test_what_is_wrong_is_named_with_what_to_do(
-    valkey: EmbeddedValkey, broken: str, query: str, named: str, may_be_away: bool
+    valkey: OwnValkey, broken: str, query: str, named: str, may_be_away: bool
 ) -> None:
     check_redis(valkey.url, may_be_away=may_be_away)
     with Redis.from_url(valkey.url) as client:
@@ -103,11 +104,10 @@ def _answers(client: Redis) -> bool:
 
 
 def test_one_that_is_away_or_hangs_or_is_full_is_waited_for(
-    valkey: EmbeddedValkey, caplog: pytest.LogCaptureFixture
+    valkey: OwnValkey, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    pid = valkey.pid
-    assert pid is not None
+    pid = valkey.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         check_redis(valkey.url, may_be_away=True)
@@ -125,7 +125,7 @@ def test_one_that_is_away_or_hangs_or_is_full_is_waited_for(
     assert "is full" in said[1]
 
 
-def test_nothing_is_said_of_one_that_starts_meanwhile(valkey: EmbeddedValkey, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_of_one_that_starts_meanwhile(valkey: OwnValkey, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     valkey.stop()
     starting = threading.Timer(0.3, valkey.start)
@@ -136,7 +136,7 @@ def test_nothing_is_said_of_one_that_starts_meanwhile(valkey: EmbeddedValkey, ca
 
 
 @pytest.mark.parametrize("command", ["serve", "worker", "up"])
-def test_no_part_starts_on_it(command: str, valkey: EmbeddedValkey, tmp_path: Path) -> None:
+def test_no_part_starts_on_it(command: str, valkey: OwnValkey, tmp_path: Path) -> None:
     with Redis.from_url(valkey.url) as client:
         client.replicaof("127.0.0.1", "1")
     root = str(Path(__file__).parents[3])

