@@ -60,10 +60,10 @@ class Row:
 
 @dataclass(slots=True)
 class RecentTicks:
-    """The last ticks, and since when each lane's statistic has been above 0: `[tick, shift, shift variance]`."""
+    """The last ticks, and since when each lane's statistic has been above 0: tick, shift, shift variance."""
 
     rows: list[Row] = field(default_factory=list)
-    since: dict[str, list[float]] = field(default_factory=dict)
+    since: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     shift: float = 0.0
     shift_variance: float = 0.0
 
@@ -73,7 +73,7 @@ class RecentTicks:
 
     def calm(self, lane: str, tick: int) -> None:
         """Note that a lane's statistic is 0 after a tick."""
-        self.since[lane] = [tick, self.shift, self.shift_variance]
+        self.since[lane] = tick, self.shift, self.shift_variance
 
     def change(
         self,
@@ -101,7 +101,7 @@ class RecentTicks:
         rows = [row for row in self.rows if row.tick > since]
         if not rows or min(min(row.expected, row.level) for row in rows) <= 0:
             return None
-        _, shift, shift_variance = max(starts, default=[since, rows[0].shift, rows[0].shift_variance])
+        _, shift, shift_variance = max(starts, default=(since, rows[0].shift, rows[0].shift_variance))
         n = len(rows)
         alpha, expected = _mean([r.alpha for r in rows]), _mean([r.expected for r in rows])
         moved = Estimate(_mean([r.shift for r in rows]) - shift, max(0.0, rows[-1].shift_variance - shift_variance))

@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from service.monitor.drift.cause import RecentTicks, Row
+from pydantic import ConfigDict, TypeAdapter
+
+from service.monitor.drift.cause import RecentTicks
 from service.monitor.drift.limits import DAY_SECONDS, DriftError
 
 _STATE_FORMAT: Final = "draftalign.drift.v3"
@@ -175,6 +177,7 @@ class ArrivalRate:
 class DriftState:
     """The state that survives a restart; `to_json` and `from_json` keep it bit for bit."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     ticks: int = 0
     levels: Levels = field(default_factory=Levels)
     recent: float = 0.0  # exponentially weighted level of the last ticks
@@ -197,25 +200,17 @@ class DriftState:
         """Serialise, with the name of the format."""
         return json.dumps({"format": _STATE_FORMAT, **asdict(self)}, allow_nan=False)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
+    @staticmethod
+    def from_json(text: str) -> DriftState:
         """Read what `to_json` wrote; raises DriftError on anything else."""
         try:
             table: dict[str, Any] = json.loads(text)
-            found = table.pop("format")
-            evidence, rise = table.pop("evidence"), table.pop("rise")
-            state = cls(
-                levels=Levels(**table.pop("levels")),
-                spreads=[Spread(**spread) for spread in table.pop("spreads")],
-                pending=[(str(stratum), float(alpha), entropy) for stratum, alpha, entropy in table.pop("pending")],
-                evidence=RecentTicks(**(evidence | {"rows": [Row(**row) for row in evidence["rows"]]})),
-                traffic=ArrivalRate(**table.pop("traffic")),
-                rise=Rise(**(rise | {"spreads": [Spread(**spread) for spread in rise["spreads"]]})),
-                differences=[(float(d), float(v)) for d, v in table.pop("differences")],
-                **table,
-            )
+            found, state = table.pop("format"), _READER.validate_python(table)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DriftError(f"not a stored drift state ({error}); delete it to start from scratch") from error
         if found != _STATE_FORMAT:
             raise DriftError(f"expected drift state {_STATE_FORMAT}, got {found!r}; delete it to start from scratch")
         return state
+
+
+_READER: Final = TypeAdapter(DriftState)

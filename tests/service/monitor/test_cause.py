@@ -185,7 +185,7 @@ def test_each_part_has_the_variance_of_a_mean_over_the_ticks() -> None:
             for t, (e, h, u) in enumerate(zip(expected, now, usual, strict=True))
         )
     )
-    evidence.since["fast"] = [-1, 0.2, 0.015]
+    evidence.since["fast"] = -1, 0.2, 0.015
     change = change_of(evidence, "fast", sd=0.12, uncertainty=0.7)
     assert change is not None
     version = (0.05 - 0.015) / 1.4**2

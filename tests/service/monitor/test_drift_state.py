@@ -222,7 +222,7 @@ def test_an_operator_s_word_is_where_the_next_fall_begins() -> None:
     monitor.acknowledge()
     assert monitor.state.statistics == {"fast": 0.0, "slow": 0.0}
     evidence = monitor.state.evidence
-    assert evidence.since == {name: [330, evidence.shift, evidence.shift_variance] for name in ("fast", "slow")}
+    assert evidence.since == dict.fromkeys(("fast", "slow"), (330, evidence.shift, evidence.shift_variance))
     assert evidence.shift_variance > 0
 
 

@@ -46,7 +46,7 @@ def test_each_lane_is_pages_cusum_of_losses_in_standard_deviations(band: float) 
             found = reading.lanes[lane.name]
             assert (found.statistic, found.limit) == pytest.approx((statistic[lane.name], limit))
             since = monitor.state.evidence.since[lane.name]
-            assert (since == [n + 1, 0.0, 0.0]) == (statistic[lane.name] == 0), "there a fall would begin"
+            assert (since == (n + 1, 0.0, 0.0)) == (statistic[lane.name] == 0), "there a fall would begin"
     assert capped
     assert monitor.state.baseline == pytest.approx(np.mean(values[:100]))
     assert len(monitor.state.evidence.rows) == 128
