@@ -144,7 +144,7 @@ class WorkerRun:
 
     def events(self) -> list[dict[str, Any]]:
         """The run's history."""
-        return [event.written for event in self.registry.history.read(NAME)]
+        return [dict(event.written) for event in self.registry.history.events(NAME)]
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> bytes:

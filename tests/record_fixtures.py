@@ -25,7 +25,7 @@ Fields = Mapping[str, Any]
 
 def told(registry: Registry, run: str = "default") -> list[Fields]:
     """A run's history, as it is written."""
-    return [event.written for event in registry.history.read(run)]
+    return [event.written for event in registry.history.events(run)]
 
 
 def score(fields: Fields) -> ScoreRecord:
@@ -50,7 +50,7 @@ def gauges(fields: Fields) -> WorkerGauges:
 
 
 def compared(entry: int, ratios: Sequence[float], drafter: str = "v2") -> ScoreRecord:
-    """A batch of so many prompts, each with its α of the served drafter over that of the first one."""
+    """A batch of prompts, each with its α of the served drafter over that of the first one."""
     first = {f"{entry}/{n}": (300.0, 100.0) for n in range(len(ratios))}
     served = {name: (300.0, 100.0 / ratio) for (name, _), ratio in zip(first.items(), ratios, strict=True)}
     replayed = [

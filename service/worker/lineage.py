@@ -352,12 +352,9 @@ class Lineage:
 
         A worker that died between this and its checkpoint measures the same gain again.
         """
-        for past in reversed(self._registry.history.read(self._run)):
-            if past.version == event.version and past.event in (*OFFERS, event.event):
-                if isinstance(past, Realised):
-                    return
-                break
-        self._record(event)
+        last = self._registry.history.last_of(self._run, (*OFFERS, event.event), event.version)
+        if not isinstance(last, Realised):
+            self._record(event)
 
     def _record(self, event: Event) -> None:
         self._registry.history.record(self._run, event)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from service.monitor.events import CanaryVerdict, Carried, Event, RunEvent, read_event
+from service.monitor.events import CanaryVerdict, Event, RunEvent, read_event
 from service.storage.history.digest import HistoryDigest, SentDrafter, canary_key
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
@@ -35,14 +35,8 @@ class History:
         self._asked: dict[str, float] = {}  # when these were asked for last
         self._reading = threading.Lock()
 
-    def read(self, run: str) -> list[Event]:
-        """The newest recorded events, verdicts of canaries among them, oldest first. A torn line is skipped."""
-        both = (map(read_event, file.read()) for file in (self._moves(run), self._verdicts(run)))
-        found = heapq.merge(*both, key=lambda event: event.time or 0.0)
-        return [event for event in found if not isinstance(event, Carried)]
-
     def events(self, run: str) -> list[RunEvent]:
-        """The history, for whoever looks into it often: each line is read once."""
+        """The newest recorded events, verdicts of canaries among them, oldest first. Each line is read once."""
         self._asked[run] = time.monotonic()
         followed = self._events.get(run)
         if followed is None:
@@ -76,10 +70,11 @@ class History:
         with self._reading:
             return dict(digest.sent)
 
-    def last_of(self, run: str, kinds: Collection[str]) -> Event | None:
-        """The newest event of these kinds that is kept."""
+    def last_of(self, run: str, kinds: Collection[str], version: str | None = None) -> Event | None:
+        """The newest event of these kinds that is kept. `version`: of this one; None: of any."""
         newest_first = map(read_event, reversed(self._moves(run).read()))
-        return next((event for event in newest_first if event.event in kinds), None)
+        found = (event for event in newest_first if event.event in kinds and version in (None, event.version))
+        return next(found, None)
 
     def _digest(self, file: LineFile) -> HistoryDigest:
         with self._reading:

@@ -213,14 +213,7 @@ def test_what_a_headline_reads_does_not_grow_with_the_run(
 
     grow(range(300), range(10))
     assert service.client.get("/alpha").json()["headline"] == read()[0]
-    whole: list[str] = []
-    real = History.read
-
-    def read_all(self: History, run: str) -> Any:
-        whole.append(run)
-        return real(self, run)
-
-    monkeypatch.setattr(History, "read", read_all)
+    monkeypatch.delattr(History, "events")  # the history grows too
     grow(range(300, 301), range(0))  # what was read before is not read again while no batch was scored
     found, size = read()
     assert found["state"] == "engine_dead"
@@ -228,7 +221,6 @@ def test_what_a_headline_reads_does_not_grow_with_the_run(
     read()  # the batches that are new by now, at most 256 of them
     grow(range(1200, 1201), range(0))
     assert read()[1] < 1.1 * size
-    assert whole == [], "the history grows too"
 
 
 def test_only_the_newest_scores_keep_what_engines_are_compared_with(redis_client: Redis) -> None:
