@@ -27,7 +27,6 @@ from service.storage.layout import FILE_NAME, VERSION_NAME, Layout
 log = logging.getLogger("draftalign.registry")
 
 MANIFEST = "manifest.json"
-_READ_BYTES = 1 << 20
 #: Age at which a staging directory was left by a publisher that died.
 _LEFTOVER_SECONDS = 3600.0
 
@@ -202,10 +201,6 @@ def digests_of(staged: Path) -> tuple[tuple[VersionFile, ...], str]:
 
 
 def _digest(path: Path) -> VersionFile:
-    sha = hashlib.sha256()
-    size = 0
     with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            sha.update(chunk)
-            size += len(chunk)
-    return VersionFile(name=path.name, bytes=size, sha256=sha.hexdigest())
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return VersionFile(name=path.name, bytes=file.tell(), sha256=sha256)
