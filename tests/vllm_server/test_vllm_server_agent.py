@@ -25,7 +25,7 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.counters import Counts
 from service.monitor.records import DrafterSums, ScoreRecord
-from service.storage.reports.keys import StoreKeys
+from service.storage.queue.keys import Keys
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -121,7 +121,7 @@ def test_a_drafter_that_only_alpha_shows_dead_is_pushed_again_by_the_service(
             Store(redis, "default").put_score(
                 "batch", ScoreRecord(drafter_version=version, policy_version=0, served=DrafterSums(**served))
             )
-            redis.set(StoreKeys("default").latest_policy, 0)  # as the queue does when the batch arrives
+            redis.set(Keys("default").latest_policy, 0)  # as the queue does when the batch arrives
         follower: EngineFollower = eventually(lambda: agent.followers.get(server.url))
         eventually(lambda: follower.loaded_version == version, 60)
         load.wait_for(30)

@@ -1,4 +1,4 @@
-"""What both sides of the queue and its dead batches share: Redis keys, scripts, and how replies are read."""
+"""Redis keys of a run; scripts, and how replies are read, for both sides of the queue and its dead batches."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ NUMBERS: Final = ("bytes", "tokens", "rollouts", "policy_version", "policy_versi
 _LUA: Final = Path(__file__).parents[1] / "lua"
 
 
+class _Key:
+    """A Redis key of a run, called by the name of the attribute."""
+
+    def __set_name__(self, owner: type[Keys], name: str) -> None:
+        self._name = name
+
+    def __get__(self, keys: Keys, owner: type[Keys]) -> str:
+        return keys.prefix + self._name
+
+
 class Keys:
     """Redis keys of one run. The braces are a literal hash tag: a cluster keeps one run in one slot."""
 
@@ -43,17 +53,18 @@ class Keys:
     READY: Final = ("da:ready:1", "da:ready:2")
     #: The same through a cluster's client: one slot, as a run's keys.
     READY_CLUSTER: Final = ("da:{ready}:1", "da:{ready}:2")
+    #: Of the queue.
+    queue, counters, held, lease = _Key(), _Key(), _Key(), _Key()
+    last_death, outdated, dead, dead_files = _Key(), _Key(), _Key(), _Key()
+    #: Of what the worker and the engines report (`service.storage.reports`).
+    scores, recent_scores, worker, latest_head, latest_policy = _Key(), _Key(), _Key(), _Key(), _Key()
+    acceptance, reporters, reported, idle, live = _Key(), _Key(), _Key(), _Key(), _Key()
+    live_order, unplaced, drift = _Key(), _Key(), _Key()
+    changes, scored, returns, awaited_head = _Key(), _Key(), _Key(), _Key()
+    sessions, attempt, fence = _Key(), _Key(), _Key()
 
     def __init__(self, run: str) -> None:
         self.prefix = f"da:{{{run}}}:"
-        self.queue = self.prefix + "queue"
-        self.counters = self.prefix + "counters"
-        self.held = self.prefix + "held"
-        self.lease = self.prefix + "lease"
-        self.last_death = self.prefix + "last_death"
-        self.outdated = self.prefix + "outdated"
-        self.dead = self.prefix + "dead"
-        self.dead_files = self.prefix + "dead_files"
 
     def batch(self, batch_id: str) -> str:
         """Hash with the state of one batch."""

@@ -32,8 +32,7 @@ from service.errors import EndedLife, TooManyReporters
 from service.monitor.counts import is_late, other_life, since, total
 from service.monitor.live.blocks import Block, counted
 from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, StepSample, read, written
-from service.storage.queue.keys import lua
-from service.storage.reports.keys import StoreKeys
+from service.storage.queue.keys import Keys, lua
 
 #: Records of a reporter that stay apart: twice what an agent keeps, which reports all of them again after a restart.
 KEPT_APART: Final = 64
@@ -202,7 +201,7 @@ class _Changes:
 class EngineCounts:
     """The reports of one run, from `max_reporters` reporters."""
 
-    def __init__(self, redis: Any, keys: StoreKeys, max_reporters: int) -> None:
+    def __init__(self, redis: Any, keys: Keys, max_reporters: int) -> None:
         self._redis = redis
         self._keys = keys
         self._most = max_reporters

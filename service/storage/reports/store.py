@@ -28,10 +28,9 @@ from service.monitor.live.replays import REPLAYED_BATCHES, Replays
 from service.monitor.live.watch import Watch, watch
 from service.monitor.records import AcceptanceRecord, Return, ScoreRecord, StepSample, WorkerGauges, read, written
 from service.storage.layout import FileId
-from service.storage.queue.keys import lua
+from service.storage.queue.keys import Keys, lua
 from service.storage.queue.keys import text as _text
 from service.storage.reports.engine_counts import KEPT_CHANGES, Account, EngineCounts, acceptance_key, live_records
-from service.storage.reports.keys import StoreKeys
 
 #: Score records kept per run; beyond these, and an eighth more, the oldest are forgotten.
 MAX_SCORES: Final = 4096
@@ -74,7 +73,7 @@ class Store:
 
     def __init__(self, redis: Redis, run: str) -> None:
         self._redis: Any = redis
-        self._keys = StoreKeys(run)
+        self._keys = Keys(run)
 
     def put_score(self, batch_id: str, record: ScoreRecord) -> bool:
         """Record the scores of one batch; a redelivered batch replaces its own. False: Redis is full."""
@@ -198,7 +197,7 @@ class AsyncStore:
     def __init__(self, redis: redis.asyncio.Redis, run: str, max_reporters: int = 1024) -> None:
         self._redis: Any = redis
         self._max_reporters = max_reporters
-        self._keys = StoreKeys(run)
+        self._keys = Keys(run)
         self._follow = self._redis.register_script(_FOLLOW)
 
     async def scores(self) -> dict[str, ScoreRecord]:

@@ -40,7 +40,7 @@ from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.release import Release, VerifiedManifest
-from service.storage.reports.keys import StoreKeys
+from service.storage.queue.keys import Keys
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_run_is_joined_at_the_version_that_the_service_knows(
     service.client.put("/runs/default/head", content=head_file(7), headers=HEADERS).raise_for_status()
     assert agent(service.url, tmp_path).newest_policy() == 7
     with Redis.from_url(redis_url) as redis:
-        redis.set(StoreKeys("default").latest_policy, 57)  # as the queue does when a batch arrives
+        redis.set(Keys("default").latest_policy, 57)  # as the queue does when a batch arrives
     assert agent(service.url, tmp_path).newest_policy() == 57
 
 

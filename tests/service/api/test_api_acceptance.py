@@ -29,8 +29,8 @@ from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES
 from service.monitor.live.watch import EngineVerdict, failed_pushes, push_is_due
 from service.monitor.records import AcceptanceRecord, read
+from service.storage.queue.keys import Keys
 from service.storage.reports.engine_counts import Account
-from service.storage.reports.keys import StoreKeys
 
 
 class Engine:
@@ -287,7 +287,7 @@ def test_an_engine_of_another_life_is_judged_from_scratch_and_what_comes_of_the_
 
 def test_a_report_of_what_is_not_served_any_more_says_so_in_its_record(engine: Engine, redis_client: Redis) -> None:
     def behind() -> float | None:
-        (text,) = redis_client.hvals(StoreKeys("default").acceptance)
+        (text,) = redis_client.hvals(Keys("default").acceptance)
         record = read(AcceptanceRecord, text)
         assert record is not None
         return record.behind
@@ -450,7 +450,7 @@ def replayed(engine: Engine, redis_client: Redis) -> Engine:
         "created": 9.0,
         "replayed": [record],
     }
-    keys = StoreKeys("default")
+    keys = Keys("default")
     redis_client.delete(keys.scores, keys.recent_scores)
     Store(redis_client, "default").put_score("f" * 32, score(more))
     return engine

@@ -29,7 +29,7 @@ from service.monitor.headline import Headline, RunFacts
 from service.monitor.records import AcceptanceRecord
 from service.settings import Settings
 from service.storage.history.events import History
-from service.storage.reports.keys import StoreKeys
+from service.storage.queue.keys import Keys
 from service.storage.reports.store import RECENT_SCORES, AsyncStore
 
 NOW = 5000.0
@@ -270,7 +270,7 @@ def book(url: str, reports: list[dict[str, Any]]) -> None:
 
 
 def test_a_record_that_is_added_up_meanwhile_is_read_once(redis_url: str, redis_client: Redis) -> None:
-    keys, name = StoreKeys("default"), json.dumps(["drafter", VERSION, 1])
+    keys, name = Keys("default"), json.dumps(["drafter", VERSION, 1])
     stop = threading.Event()
 
     def fold_and_back() -> None:

@@ -30,8 +30,8 @@ from service.monitor.records import (
 )
 from service.settings import Settings
 from service.storage.layout import Layout
+from service.storage.queue.keys import Keys
 from service.storage.registry import Registry
-from service.storage.reports.keys import StoreKeys
 from service.storage.reports.store import AsyncStore
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -40,7 +40,7 @@ RECORDED = Path(__file__).with_name("recorded")
 def test_what_is_stored_reads_as_it_did(redis_url: str, redis_client: Redis, tmp_path: Path) -> None:
     """`stored.json` holds records, and odd gauges; `metrics.txt` and `alpha.jsonl` are what was once made of them."""
     stored = json.loads((RECORDED / "stored.json").read_text())
-    layout, keys = Layout(tmp_path), StoreKeys("default")
+    layout, keys = Layout(tmp_path), Keys("default")
     layout.run("default").mkdir(parents=True)
     layout.history("default").write_text(stored["history"])
 
@@ -122,7 +122,7 @@ def test_what_is_of_another_type_is_unknown() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '"x"', b"\xff", '{"batch_id": "\\ud800", "tokens": "x"}'])
 def test_what_is_no_record_is_passed_over(text: str | bytes, redis_url: str, redis_client: Redis) -> None:
     assert read(ScoreRecord, text) is None
-    keys = StoreKeys("default")
+    keys = Keys("default")
     redis_client.hset(keys.scores, mapping={"a": text, "b": written(ScoreRecord(batch_id="b", policy_version=3))})
 
     async def scores() -> dict[str, ScoreRecord]:

@@ -39,8 +39,8 @@ from service.reading.shared import Shared
 from service.storage.drafters.versions import Manifest
 from service.storage.history.lines import Followed, LineFile
 from service.storage.layout import Layout
+from service.storage.queue.keys import Keys
 from service.storage.registry import Registry
-from service.storage.reports.keys import StoreKeys
 from service.storage.reports.store import AsyncStore
 from service.storage.runs import change_state
 
@@ -160,7 +160,7 @@ def test_of_an_archived_run_a_scrape_keeps_neither_chart_nor_history(
     serve: Callable[..., RunningService], redis_client: Redis
 ) -> None:
     """Of each of thousands of batches and events they are 2 MiB here."""
-    service, keys, worker = serve(), StoreKeys("default"), Store(redis_client, "default")
+    service, keys, worker = serve(), Keys("default"), Store(redis_client, "default")
     service.register()
     served = service.publish()
     redis_client.hset(keys.scores, mapping={f"{n:032x}": written(score(scored(n))) for n in range(1000)})
@@ -201,7 +201,7 @@ def test_of_an_archived_run_a_scrape_keeps_neither_chart_nor_history(
 
 
 def test_a_quiet_run_is_read_again_when_a_record_of_it_changes(redis_url: str, redis_client: Redis) -> None:
-    worker, keys = Store(redis_client, "default"), StoreKeys("default")
+    worker, keys = Store(redis_client, "default"), Keys("default")
     for number in range(24):
         worker.put_score(f"{number:032x}", score(scored(number)))
 

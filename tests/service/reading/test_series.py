@@ -27,12 +27,12 @@ from service.monitor.events import Moves, read_event
 from service.monitor.metrics import RunSnapshot, render
 from service.reading import quiet
 from service.settings import Settings
+from service.storage.queue.keys import Keys
 from service.storage.registry import Registry
 from service.storage.reports import store
-from service.storage.reports.keys import StoreKeys
 from service.storage.reports.store import AsyncStore
 
-KEYS = StoreKeys("default")
+KEYS = Keys("default")
 START = 1_700_000_000.0
 VERSIONS = ("v000001-aaaaaaaa", "v000002-bbbbbbbb")
 

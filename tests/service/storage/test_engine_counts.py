@@ -29,13 +29,13 @@ from service.monitor.counts import (
     total,
 )
 from service.monitor.records import AcceptanceRecord, ScoreRecord
+from service.storage.queue.keys import Keys
 from service.storage.reports import engine_counts
 from service.storage.reports.engine_counts import KEPT_APART, Account
-from service.storage.reports.keys import StoreKeys
 from service.storage.reports.store import AsyncStore
 
 Record = dict[str, Any]
-KEYS = StoreKeys("default")
+KEYS = Keys("default")
 CLOCK = iter(range(1, 1 << 40))
 
 
