@@ -212,7 +212,7 @@ async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) ->
     differing = {name for name, value in said if value != getattr(supposed, name)}
     free = differing - fixed
     ours = report.method == OUR_DRAFTER and not is_settled(context.layout, run)
-    if free and ours and await context.evidence.all_draft(run, said):
+    if free and ours and await context.evidence(run).all_draft(said):
         try:
             await context.locking(learn_drafting, context.layout, run, said)
         except (OSError, RegistryBusy) as error:  # the next report tries it again
@@ -235,7 +235,7 @@ async def _follow_drafting(context: ServiceContext, report: AcceptanceReport) ->
 
 async def _judge(context: ServiceContext, report: AcceptanceReport, blocks: Sequence[Block]) -> EngineVerdict:
     """Judge this engine by itself: a report costs the same however many others there are. `GET /alpha` judges all."""
-    replays = (await context.evidence.recent(report.run)).replays
+    replays = (await context.evidence(report.run).recent()).replays
     found = await asyncio.to_thread(watch, {report.reporter: blocks}, replays, context.live_rule(report.run))
     why = _NOT_COMPARED if report.drafting == TREES else "no rounds with a published drafter so far"
     nothing = EngineVerdict(report.reporter, "unknown", why)

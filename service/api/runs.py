@@ -369,7 +369,7 @@ async def get_worth(
     """
     context.run(run)
     await context.redis.check()
-    found = (await context.evidence.engines(run)).worth
+    found = (await context.evidence(run).engines()).worth
     document: dict[str, Any] = to_jsonable_python(found)
     if generation_share is not None:
         for row in document["batches"]:

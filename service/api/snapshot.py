@@ -132,7 +132,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     latest = None if served is None else served.manifest
     arrivals = await queue.arrivals()
     now = time.time()
-    engines = await context.evidence.engines(run)
+    engines = await context.evidence(run).engines()
     digest = await asyncio.to_thread(context.registry.history.digest, run)
     counters = await queue.counters()
     limit_bytes = await asyncio.to_thread(
@@ -140,7 +140,7 @@ async def _read_bounded(context: ServiceContext, run: str) -> RunSnapshot:
     )
     memory = await memory_of(context.redis.client)
     return RunSnapshot(
-        scores=(await context.evidence.recent(run)).newest,
+        scores=(await context.evidence(run).recent()).newest,
         watch=engines.watch,
         worth=engines.worth,
         pushes=list(digest.pushed),

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
 
 import redis.asyncio
 import redis.exceptions
@@ -101,6 +100,7 @@ class _KeptOfRun:
         self.record: tuple[FileId, RunRecord] | None = None  # with the file that it was read from
         self.accepted = False  # a batch of it, by this process
         self.asked = 0.0  # when somebody asked for the series, by the monotonic clock
+        self.turn = asyncio.Lock()  # of calls that take turns in the run
         self._context, self._run = context, run
 
     @functools.cached_property
@@ -115,33 +115,18 @@ class _KeptOfRun:
         return Pointer(self._context.layout.latest(self._run), read, self._context.lifetime.stopping)
 
     @functools.cached_property
+    def evidence(self) -> Evidence:
+        of, run = self._context, self._run
+        rule = functools.partial(of.live_rule, run)
+        return Evidence(rule, of.answers, of.store(run), self.pointer, lambda: len(of._kept))
+
+    @functools.cached_property
     def series(self) -> Series:
         return Series(self._context.store(self._run), self._context.settings.max_policy_lag)
 
     @functools.cached_property
     def quiet(self) -> Quiet:
         return Quiet(self._context.store(self._run), self._context.settings.max_policy_lag)
-
-
-class _LockThreads:
-    """The threads for work that takes a run's lock."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    def turn(self, run: str) -> asyncio.Lock:
-        """The lock of those that take turns in a run."""
-        return self._turns.setdefault(run, asyncio.Lock())
-
-    async def run(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """What `work` returns in a thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, functools.partial(work, *args, **named))
-
-    def close(self) -> None:
-        """Begin no more work."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class ServiceContext:
@@ -158,10 +143,9 @@ class ServiceContext:
         self.answers = Shared()
         #: For what other hosts did.
         self.looks = Looks(self.layout, self.registry, self.answers, share=settings.state_url is not None)
-        self.evidence = Evidence(self.live_rule, self.answers, self.store, self.pointer)
         self.disk = Disk(settings, self.layout, self.queue, self.dead)
         self._kept: dict[str, _KeptOfRun] = {}
-        self._locking = _LockThreads()
+        self._locking = ThreadPoolExecutor(_LOCKING_THREADS, "registry")
 
     def run(self, run: str) -> RunRecord:
         """The record of a registered run; raises RunNotFound. It is read again when its file was replaced."""
@@ -189,7 +173,6 @@ class ServiceContext:
     def drop(self, run: str) -> None:
         """Keep nothing of a run that was deleted."""
         self._kept.pop(run, None)
-        self.evidence.drop(run)
         self.disk.drop(run)
         self.registry.history.drop(run)
 
@@ -206,6 +189,10 @@ class ServiceContext:
     def pointer(self, run: str) -> Pointer:
         """What a run serves."""
         return self._of(run).pointer
+
+    def evidence(self, run: str) -> Evidence:
+        """What the newest batches and the engines of a run show."""
+        return self._of(run).evidence
 
     def series(self, run: str) -> Series:
         """The α series of a run."""
@@ -236,15 +223,15 @@ class ServiceContext:
         The threads are separate from asyncio's: while another process keeps the lock, waiting requests could occupy all
         of those, and uploads need some.
         """
-        return await self._locking.run(work, *args, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._locking, functools.partial(work, *args, **named))
 
     async def in_turn(self, run: str, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """As `locking`, with at most one thread for each run.
 
         For calls that trainers make again and again: a lock that is kept (docs/guide/failures.md) delays one run only.
         """
-        async with self._locking.turn(run):
-            return await self._locking.run(work, *args, **named)
+        async with self._of(run).turn:
+            return await self.locking(work, *args, **named)
 
     def forgetting(self, run: str) -> Callable[[int | None], bool]:
         """For a thread: delete a run's keys, in the event loop, which owns the Redis client (`Layout.fenced`)."""
@@ -279,7 +266,7 @@ class ServiceContext:
 
     def close(self) -> None:
         """Shut the pools of waiting threads down."""
-        self._locking.close()
+        self._locking.shutdown(wait=False, cancel_futures=True)
         self.looks.close()
 
     async def reap(self) -> int:
@@ -303,7 +290,7 @@ class ServiceContext:
             except (redis.exceptions.RedisError, OSError, RegistryBusy) as error:
                 log.warning("run %s is not deleted yet: %s", run, error)
         registered = await asyncio.to_thread(self.layout.run_names)
-        for run in {*self._kept, *self.evidence.runs, *self.disk.runs}.difference(registered):
+        for run in {*self._kept, *self.disk.runs}.difference(registered):
             self.drop(run)  # another process deleted it
         self._drop_unasked()
         gone = await self.disk.sweep(registered)

@@ -71,38 +71,29 @@ def _worth(steps: Sequence[StepSample], survival: Sequence[float]) -> Worth:
 
 
 class Evidence:
-    """The newest evidence on all runs that this process has read."""
+    """The newest evidence on one run that this process has read."""
 
     def __init__(
         self,
-        rule: Callable[[str], LiveRule],
+        rule: Callable[[], LiveRule],
         answers: Shared,
-        store: Callable[[str], AsyncStore],
-        pointer: Callable[[str], Pointer],
+        store: AsyncStore,
+        pointer: Pointer,
+        runs: Callable[[], int],
     ) -> None:
-        self._rule, self._answers, self._store, self._pointer = rule, answers, store, pointer
-        self._recent: dict[str, Recent] = {}
-        self._engines: dict[str, tuple[float, float, Engines]] = {}  # when it was computed, seconds that it took
-        self._computing: dict[str, asyncio.Task[Engines]] = {}
-        self._unlike: dict[str, float] = {}  # when a run's engines were found not to draft alike
+        """`runs`: how many runs share what computing it may take."""
+        self._rule, self._answers, self._store, self._pointer, self._runs = rule, answers, store, pointer, runs
+        self._recent: Recent | None = None
+        self._engines: tuple[float, float, Engines] | None = None  # when it was computed, seconds that it took
+        self._computing: asyncio.Task[Engines] | None = None
+        self._unlike = -math.inf  # when the engines were found not to draft alike
 
-    @property
-    def runs(self) -> set[str]:
-        """Runs of which something is kept, even of one that was deleted while it was read."""
-        return {*self._recent, *self._engines, *self._unlike}
-
-    def drop(self, run: str) -> None:
-        """Keep nothing of a run that was deleted."""
-        self._recent.pop(run, None)
-        self._engines.pop(run, None)
-        self._unlike.pop(run, None)
-
-    async def recent(self, run: str) -> Recent:
+    async def recent(self) -> Recent:
         """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
-        return await self._answers.get(("recent", run), lambda: self._read_recent(run))
+        return await self._answers.get(self, self._read_recent)
 
-    async def _read_recent(self, run: str) -> Recent:
-        store, before = self._store(run), self._recent.get(run)
+    async def _read_recent(self) -> Recent:
+        store, before = self._store, self._recent
         times = await store.times_scored()
         if before is not None and before.times == times:
             return before
@@ -111,36 +102,34 @@ class Evidence:
             records = await store.recent_scores()  # one was scored for the second time
         newest = None if before is None else before.newest
         returns = await store.returns()
-        found = await asyncio.to_thread(lambda: Recent.of(times, records, newest, returns))
-        self._recent[run] = found
-        return found
+        self._recent = await asyncio.to_thread(lambda: Recent.of(times, records, newest, returns))
+        return self._recent
 
-    async def engines(self, run: str) -> Engines:
+    async def engines(self) -> Engines:
         """What the engines say, or said: computing it for all runs takes at most a fifth of a core."""
-        known = self._engines.get(run)
-        if known is not None and time.monotonic() - known[0] < _REST * known[1] * len(self._engines):
+        known = self._engines
+        if known is not None and time.monotonic() - known[0] < _REST * known[1] * self._runs():
             return known[2]
-        if run not in self._computing:
-            self._computing[run] = asyncio.create_task(self._compute(run))
-            self._computing[run].add_done_callback(lambda _: self._computing.pop(run, None))
-        return await asyncio.shield(self._computing[run])
+        if self._computing is None or self._computing.done():
+            self._computing = asyncio.create_task(self._compute())
+        return await asyncio.shield(self._computing)
 
-    async def all_draft(self, run: str, drafting: Drafting) -> bool:
+    async def all_draft(self, drafting: Drafting) -> bool:
         """Whether all engines that have reported lately draft so. A no is kept for some seconds."""
         now = time.monotonic()
-        if now - self._unlike.get(run, -math.inf) < _ASK_AGAIN_SECONDS:
+        if now - self._unlike < _ASK_AGAIN_SECONDS:
             return False
-        found = await self._store(run).newest_acceptances(time.time() - ENGINE_SILENT_SECONDS)
+        found = await self._store.newest_acceptances(time.time() - ENGINE_SILENT_SECONDS)
         if drafting.agrees_with(found):
             return True
-        self._unlike[run] = now
+        self._unlike = now
         return False
 
-    async def _compute(self, run: str) -> Engines:
-        rule = self._rule(run)
-        found = await self._store(run).engines(time.time() - EVIDENCE_SECONDS)
-        replays = (await self.recent(run)).replays
-        served = self._pointer(run).served()
+    async def _compute(self) -> Engines:
+        rule = self._rule()
+        found = await self._store.engines(time.time() - EVIDENCE_SECONDS)
+        replays = (await self.recent()).replays
+        served = self._pointer.served()
         survival = [] if served is None else replays.survival(served.manifest.version)
 
         def compute() -> tuple[Engines, float]:
@@ -151,5 +140,5 @@ class Evidence:
             return Engines(watched, _worth(steps, survival)), time.thread_time() - began
 
         computed, seconds = await asyncio.to_thread(compute)
-        self._engines[run] = time.monotonic(), seconds, computed
+        self._engines = time.monotonic(), seconds, computed
         return computed

@@ -38,7 +38,6 @@ from valkey_fixtures import OwnValkey
 
 from rl_hooks import wire
 from service.api.context.context import ServiceContext
-from service.api.context.evidence import Recent
 from service.cli.valkey import find_binary
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueued
 
@@ -406,11 +405,11 @@ def test_a_sweep_forgets_runs_that_another_process_deleted(service: RunningServi
             other = ServiceContext(service.settings, client)
             await other.reap()
             before = other.disk.runs & other._kept.keys()
-            other.evidence._recent["gone"] = Recent.of(0, {}, None, [])  # of one that was deleted while that was told
+            other.evidence("gone")  # of one that was deleted while that was told
             assert service.client.delete("/runs/default").status_code == 204
             await other.reap()
             other.close()
-            return before, {*other._kept, *other.evidence.runs, *other.disk.runs}
+            return before, {*other._kept, *other.disk.runs}
 
     assert asyncio.run(sweep_twice()) == ({"default"}, set())
 
