@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from object_fixtures import Store
     from redis import Redis
     from service_fixtures import RunningService
     from valkey_fixtures import OwnValkey
@@ -213,3 +214,11 @@ def running_service(serve: Callable[..., RunningService]) -> RunningService:
 def service(running_service: RunningService) -> RunningService:
     """The same, where a folder has no `service` of its own."""
     return running_service
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty object store, which the environment names."""
+    from object_fixtures import running_store
+
+    yield from running_store(monkeypatch)

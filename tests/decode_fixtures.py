@@ -182,3 +182,16 @@ def chi_square_excess(counts: np.ndarray, expected: np.ndarray) -> float:
     statistic = float((np.square(counts - expected) / expected).sum())
     spread = 2 / (9 * degrees)
     return float(((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)
+
+
+@torch.no_grad()
+def exact_law(target: Any, prompt: list[int], count: int) -> np.ndarray:
+    """Probability of every continuation of `count` tokens, by reading all of them: [V]*count, flattened."""
+    V = target.config.vocab_size
+    law = torch.ones(1, dtype=torch.float64)
+    texts = torch.tensor([prompt])
+    for _ in range(count):
+        step = torch.softmax(target(texts, use_cache=False).logits[:, -1].double(), dim=-1)
+        law = (law[:, None] * step).flatten()
+        texts = torch.cat([texts.repeat_interleave(V, 0), torch.arange(V).repeat(len(texts))[:, None]], dim=1)
+    return law.numpy()

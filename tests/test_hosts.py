@@ -23,7 +23,7 @@ pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
 from failover_fixtures import until
-from object_fixtures import BUCKET, Store, running_store
+from object_fixtures import BUCKET, Store
 from service_fixtures import HEADERS, RunningService, rollout_file
 from test_replicas import answers, upload, upload_with_a_pause
 from valkey_fixtures import OwnValkey
@@ -33,11 +33,6 @@ from service.storage.reports.store import AsyncStore
 
 URL = f"s3://{BUCKET}/state"
 SETTINGS = ONE_BY_ONE | {"gate_min_gain": 0.005, "recent_tokens": 100_000, "learning_rate": 5e-3, "state_url": URL}
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    yield from running_store(monkeypatch)
 
 
 class Hosts:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hooks_fixtures import VOCAB, tiny_qwen3
+import torch
+from hooks_fixtures import VOCAB, receiver, tiny_qwen3
 
 
 def reward_of_even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -56,3 +60,18 @@ def make_trainer(directory: Path, *, steps: int = 3, kind: str = "GRPO", model: 
         processing_class=make_tokenizer(),
         **extra,
     )
+
+
+def train_twice(rank: int, out: Path, train: Callable[..., list[torch.Tensor]]) -> None:
+    """Write what `train(directory, service, found)` found with a service, and whether all is the same without one."""
+    logging.disable(logging.WARNING)
+    directory = out / str(rank)
+    directory.mkdir()
+    found: dict[str, Any] = {}
+    without_us: dict[str, Any] = {}
+    with receiver() as service:
+        with_us = train(directory, service, found)
+    without = train(directory, None, without_us)
+    found["same losses"] = found["losses"] == without_us["losses"]
+    found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
+    (out / f"{rank}.json").write_text(json.dumps(found))

@@ -36,7 +36,7 @@ from storage_fixtures import RolloutQueue, Store
 from torch import Tensor
 
 from drafter.batch import load_batch
-from drafter.files.checkpoint import export_config
+from drafter.files.checkpoint import export_config, write_drafter
 from drafter.files.mtp import export_mtp_config
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.mtp.module import MtpDrafter
@@ -47,8 +47,10 @@ from rl_hooks import wire
 from rl_hooks.format.mtp import prefix
 from rl_hooks.sending.features import as_wire
 from service.settings import Settings
+from service.storage.drafters.versions import Manifest
 from service.storage.mirror import state_of
 from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch
+from service.storage.registry import Registry
 from service.storage.runs import commit_run, read_run_header
 from service.storage.spool import Spool
 from service.worker.loop import RunWorker
@@ -383,6 +385,23 @@ class Bench:
 
 
 # --- worker processes ------------------------------------------------------------------------------------------------
+
+
+def published(bench: Bench, drafter: Eagle3Drafter) -> Manifest:
+    """Publish another drafter of the lineage by hand."""
+    registry = Registry(bench.layout)
+    staged = registry.stage("default")
+    write_drafter(staged, drafter)
+    return registry.publish(
+        "default",
+        staged,
+        policy_version=0,
+        parent=None,
+        config_fingerprint="f" * 32,
+        d2t_sha256=drafter.vocabulary.digest,
+        aux_layers=LAYERS,
+        reason="by hand",
+    )
 
 
 def states(bench: Bench) -> list[str]:

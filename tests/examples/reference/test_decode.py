@@ -11,6 +11,7 @@ import torch
 from decode_fixtures import (
     EOS,
     chi_square_excess,
+    exact_law,
     greedy_texts,
     log_rollouts,
     make_drafter,
@@ -157,19 +158,6 @@ def test_logprobs_are_those_of_a_clean_forward_pass(target: Any, trained: Eagle3
     clean = log_rollouts(target, prompts, made, temperature)
     own = torch.tensor([value for row in made.logprobs for value in row])
     torch.testing.assert_close(own, clean.logprobs[clean.loss_mask], atol=2e-4, rtol=0)
-
-
-@torch.no_grad()
-def exact_law(target: Any, prompt: list[int], count: int) -> np.ndarray:
-    """Probability of every continuation of `count` tokens, by reading all of them: [V]*count, flattened."""
-    V = target.config.vocab_size
-    law = torch.ones(1, dtype=torch.float64)
-    texts = torch.tensor([prompt])
-    for _ in range(count):
-        step = torch.softmax(target(texts, use_cache=False).logits[:, -1].double(), dim=-1)
-        law = (law[:, None] * step).flatten()
-        texts = torch.cat([texts.repeat_interleave(V, 0), torch.arange(V).repeat(len(texts))[:, None]], dim=1)
-    return law.numpy()
 
 
 @pytest.mark.parametrize("drafting", ["probabilistic", "greedy"])

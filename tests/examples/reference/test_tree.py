@@ -11,6 +11,7 @@ import torch
 from decode_fixtures import (
     EOS,
     chi_square_excess,
+    exact_law,
     greedy_texts,
     log_rollouts,
     make_drafter,
@@ -128,19 +129,6 @@ def test_a_tree_accepts_more_than_a_chain_of_the_same_depth(target: Any, trained
     chain = generate(target, trained, prompts, max_tokens=24, depth=3, generator=seeded(1))
     tree = generate_tree(target, trained, prompts, max_tokens=24, depth=3, branches=4, nodes=16, generator=seeded(1))
     assert tree.alpha > 1.1 * chain.alpha
-
-
-@torch.no_grad()
-def exact_law(target: Any, prompt: list[int], count: int) -> np.ndarray:
-    """Probability of every continuation of `count` tokens, by reading all of them: [V]*count, flattened."""
-    V = target.config.vocab_size
-    law = torch.ones(1, dtype=torch.float64)
-    texts = torch.tensor([prompt])
-    for _ in range(count):
-        step = torch.softmax(target(texts, use_cache=False).logits[:, -1].double(), dim=-1)
-        law = (law[:, None] * step).flatten()
-        texts = torch.cat([texts.repeat_interleave(V, 0), torch.arange(V).repeat(len(texts))[:, None]], dim=1)
-    return law.numpy()
 
 
 def test_sampled_text_has_the_law_of_plain_sampling() -> None:

@@ -5,8 +5,6 @@ Under accelerate's DDP. With `fsdp2`, under its FSDP2, which is told that the CP
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -28,9 +26,10 @@ from async_grpo_fixtures import (
     watch,
     whole,
 )
-from hooks_fixtures import mapped, receiver
+from hooks_fixtures import mapped
 from rank_fixtures import call_the_cpu_an_accelerator, run_two_ranks
 from torch.distributed.tensor import DTensor
+from trl_fixtures import train_twice
 
 from rl_hooks.trl import attach
 
@@ -46,7 +45,7 @@ def draws(sampler: Sampler, version: int) -> Iterator[Any]:
             yield sample
 
 
-def train(directory: Path, policy: str, service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
+def train(policy: str, directory: Path, service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
     AcceleratorState._reset_state(reset_partial_state=True)
     trainer = make_async_trainer(directory, policy, draws, **({} if FSDP2 else {"ddp_find_unused_parameters": False}))
     micros = watch(trainer)
@@ -80,21 +79,7 @@ def train(directory: Path, policy: str, service: Any, found: dict[str, Any]) -> 
     return [whole(p.detach()).clone() for p in trainer.model.parameters()]
 
 
-def work(rank: int, out: Path, policy: str) -> None:
-    logging.disable(logging.WARNING)
-    found: dict[str, Any] = {}
-    directory = out / str(rank)
-    directory.mkdir()
-    without_us: dict[str, Any] = {}
-    with receiver() as service:
-        with_us = train(directory, policy, service, found)
-    without = train(directory, policy, None, without_us)
-    found["same losses"] = found["losses"] == without_us["losses"]
-    found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
-    (out / f"{rank}.json").write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     before = call_the_cpu_an_accelerator if FSDP2 else lambda: None
-    sys.exit(run_two_ranks(partial(work, out=place, policy=save_policy(place)), before=before))
+    sys.exit(run_two_ranks(partial(train_twice, out=place, train=partial(train, save_policy(place))), before=before))

@@ -6,8 +6,6 @@ DeepSpeed ZeRO-3. Nothing else of them or of TRL is changed.
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from copy import deepcopy
 from functools import partial
@@ -20,10 +18,10 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from hooks_fixtures import as_float, mapped, receiver, tiny_qwen3
+from hooks_fixtures import as_float, mapped, tiny_qwen3
 from rank_fixtures import call_the_cpu_an_accelerator, run_two_ranks
 from torch.distributed.tensor import DTensor
-from trl_fixtures import make_trainer
+from trl_fixtures import make_trainer, train_twice
 
 from rl_hooks.trl import attach
 
@@ -66,7 +64,7 @@ def share_of(parameter: Any) -> torch.Tensor:
     return part.detach().clone()
 
 
-def train(rank: int, directory: Path, service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
+def train(directory: Path, service: Any, found: dict[str, Any]) -> list[torch.Tensor]:
     AcceleratorState._reset_state(reset_partial_state=True)
     plain = tiny_qwen3()
     trainer = make_trainer(directory, steps=STEPS, generation_kwargs={"min_new_tokens": 12}, use_cpu=not ZERO3)
@@ -122,20 +120,6 @@ def compare(file: Any, whole: Any) -> dict[str, Any]:
     return {"rollouts": len(cu) - 1, "features": worst, "lse": lse_gap, "logp": logp_gap}
 
 
-def work(rank: int, out: Path) -> None:
-    logging.disable(logging.WARNING)
-    found: dict[str, Any] = {}
-    directory = out / str(rank)
-    directory.mkdir()
-    without_us: dict[str, Any] = {}
-    with receiver() as service:
-        with_us = train(rank, directory, service, found)
-    without = train(rank, directory, None, without_us)
-    found["same losses"] = found["losses"] == without_us["losses"]
-    found["weights"] = all(torch.equal(a, b) for a, b in zip(with_us, without, strict=True))
-    (out / f"{rank}.json").write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
     before = _let_deepspeed_run_on_cpus if ZERO3 else call_the_cpu_an_accelerator
-    sys.exit(run_two_ranks(partial(work, out=Path(sys.argv[1])), before=before))
+    sys.exit(run_two_ranks(partial(train_twice, out=Path(sys.argv[1]), train=train), before=before))

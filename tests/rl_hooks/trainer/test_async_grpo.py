@@ -58,18 +58,6 @@ AUX = (0, 1, 3)
 NEAR = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-
-
-@pytest.fixture(name="service")
-def _service() -> Iterator[Receiver]:
-    with receiver() as service:
-        yield service
-
-
 def draws(sampler: Sampler, version: int, *, micros: int = 3) -> Iterator[Any]:
     """Groups for the micro-batches of a version, and the one taken too early; of some, one is of the version before."""
     for group in range(micros + (version == 1)):

@@ -6,7 +6,7 @@ import gc
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
-from hooks_fixtures import VOCAB, Padded, Receiver, as_float, mapped, names_of, padded_batch, receiver
+from hooks_fixtures import VOCAB, Padded, Receiver, as_float, mapped, names_of, padded_batch
 from hooks_fixtures import tiny_qwen3 as tiny
 from torch import nn
 from transformers import DataCollatorWithFlattening
@@ -27,12 +27,6 @@ from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import FeatureDtype
 from rl_hooks.sending.registration import HeadWatch, RunRegistration
 from rl_hooks.trainer import staging
-
-
-@pytest.fixture(name="service")
-def _service() -> Iterator[Receiver]:
-    with receiver() as service:
-        yield service
 
 
 def flattened(lengths: list[tuple[int, int]]) -> tuple[Padded, dict[str, torch.Tensor]]:

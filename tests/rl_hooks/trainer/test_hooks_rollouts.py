@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 import torch
 from capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
-from hooks_fixtures import HIDDEN, VOCAB, Padded, Receiver, as_float, mapped, names_of, padded_batch, receiver
+from hooks_fixtures import HIDDEN, VOCAB, Padded, Receiver, as_float, mapped, names_of, padded_batch
 from hooks_fixtures import tiny_qwen3 as tiny
 from ports import free_port
 from torch import nn
@@ -31,12 +31,6 @@ from rl_hooks.trainer.base import COUNTERS, HookKeywords, HookOptions
 from rl_hooks.trainer.hook import DrafterKeywords, DrafterOptions
 from rl_hooks.trainer.megatron import hook as megatron
 from rl_hooks.trainer.plan import CaptureArguments, CaptureKeywords, RolloutChoice, VersionOrder
-
-
-@pytest.fixture(name="service")
-def _service() -> Iterator[Receiver]:
-    with receiver() as service:
-        yield service
 
 
 def normaliser_gap(file: wire.MappedFile, head: torch.Tensor, temperature: float) -> float:
@@ -273,7 +267,7 @@ def test_the_budget_is_of_each_version_where_versions_alternate(service: Receive
     for version in (0, 1, 0, 1, 0, 1):
         run_once(hook, model, batch, version=version)
     assert hook.stats()["captured_tokens"] == 60, "three rollouts of each"
-    for version in range(2, 80):  # so many are not remembered
+    for version in range(2, 80):  # more than are remembered
         run_once(hook, model, batch, version=version)
     assert len(hook._choice._spent_tokens) == 64
     hook.close()

@@ -9,7 +9,6 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,18 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
 AUX = (1, 2, 3)
-
-
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-
-
-@pytest.fixture(name="service")
-def _service() -> Iterator[Receiver]:
-    with receiver() as service:
-        yield service
 
 
 def trained(trainer: Any) -> tuple[list[tuple[float, float]], torch.Tensor]:
@@ -136,7 +123,7 @@ def test_a_column_of_the_training_data_is_sent_as_the_kind_of_each_prompt(servic
         assert header.strata is not None
         cu, mask = file.array("cu_seqlens"), file.array("loss_mask")
         for kind, begin in zip(header.strata, cu[:-1], strict=True):
-            assert kind == f"of {int(np.argmax(mask[begin:] > 0))}", "its prompt has so many tokens"
+            assert kind == f"of {int(np.argmax(mask[begin:] > 0))}", "named by the tokens of its prompt"
             kinds.add(kind)
     assert len(kinds) > 1
     assert attachment.stats()["failures"] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from capture_fixtures import LENGTHS, logprob_gap, run_once
-from hooks_fixtures import HIDDEN, VOCAB, Receiver, mapped, names_of, padded_batch, receiver, tiny_qwen3
+from hooks_fixtures import HIDDEN, VOCAB, Receiver, mapped, names_of, padded_batch, tiny_qwen3
 
 from drafter.batch import RolloutBatch, load_batch
 from rl_hooks import wire
@@ -25,12 +24,6 @@ from rl_hooks.trainer.plan import BatchPlan
 NAMES = tuple("abcd")
 #: Of each rollout in `LENGTHS`.
 TOKENS = dict(zip(NAMES, map(sum, LENGTHS), strict=True))
-
-
-@pytest.fixture(name="service")
-def _service() -> Iterator[Receiver]:
-    with receiver() as service:
-        yield service
 
 
 def sent(
@@ -82,7 +75,7 @@ def read(directory: Path) -> list[RolloutBatch]:
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, dtype: FeatureDtype, tokens: int, longest: int) -> None:
-    """A file has at most so many tokens; a rollout of its own at most `longest`."""
+    """A file has at most `tokens` tokens; a rollout of its own at most `longest`."""
     width = row_bytes(3, HIDDEN, dtype)
     monkeypatch.setattr(RolloutSender, "file_bytes", property(lambda _: tokens * width))
     monkeypatch.setattr(RolloutSender, "rollout_bytes", property(lambda _: longest * width + 64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from capture_fixtures import LENGTHS, TEMPERATURE, inputs
-from hooks_fixtures import VOCAB, Padded, Receiver, mapped, padded_batch, receiver
+from hooks_fixtures import VOCAB, Padded, Receiver, mapped, padded_batch
 from hooks_fixtures import tiny_qwen3 as tiny
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -26,12 +26,6 @@ from rl_hooks.trainer.own_scores import OwnRows, _logits
 Forward = Callable[[Any, Padded], Any]
 BATCH = padded_batch(LENGTHS)
 PACKED = [token for sequence in BATCH.sequences for token in sequence]
-
-
-@pytest.fixture(name="service")
-def _service() -> Iterator[Receiver]:
-    with receiver() as service:
-        yield service
 
 
 def whole(model: Any, batch: Padded) -> Any:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, Store, failing, losing_answers, running_store
+from object_fixtures import BUCKET, Store, failing, losing_answers
 from record_fixtures import told
 from service_fixtures import publish
 from typer.testing import CliRunner
@@ -33,11 +33,6 @@ from service.storage.runs import change_state, delete_run, read_state, withdraw_
 URL = f"s3://{BUCKET}/state"
 LARGE = bytes(range(256)) * 200  # above what stands in the tree
 KINDS = ("directory", "objects")
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    yield from running_store(monkeypatch)
 
 
 @pytest.fixture(params=KINDS)

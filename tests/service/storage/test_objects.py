@@ -18,7 +18,7 @@ from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, st
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, Fault, Store, answering, failing, running_store, silent
+from object_fixtures import BUCKET, Fault, Store, answering, failing, silent
 from pydantic import ValidationError
 from service_fixtures import RunningService, publish
 
@@ -38,11 +38,6 @@ URL = f"s3://{BUCKET}/some/prefix"
 MODEL = drafter_bytes(1)
 CONFIG = json.dumps(drafter_config())
 TOKEN = "of-the-engine"
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    yield from running_store(monkeypatch)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, Store, running_store
+from object_fixtures import BUCKET
 from record_fixtures import told
 from service_fixtures import publish
 
@@ -39,11 +39,6 @@ from service.storage.registry import Registry
 URL = f"s3://{BUCKET}/state"
 #: Of what a death between two lines leaves, or who keeps a lock: in an object store a change is whole.
 MOUNTED = pytest.mark.parametrize("registry", ["directory"], indirect=True)
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    yield from running_store(monkeypatch)
 
 
 @pytest.fixture(params=["directory", "objects"])

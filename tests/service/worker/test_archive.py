@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from record_fixtures import told
-from worker_fixtures import LAYERS, Bench
+from worker_fixtures import Bench, published
 
-from drafter.files.checkpoint import write_drafter
-from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.acceptance import Replay
 from service.storage.drafters.versions import Manifest
 from service.storage.registry import Registry
@@ -22,22 +20,6 @@ from service.worker.promotion.archive import Archive
 #: The candidate learns too slowly to matter.
 SETTINGS: dict[str, Any] = {"gate_min_gain": 0.005, "recent_tokens": 100_000, "learning_rate": 1e-12}
 A, B, A_AGAIN = 0, 100, 200
-
-
-def published(bench: Bench, drafter: Eagle3Drafter) -> Manifest:
-    registry = Registry(bench.layout)
-    staged = registry.stage("default")
-    write_drafter(staged, drafter)
-    return registry.publish(
-        "default",
-        staged,
-        policy_version=0,
-        parent=None,
-        config_fingerprint="f" * 32,
-        d2t_sha256=drafter.vocabulary.digest,
-        aux_layers=LAYERS,
-        reason="by hand",
-    )
 
 
 def begun(bench: Bench, tmp_path: Path, decoys: int) -> tuple[RunWorker, Manifest, Manifest]:

@@ -19,7 +19,7 @@ pytest.importorskip("botocore")
 pytest.importorskip("moto")
 
 from hooks_fixtures import AUX, step, tiny_qwen3
-from object_fixtures import BUCKET, Store, failing, running_store, signed_only
+from object_fixtures import BUCKET, Store, failing, signed_only
 from service_fixtures import RunningService
 from worker_fixtures import VOCAB, Bench, World, final_state
 
@@ -31,11 +31,6 @@ from service.storage.queue.incoming import Incoming, new_name
 from service.worker.inbox import Inbox, Loaded, Phase
 
 URL = f"s3://{BUCKET}/in"
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    yield from running_store(monkeypatch)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ pytest.importorskip("moto")
 
 from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
 from failover_fixtures import until
-from object_fixtures import BUCKET, Store, failing, running_store, silent
+from object_fixtures import BUCKET, Store, failing, silent
 from service_fixtures import HEADERS, RunningService, publish
 from torch import Tensor
 from worker_fixtures import Bench, nest
@@ -32,11 +32,6 @@ from service.storage.registry import Registry
 from service.worker.checkpoint import CheckpointSuperseded
 
 URL = f"s3://{BUCKET}/state"
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    yield from running_store(monkeypatch)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 from record_fixtures import told
 from redis import Redis
 from service_fixtures import run_file as plain_run_file
-from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World, recorded_windows
+from worker_fixtures import CONFIG, DRAFT, LAYERS, VOCAB, Bench, World, published, recorded_windows
 
 from drafter.batch import load_batch
 from drafter.errors import DrafterError
@@ -24,11 +24,9 @@ from drafter.files.checkpoint import (
     MODEL_FILE,
     export_config,
     read_drafter,
-    write_drafter,
 )
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from rl_hooks import wire
-from service.storage.drafters.versions import Manifest
 from service.storage.queue.lease import take_from_workers
 from service.storage.registry import Registry
 from service.storage.reports.store import AsyncStore
@@ -446,24 +444,6 @@ def test_heads_of_batches_that_are_kept_are_kept(bench: Bench) -> None:
 
 
 # --- gate and archive
-def published(bench: Bench, seed: int) -> Manifest:
-    """Publish another drafter of the lineage by hand."""
-    registry = Registry(bench.layout)
-    staged = registry.stage("default")
-    drafter = bench.world.drafter(seed)
-    write_drafter(staged, drafter)
-    return registry.publish(
-        "default",
-        staged,
-        policy_version=0,
-        parent=None,
-        config_fingerprint="f" * 32,
-        d2t_sha256=drafter.vocabulary.digest,
-        aux_layers=LAYERS,
-        reason="by hand",
-    )
-
-
 def test_a_worse_candidate_is_refused_and_the_verdict_is_kept(bench: Bench, tmp_path: Path) -> None:
     """Training that ruins the drafter: nothing changes for the engines."""
     bench.register(bench.world.run_file(drafter=bench.world.trained_drafter(tmp_path)))
@@ -517,7 +497,7 @@ def test_an_archived_version_that_fits_better_is_served_again(bench: Bench, tmp_
     registry = Registry(bench.layout)
     good = registry.latest("default")
     assert good is not None
-    bad = published(bench, seed=9)
+    bad = published(bench, bench.world.drafter(9))
     worker = bench.worker(**OPEN | {"learning_rate": 1e-12})  # goes on from what is served: the bad one
     for name in "abcdefghijkl":
         bench.post(name)
@@ -536,7 +516,7 @@ def test_a_score_names_the_version_that_served_the_batch_where_the_trainer_knew_
     registry = Registry(bench.layout)
     first = registry.latest("default")
     assert first is not None
-    published(bench, seed=5)
+    published(bench, bench.world.drafter(5))
     by_first = bench.post("a", drafter_version=first.version)
     by_latest = bench.post("b")
     by_unknown = bench.post("c", drafter_version="v000099-deadbeef")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from redis import Redis
 from worker_fixtures import Bench
@@ -11,7 +9,7 @@ from worker_fixtures import Bench
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from object_fixtures import BUCKET, Store, failing, running_store
+from object_fixtures import BUCKET, Store, failing
 from storage_fixtures import Store as Reports
 
 import service.worker.process.worker
@@ -19,11 +17,6 @@ from service.storage.registry import Registry
 from service.worker.process.worker import Worker
 
 FIRST = "before-default"  # runs are served in this order
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    yield from running_store(monkeypatch)
 
 
 @pytest.mark.parametrize("trouble", ["it refuses", "it is away"])
