@@ -224,7 +224,7 @@ class Service(Peer):
         self.files: dict[tuple[str, str], bytes] = {}
         self.reports: list[dict[str, Any]] = []
         self.sequence = 0
-        self.cut_after: int | None = None  # the next download breaks off after so many bytes
+        self.cut_after: int | None = None  # the next download breaks off after this number of bytes
         self.ranges: list[str | None] = []
         self.acceptance_status = 200
         super().__init__()
@@ -330,7 +330,7 @@ class Engine(Peer):
         self.read: list[dict[str, str]] = []  # SHA-256 of every file that it was shown, load by load
         self.tells_digest = False  # of the model file, in its answer and its state, as vLLM's plugin does
         self.verifies = False  # compares the files with the digests of the request, and says so
-        self.misread = 0  # so many of the next loads find other bytes than lie there
+        self.misread = 0  # how many of the next loads find other bytes than lie there
         self.told: dict[str, Any] = {}  # more of its state
         self.swap_asked, self.swap_allowed = threading.Event(), threading.Event()
         self.swap_allowed.set()

@@ -27,7 +27,7 @@ class Browser:
         self._calls = 0
 
     def dom(self, url: str, seconds: float = 2.5, then: str | None = None) -> str:
-        """The document at `url` as HTML after so many seconds of virtual time: timers run ahead, requests are awaited.
+        """The document at `url` as HTML after these seconds of virtual time: timers run ahead, requests are awaited.
 
         The events that follow are those of this page only: no other page is open meanwhile. `then`: JavaScript that
         runs in it before it is read.

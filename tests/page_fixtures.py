@@ -147,7 +147,7 @@ def serving(
 ) -> Iterator[str]:
     """Serve the page, `/alpha`, `/runs` and `/metrics` of these runs on loopback; yields the URL.
 
-    Any other path that was asked for is an error at the end. `answers`: so many are given to `/alpha`; then the service
+    Any other path that was asked for is an error at the end. `answers`: the number that `/alpha` gets; then the service
     is gone. `asked`: collects what was asked for.
     """
     left = answers

@@ -95,7 +95,7 @@ def as_it_is(worker: Worker, run: str) -> Any:
 def no_room(
     monkeypatch: pytest.MonkeyPatch, worker: Worker, where: str, error: Exception, others: int = 3
 ) -> list[str]:
-    """Have memory run out where a run is opened, or trained, while so many others are open. Returns who failed."""
+    """Have memory run out where a run is opened, or trained, while `others` are open. Returns who failed."""
     kind, name = (Lineage, "set_candidate") if where == "opened" else (Learner, "train")
     real, failed = getattr(kind, name), list[str]()
 

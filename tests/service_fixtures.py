@@ -78,7 +78,7 @@ class RunningService:
         assert not self._thread.is_alive()
 
     def wait_for_requests(self, count: int = 1, seconds: float = 20.0) -> None:
-        """Block until so many requests are being served."""
+        """Block until this number of requests is being served."""
         self._wait(lambda: len(self.server.server_state.tasks) >= count, seconds)
 
     def wait_for_no_connections(self, seconds: float = 20.0) -> None:

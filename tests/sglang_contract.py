@@ -94,7 +94,7 @@ class DraftModel(nn.Module):
                 self._slices[part] = slice(begin, begin + sizes[part])
                 begin += sizes[part]
         self.hot_token_id: Tensor | None = None
-        self.break_after: int | None = None  # fault: raise after so many tensors
+        self.break_after: int | None = None  # fault: raise after this number of tensors
         self.load_weights(load_file(directory / "model.safetensors").items())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -187,7 +187,7 @@ class SGLangServer(Peer):
             self.steps = [a + b for a, b in zip(self.steps, (rounds, *accepted), strict=True)]
 
     def end(self, rounds: int, emitted: int, requests: int) -> None:
-        """End requests after so many rounds; each one's first token came from its prefill."""
+        """End requests after this number of rounds; each one's first token came from its prefill."""
         with self.lock:
             self.counters["rounds"] += rounds
             self.counters["tokens"] += emitted + requests

@@ -86,7 +86,7 @@ class Sender(threading.Thread):
 
 
 def wait_for_answers(senders: Sequence[Sender], count: int) -> None:
-    """Until so many more batches are answered: on a busy machine a life of half a second may answer none."""
+    """Until `count` further batches are answered: on a busy machine a life of half a second may answer none."""
     deadline = time.monotonic() + 60
     wanted = count + sum(len(sender.answered) for sender in senders)
     while sum(len(sender.answered) for sender in senders) < wanted:

@@ -19,7 +19,7 @@ HOURS = 0.25 + np.arange(SAMPLES) / 1800
 
 
 def wander(rng: np.random.Generator, share: float, memory_samples: float) -> NDArray[np.float64]:
-    """A series about 0 with this standard deviation that forgets within so many samples."""
+    """A series about 0 with this standard deviation that forgets within this number of samples."""
     keep = math.exp(-1 / memory_samples)
     steps = rng.standard_normal(SAMPLES) * share * math.sqrt(1 - keep**2)
     steps[0] = rng.standard_normal() * share

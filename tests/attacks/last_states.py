@@ -10,7 +10,7 @@ from rl_hooks import wire
 
 
 def fewer(rows: int = 9, *, normalisers: int | None = None, **others: wire.Tensor | None) -> bytes:
-    """A file with so many rows of `last_hidden`, and `normalisers` of its normalisers; its mask asks for 9."""
+    """A file with `rows` rows of `last_hidden` and `normalisers` normalisers; its mask asks for 9."""
     last = wire.Tensor.of(np.zeros((rows, 8), np.uint16), "BF16")
     lse = wire.Tensor.of(np.zeros(rows if normalisers is None else normalisers, np.float32), "F32")
     return rollout_file(tensors={"last_hidden": last, "logsumexp": lse, **others}, last_rows="predicting")

@@ -95,7 +95,7 @@ class Service:
         return str(reply.json()["batch_id"])
 
     def acknowledged(self, count: int) -> list[str]:
-        """Send until so many are acknowledged; a refused batch is sent again."""
+        """Send until this number is acknowledged; a refused batch is sent again."""
         found: list[str] = []
 
         def enough() -> bool:

@@ -194,7 +194,7 @@ def holders(secret: str) -> list[str]:
 
 
 def refusals(*asked: tuple[float, str, str]) -> list[str]:
-    """What `up` says to so many GPUs, with DRAFTALIGN_WORKER_RANKS and DRAFTALIGN_DEVICE."""
+    """What `up` says to this number of GPUs, with DRAFTALIGN_WORKER_RANKS and DRAFTALIGN_DEVICE."""
     said = []
     for gpus, wanted, device in asked:
         os.environ |= {"DRAFTALIGN_WORKER_RANKS": wanted, "DRAFTALIGN_DEVICE": device}

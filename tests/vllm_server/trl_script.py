@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: RL ends after so many steps with one drafter that was published while it ran; and after so many without.
+#: RL ends after the first number of steps with a drafter that was published while it ran; without one after the second.
 _AFTER, _MOST = 3, 40
 
 

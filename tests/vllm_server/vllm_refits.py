@@ -129,7 +129,7 @@ class Clients:
         assert not self.faults, f"{self.faults}\n{self.server.log_end()}"
 
     def wait_for(self, more: int) -> None:
-        """Until so many further answers were given."""
+        """Until this number of further answers was given."""
         goal = self.served + more
         eventually(lambda: self.served >= goal or self.faults, 240)
         assert not self.faults, f"{self.faults}\n{self.server.log_end()}"

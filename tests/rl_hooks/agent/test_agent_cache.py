@@ -309,7 +309,7 @@ Fill = Callable[[float], None]
 
 @pytest.fixture(params=["free bytes", "ENOSPC", "EDQUOT"])
 def fill(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fill:
-    """Let the cache's disk hold so many versions, each as large as those that are there."""
+    """Let the cache's disk hold this number of versions, each as large as those that are there."""
 
     def used() -> int:
         return sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())

@@ -53,7 +53,7 @@ def test_a_file_of_too_many_rollouts_is_refused_before_it_is_queued(serve: Calla
 
 
 def test_a_file_has_at_most_4096_rollouts_by_default(service: RunningService) -> None:
-    """The script that queues them holds Redis for the time of so many, and no more."""
+    """The script that queues them holds Redis for the time that these take, and no longer."""
     ids = tuple(str(i) for i in range(4096))
     assert service.post(rollout_file(ids, lengths=(2,) * 4096)).status_code == 202
     ids = (*ids, "one more")

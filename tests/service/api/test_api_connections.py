@@ -92,7 +92,7 @@ def status_of_one(connection: socket.socket) -> int:
 
 
 def request(fields: int, size: int) -> bytes:
-    """A request for /healthz whose header has so many fields beside Host, and about `size` bytes."""
+    """A request for /healthz whose header has this number of fields beside Host, and about `size` bytes."""
     one = size // fields
     return b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + (b"a: " + b"b" * (one - 5) + b"\r\n") * fields + b"\r\n"
 

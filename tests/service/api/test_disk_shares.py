@@ -38,7 +38,7 @@ BODY = len(rollout_file(("a0",), run="other"))
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """Let the state directory's disk have so many bytes free now, and less as files come."""
+    """Let the state directory's disk have this number of bytes free now, and fewer as files come."""
 
     def taken() -> int:
         total = 0

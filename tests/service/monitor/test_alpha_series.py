@@ -211,7 +211,7 @@ def split(
 ) -> list[list[int | None]]:
     """The policy versions of each attempt, where batches arrived in that order, one a second.
 
-    `returns`: a trainer registered again after so many batches, at version `to`.
+    `returns`: the number of batches after which a trainer registered again, at version `to`.
     """
     scores = [record_fixtures.score(score(p, entry_id=f"{1000 * n}-0")) for n, p in enumerate(policies, 1)]
     random.Random(1).shuffle(scores)  # their order is by arrival
@@ -267,7 +267,7 @@ def test_a_trainer_that_registers_again_and_goes_on_opens_no_attempt() -> None:
 @pytest.mark.parametrize("marks", [1, 5])
 @pytest.mark.parametrize("late", [(0,), (0, 0, 1), (0, 0, 0, 1, 1, 2), (0, 1, 2, 3), (1, 2, 3, 4)])
 def test_a_registration_in_the_middle_of_a_run_hardly_opens_an_attempt(late: tuple[int, ...], marks: int) -> None:
-    """300 runs of four batches a step, each so many versions late. Somebody registers at version 0."""
+    """300 runs of four batches a step, each this number of versions late. Somebody registers at version 0."""
     opened = 0
     for seed in range(300):
         draw = random.Random(seed)

@@ -410,7 +410,7 @@ def test_after_a_persons_rollback_the_figures_are_of_the_drafter_that_serves_aga
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_engines_that_are_late_are_seldom_taken_for_a_rollback(share: float) -> None:
-    """Of runs in which so many of 64 batches are of the older drafter, by chance. Of 4,000 such runs: 0.1 and 11 %."""
+    """Each of 64 batches is of the older drafter by this chance. Of 4,000 such runs 0.1 and 11 % were."""
     rng, taken = np.random.default_rng(0), 0
     for _ in range(200):
         versions = ["v2", *np.where(rng.random(64) < share, "v1", "v2").tolist()]

@@ -200,7 +200,7 @@ def test_who_has_its_share_leaves_the_rest_for_a_while_and_then_takes_what_nobod
 
 
 def handed_over(bench: Bench, monkeypatch: pytest.MonkeyPatch, has: int) -> tuple[Worker, Leases, set[str]]:
-    """A worker with all four runs that has handed one over to another, which has so many; and which one."""
+    """A worker with all four runs that has handed one over to another, which `has` some; and which one."""
     monkeypatch.setattr(process, "_LOOK_FOR_RUNS_SECONDS", 0.0)
     monkeypatch.setattr(share, "_HAND_OVER_SECONDS", 0.0)
     begin(bench)

@@ -26,7 +26,7 @@ _BATCHES = 12
 
 
 def report(bench: Bench, version: str, rounds: int, kept: float, steps: Sequence[StepSample] = ()) -> None:
-    """An engine has counted so many rounds, each of which kept so many of four drafts on average."""
+    """An engine has counted these rounds; of four drafts each kept `kept` on average."""
     accepted = int(kept * rounds)
     counts = {"rounds": rounds, "accepted_tokens": accepted, "drafted_tokens": 4 * rounds}
     named = {"reporter": "e", "drafter_version": version, "policy_version": 0, "created": time.time()}
