@@ -152,6 +152,17 @@ def valkey() -> Iterator[OwnValkey]:
 
 
 @pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[OwnValkey]:
+    """One that may be stopped, or spoilt, without harm to other tests."""
+    from valkey_fixtures import OwnValkey
+
+    server = OwnValkey(tmp_path / "own")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
 def redis_url(valkey: OwnValkey) -> str:
     """URL of an empty key space."""
     from redis import Redis

@@ -78,14 +78,13 @@ def engine() -> Iterator[Engine]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_hook_and_an_agent_behind_a_balancer_go_on_as_replicas_are_killed(engine: Engine, tmp_path: Path) -> None:
+def test_a_hook_and_an_agent_behind_a_balancer_go_on_as_replicas_are_killed(
+    engine: Engine, tmp_path: Path, own_valkey: OwnValkey
+) -> None:
     """Neither asks a replica for what another one alone knows."""
     model = tiny_qwen3()
-    valkey = OwnValkey(tmp_path)
     with contextlib.ExitStack() as stack:
-        valkey.start()
-        stack.callback(valkey.stop)
-        replicas = Replicas(tmp_path, valkey.url, stack)
+        replicas = Replicas(tmp_path, own_valkey.url, stack)
         balancer = Balancer(replicas.ports)
         stack.callback(balancer.close)
         hook = DrafterHook(model, balancer.url, aux_layers=AUX)
@@ -109,7 +108,7 @@ def test_a_hook_and_an_agent_behind_a_balancer_go_on_as_replicas_are_killed(engi
         assert all(balancer.connections.values()), balancer.connections
         stats = hook.stats()
         assert (stats["sent"] + stats["duplicates"], stats["dropped_error"]) == (2 * (REPLICAS - 1) + 1, 0), stats
-        with Redis.from_url(valkey.url) as client:
+        with Redis.from_url(own_valkey.url) as client:
             entries = RolloutQueue(client, "default").claim("w", 1 << 40, 1000.0)
         assert [entry.policy_version for entry in entries] == list(range(2 * (REPLICAS - 1)))
         time.sleep(0.2)

@@ -66,13 +66,11 @@ def serves(url: str) -> tuple[str, int] | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_hosts_that_share_no_directory_lose_nothing(tmp_path: Path, store: Store) -> None:
-    world, valkey = World(), OwnValkey(tmp_path / "redis")
+def test_hosts_that_share_no_directory_lose_nothing(tmp_path: Path, store: Store, own_valkey: OwnValkey) -> None:
+    world = World()
     sent: list[str] = []
     with contextlib.ExitStack() as stack:
-        valkey.start()
-        stack.callback(valkey.stop)
-        hosts = Hosts(tmp_path, valkey.url, stack)
+        hosts = Hosts(tmp_path, own_valkey.url, stack)
         ports = [free_port(), free_port()]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         first = hosts.start("serve", "a", ports[0])

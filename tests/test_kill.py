@@ -97,17 +97,17 @@ def wait_for_answers(senders: Sequence[Sender], count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(tmp_path: Path) -> None:
+def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(
+    tmp_path: Path, own_valkey: OwnValkey
+) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
     port = free_port()
-    valkey = OwnValkey(tmp_path)
-    valkey.start()
     senders = [Sender(number, port) for number in range(3)]
     try:
         for life in range(4):
-            with api(tmp_path, valkey.url, port) as process:
+            with api(tmp_path, own_valkey.url, port) as process:
                 wait_until_ready(port)
                 if life == 0:
                     put = httpx.put(f"http://127.0.0.1:{port}/runs/default", content=run_file(), headers=HEADERS)
@@ -117,14 +117,14 @@ def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(tmp_pa
                 wait_for_answers(senders, 6)
                 time.sleep(rng.uniform(0.05, 0.5))
                 if life % 2:
-                    os.kill(valkey.process.pid, signal.SIGKILL)
-                    valkey.stop()
+                    os.kill(own_valkey.process.pid, signal.SIGKILL)
+                    own_valkey.stop()
                     time.sleep(rng.uniform(0.0, 0.3))
-                    valkey.start()
+                    own_valkey.start()
                     wait_until_ready(port)
                     time.sleep(rng.uniform(0.05, 0.3))
                 process.kill()
-        with api(tmp_path, valkey.url, port):
+        with api(tmp_path, own_valkey.url, port):
             wait_until_ready(port)
             for sender in senders:
                 sender.stopping.set()
@@ -133,11 +133,10 @@ def test_nothing_that_was_answered_is_lost_when_api_and_valkey_are_killed(tmp_pa
             answered = [batch_id for sender in senders for batch_id in sender.answered]
             print(len(answered), "answered")
             assert len(answered) > 20
-            assert set(answered) <= queued_once(tmp_path, valkey.url)
+            assert set(answered) <= queued_once(tmp_path, own_valkey.url)
     finally:
         for sender in senders:
             sender.stopping.set()
-        valkey.stop()
 
 
 def queued_once(state_dir: Path, url: str) -> set[str]:
@@ -158,16 +157,16 @@ def queued_once(state_dir: Path, url: str) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_an_api_that_is_stopped_and_goes_on_loses_and_doubles_nothing_and_holds_up_no_trainer(tmp_path: Path) -> None:
+def test_an_api_that_is_stopped_and_goes_on_loses_and_doubles_nothing_and_holds_up_no_trainer(
+    tmp_path: Path, own_valkey: OwnValkey
+) -> None:
     """SIGSTOP amid uploads, longer than clients wait: they send again what the API finishes when it goes on."""
     port = free_port()
-    valkey = OwnValkey(tmp_path)
-    valkey.start()
     senders = [Sender(number, port, timeout_seconds=0.3) for number in range(3)]
     trainer = RolloutSender(f"http://127.0.0.1:{port}")
     of_trainer = 0
     try:
-        with api(tmp_path, valkey.url, port) as process:
+        with api(tmp_path, own_valkey.url, port) as process:
             wait_until_ready(port)
             put = httpx.put(f"http://127.0.0.1:{port}/runs/default", content=run_file(), headers=HEADERS)
             assert put.status_code == 201
@@ -193,7 +192,7 @@ def test_an_api_that_is_stopped_and_goes_on_loses_and_doubles_nothing_and_holds_
             assert sent["sent"] + sent["duplicates"] == of_trainer
             wait_until_idle(port)
             answered = {batch_id for sender in senders for batch_id in sender.answered}
-            queued = queued_once(tmp_path, valkey.url)
+            queued = queued_once(tmp_path, own_valkey.url)
             assert answered <= queued
             # A sender that was told to stop may have sent one that was not answered.
             assert 0 <= len(queued) - len(answered) - of_trainer <= len(senders)
@@ -201,7 +200,6 @@ def test_an_api_that_is_stopped_and_goes_on_loses_and_doubles_nothing_and_holds_
         for sender in senders:
             sender.stopping.set()
         trainer.close(1.0)
-        valkey.stop()
 
 
 def wait_until_idle(port: int) -> None:

@@ -413,27 +413,24 @@ def test_replicas_of_the_api_share_the_workers_state_and_grow_with_their_load(ov
         assert "cpu" in container["resources"]["requests"], "the scaler counts in shares of what is requested"
 
 
-def test_the_api_gets_its_calls_while_no_rollouts_can_be_taken(tmp_path: Path) -> None:
+def test_the_api_gets_its_calls_while_no_rollouts_can_be_taken(tmp_path: Path, own_valkey: OwnValkey) -> None:
     """A pod that is not ready gets none, drafters and metrics among them."""
     apis = [c for overlay in SERVICE for c in containers(overlay) if command_of(c)[0] == "serve"]
     (probe,) = {c["readinessProbe"]["httpGet"]["path"] for c in apis}
-    valkey = OwnValkey(tmp_path / "valkey")
-    valkey.start()
-    before = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url)
+    before = RunningService(state_dir=tmp_path / "state", redis_url=own_valkey.url)
     assert before.register().is_success
     before.publish()
     before.stop()
-    service = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url, spool_min_free_bytes=1 << 60)
+    service = RunningService(state_dir=tmp_path / "state", redis_url=own_valkey.url, spool_min_free_bytes=1 << 60)
     try:
         for trouble in ("spool-low", "redis-away"):
             assert service.client.get("/readyz").json()["type"] == f"urn:draftalign:{trouble}"
             assert service.client.get("/drafter/latest", params={"run": "default"}).status_code == 200
             assert service.client.get(probe).status_code == 200
-            valkey.stop()
+            own_valkey.stop()
             time.sleep(1.0)  # what Redis last said stands for a second
     finally:
         service.stop()
-        valkey.stop()
 
 
 @pytest.mark.parametrize("overlay", SERVICE)

@@ -199,14 +199,11 @@ class Senders:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_clients_of_a_replica_that_is_killed_go_on_at_another(tmp_path: Path) -> None:
+def test_clients_of_a_replica_that_is_killed_go_on_at_another(tmp_path: Path, own_valkey: OwnValkey) -> None:
     content = os.urandom(DRAFTER_BYTES)
     sha256 = hashlib.sha256(content).hexdigest()
-    valkey = OwnValkey(tmp_path)
     with contextlib.ExitStack() as stack:
-        valkey.start()
-        stack.callback(valkey.stop)
-        replicas = Replicas(tmp_path, valkey.url, stack)
+        replicas = Replicas(tmp_path, own_valkey.url, stack)
         put = httpx.put(f"{replicas.urls(0)[0]}/runs/default", content=run_file(), headers=HEADERS)
         assert put.status_code == 201
         publish(replicas.registry, content=content)
@@ -219,7 +216,7 @@ def test_clients_of_a_replica_that_is_killed_go_on_at_another(tmp_path: Path) ->
             replicas.start_again(victim)
         acknowledged += senders.stop()
         assert len(acknowledged) > 9 + 2 * REPLICAS
-        check_queue(replicas.layout, valkey.url, acknowledged)
+        check_queue(replicas.layout, own_valkey.url, acknowledged)
 
 
 def kill_amid_everything(replicas: Replicas, victim: int, pool: ThreadPoolExecutor, sha256: str) -> list[str]:

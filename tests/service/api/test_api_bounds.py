@@ -330,15 +330,6 @@ def test_a_history_from_a_backup_is_read_from_its_beginning(tmp_path: Path) -> N
     assert followed.history.digest("r").published == 1
 
 
-@pytest.fixture
-def own_valkey(tmp_path: Path) -> Iterator[OwnValkey]:
-    """One that may be stopped without harm to other tests."""
-    server = OwnValkey(tmp_path / "own")
-    server.start()
-    yield server
-    server.stop()
-
-
 #: Calls that read and write files alone. Every other call must say within two seconds that Redis hangs.
 WITHOUT_REDIS = {
     *(("GET", path) for path in ("/", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/healthz")),

@@ -294,15 +294,13 @@ def test_a_lying_header_is_refused_before_the_features_come(service: RunningServ
     ],
 )
 def test_a_redis_that_takes_no_writes_is_not_ready_and_says_why(
-    tmp_path: Path, broken: tuple[str, ...], mended: tuple[str, ...]
+    tmp_path: Path, own_valkey: OwnValkey, broken: tuple[str, ...], mended: tuple[str, ...]
 ) -> None:
     """A replica after a failover, or a user without the right: not a bug, and not the sender's fault."""
-    valkey = OwnValkey(tmp_path / "own")
-    valkey.start()
-    service = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url)
+    service = RunningService(state_dir=tmp_path / "state", redis_url=own_valkey.url)
     try:
         service.register()
-        with Redis.from_url(valkey.url) as client:
+        with Redis.from_url(own_valkey.url) as client:
             client.execute_command(*broken)
             for reply in (service.client.get("/readyz"), service.post(rollout_file())):
                 assert (reply.status_code, reply.json()["type"]) == (503, "urn:draftalign:redis-unusable")
@@ -313,7 +311,6 @@ def test_a_redis_that_takes_no_writes_is_not_ready_and_says_why(
         assert service.post(rollout_file()).status_code == 202
     finally:
         service.stop()
-        valkey.stop()
 
 
 def test_a_node_of_a_cluster_is_not_ready(tmp_path: Path) -> None:
@@ -352,14 +349,12 @@ def test_a_sentinels_own_port_is_not_ready_and_says_what_to_give_instead(tmp_pat
         watcher.wait()
 
 
-def test_redis_going_away_is_a_503_and_coming_back_is_noticed(tmp_path: Path) -> None:
-    valkey = OwnValkey(tmp_path / "own")
-    valkey.start()
-    service = RunningService(state_dir=tmp_path / "state", redis_url=valkey.url)
+def test_redis_going_away_is_a_503_and_coming_back_is_noticed(tmp_path: Path, own_valkey: OwnValkey) -> None:
+    service = RunningService(state_dir=tmp_path / "state", redis_url=own_valkey.url)
     try:
         service.register()
         assert service.client.get("/readyz").status_code == 200
-        valkey.stop()
+        own_valkey.stop()
         reply = service.post(rollout_file())
         assert reply.status_code == 503
         assert reply.json()["type"] == "urn:draftalign:redis-away"
@@ -367,11 +362,10 @@ def test_redis_going_away_is_a_503_and_coming_back_is_noticed(tmp_path: Path) ->
         eventually(lambda: service.client.get("/readyz").status_code == 503)  # it remembers for a second
         assert service.client.get("/healthz").status_code == 200
         assert service.spooled() == []
-        valkey.start()
+        own_valkey.start()
         assert service.post(rollout_file()).status_code == 202
     finally:
         service.stop()
-        valkey.stop()
 
 
 def test_orphans_are_reaped_and_queued_files_are_not(service: RunningService, queue: RolloutQueue) -> None:

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,14 +21,6 @@ from valkey_fixtures import OwnValkey
 from service.cli.checks import check_redis
 from service.cli.valkey import find_binary
 from service.errors import ConfigurationError
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[OwnValkey]:
-    server = OwnValkey(tmp_path / "own")
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.mark.parametrize(
@@ -46,13 +37,13 @@ def valkey(tmp_path: Path) -> Iterator[OwnValkey]:
 )
 @pytest.mark.parametrize("may_be_away", [True, False])
 def test_what_is_wrong_is_named_with_what_to_do(
-    valkey: OwnValkey, broken: str, query: str, named: str, may_be_away: bool
+    own_valkey: OwnValkey, broken: str, query: str, named: str, may_be_away: bool
 ) -> None:
-    check_redis(valkey.url, may_be_away=may_be_away)
-    with Redis.from_url(valkey.url) as client:
+    check_redis(own_valkey.url, may_be_away=may_be_away)
+    with Redis.from_url(own_valkey.url) as client:
         client.execute_command(*broken.split())
     with pytest.raises(ConfigurationError, match=rf"the Redis at unix://\S* {named}"):
-        check_redis(valkey.url + query, may_be_away=may_be_away)
+        check_redis(own_valkey.url + query, may_be_away=may_be_away)
 
 
 @pytest.mark.parametrize(
@@ -104,45 +95,45 @@ def _answers(client: Redis) -> bool:
 
 
 def test_one_that_is_away_or_hangs_or_is_full_is_waited_for(
-    valkey: OwnValkey, caplog: pytest.LogCaptureFixture
+    own_valkey: OwnValkey, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    pid = valkey.process.pid
+    pid = own_valkey.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        check_redis(valkey.url, may_be_away=True)
+        check_redis(own_valkey.url, may_be_away=True)
     finally:
         os.kill(pid, signal.SIGCONT)
-    with Redis.from_url(valkey.url) as client:
+    with Redis.from_url(own_valkey.url) as client:
         client.config_set("maxmemory", 1)
-    check_redis(valkey.url)
-    valkey.stop()
-    check_redis(valkey.url, may_be_away=True)
+    check_redis(own_valkey.url)
+    own_valkey.stop()
+    check_redis(own_valkey.url, may_be_away=True)
     with pytest.raises(ConfigurationError, match="no Redis answers at unix://"):
-        check_redis(valkey.url)
+        check_redis(own_valkey.url)
     said = [record.getMessage() for record in caplog.records]
     assert ["no Redis answers" in one for one in said] == [True, False, True]
     assert "is full" in said[1]
 
 
-def test_nothing_is_said_of_one_that_starts_meanwhile(valkey: OwnValkey, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_of_one_that_starts_meanwhile(own_valkey: OwnValkey, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    valkey.stop()
-    starting = threading.Timer(0.3, valkey.start)
+    own_valkey.stop()
+    starting = threading.Timer(0.3, own_valkey.start)
     starting.start()
-    check_redis(valkey.url, may_be_away=True)
+    check_redis(own_valkey.url, may_be_away=True)
     starting.join()
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize("command", ["serve", "worker", "up"])
-def test_no_part_starts_on_it(command: str, valkey: OwnValkey, tmp_path: Path) -> None:
-    with Redis.from_url(valkey.url) as client:
+def test_no_part_starts_on_it(command: str, own_valkey: OwnValkey, tmp_path: Path) -> None:
+    with Redis.from_url(own_valkey.url) as client:
         client.replicaof("127.0.0.1", "1")
     root = str(Path(__file__).parents[3])
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    given = {"DRAFTALIGN_REDIS_URL": valkey.url, "DRAFTALIGN_PORT": port, "PYTHONPATH": root}
+    given = {"DRAFTALIGN_REDIS_URL": own_valkey.url, "DRAFTALIGN_PORT": port, "PYTHONPATH": root}
     done = subprocess.run(
         [sys.executable, "-m", "service.cli", command],
         cwd=tmp_path,
