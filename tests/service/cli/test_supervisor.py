@@ -162,9 +162,9 @@ def test_a_child_whose_parent_died_before_it_was_tied_does_not_start(tmp_path: P
 
 
 def test_revival_waits_longer_after_each_fault_and_forgets_them_once_all_is_well(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Against a clock of the test's: delays of 0, 1, 2, 4, ... seconds, at most 15."""
+    """Against a clock of the test's: delays of 0, 1, 2, 4, ... seconds, at most 15. Its own log says why it died."""
     now = [1000.0]
     monkeypatch.setattr("service.cli.supervisor.time.monotonic", lambda: now[0])
 
@@ -175,7 +175,8 @@ def test_revival_waits_longer_after_each_fault_and_forgets_them_once_all_is_well
             return 1
 
     monkeypatch.setattr("service.cli.supervisor.spawn", lambda *_: Dead())
-    child = Child("c", ["x"])
+    (tmp_path / "log").write_text("begun\nwhat was wrong\n")
+    child = Child("c", ["x"], log_file=tmp_path / "log")
     child.start()
     starts = [now[0]]
     while len(starts) < 8:
@@ -188,6 +189,7 @@ def test_revival_waits_longer_after_each_fault_and_forgets_them_once_all_is_well
     now[0] += 31.0
     child.revive()
     assert child.faults == 1
+    assert f"{tmp_path / 'log'} says: what was wrong" in caplog.text
 
 
 def test_a_machine_without_room_for_a_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
