@@ -317,10 +317,12 @@ class SpentError:
 
     def chance(self, share: float) -> float:
         """An upper bound of the chance that an equal challenger ever comes so far. `share`: its part of the error."""
+        if not self.starts:
+            return 1.0
         logs = [weight + _log_e(s, n) for weight, s, n in self.starts]
-        top = max(logs, default=0.0)
-        log_e = top + math.log(math.fsum(math.exp(log - top) for log in logs) or 1.0)
-        pooled = math.exp(-log_e) if abs(log_e) < 700.0 else float(log_e < 0.0)
+        top = max(logs)
+        log_e = top + math.log(math.fsum(math.exp(log - top) for log in logs))
+        pooled = math.exp(-max(log_e, 0.0))  # a chance is 1 at most
         return min(1.0, 2.0 * min(pooled, self.single) / share)
 
 
@@ -392,8 +394,7 @@ class Trial:
         reason += f"({100 * (1.0 - confidence):.3g} % allowed)"
         if not worth:
             reason += f"; a swap is worth {min_gain:+.2%}"
-        promote = sure and worth and self.spent.looks > 0  # not if all looks showed no difference
-        return Verdict(promote, gain, low, high, taken, error, reason)
+        return Verdict(sure and worth, gain, low, high, taken, error, reason)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the worker's checkpoint, all in one table."""
