@@ -35,7 +35,7 @@ def shape_of(matched: Sequence[Matched], spread: float) -> Shape | None:
     later = math.fsum(k.block.accepted[j - 1] * _share(k.replay, j) for k in matched for j in range(1, depth))
     if min(live_first, first, later) < MISSING:
         return None
-    chances = 1 / max(live_first, 1.0) + 1 / max(live_later, 1.0) + 1 / later
+    chances = 1 / live_first + 1 / max(live_later, 1.0) + 1 / later
     return Shape(
         math.log(live_first / first),
         math.log(max(live_later, 0.5) / later),

@@ -60,11 +60,14 @@ def test_only_the_depth_that_all_blocks_and_replays_have_is_compared() -> None:
     assert shape_of([], SPREAD) is None
 
 
-@pytest.mark.parametrize(("kept", "rounds", "known"), [(20, 400, True), (19, 400, False), (20, 28, False)])
-def test_twenty_drafts_are_needed_of_each_kind(kept: int, rounds: int, known: bool) -> None:
-    """Accepted first ones, first ones that replay expects (0.7 of the rounds), later ones that it expects."""
-    half = replay((700.0, 700.0), (1000.0, 700.0))
-    assert (shape_of([matched((kept, 0), rounds, half)], SPREAD) is not None) is known
+@pytest.mark.parametrize(
+    ("kept", "rounds", "first", "known"),
+    [((20, 20), 400, 0.7, True), ((19, 19), 400, 0.7, False), ((20, 20), 28, 0.7, False), ((20, 20), 400, 0.04, False)],
+)
+def test_twenty_drafts_are_needed_of_each_kind(kept: tuple[int, int], rounds: int, first: float, known: bool) -> None:
+    """Accepted first ones; first ones that replay expects of the rounds; later ones that it expects."""
+    of = replay((1000 * first, 1000 * first, 500 * first), (1000.0, 1000 * first, 1000 * first))
+    assert (shape_of([matched((*kept, 0), rounds, of)], SPREAD) is not None) is known
     assert shape_of([matched((20, 0), 400, replay((700.0, 690.0), (1000.0, 700.0)))], SPREAD) is None
 
 
