@@ -58,7 +58,7 @@ _STEPS: Final = 12
 _WARM: Final = 3
 #: The hook's sender gives a file up after so many seconds.
 PATIENCE: Final = 120.0
-#: A head is looked at in pieces of so much of a core: threads share it.
+#: A head is looked at in pieces of so much of a core: threads share it. Reports of engines come in such pieces.
 _PIECE_SECONDS: Final = 0.05
 
 
@@ -192,6 +192,10 @@ class World:
         start = _WARM * self.given.step_seconds
         for run in self.runs:
             self.at(float(self.rng.uniform(0, self.given.step_seconds)), partial(self.step, run, 0))
+        reports = self.given.runs * self.given.engines * REPORT_CPU
+        pieces = math.ceil(reports / _PIECE_SECONDS)
+        for number in range(pieces):  # engines report at times of their own
+            self.at(REPORT_SECONDS * number / pieces, partial(self.reported, reports / pieces))
         before: tuple[float, float, float] | None = None
         while self.events and self.events[0][0] < end:
             self.now, _, act = heapq.heappop(self.events)
@@ -204,18 +208,22 @@ class World:
         seconds = end - start
         lags = [lag for run in self.runs for lag in run.lags]
         trained = sum(r.trained for r in self.runs) / max(1.0, sum(r.came for r in self.runs))
-        polls = self.given.runs * self.given.engines * REPORT_CPU / REPORT_SECONDS
         facts = {
             "busy": min(1.0, (self.worked - worked) / seconds),
             "trained": min(1.0, trained),
             "queue": float(max(run.peak for run in self.runs)),
             "lag": statistics.fmean(lags) / self.given.step_seconds if lags else math.nan,
-            "api_cores": (self.cores.busy - cores) / seconds + polls,
+            "api_cores": (self.cores.busy - cores) / seconds,
             "wire": (self.bytes - sent) * 8e-9 / seconds,
         }
         ranks = [rank for run in self.runs for rank in run.ranks]
         dropped = sum(rank.dropped for rank in ranks) / max(1, sum(rank.made for rank in ranks))
         return Found(facts, self.refused / max(1, self.posts), dropped)
+
+    def reported(self, seconds: float) -> None:
+        """Some engines report, and do so again."""
+        self.cores.serve(self.now, seconds)
+        self.at(self.now + REPORT_SECONDS, partial(self.reported, seconds))
 
     # --- the trainer
     def step(self, run: Run, version: int) -> None:
