@@ -1,6 +1,6 @@
 """What each event costs the API as a run grows, and the exponent of it: 0 is flat, 1 grows with the run.
 
-    python benchmarks/growth.py [--axes reports engines scores verdicts queued runs waiters] [--sizes N ...]
+    python benchmarks/growth.py [--axes reports engines scores verdicts queued runs waiters reconnect] [--sizes N ...]
 
 An event is what happens all the time: a report, one more score and a look at its chart, a verdict and a look, a scrape,
 a publish, a post of rollouts. Each is done many times at several sizes of a made-up run. Printed for each size:
@@ -11,6 +11,9 @@ a publish, a post of rollouts. Each is done many times at several sizes of a mad
 
 CPU seconds change little when another process is busy; commands and kB do not at all. `--root`: the checkout whose
 service is measured. `waiters`: real connections, each with a long poll, on one event loop in this process.
+`reconnect`: a process of agents that are all cut off, and a second later connect in one instant, five times. Meanwhile
+this process sends a probe each 10 ms, whether the last is answered or not. On a busy machine read the API's CPU until
+a probe's answer: it is how long the probe would have waited if the API had had a core of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ import contextlib
 import functools
 import itertools
 import math
+import multiprocessing
 import os
 import resource
+import selectors
 import socket
 import statistics
 import subprocess
@@ -35,6 +40,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import numpy as np
 import redis
 
 ROOT = Path(sys.argv[sys.argv.index("--root") + 1] if "--root" in sys.argv else __file__).resolve()
@@ -387,6 +393,85 @@ async def _wait(world: World, size: int) -> tuple[float, ...]:
     return idle, 1000 * took, each, max(probes), statistics.median(connecting), max(connecting)
 
 
+def reconnect(world: World, sizes: Sequence[int]) -> None:
+    """Agents that come back together, while probes are sent."""
+    names = [f"{name}, ms" for path in _PROBED for name in (f"{path}: median", "99 % within", "longest", *_OF_CPU)]
+    rows = [_reconnect(world, size) for size in sizes]
+    print(f"\n| agents that connect in one instant | {' | '.join(f'{size:,}' for size in sizes)} |")
+    print(f"|---|{'---|' * len(sizes)}")
+    for name, *costs in zip(names, *rows, strict=True):
+        print(f"| {name} | {' | '.join(f'{c:.1f}' if c < 10 else f'{c:.0f}' for c in costs)} |")
+
+
+_PROBED: Final = ("/healthz", "/readyz")
+_OF_CPU: Final = ("CPU of the API until the answer: median", "99 %", "most")
+
+
+def _reconnect(world: World, size: int) -> list[float]:
+    etag = world.client.get("/drafter/latest").headers["etag"]
+    here, there = multiprocessing.Pipe()
+    agents = multiprocessing.get_context("fork").Process(target=_agents, args=(world.port, etag, size, there))
+    agents.start()
+    found = []
+    for path in _PROBED:
+        answers: list[tuple[float, float]] = []
+        for _ in range(5):
+            here.send("again")
+            here.recv()  # they are away
+            time.sleep(1.0)
+            here.send("connect")
+            answers += asyncio.run(_probes(world, path, 1.0))
+            here.recv()  # all have asked
+            time.sleep(1.0)
+        for values in zip(*answers, strict=True):
+            found += [statistics.median(values), float(np.quantile(values, 0.99)), max(values)]
+    here.send("end")
+    agents.join()
+    return found
+
+
+def _agents(port: int, etag: str, size: int, control: Any) -> None:
+    """A process of agents, as they are told: end what they have, connect all at once, wait for a drafter."""
+    links: list[socket.socket] = []
+    asked = f"GET /drafter/latest?wait=60 HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: {etag}\r\n\r\n".encode()
+    while control.recv() == "again":
+        for link in links:
+            link.close()
+        control.send("away")
+        control.recv()
+        links = [socket.socket() for _ in range(size)]
+        with selectors.DefaultSelector() as open_now:
+            for link in links:
+                link.setblocking(False)
+                link.connect_ex(("127.0.0.1", port))
+                open_now.register(link, selectors.EVENT_WRITE)
+            while open_now.get_map():
+                for key, _ in open_now.select():
+                    open_now.unregister(key.fileobj)
+                    key.fileobj.send(asked)  # type: ignore[union-attr]
+        control.send("asked")
+
+
+async def _probes(world: World, path: str, seconds: float) -> list[tuple[float, float]]:
+    """Of each probe: milliseconds until its answer, and milliseconds of the API's CPU."""
+    clock = (~world.pid << 3) | 2  # clock_getcpuclockid(3) of another process
+
+    async def one() -> tuple[float, float]:
+        begun, spent = time.perf_counter(), time.clock_gettime(clock)
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+        writer.close()
+        return 1000 * (time.perf_counter() - begun), 1000 * (time.clock_gettime(clock) - spent)
+
+    probes, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        probes.append(asyncio.create_task(one()))
+        await asyncio.sleep(0.01)
+    return list(await asyncio.gather(*probes))
+
+
 async def _ask(port: int, etag: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET /drafter/latest?wait=60 HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: {etag}\r\n\r\n".encode())
@@ -412,6 +497,7 @@ AXES: Final[dict[str, tuple[Callable[[World, Sequence[int]], None], tuple[int, .
     "queued": (queued, (30, 300, 1500)),
     "runs": (runs, (1, 4, 16)),
     "waiters": (waiters, (100, 300, 1000, 3000)),
+    "reconnect": (reconnect, (100, 300, 1000)),
 }
 
 
