@@ -3,20 +3,23 @@
     python -m benchmarks.engine_step    # half a minute; needs no vLLM
 
 No engine runs: a stand-in for vLLM's scheduler tells the round counter what vLLM tells, and the tap reads a step of
-random states. Every request has four drafts. So the figures are Python and the launches of small torch operations,
-which a GPU's host has as well; the product with lm_head and the copies, which a device does, hardly count.
+random states. Every request has four drafts and takes 100 steps (some 300 tokens at α 3), and another takes its place.
+So the figures are Python and the launches of small torch operations, which a GPU's host has as well; the product with
+lm_head and the copies, which a device does, hardly count.
 
 * `counter`: `RoundCounter`, over the same stand-in without it;
-* `tap, P %`: reading the step and taking the rows of that share of the requests, one at least. 0 %: a trainer's hook
-  sends the features.
+* `tap, P %`: reading the step, and taking and scoring the rows of that share of the requests, one at least. 0 %: a
+  trainer's hook sends the features.
 
-Milliseconds of processor time of that thread, medians of 60 steps.
+Milliseconds of processor time of that thread a step: the median of five means of 32 steps, because the tap scores every
+sixteenth.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import random
 import statistics
@@ -29,13 +32,16 @@ from typing import Any, Final
 import torch
 
 from rl_hooks.engines.collected import Collected, Request, RequestSampling
-from rl_hooks.engines.tap import FeatureTap, Head
+from rl_hooks.engines.rows import Head
+from rl_hooks.engines.tap import FeatureTap
 from rl_hooks.engines.vllm.rounds import RoundCounter
 from rl_hooks.engines.vllm.steps import V1_ARGUMENTS, step_v1
 
 DEPTH: Final = 4
 HIDDEN: Final = 64
-STEPS: Final = 60
+STEPS: Final = 32
+BLOCKS: Final = 5
+LIFE_STEPS: Final = 100
 REQUESTS: Final = (24, 256, 1024)
 SHARES: Final = (0.0, 0.05, 1.0)
 
@@ -72,14 +78,15 @@ class Scheduler:
 
 
 def milliseconds(act: Callable[[], object]) -> float:
-    """Median processor time of this thread in one call."""
+    """Processor time of this thread in one call; the first ones are left out."""
     found = []
-    for number in range(STEPS + 5):
+    for number in range(BLOCKS + 1):
+        calls = STEPS if number else 5
         began = time.thread_time()
-        act()
-        if number >= 5:
-            found.append(1000 * (time.thread_time() - began))
-    return statistics.median(found)
+        for _ in range(calls):
+            act()
+        found.append(1000 * (time.thread_time() - began) / calls)
+    return statistics.median(found[1:])
 
 
 def counter_milliseconds(names: list[str], accepted: list[int]) -> float:
@@ -110,10 +117,21 @@ def tap_milliseconds(names: list[str], accepted: list[int], share: float) -> flo
     hidden = torch.randn(rows, HIDDEN)
     given = dict(zip(V1_ARGUMENTS, (scheduled, sampled, hidden, [hidden] * 3), strict=True))
     tap = FeatureTap(Head(torch.randn(HIDDEN, HIDDEN)), _throw_away, fraction=1.0, tokens_per_minute=10**9)
-    for name in names[: max(1, round(share * len(names)))] if share else ():
-        tap.begin(Request(name, tuple(range(50)), RequestSampling(1.0, 1.0, 0), frozenset(), None))
+    chosen = names[: max(1, round(share * len(names)))] if share else []
+    counter, sampling = itertools.count(1), RequestSampling(1.0, 1.0, 0)
+
+    def begin(some: list[str]) -> None:
+        for name in some:
+            tap.begin(Request(name, tuple(range(50)), sampling, frozenset(), None))
+
+    begin(chosen)
 
     def step() -> None:
+        number = next(counter)
+        ended = [name for i, name in enumerate(chosen) if (number + i * LIFE_STEPS // len(chosen)) % LIFE_STEPS == 0]
+        tap.end(ended)
+        begin(ended)
+        tap.release()
         read = step_v1(runner, given, tap.collected) if tap.collected else None
         if read is not None:
             tap.step(read)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_hooks.engines.collected import Request, RequestSampling
-from rl_hooks.engines.tap import Head, Step
+from rl_hooks.engines.rows import Head, Step, as_told
 
 VOCAB, HIDDEN, AUX, STOP = 30, 4, 2, 1
 GENERATOR = torch.Generator().manual_seed(0)
@@ -82,8 +82,9 @@ def step(parts: list[tuple[Script, int, list[int], int, int]]) -> Step:
         positions=torch.tensor(positions),
         aux=[last * (i + 2) for i in range(AUX)],
         last=last,
-        rejected=torch.tensor([rejected for *_, rejected, _ in parts]),
-        last_sampled=torch.tensor([sampled for *_, sampled in parts]),
+        drafted=np.zeros(len(parts), dtype=np.int64),
+        told=torch.tensor([[rejected, sampled] for *_, rejected, sampled in parts]),
+        outcomes=as_told,
     )
 
 

@@ -75,8 +75,9 @@ def _number(named: str | None) -> int | None:
 class PolicyWatch:
     """Notices in one vLLM worker that the policy's weights have changed, and numbers them once asked to.
 
-    `changing` is called before weights change (as far as that is announced), `noticed` after any sign of a change, from
-    any thread: the next `settle` counts it.
+    `changing` is called before weights change (as far as that is announced), `leaving` before a sleep of any level, in
+    which they are not in their memory, `noticed` after any sign of a change, from any thread: the next `settle` counts
+    it.
     `agree(same)`: whether all ranks found their weights the same: each sees a slice, and all must count alike.
     """
 
@@ -90,6 +91,7 @@ class PolicyWatch:
         self.updated = False
         self.weights = WeightSample(worker.model_runner.get_model())
         self.changing: Callable[[], None] = lambda: None
+        self.leaving: Callable[[], None] = lambda: None
         self.noticed: Callable[[], None] = lambda: None
         self._versions: PolicyVersions | None = None
         self._moved = False
@@ -135,6 +137,7 @@ class PolicyWatch:
 
     def _sleeps(self, *_: Any, **__: Any) -> None:
         self.asleep = True
+        self.leaving()
 
     def _wakes(self, tags: Collection[str] | None = None, *_: Any, **__: Any) -> None:
         self.asleep = self.asleep and tags is not None and "weights" not in tags

@@ -1,12 +1,15 @@
 """Features of live requests, collected step by step inside an inference engine.
 
 Engine-independent: an adapter (`rl_hooks.engines.vllm.tap`) describes each step as a `Step`, and says when requests
-begin and end. Each step starts to copy its rows to the host, and does not wait for the copy: only the device knows yet
-which drafts were rejected. The rows of a request are joined when it has ended.
+begin and end. Each step copies its rows on the device. Every so many steps, and when a request has ended, the rows that
+wait are scored and start to be copied to the host; no step waits for that, and only the device knows yet which drafts
+were rejected. The rows of a request are joined when it has ended.
 
 Invariants
 * The next step computes the row of a rejected draft again, a preempted request all its rows: the newest row counts.
 * Only whole requests are sent, from their first computed position on.
+* Rows are scored by the head that drew them: `cut` and `flush` score what waits before that head changes or leaves its
+  memory.
 * Every rollout is of one policy version. When the policy is about to change, `cut` ends the rollouts that are under
   way: what the old weights drew is sent, what the new ones add is not collected. With `weights`, a request is sent
   after its end, and only if the weights are still those of its version; `moved` is called where they are not.
@@ -14,7 +17,7 @@ Invariants
   to them are dropped.
 * No failure of ours reaches the engine: it is counted and logged once, and that request is not collected.
 
-Legend: N rows taken in a step, A aux layers, H hidden size, V vocabulary.
+Legend: N rows, A aux layers, H hidden size.
 """
 
 from __future__ import annotations
@@ -32,11 +35,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rl_hooks import wire
-from rl_hooks.engines.collected import REJECTED, Collected, Request, RequestSampling, UnscoredError, assemble
+from rl_hooks.engines.collected import Collected, Request, UnscoredError, assemble
 from rl_hooks.engines.policy_watch import WeightSample
-from rl_hooks.sending.copies import HostCopies, to_device
-from rl_hooks.sending.features import score_rows
+from rl_hooks.engines.rows import Gathered, Head, Step, gather, joined, labels_of
+from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.sampling import TokenBudget, sampling_position
 from rl_hooks.sending.tally import Tally
 
@@ -44,110 +46,12 @@ log = logging.getLogger("draftalign.tap")
 
 #: Longest prompt that is collected.
 MAX_TOKENS: Final = 8192
-#: Rows of a request in a step that may predict generated tokens: the last token, and as many drafts as engines make.
-_VERIFIED: Final = 65
-#: What is taken of a step: tokens [N, 3] (position, input id, label), scores [N, 2] (logsumexp, log p of the label).
+#: Rows wait on the device to be scored for so many steps at most, and so many of them (the rows of one step are not
+#: split). 1,024 rows are 32 MiB of an 8B policy.
+_STEPS: Final = 16
+_ROWS: Final = 1024
+#: What is taken of rows: tokens [N, 3] (position, input id, label), scores [N, 2] (logsumexp, log p of the label).
 _TAKEN: Final = ("tokens", "scores", "aux", "last")
-#: top_p and top_k where nothing is cut off.
-_WHOLE: Final = (1.0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One forward of the target, and what it says of some requests: those that are collected, at least.
-
-    Tensors on its device; `first_rows` and `row_counts` on the host, one per request.
-    """
-
-    request_ids: Sequence[str]
-    first_rows: npt.NDArray[np.int64]
-    row_counts: npt.NDArray[np.int64]
-    input_ids: Tensor  # [rows]
-    positions: Tensor  # [rows]
-    aux: Sequence[Tensor]  # A tensors [rows, H], entering the aux layers
-    last: Tensor  # [rows, H], after the final norm
-    rejected: Tensor  # [requests]: how many of its last rows hold rejected drafts
-    last_sampled: Tensor  # [requests]: the token that follows the last accepted row
-    #: Where the head is split over ranks: returns (logsumexp, log p of the label by `labelled_rows`) [2, rows] on the
-    #: host, NaN where they are unknown. It waits for other ranks, so only the tap's thread calls it.
-    scores: Callable[[], Tensor] | None = None
-
-
-def labelled_rows(step: Step, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(rows [N], labels [N]) of the requests at these places. A label is the row's next token, -1 at a rejected row."""
-    counts = step.row_counts[chosen]
-    from_end = _from_end(counts)
-    rows = np.repeat(step.first_rows[chosen] + counts, counts) - 1 - from_end
-    following = np.minimum(rows + 1, len(step.input_ids) - 1)
-    owner = np.repeat(np.asarray(chosen), counts)
-    rows_N, following_N, owner_N, from_end_N = to_device(step.last.device, np.stack([rows, following, owner, from_end]))
-    behind_N = from_end_N - step.rejected[owner_N]  # 0: the last accepted row; below: rejected
-    labels_N = torch.where(behind_N == 0, step.last_sampled[owner_N].long(), step.input_ids[following_N].long())
-    return rows_N, labels_N.masked_fill_(behind_N < 0, REJECTED)
-
-
-def _from_end(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[N]: how many rows of the same request come after each."""
-    ends = np.cumsum(counts)
-    return np.repeat(ends, counts) - 1 - np.arange(ends[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The policy's head: logits = map(last @ weight^T)."""
-
-    weight: Tensor  # [V, H]
-    logit_map: wire.LogitMap = field(default_factory=wire.LogitMap)
-
-    def score(
-        self, last_NH: Tensor, labels_N: Tensor, temperature_N: float | Tensor, top_p: float = 1.0, top_k: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """(logsumexp [N], log p of the labels [N]) as `score_rows` computes them, float32. A label of -1: any."""
-        return score_rows(
-            last_NH,
-            self.weight,
-            labels_N.clamp(min=0),
-            temperature=temperature_N,
-            top_p=top_p,
-            top_k=top_k,
-            logit_map=self.logit_map,
-        )
-
-    def score_step(
-        self, last_NH: Tensor, labels_N: Tensor, samplings: Sequence[RequestSampling], counts: npt.NDArray[np.int64]
-    ) -> Tensor:
-        """`score` of a step's rows, [2, N]: `counts` rows of each request, one after another, and how each is drawn.
-
-        With top_p or top_k, log p is computed only for rows that may predict a generated token: for the thousands of
-        rows of a prompt it would cost the engine time. So log p is NaN in all but the last rows of such a request. A
-        request that was preempted computes all its tokens again at once; `assemble` takes the earlier scores.
-        """
-        first = samplings[0]
-        if first.scored_at == 1.0 and (first.top_p, first.top_k) == _WHOLE and set(samplings) == {first}:
-            return torch.stack(self.score(last_NH, labels_N, 1.0))  # most steps of most RL runs
-        device = last_NH.device
-        temperature_N = to_device(device, np.repeat(np.array([one.scored_at for one in samplings], np.float32), counts))
-        kinds = sorted({_WHOLE, *((one.top_p, one.top_k) for one in samplings)})
-        kind_N = np.repeat([kinds.index((one.top_p, one.top_k)) for one in samplings], counts)
-        early_N = _from_end(counts) >= _VERIFIED
-        early_N &= kind_N != kinds.index(_WHOLE)
-        kind_N[early_N] = kinds.index(_WHOLE)
-        scores = torch.empty(2, len(kind_N), device=device)
-        for number, (top_p, top_k) in enumerate(kinds):
-            found = np.flatnonzero(kind_N == number)
-            rows = to_device(device, found) if len(found) < len(kind_N) else slice(None)
-            if len(found):
-                scored = self.score(last_NH[rows], labels_N[rows], temperature_N[rows], top_p, top_k)
-                scores[:, rows] = torch.stack(scored)
-        scores[1, to_device(device, np.flatnonzero(early_N))] = torch.nan
-        return scores
-
-
-def _with_scores(copies: HostCopies, scores: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Wait for a step's copies, and for its scores, which come later and from several ranks."""
-    host = dict(copies.wait())
-    host["scores"] = scores()[:, host.pop("rows")].T.contiguous()
-    return host
 
 
 @dataclass(slots=True)
@@ -155,7 +59,7 @@ class _Tracked:
     request: Request
     policy_version: int
     rows: int = 0
-    #: Its rows of each step, on the host: `_TAKEN` in this order. The tap's thread adds them as they arrive.
+    #: Its rows as they were scored, on the host: `_TAKEN` in this order. The tap's thread adds them as they arrive.
     parts: list[tuple[npt.NDArray[Any], ...]] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
     #: Why some did not arrive. No exception, whose traceback would keep the rows of the step.
@@ -174,20 +78,49 @@ class _Tracked:
         return [columns | {"logprob": logprob, "aux": aux, "last": last}]
 
 
-def _place(step: Callable[[], dict[str, Tensor]], owners: Sequence[_Tracked], counts: Sequence[int]) -> None:
-    """Give each request its rows of a step, which are copied: what others leave behind must not stay with them.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of one step that are not scored yet."""
+
+    gathered: Gathered
+    owners: Sequence[_Tracked]  # of each segment
+
+    def scores(self) -> Tensor:
+        """[N, 2], where the head is split over ranks."""
+        assert self.gathered.scores is not None  # noqa: S101 - an engine has one rank, or several
+        return self.gathered.scores()[:, self.gathered.rows].T
+
+
+@dataclass(slots=True)
+class _Unscored:
+    """The rows that wait to be scored."""
+
+    parts: list[_Part] = field(default_factory=list)
+    rows: int = 0
+    steps: int = 0  # of the engine, since rows were scored
+
+
+def _place(copies: HostCopies, parts: Sequence[_Part]) -> None:
+    """Give each request its rows, which are copied: what others leave behind must not stay with them.
 
     As bytes: NumPy copies a few rows in a tenth of torch's time, and has no bfloat16.
     """
+    owners = [owner for part in parts for owner in part.owners]
     try:
-        taken = step()
+        taken = copies.wait()
+        if "scores" not in taken:
+            taken = taken | {"scores": torch.cat([part.scores() for part in parts]).contiguous()}
         dtypes = tuple(taken[name].dtype for name in _TAKEN)
         whole = [taken[name].view(torch.uint8).numpy() for name in _TAKEN]
-        begin = 0
-        for tracked, count in zip(owners, counts, strict=True):
-            rows, begin = slice(begin, begin + count), begin + count
+        each = {id(owner): owner for owner in owners}
+        numbers = {name: number for number, name in enumerate(each)}
+        counts = np.concatenate([part.gathered.counts for part in parts])
+        owner_N = np.repeat([numbers[id(owner)] for owner in owners], counts)
+        order, begin = np.argsort(owner_N, kind="stable"), 0  # of each request's rows, the newest stay the last
+        for tracked, end in zip(each.values(), np.cumsum(np.bincount(owner_N, minlength=len(each))), strict=True):
             tracked.dtypes = dtypes
-            tracked.parts.append(tuple(part[rows].copy() for part in whole))
+            tracked.parts.append(tuple(part[order[begin:end]] for part in whole))
+            begin = end
     except Exception as error:
         for tracked in owners:
             tracked.failure = repr(error)
@@ -284,6 +217,7 @@ class FeatureTap:
         self._weights = weights
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
+        self._unscored = _Unscored()
 
     @property
     def collected(self) -> Collection[str]:
@@ -310,7 +244,7 @@ class FeatureTap:
         )
 
     def step(self, step: Step) -> None:
-        """Take the rows of collected requests: launches work on the device, and does not wait for it."""
+        """Take the rows of collected requests: launches copies on the device, and does not wait for them."""
         if not self._tracked:
             return
         chosen = [i for i, name in enumerate(step.request_ids) if name in self._tracked]
@@ -318,7 +252,8 @@ class FeatureTap:
             return
         try:
             with torch.inference_mode():
-                self._take(step, chosen)
+                gathered = gather(step, chosen)
+            self._take(gathered, [step.request_ids[i] for i in chosen])
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.note("step", error)
             dropped = (self._tracked.pop(step.request_ids[i], None) for i in chosen)
@@ -328,11 +263,19 @@ class FeatureTap:
         """These requests have ended, for whatever reason."""
         if self._tracked:
             self._ended += [t for name in request_ids if (t := self._tracked.pop(name, None)) is not None]
-            if self._weights is None:
+            if self._weights is None and self._ended:
                 self.release()
 
     def release(self) -> None:
-        """Send the ended requests if the weights are unchanged. Call it when a forward is about to read the weights."""
+        """Send the ended requests if the weights are unchanged. Call it when a forward is about to read the weights.
+
+        Scores what waits, if a request has ended, or in every `_STEPS`-th call.
+        """
+        if not (self._ended or self._unscored.parts):
+            return
+        self._unscored.steps += 1
+        if self._ended or self._unscored.steps >= _STEPS:
+            self._score()  # before the look: then rows that other weights have scored are not sent
         if not self._ended:
             return
         ended, self._ended = self._ended, []
@@ -343,12 +286,32 @@ class FeatureTap:
             self.note("sampling the weights", error)
 
     def cut(self) -> None:
-        """End the rollouts here, since the policy is about to change; none begins until `turn`. Reads no weights."""
+        """End the rollouts here, since the policy is about to change; none begins until `turn`.
+
+        Reads the head where rows wait, as `flush` does.
+        """
+        self.flush()
         ended = [*self._ended, *self._tracked.values()]
         self.tally.add("cut", len(self._tracked))
         self._forget()
         if ended:
             self._sender.send(ended, lambda: True)
+
+    def flush(self) -> None:
+        """Score the rows that wait. Returns once the device has: from then on the head may change, or leave its memory.
+
+        Rows wait only after a step, so the head is in its memory, if this is called before it leaves.
+        """
+        if not self._unscored.parts:
+            return
+        try:
+            last = self._unscored.parts[0].gathered.last
+            if last.is_cuda:  # whatever stream this is called on, the steps' rows are there
+                torch.cuda.synchronize(last.device)
+            if (copies := self._score()) is not None:
+                copies.wait()
+        except Exception as error:  # noqa: BLE001 - the engine must not feel this
+            self.note("scoring rows before an update", error)
 
     def turn(self, policy_version: int, head: Head, ready: Callable[[], None]) -> None:
         """Go on with a policy of this version. Rollouts under way are dropped: both policies drew parts of them.
@@ -372,43 +335,72 @@ class FeatureTap:
         self.policy_version = None
         self._tracked.clear()
         self._ended.clear()
+        self._unscored = _Unscored()
 
-    def _take(self, step: Step, chosen: Sequence[int]) -> None:
-        counts = step.row_counts[chosen]
-        rows_N, labels_N = labelled_rows(step, chosen)
-        last = step.last[rows_N]
-        own = (step.positions[rows_N].long(), step.input_ids[rows_N].long(), labels_N)
-        taken = {
-            "tokens": torch.stack(own, dim=1),
-            "aux": torch.cat([state[rows_N] for state in step.aux], dim=-1),
-            "last": last,
-        }
-        wait: Callable[[], dict[str, Tensor]]
-        if step.scores is not None:
-            wait = functools.cache(functools.partial(_with_scores, HostCopies(taken | {"rows": rows_N}), step.scores))
-        else:
-            samplings = [self._tracked[step.request_ids[i]].request.sampling for i in chosen]
-            scores = self.head.score_step(last, labels_N, samplings, counts)
-            wait = HostCopies(taken | {"scores": scores.T.contiguous()}).wait
-        names, rows = [step.request_ids[i] for i in chosen], counts.tolist()
+    def _take(self, gathered: Gathered, names: Sequence[str]) -> None:
         owners = [self._tracked[name] for name in names]
-        self._sender.call(functools.partial(_place, wait, owners, rows))
+        count = len(gathered.rows)
+        if self._unscored.rows + count > _ROWS:
+            self._score()
+        self._unscored.parts.append(_Part(gathered, owners))
+        self._unscored.rows += count
+        if self._unscored.rows >= _ROWS:
+            self._score()
         held, dropped, long = self.tally["rows"], list[_Tracked](), list[str]()
-        for name, tracked, count in zip(names, owners, rows, strict=True):
-            tracked.rows += count
-            held += count
+        for name, tracked, rows in zip(names, owners, gathered.counts.tolist(), strict=True):
+            tracked.rows += rows
+            held += rows
             if held > 2 * self._rows:
                 held -= tracked.rows
                 dropped.append(self._tracked.pop(name))
             elif tracked.rows > 4 * self.max_tokens:  # as many as may wait, rejected drafts included
                 long.append(name)
-        self.tally.add("rows", len(rows_N))
+        self.tally.add("rows", count)
         if dropped:
             self.tally.add("skipped_memory", len(dropped))
             _free(self.tally, dropped)
         if long:  # sent up to here
             self.tally.add("cut_long", len(long))
             self.end(long)
+
+    def _score(self) -> HostCopies | None:
+        """Label and score the rows that wait, and start to copy them to the host. None: that failed."""
+        parts, self._unscored = self._unscored.parts, _Unscored()
+        if not parts:
+            return None
+        try:
+            with torch.inference_mode():
+                copies = HostCopies(self._scored(parts))
+        except Exception as error:  # noqa: BLE001 - the engine must not feel this
+            self.note("scoring rows", error)
+            self._lose(parts, error)
+            return None
+        self._sender.call(functools.partial(_place, copies, parts))
+        return copies
+
+    def _scored(self, parts: Sequence[_Part]) -> dict[str, Tensor]:
+        each = [part.gathered for part in parts]
+        labels_N, last = labels_of(each), joined([one.last for one in each])
+        positions, input_ids = (joined([getattr(one, name) for one in each]) for name in ("positions", "input_ids"))
+        aux = [joined(states) for states in zip(*(one.aux for one in each), strict=True)]
+        taken = {
+            "tokens": torch.stack((positions.long(), input_ids.long(), labels_N), dim=1),
+            "aux": torch.cat(aux, dim=-1),
+            "last": last,
+        }
+        if each[0].scores is None:
+            samplings = [owner.request.sampling for part in parts for owner in part.owners]
+            counts = np.concatenate([one.counts for one in each])
+            taken["scores"] = self.head.score_step(last, labels_N, samplings, counts).T.contiguous()
+        return taken
+
+    def _lose(self, parts: Sequence[_Part], error: Exception) -> None:
+        """Drop the requests that these rows are of."""
+        for part in parts:
+            for owner in part.owners:
+                owner.failure = repr(error)
+        for name in [name for name, tracked in self._tracked.items() if tracked.failure is not None]:
+            _free(self.tally, [self._tracked.pop(name)])
 
     def note(self, kind: str, error: Exception) -> None:
         """Count a failure of ours; log it the first time that its kind comes up."""

@@ -5,6 +5,7 @@ That call is `propose_draft_token_ids` in the V1 model runner, `speculator.propo
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_hooks.engines.collected import Request, RequestSampling
-from rl_hooks.engines.tap import Step
+from rl_hooks.engines.rows import Step, as_told, of_tokens
 from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.sending.copies import to_device
 
@@ -95,7 +96,13 @@ def request_of(new: Any) -> Request | None:
 
 def sampling_of(params: Any) -> RequestSampling:
     """How vLLM's sampling parameters draw a token."""
-    return RequestSampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
+    return _sampling(float(params.temperature), float(params.top_p), max(0, int(params.top_k)))
+
+
+@functools.lru_cache
+def _sampling(temperature: float, top_p: float, top_k: int) -> RequestSampling:
+    # One object for equal ones: a step compares those of all its requests.
+    return RequestSampling(temperature, top_p, top_k)
 
 
 def leaves_out_truncated(config: Any) -> bool:
@@ -123,6 +130,7 @@ def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> St
     sampled_token_ids is a tensor [requests, drafts + 1] padded with -1, or a list of lists.
     """
     scheduled, sampled, hidden, aux = (given[name] for name in V1_ARGUMENTS)
+    drafts = scheduled.scheduled_spec_decode_tokens
     names = runner.input_batch.req_ids
     places = _places(names, wanted)
     if aux is None or not len(places):
@@ -130,15 +138,11 @@ def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> St
     counts = np.fromiter(map(scheduled.num_scheduled_tokens.__getitem__, names), np.int64, len(names))
     chosen, device = [names[i] for i in places], hidden.device
     if isinstance(sampled, Tensor):
-        own = sampled.index_select(0, to_device(device, places)).long()  # [requests, drafts + 1]
+        told = sampled.index_select(0, to_device(device, places))  # [requests, drafts + 1]
     else:
         lists = [sampled[i] for i in places]
         width = max((len(tokens) for tokens in lists), default=0) or 1
-        own = torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in lists], device=device)
-    drafted = np.array([len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in chosen])
-    accepted = (own != -1).sum(dim=1)
-    # Without drafts (a prefill) nothing was rejected, whatever stands in the sampled tokens.
-    rejected = to_device(device, drafted + 1).sub_(accepted).mul_(to_device(device, (drafted > 0).astype(np.int64)))
+        told = torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in lists], device=device)
     return Step(
         request_ids=chosen,
         first_rows=(np.cumsum(counts) - counts)[places],
@@ -147,9 +151,9 @@ def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> St
         positions=getattr(runner.positions, "gpu", runner.positions),
         aux=aux,
         last=hidden,
-        rejected=rejected,
-        # -1 comes with a part of a prompt, whose last row is not rejected.
-        last_sampled=own.gather(1, (accepted - 1).clamp_(min=0)[:, None])[:, 0].clamp_(min=0),
+        drafted=np.array([len(drafts.get(name, ())) for name in chosen]),
+        told=told,
+        outcomes=of_tokens,
     )
 
 
@@ -162,6 +166,7 @@ def step_v2(_: Any, given: Mapping[str, Any], wanted: Container[str]) -> Step | 
         return None
     begins = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
     on_device = to_device(hidden.device, places)
+    last = last_sampled[batch.idx_mapping[on_device]]
     return Step(
         request_ids=[names[i] for i in places],
         first_rows=begins[places],
@@ -170,10 +175,11 @@ def step_v2(_: Any, given: Mapping[str, Any], wanted: Container[str]) -> Step | 
         positions=batch.positions,
         aux=aux,
         last=hidden,
-        rejected=rejected[on_device].long(),
-        last_sampled=last_sampled[batch.idx_mapping[on_device]].reshape(len(places)).long(),
+        drafted=np.zeros(len(places), np.int64),  # not asked for
+        told=torch.stack([rejected[on_device].long(), last.reshape(len(places)).long()], dim=1),
+        outcomes=as_told,
     )
 
 
 def _places(names: Sequence[str], wanted: Container[str]) -> npt.NDArray[np.int64]:
-    return np.array([i for i, name in enumerate(names) if name in wanted], dtype=np.int64)
+    return np.flatnonzero(np.fromiter(map(wanted.__contains__, names), np.bool_, len(names)))

@@ -25,12 +25,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rl_hooks.engines.collected import Batcher, Collected, Request, rollout_file
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.tap import FeatureTap, Head, Step, labelled_rows
+from rl_hooks.engines.rows import Head, Step, labelled_rows, rows_of
+from rl_hooks.engines.tap import FeatureTap
 from rl_hooks.engines.vllm.draft import started_with
 from rl_hooks.engines.vllm.policy import ServedPolicy
 from rl_hooks.engines.vllm.ranks import Joiner, LayerRanks, Shard
@@ -44,7 +47,6 @@ from rl_hooks.engines.vllm.steps import (
     request_of,
 )
 from rl_hooks.release import PLAIN_NAME
-from rl_hooks.sending.copies import HostCopies
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
 from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, head_weight
@@ -140,12 +142,13 @@ class _SplitScores:
         """
         if not self._rows:
             return None
-        step, rows_N, own_2N, problem = None, None, None, None
+        step, own_2N, problem = None, None, None
+        rows: npt.NDArray[np.int64] | None = None
         try:
             step = read(self._temperatures)
             if step is not None:
                 chosen = list(range(len(step.request_ids)))
-                rows_N, labels_N = labelled_rows(step, chosen)
+                rows, (rows_N, labels_N) = rows_of(step, chosen), labelled_rows(step, chosen)
                 each = torch.tensor([self._temperatures[step.request_ids[i]] for i in chosen])
                 temperature_N = each.repeat_interleave(torch.from_numpy(step.row_counts[chosen])).to(step.last.device)
                 own_2N = head().partial(step.last[rows_N], labels_N.clamp(min=0), temperature_N)
@@ -154,15 +157,15 @@ class _SplitScores:
         joined = self.joiner.add(self._steps, self._rows, self._version() or 0, own_2N)
         if problem is not None:
             raise problem
-        if step is None or rows_N is None:
+        if step is None or rows is None:
             return step
-        return replace(step, scores=functools.partial(_placed, HostCopies({"rows": rows_N}), joined, len(step.last)))
+        return replace(step, scores=functools.partial(_placed, rows, joined, len(step.last)))
 
 
-def _placed(rows: HostCopies, joined: Future[Tensor], count: int) -> Tensor:
+def _placed(rows: npt.NDArray[np.int64], joined: Future[Tensor], count: int) -> Tensor:
     """Scores, float32 [2, rows of the step]; NaN where there are none. Called in the tap's thread, which may wait."""
     placed = torch.full((2, count), torch.nan)
-    placed[:, rows.wait()["rows"]] = joined.result()
+    placed[:, rows] = joined.result()
     return placed
 
 
@@ -230,7 +233,7 @@ class VllmTap:
             whole_only = leaves_out_truncated(worker.vllm_config)
             self._shares = _SplitScores(joiner, settings.sample_fraction, lambda: watch.version, whole_only=whole_only)
         self._wrap(worker.model_runner)
-        watch.changing = self.tap.cut
+        watch.changing, watch.leaving = self.tap.cut, self.tap.flush
         if (job := self._head_job(version)) is not None and self.sender is not None:
             self.sender.submit_job(job)
 

@@ -179,7 +179,7 @@ def collecting(model: Model) -> tuple[PolicyWatch, FeatureTap, list[Collected]]:
         policy_version=3,
         moved=lambda: watch.noticed(),  # noqa: PLW0108 - it is set later
     )
-    watch.changing = tap.cut
+    watch.changing, watch.leaving = tap.cut, tap.flush
     return watch, tap, collected
 
 
@@ -344,8 +344,9 @@ def test_what_a_worker_lacks_of_the_names_that_are_used_is_told(caplog: pytest.L
 
 
 def test_an_engine_that_sleeps_is_known_to_sleep_until_its_weights_are_back() -> None:
-    worker = Worker()
+    worker, left = Worker(), list[list[str]]()
     watch = PolicyWatch(worker)
+    watch.leaving = lambda: left.append(list(worker.called))
     calls: list[Callable[[], Any]] = [
         lambda: worker.sleep(1),
         lambda: worker.wake_up(["kv_cache"]),
@@ -358,3 +359,4 @@ def test_an_engine_that_sleeps_is_known_to_sleep_until_its_weights_are_back() ->
         call()
         asleep.append(watch.asleep)
     assert asleep == [True, True, False, True, False]
+    assert [len(before) for before in left] == [0, 3], "told before each sleep"

@@ -21,7 +21,8 @@ from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, schedule
 
 from rl_hooks import wire
 from rl_hooks.engines.collected import Batcher, Collected, Request, RequestSampling, assemble, rollout_file
-from rl_hooks.engines.tap import FeatureTap, Step
+from rl_hooks.engines.rows import Step
+from rl_hooks.engines.tap import FeatureTap
 from rl_hooks.engines.vllm.steps import (
     V1_ARGUMENTS,
     V2_ARGUMENTS,
@@ -231,7 +232,9 @@ def test_a_request_whose_rows_did_not_all_arrive_is_not_sent() -> None:
 
     tapped.begin(lost.request())
     tapped.step(step([(lost, 0, [2, 3], 0, 4)]))
+    tapped.flush()
     tapped.step(replace(step([(lost, 2, [4], 0, STOP)]), scores=no_scores))
+    tapped.flush()
     tapped.begin(whole.request())
     tapped.step(step([(whole, 0, [2, 3], 0, STOP)]))
     tapped.end(["lost", "whole"])
@@ -432,6 +435,11 @@ def test_requests_whose_parameters_change_no_distribution_are_collected(changes:
     assert request_of(scheduled(**changes)) is not None
 
 
+def outcomes(one: Step) -> tuple[list[int], list[int]]:
+    rejected, last_sampled = one.outcomes(one.told, torch.from_numpy(one.drafted))
+    return rejected.tolist(), last_sampled.tolist()
+
+
 @pytest.mark.parametrize("as_lists", [False, True])
 def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
     """Three requests: one in prefill, one with one of three drafts accepted, one with all."""
@@ -469,15 +477,14 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
         assert list(one.request_ids) == ["a", "b", "c"]
         assert one.first_rows.tolist() == [0, 5, 9]
         assert one.row_counts.tolist() == counts
-        assert one.rejected.tolist() == [0, 2, 0]
-        assert one.last_sampled.tolist() == [20, 22, 26]
+        assert outcomes(one) == ([0, 2, 0], [20, 22, 26])
     assert step_v1(runner, given_v1 | {"aux_hidden_states": None}, wanted) is None
     given_v2 = dict(zip(V2_ARGUMENTS, (batch, hidden, aux, rejected, by_state), strict=True))
     for some in (step_v1(runner, given_v1, {"a", "c", "ended"}), step_v2(None, given_v2, {"a", "c", "ended"})):
         assert some is not None, "only what is collected is read"
         assert list(some.request_ids) == ["a", "c"]
         assert (some.first_rows.tolist(), some.row_counts.tolist()) == ([0, 9], [5, 4])
-        assert (some.rejected.tolist(), some.last_sampled.tolist()) == ([0, 0], [20, 26])
+        assert outcomes(some) == ([0, 0], [20, 26])
     assert step_v1(runner, given_v1, ()) is step_v2(None, given_v2, ()) is None
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from rl_hooks.engines.collected import Collected
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.tap import FeatureTap, Step, labelled_rows
+from rl_hooks.engines.rows import Step, labelled_rows
+from rl_hooks.engines.tap import FeatureTap
 from rl_hooks.engines.vllm.ranks import LayerRanks, Shard, joined_scores
 from rl_hooks.engines.vllm.tap import VllmTap, _SplitScores
 from rl_hooks.sending.features import score_rows

@@ -43,6 +43,7 @@ def register() -> None:
         fail_a_rank,
         fail_a_core,
         plain_requests,
+        sleep_lightly,
         sleeps_between_polls,
         schedules_ahead,
     ):
@@ -224,6 +225,19 @@ def keep_collected(self: Any) -> None:
         deliver(collected)
 
     sender.deliver = keep
+
+
+def sleep_lightly(self: Any) -> list[int]:
+    """Put the worker to sleep, keeping its weights, and wake it: the tap's rows that were not scored before and after.
+
+    On a CPU vLLM itself ignores both calls.
+    """
+    tap = self._draftalign_swap.tap.tap
+    before = tap._unscored.rows
+    self.sleep(level=1)
+    after = tap._unscored.rows
+    self.wake_up()
+    return [before, after]
 
 
 def take_collected(self: Any, path: str) -> list[dict[str, Any]]:
