@@ -155,6 +155,7 @@ class DrafterConfig:
         cls, config: Mapping[str, Any], aux_layers: Sequence[int], draft_vocab_size: int | None = None
     ) -> DrafterConfig:
         """Sizes of the target's own layers (its transformers config as a dict); D defaults to min(32000, V)."""
+        check_streams(config)
         missing = [
             k for k in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size") if k not in config
         ]
@@ -182,6 +183,23 @@ class DrafterConfig:
             max_position_embeddings=count(config, "max_position_embeddings", 32_768),
             model_type=str(config.get("model_type") or "llama"),
         )
+
+
+#: What is left to a policy that no drafter of ours fits.
+UNTRAINED: Final = (
+    "What works: the engine's own speculation with n-grams or the policy's MTP module, untrained; draftalign-agent "
+    "beside the engine reports its acceptance"
+)
+
+
+def check_streams(config: Mapping[str, Any]) -> None:
+    """Raise `DrafterError` for a target with several residual streams (DeepSeek-V4, Gemma 3n)."""
+    for name in ("hc_mult", "altup_num_inputs"):
+        streams = config.get(name)
+        if type(streams) is int and streams > 1:
+            raise DrafterError(
+                f"the target has {streams} residual streams ({name}), and an EAGLE-3 drafter reads one. {UNTRAINED}"
+            )
 
 
 def count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

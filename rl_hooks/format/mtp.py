@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from rl_hooks.format.eagle3 import (
+    UNTRAINED,
     CheckpointError,
     DrafterError,
     Found,
@@ -251,8 +252,7 @@ def _instead(config: Mapping[str, Any]) -> str:
         return "Train an EAGLE-3 drafter instead"
     return (
         f"Nor does an EAGLE-3 drafter fit it: it has {config['hc_mult']!r} residual streams (hc_mult), and a drafter "
-        "reads one. What works: the engine's own speculation with n-grams or that module, untrained; draftalign-agent "
-        "beside the engine reports its acceptance"
+        f"reads one. {UNTRAINED}"
     )
 
 

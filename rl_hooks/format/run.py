@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rl_hooks.format.drafter import check_drafter, parse_drafter
-from rl_hooks.format.eagle3 import CheckpointError, DrafterConfig, Found
+from rl_hooks.format.eagle3 import CheckpointError, DrafterConfig, Found, check_streams
 
 _ADVICE: Final = (
     "`draftalign convert DRAFTER NEW --to sglang` rewrites a drafter of another project's layout (`--to mtp` takes the "
@@ -28,6 +28,7 @@ def check_run(
 
     config: the target's; aux_layers: what the run captures; the other two: of the drafter that came along, if one did.
     """
+    check_streams(config)
     if drafter_config is None:
         DrafterConfig.from_target(config, aux_layers, 1)  # a drafter from scratch takes its sizes from the target
         return

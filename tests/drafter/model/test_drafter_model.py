@@ -9,12 +9,14 @@ import torch
 from drafter_worlds import HIDDEN, SHAPES, VOCAB, config, mask_of, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DeepseekV4Config, Gemma3nTextConfig
 
 from drafter.errors import DrafterError, VocabularyError
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy
 from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
+from rl_hooks.format.run import check_run
 
 
 def test_names_and_shapes_are_those_of_published_checkpoints() -> None:
@@ -59,6 +61,15 @@ def test_config_follows_the_target() -> None:
     assert DrafterConfig.from_target(target, [2]).draft_vocab_size == 500
     with pytest.raises(DrafterError, match="lacks hidden_size"):
         DrafterConfig.from_target({k: v for k, v in target.items() if k != "hidden_size"}, [2])
+
+
+def test_a_target_of_several_residual_streams_is_refused_with_what_works_before_anything_else() -> None:
+    """DeepSeek-V4's own config, which also lacks what a drafter's sizes come from."""
+    for target in (DeepseekV4Config().to_dict(), Gemma3nTextConfig().to_dict()):
+        with pytest.raises(DrafterError, match=r"4 residual streams \(.*What works: .*n-grams.*draftalign-agent"):
+            DrafterConfig.from_target(target, [2])
+        with pytest.raises(DrafterError, match="4 residual streams"):
+            check_run(target, [2], None, {})
 
 
 @pytest.mark.parametrize(
