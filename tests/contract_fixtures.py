@@ -379,6 +379,25 @@ CONTRACTS: dict[str, Contract] = {
                 ("self.model_path = model_path",),
             ),
             Site(
+                f"{_SGLANG}/managers/scheduler_components/weight_updater.py",
+                "SchedulerWeightUpdaterManager.release_memory_occupation",
+                ("recv_req",),
+                ("self.offload_tags.add(tag)",),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/weight_updater.py",
+                "SchedulerWeightUpdaterManager.resume_memory_occupation",
+                ("recv_req",),
+                ("self.offload_tags.remove(tag)",),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/weight_updater.py",
+                "SchedulerWeightUpdaterManager.begin_weight_update",
+                ("recv_req",),
+                ("self._session = _WeightUpdateSession(selector=recv_req.selector)",),
+            ),
+            Site(f"{_SGLANG}/constants.py", does=("GPU_MEMORY_TYPE_WEIGHTS = 'weights'",)),
+            Site(
                 f"{_SGLANG}/managers/scheduler_components/batch_result_processor.py",
                 "SchedulerBatchResultProcessor.process_batch_result_decode",
                 ("batch", "result"),

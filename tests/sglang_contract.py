@@ -161,6 +161,7 @@ class SGLangServer(Peer):
         self.starts = 0
         self.plugin = True  # whether ours is installed beside it
         self.fault = False  # whether a fault has ended its counting
+        self.released = False  # whether a trainer has had it release the memory of its weights
         self._start()
         super().__init__()
 
@@ -307,6 +308,7 @@ class SGLangServer(Peer):
         name = "draftalign:spec_decode_round_accepted_tokens_total"
         ours += [f'{name}{{position="{i}"}} {float(tokens)}' for i, tokens in enumerate(accepted) if tokens]
         ours += ["draftalign:spec_decode_rounds_faults_total 1.0"] * self.fault
+        ours += [f"draftalign:weights_released {float(self.released)}"]
         return "".join(f"{line}\n" for line in ours if self.plugin) + (
             f"sglang:spec_verify_calls_total{{{label}}} {float(counts['rounds'])}\n"
             f'sglang:generation_tokens_total{{{label},is_streaming="false"}} {float(counts["tokens"])}\n'

@@ -26,7 +26,7 @@ from drafter.vocabulary import DraftVocabulary
 from examples.features import batch_of
 from rl_hooks.agent.download import strip_shared
 from rl_hooks.engines.sglang.adapter import SGLangEngine
-from rl_hooks.errors import OtherBytesError, SwapRefusedError
+from rl_hooks.errors import EngineError, OtherBytesError, SwapRefusedError
 from rl_hooks.format.eagle3 import Llama3Rope
 from rl_hooks.release import Release, VerifiedManifest
 
@@ -219,6 +219,26 @@ def test_a_trainers_weight_session_is_waited_for_and_its_policy_is_whole(server:
             server.post("/end_weight_update")
             server.post("/continue_generation")
         swapped.result(60)
+    assert [server.generate(prompt) for prompt in prompts] == before
+
+
+def test_a_server_that_has_released_its_weights_takes_no_drafter_until_it_has_them_back(
+    server: SGLangProcess, drafters: Path
+) -> None:
+    """As a trainer on the same GPU lets it. On a CPU nothing is released; SGLang itself would take the session."""
+    prompts = odd_prompts(3, seed=12)
+    before = [server.generate(prompt) for prompt in prompts]
+    server.client.post("/release_memory_occupation", json={"tags": ["weights"]}).raise_for_status()
+    try:
+        with pytest.raises(EngineError, match="released the memory"):
+            swap(server, drafters, drafters / "trained", "asleep")
+        with pytest.raises(EngineError, match="ask again once it is resumed"):  # by one that has not looked
+            with_engine(server, lambda engine: engine._post("/begin_weight_update", {"selector": "draft"}))
+        server.post("/begin_weight_update", selector="target")  # the trainer's own
+        server.post("/end_weight_update")
+    finally:
+        server.client.post("/resume_memory_occupation", json={"tags": ["weights"]}).raise_for_status()
+    swap(server, drafters, drafters / "trained", "awake")
     assert [server.generate(prompt) for prompt in prompts] == before
 
 

@@ -39,6 +39,7 @@ from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples, whole
 from rl_hooks.engines.protocol import TREES, EngineHttp, EngineState, counting_only
 from rl_hooks.engines.sglang import rounds
+from rl_hooks.engines.sglang.memory import RELEASED
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
 from rl_hooks.format.eagle3 import DrafterError
@@ -174,6 +175,8 @@ class SGLangEngine(EngineHttp):
         check_server(info)
         check_release(release, info)
         ranks = _ranks(info)
+        if await self._is_released():  # pausing alone would be undone by our own `continue_generation`
+            raise EngineError(f"{self.url} has released the memory of its weights; it is asked again")
         outcome = self._directory / f"swap-{uuid.uuid4().hex}"
         outcome.mkdir(parents=True)
         try:
@@ -188,6 +191,13 @@ class SGLangEngine(EngineHttp):
         self._loaded, self._is_swapped = (started, release.version, swaps), True
         self._remember()
         return sha256
+
+    async def _is_released(self) -> bool:
+        """Whether our plugin says that the weights are not in the server's memory. Without it nobody knows."""
+        try:
+            return bool(_total(read_samples(await self._page(), (RELEASED,)), RELEASED))
+        except EngineError:  # no metrics page
+            return False
 
     # --- the sequence
     async def _update(self, release: Release, outcome: Path, ranks: int) -> None:

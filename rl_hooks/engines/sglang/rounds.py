@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
 
+from rl_hooks.engines.sglang.memory import MEMORY, UPDATER
 from rl_hooks.release import check_receipt
 
 log = logging.getLogger("draftalign.sglang")
@@ -149,3 +150,6 @@ def register() -> None:
     HookRegistry.register(f"{RUNNER}.__init__", check_first_load, HookType.BEFORE)
     HookRegistry.register(f"{PROCESSOR}.process_batch_result_prefill", COUNTER.prefilled, HookType.AFTER)
     HookRegistry.register(f"{PROCESSOR}.process_batch_result_decode", COUNTER.decoded, HookType.AROUND)
+    HookRegistry.register(f"{UPDATER}.release_memory_occupation", MEMORY.changed, HookType.AFTER)
+    HookRegistry.register(f"{UPDATER}.resume_memory_occupation", MEMORY.changed, HookType.AFTER)
+    HookRegistry.register(f"{UPDATER}.begin_weight_update", MEMORY.begun, HookType.AROUND)

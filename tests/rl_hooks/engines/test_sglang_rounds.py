@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rl_hooks.engines.sglang.memory import WeightMemory
 from rl_hooks.engines.sglang.rounds import ACCEPTED, FAULTS, ROUNDS, StepCounter
 
 
@@ -131,3 +133,34 @@ def test_a_fault_ends_the_counting_and_no_step(caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("rounds are no longer counted") == 1
     told = [(s.name, s.value) for f in scheduler.counter._faults.collect() for s in f.samples]
     assert (FAULTS, 1.0) in told, "what was counted stays on the page, and looks like an idle server"
+
+
+def test_a_session_for_a_drafter_is_refused_while_the_weights_are_released_and_a_trainers_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A class of SGLang's own stands here for its answer, which the test on the real server reads."""
+    module = SimpleNamespace(BeginWeightUpdateReqOutput=lambda **said: said)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", module)
+    asked: list[str] = []
+    manager: Any = SimpleNamespace(offload_tags={"kv_cache"})
+
+    def begin(_: Any, request: Any) -> str:
+        asked.append(request.selector)
+        return "open"
+
+    memory = WeightMemory()
+    for tags, selector, opened in (
+        ({"kv_cache"}, "draft", True),
+        ({"weights"}, "draft", False),
+        ({"weights"}, "target", True),
+        (set[str](), "draft", True),
+    ):
+        manager.offload_tags = tags
+        memory.changed(None, manager, object())
+        assert memory._gauge._value.get() == ("weights" in tags)
+        answer = memory.begun(begin, manager, SimpleNamespace(selector=selector))
+        assert (answer == "open") == opened
+        assert opened or (answer["success"] is False and "ask again once it is resumed" in answer["message"])
+    assert asked == ["draft", "target", "draft"]
+    memory.changed(None, object())  # of another SGLang: no failure of ours reaches it
+    assert memory.begun(begin, object(), SimpleNamespace(selector="draft")) == "open"

@@ -577,6 +577,20 @@ def test_a_plugin_that_a_fault_has_ended_is_told_of_and_the_server_still_gets_it
         eventually(lambda: running.followers[server.url].loaded_version == newer)
 
 
+def test_a_server_that_has_released_its_weights_is_not_even_paused_and_is_asked_again(
+    service: Service, server: SGLangServer, home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To let generation go on again would undo a trainer's own pause."""
+    server.released = True
+    with agent(service, server, home) as running:
+        version = service.publish(1, files=drafter_files(tmp_path / "1", 1))
+        eventually(lambda: "has released the memory of its weights" in caplog.text)
+        assert server.calls == []
+        server.released = False
+        follower_of(running, server, version)
+    assert [path for path, _ in server.calls] == SEQUENCE
+
+
 def test_metrics_that_are_off_are_an_error_that_says_so(tmp_path: Path) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(b"other 1\n")))
     with pytest.raises(MetricsError, match="--enable-metrics"):
