@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 import os
 import random
@@ -30,8 +31,10 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from rl_hooks.engines.collected import Collected, Request, RequestSampling
+from rl_hooks.engines.policy_watch import WeightSample
 from rl_hooks.engines.rows import Head
 from rl_hooks.engines.tap import FeatureTap
 from rl_hooks.engines.vllm.rounds import RoundCounter
@@ -116,7 +119,9 @@ def tap_milliseconds(names: list[str], accepted: list[int], share: float) -> flo
     sampled = torch.tensor([[1] * (n + 1) + [-1] * (DEPTH - n) for n in accepted])
     hidden = torch.randn(rows, HIDDEN)
     given = dict(zip(V1_ARGUMENTS, (scheduled, sampled, hidden, [hidden] * 3), strict=True))
-    tap = FeatureTap(Head(torch.randn(HIDDEN, HIDDEN)), _throw_away, fraction=1.0, tokens_per_minute=10**9)
+    weights = WeightSample(nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(40)))  # looked at before it sends
+    head = Head(torch.randn(HIDDEN, HIDDEN))
+    tap = FeatureTap(head, _throw_away, fraction=1.0, tokens_per_minute=10**9, weights=weights)
     chosen = names[: max(1, round(share * len(names)))] if share else []
     counter, sampling = itertools.count(1), RequestSampling(1.0, 1.0, 0)
 
@@ -151,6 +156,7 @@ def main() -> None:
     """Run from the command line."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # as vLLM does when it has started
     print(f"load {os.getloadavg()[0]:.1f}; torch {torch.__version__}; Python {sys.version.split()[0]}\n")
     print("| requests | counter | " + " | ".join(f"tap, {100 * share:.0f} %" for share in SHARES) + " |")
     print("|---" * (2 + len(SHARES)) + "|")

@@ -1,7 +1,7 @@
 """Features of live requests, collected step by step inside an inference engine.
 
 Engine-independent: an adapter (`rl_hooks.engines.vllm.tap`) describes each step as a `Step`, and says when requests
-begin and end. Each step copies its rows on the device. Every so many steps, and when a request has ended, the rows that
+begin and end. Each step copies its rows on the device. Every 16 steps, and when a request has ended, the rows that
 wait are scored and start to be copied to the host; no step waits for that, and only the device knows yet which drafts
 were rejected. The rows of a request are joined when it has ended.
 
@@ -46,9 +46,11 @@ log = logging.getLogger("draftalign.tap")
 
 #: Longest prompt that is collected.
 MAX_TOKENS: Final = 8192
-#: Rows wait on the device to be scored for so many steps at most, and so many of them (the rows of one step are not
-#: split). 1,024 rows are 32 MiB of an 8B policy.
+#: Rows wait on the device to be scored for this number of steps at most.
 _STEPS: Final = 16
+#: The same once a request has ended, while others go on: of a large batch one ends in each step.
+_STEPS_OF_ENDED: Final = 4
+#: Rows that wait at most; the rows of one step are not split. They are 32 MiB of an 8B policy.
 _ROWS: Final = 1024
 #: What is taken of rows: tokens [N, 3] (position, input id, label), scores [N, 2] (logsumexp, log p of the label).
 _TAKEN: Final = ("tokens", "scores", "aux", "last")
@@ -79,42 +81,38 @@ class _Tracked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _UnscoredStep:
     """Rows of one step that are not scored yet."""
 
     gathered: Gathered
     owners: Sequence[_Tracked]  # of each segment
-
-    def scores(self) -> Tensor:
-        """[N, 2], where the head is split over ranks."""
-        assert self.gathered.scores is not None  # noqa: S101 - an engine has one rank, or several
-        return self.gathered.scores()[:, self.gathered.rows].T
 
 
 @dataclass(slots=True)
 class _Unscored:
     """The rows that wait to be scored."""
 
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_UnscoredStep] = field(default_factory=list)
     rows: int = 0
-    steps: int = 0  # of the engine, since rows were scored
+    steps: int = 0  # of the engine, since `release` has scored
 
 
-def _place(copies: HostCopies, parts: Sequence[_Part]) -> None:
+def _place(
+    copies: HostCopies, owners: Sequence[_Tracked], counts: npt.NDArray[np.int64], late: Sequence[Callable[[], Tensor]]
+) -> None:
     """Give each request its rows, which are copied: what others leave behind must not stay with them.
 
+    `owners`, `counts`: of each segment. `late`: the scores [n, 2] of each step, where the head is split over ranks.
     As bytes: NumPy copies a few rows in a tenth of torch's time, and has no bfloat16.
     """
-    owners = [owner for part in parts for owner in part.owners]
     try:
         taken = copies.wait()
         if "scores" not in taken:
-            taken = taken | {"scores": torch.cat([part.scores() for part in parts]).contiguous()}
+            taken = taken | {"scores": torch.cat([scores() for scores in late])}
         dtypes = tuple(taken[name].dtype for name in _TAKEN)
         whole = [taken[name].view(torch.uint8).numpy() for name in _TAKEN]
         each = {id(owner): owner for owner in owners}
         numbers = {name: number for number, name in enumerate(each)}
-        counts = np.concatenate([part.gathered.counts for part in parts])
         owner_N = np.repeat([numbers[id(owner)] for owner in owners], counts)
         order, begin = np.argsort(owner_N, kind="stable"), 0  # of each request's rows, the newest stay the last
         for tracked, end in zip(each.values(), np.cumsum(np.bincount(owner_N, minlength=len(each))), strict=True):
@@ -125,6 +123,10 @@ def _place(copies: HostCopies, parts: Sequence[_Part]) -> None:
         for tracked in owners:
             tracked.failure = repr(error)
         raise
+
+
+def _late(scores: Callable[[], Tensor], rows: npt.NDArray[np.int64]) -> Tensor:
+    return scores()[:, rows].T
 
 
 def _free(tally: Tally, dropped: Iterable[_Tracked]) -> None:
@@ -264,18 +266,25 @@ class FeatureTap:
         if self._tracked:
             self._ended += [t for name in request_ids if (t := self._tracked.pop(name, None)) is not None]
             if self._weights is None and self._ended:
-                self.release()
+                self._send_ended()
 
     def release(self) -> None:
         """Send the ended requests if the weights are unchanged. Call it when a forward is about to read the weights.
 
-        Scores what waits, if a request has ended, or in every `_STEPS`-th call.
+        Does nothing before the `_STEPS`-th call, or the `_STEPS_OF_ENDED`-th if a request has ended, unless none is
+        under way: in a session's first step all of the last session go out. Then it scores what waits.
         """
         if not (self._ended or self._unscored.parts):
             return
         self._unscored.steps += 1
-        if self._ended or self._unscored.steps >= _STEPS:
-            self._score()  # before the look: then rows that other weights have scored are not sent
+        under_way = any(tracked.rows for tracked in self._tracked.values())  # the oldest one comes first
+        if under_way and self._unscored.steps < (_STEPS_OF_ENDED if self._ended else _STEPS):
+            return
+        self._send_ended()
+
+    def _send_ended(self) -> None:
+        self._score()  # before the look: then rows that other weights have scored are not sent
+        self._unscored.steps = 0
         if not self._ended:
             return
         ended, self._ended = self._ended, []
@@ -342,7 +351,7 @@ class FeatureTap:
         count = len(gathered.rows)
         if self._unscored.rows + count > _ROWS:
             self._score()
-        self._unscored.parts.append(_Part(gathered, owners))
+        self._unscored.parts.append(_UnscoredStep(gathered, owners))
         self._unscored.rows += count
         if self._unscored.rows >= _ROWS:
             self._score()
@@ -365,21 +374,27 @@ class FeatureTap:
 
     def _score(self) -> HostCopies | None:
         """Label and score the rows that wait, and start to copy them to the host. None: that failed."""
-        parts, self._unscored = self._unscored.parts, _Unscored()
+        parts, self._unscored = self._unscored.parts, _Unscored(steps=self._unscored.steps)
         if not parts:
             return None
+        owners = [owner for part in parts for owner in part.owners]
+        counts = np.concatenate([part.gathered.counts for part in parts])
         try:
             with torch.inference_mode():
-                copies = HostCopies(self._scored(parts))
+                copies = HostCopies(self._scored([part.gathered for part in parts], owners, counts))
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.note("scoring rows", error)
-            self._lose(parts, error)
+            self._lose(owners, error)
             return None
-        self._sender.call(functools.partial(_place, copies, parts))
+        steps = [(part.gathered.scores, part.gathered.rows) for part in parts]
+        late = [functools.partial(_late, scores, rows) for scores, rows in steps if scores is not None]
+        # Not the parts themselves: they would hold the rows on the device until the tap's thread comes to it.
+        self._sender.call(functools.partial(_place, copies, owners, counts, late))
         return copies
 
-    def _scored(self, parts: Sequence[_Part]) -> dict[str, Tensor]:
-        each = [part.gathered for part in parts]
+    def _scored(
+        self, each: Sequence[Gathered], owners: Sequence[_Tracked], counts: npt.NDArray[np.int64]
+    ) -> dict[str, Tensor]:
         labels_N, last = labels_of(each), joined([one.last for one in each])
         positions, input_ids = (joined([getattr(one, name) for one in each]) for name in ("positions", "input_ids"))
         aux = [joined(states) for states in zip(*(one.aux for one in each), strict=True)]
@@ -389,16 +404,14 @@ class FeatureTap:
             "last": last,
         }
         if each[0].scores is None:
-            samplings = [owner.request.sampling for part in parts for owner in part.owners]
-            counts = np.concatenate([one.counts for one in each])
+            samplings = [owner.request.sampling for owner in owners]
             taken["scores"] = self.head.score_step(last, labels_N, samplings, counts).T.contiguous()
         return taken
 
-    def _lose(self, parts: Sequence[_Part], error: Exception) -> None:
-        """Drop the requests that these rows are of."""
-        for part in parts:
-            for owner in part.owners:
-                owner.failure = repr(error)
+    def _lose(self, owners: Sequence[_Tracked], error: Exception) -> None:
+        """Drop these requests, of which rows are missing."""
+        for owner in owners:
+            owner.failure = repr(error)
         for name in [name for name, tracked in self._tracked.items() if tracked.failure is not None]:
             _free(self.tally, [self._tracked.pop(name)])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +94,22 @@ def test_rows_wait_for_sixteen_steps_at_most_and_for_a_thousand_of_their_kind() 
     assert PRODUCTS == [16, 16, 8, 800, 400, 2000], "a step's rows stay together"
     tap.flush()
     assert len(PRODUCTS) == 6, "nothing waits"
+    tap.close(5.0)
+
+
+def test_what_a_step_copied_is_freed_once_it_is_scored_whenever_the_taps_thread_comes_to_it() -> None:
+    """On a GPU it is the engine's memory."""
+    held = threading.Event()
+    tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=10**6)
+    tap._sender.call(lambda: held.wait(10))  # the thread is busy
+    script = Script("r", [2], [])
+    tap.begin(script.request())
+    tap.step(step([(script, 0, [3] * 5, 0, 4)]))
+    copied = [weakref.ref(state) for state in tap._unscored.parts[0].gathered.aux]
+    assert all(state() is not None for state in copied)
+    tap.flush()
+    assert all(state() is None for state in copied)
+    held.set()
     tap.close(5.0)
 
 
@@ -185,6 +203,33 @@ def test_rows_that_wait_when_an_unannounced_update_is_found_are_not_sent() -> No
     assert PRODUCTS == []
     eventually(lambda: not tap.tally["rows"])
     assert (collected, tap.tally["failures"]) == ([], 0)
+
+
+def test_of_many_requests_one_look_at_the_weights_serves_those_that_end_within_four_steps() -> None:
+    """A look reads 32 parameters, and of a large batch one request ends in each step."""
+    _, watch, tap, collected = attached()
+    looks: list[int] = []
+    look = watch.weights.look
+
+    def noted() -> Callable[[], bool]:
+        looks.append(len(collected))
+        return look()
+
+    watch.weights.look = noted  # type: ignore[method-assign]
+    scripts = [Script(f"r{i}", [2, 3], [4, STOP]) for i in range(9)]
+    for script in scripts:
+        tap.begin(script.request())
+        tap.step(step([(script, 0, [2, 3], 0, 4)]))
+    for script in scripts:
+        tap.release()
+        tap.step(step([(script, 2, [4], 0, STOP)]))
+        tap.end([script.name])
+    assert len(looks) == 2, "those that ended in four steps at once, while others go on"
+    tap.begin(Script("of the next session", [2, 3], []).request())
+    tap.release()
+    assert len(looks) == 3, "none is under way: it waits for nothing"
+    eventually(lambda: len(collected) == 9)
+    assert tap.tally["failures"] == 0
 
 
 def test_rows_that_cannot_be_scored_cost_their_requests_and_nothing_else() -> None:
