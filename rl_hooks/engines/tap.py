@@ -349,12 +349,6 @@ class FeatureTap:
     def _take(self, gathered: Gathered, names: Sequence[str]) -> None:
         owners = [self._tracked[name] for name in names]
         count = len(gathered.rows)
-        if self._unscored.rows + count > _ROWS:
-            self._score()
-        self._unscored.parts.append(_UnscoredStep(gathered, owners))
-        self._unscored.rows += count
-        if self._unscored.rows >= _ROWS:
-            self._score()
         held, dropped, long = self.tally["rows"], list[_Tracked](), list[str]()
         for name, tracked, rows in zip(names, owners, gathered.counts.tolist(), strict=True):
             tracked.rows += rows
@@ -364,7 +358,13 @@ class FeatureTap:
                 dropped.append(self._tracked.pop(name))
             elif tracked.rows > 4 * self.max_tokens:  # as many as may wait, rejected drafts included
                 long.append(name)
-        self.tally.add("rows", count)
+        self.tally.add("rows", count)  # before anything is scored: a failure frees the rows of its requests
+        if self._unscored.rows + count > _ROWS:
+            self._score()
+        self._unscored.parts.append(_UnscoredStep(gathered, owners))
+        self._unscored.rows += count
+        if self._unscored.rows >= _ROWS:
+            self._score()
         if dropped:
             self.tally.add("skipped_memory", len(dropped))
             _free(self.tally, dropped)

@@ -239,6 +239,9 @@ def test_rows_that_cannot_be_scored_cost_their_requests_and_nothing_else() -> No
     tap.flush()
     assert (tap.tally["failures"], tap.tally["rows"], list(tap.collected)) == (1, 0, [])
     assert "scoring rows" in tap.tally.last_error or "mat1" in tap.tally.last_error
+    script = draw_some(tap)
+    tap.step(step([(script, 3, [5] * 1100, 0, 4)]))  # scored at once, and what waits before it
+    assert (tap.tally["failures"], tap.tally["rows"], list(tap.collected)) == (3, 0, [])
     tap.head = HEAD
     script = draw_some(tap)
     tap.step(step([(script, 3, [5], 0, STOP)]))
