@@ -263,12 +263,19 @@ def save_policy(directory: Path, *, tied: bool = True) -> str:
     return saved
 
 
-def make_async_trainer(directory: Path, policy: str, draws: Any, *, steps: int = 3, **changes: Any) -> Any:
-    from datasets import Dataset
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+def on_a_cpu() -> None:
+    """Have TRL's trainer, in this process, run without CUDA's kernel."""
+    from trl.experimental.async_grpo import async_grpo_trainer, packing
 
     packing._flash_attn = lambda: Attention
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+
+
+def make_async_trainer(directory: Path, policy: str, draws: Any, *, steps: int = 3, **changes: Any) -> Any:
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    on_a_cpu()
     options = {
         "output_dir": str(directory),
         "max_steps": steps,

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import ast
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from async_grpo_fixtures import Sampler, on_a_cpu
+from hooks_fixtures import tiny_qwen3
 from ports import free_port
 from service_fixtures import RunningService
+from trl_fixtures import make_tokenizer
 
 from drafter.batch import load_batch
+from examples.attach import trl_async_grpo
 from examples.demo import child
 
 ROOT = Path(__file__).parents[2]
@@ -53,3 +61,45 @@ def test_a_script_registers_its_run_and_what_it_captured_arrives(
     files = [load_batch(path) for path in service.layout.spool(run).glob("*.safetensors")]
     assert {batch.policy_version for batch in files} == {0, 1}
     assert sum(batch.rollouts for batch in files) == 32
+
+
+def draws(sampler: Sampler, version: int) -> Iterator[Any]:
+    """Four groups of five: two micro-batches of eight, of which one is taken before it is trained on."""
+    for group in range(4):
+        yield from sampler.group(version, 10 * version + group)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_async_grpos_script_registers_its_run_and_what_it_captured_arrives(
+    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own `main` and TRL's own trainer; of the tests' are the sampler, the transfer of weights and the kernel."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental import async_grpo
+
+    on_a_cpu()
+    policy, sampler = tmp_path / "policy", Sampler(draws)
+    tiny_qwen3(layers=8).save_pretrained(policy)  # as many as EAGLE-3's own choice needs
+    make_tokenizer().save_pretrained(policy)
+    config = partial(async_grpo.AsyncGRPOConfig, use_cpu=True, bf16=False, token_budget=0, disable_tqdm=True)
+    trainer = partial(async_grpo.AsyncGRPOTrainer, rollout_worker=sampler, weight_transfer=sampler)
+    monkeypatch.setattr(async_grpo, "AsyncGRPOConfig", config)
+    monkeypatch.setattr(async_grpo, "AsyncGRPOTrainer", trainer)
+    told = ["--model", str(policy), "--url", service.url, "--steps", "3"]
+    monkeypatch.setattr(sys, "argv", ["trl_async_grpo", *told])
+    trl_async_grpo.main()
+    stats = ast.literal_eval(capsys.readouterr().out.strip().splitlines()[-1])
+    assert (stats["failures"], stats["captured_rollouts"], stats["dead"]) == (0, 24, 0), stats
+    files = [load_batch(path) for path in service.layout.spool("async-grpo").glob("*.safetensors")]
+    assert {batch.policy_version for batch in files} == {1, 2, 3}
+    assert sum(batch.rollouts for batch in files) == 24
+
+
+def test_async_grpos_reward_is_one_that_trl_can_give_to_its_sampler() -> None:
+    """In another process, so it is pickled; called with conversations and with the columns of the data."""
+    reward = pickle.loads(pickle.dumps(trl_async_grpo.reward))  # noqa: S301 - our own
+    said = [[{"role": "assistant", "content": text}] for text in ("1234", " 1234 \n", "It is 1234", "1243", "")]
+    assert reward(completions=said, prompts=[], completion_ids=[], number=["1234"] * 5) == [1.0, 1.0, 0.4, 0.0, 0.0]

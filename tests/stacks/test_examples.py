@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ ATTACH = ROOT / "examples/attach"
 URL = "http://127.0.0.1:8400"
 AREAL = Stack("areal", "areal_example.py", "AReaL's example")
 MEGATRON = Stack("megatron", "megatron_example.py", "Megatron-Core's example")
+NEMO_RL = Stack("nemo_rl", "nemo_rl_example.py", "NeMo-RL's example")
+PRIME_RL = Stack("prime_rl", "prime_rl_example.py", "prime-rl's example", {"DRAFTALIGN_URL": URL})
 OPENRLHF = in_environment("openrlhf", "OpenRLHF's example")
 SKYRL = in_environment("skyrl", "SkyRL's example")
 VERL = in_environment("verl", "verl's example")
@@ -144,6 +147,53 @@ class TestAreal:
         AREAL.run(tmp_path)
         found = json.loads((tmp_path / "found.json").read_text())
         assert found == {"splits": ["train", "test"], "proximal pass": True, "backend": "fsdp:d1", "trained": True}
+
+
+@pytest.mark.skipif("NEMO_RL_SOURCE" not in os.environ, reason="NEMO_RL_SOURCE names no checkout of NeMo-RL")
+class TestNemoRL:
+    pytestmark = NEMO_RL.marks
+
+    def test_nemo_rls_script_is_composed_by_its_own_configuration(self, tmp_path: Path) -> None:
+        (tmp_path / "uv").write_text(
+            f"#!{sys.executable}\nimport json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+        )
+        (tmp_path / "uv").chmod(0o755)
+        printed = run(
+            [str(ATTACH / "nemo_rl.sh"), "policy.model_name=/models/policy"], PATH=f"{tmp_path}:{os.environ['PATH']}"
+        )
+        (started, script, *options), environ = json.loads(printed)
+        assert started == "run"
+        assert environ["PYTHONPATH"].split(":")[0] == "/shared/draftalign"
+        hook = {"worker_process_setup_hook": environ["__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"]}
+        variables = {name: environ[name] for name in ("DRAFTALIGN_URL", "DRAFTALIGN_RUN")}
+        taken_by_ray(NEMO_RL.python, hook | {"env_vars": variables})
+        source = Path(os.environ["NEMO_RL_SOURCE"])
+        assert (source / script).is_file()
+        NEMO_RL.run(tmp_path, str(source / "examples/configs/grpo_math_1B.yaml"), *options)
+        assert json.loads((tmp_path / "found.json").read_text()) == {
+            "policy": "/models/policy",
+            "worker": [True, True, 1, 1],
+            "skips the pass": False,
+            "drafts": {"method": "eagle3", "model": "/models/drafter", "num_speculative_tokens": 4},
+            "engine": ["vllm", "processed_logprobs", "auto"],
+        }
+
+
+@pytest.mark.skipif("PRIME_RL_SOURCE" not in os.environ, reason="PRIME_RL_SOURCE names no checkout of prime-rl")
+class TestPrimeRL:
+    pytestmark = PRIME_RL.marks
+
+    def test_its_script_starts_our_module_in_the_place_of_its_trainers_and_all_else_as_it_is(
+        self, tmp_path: Path
+    ) -> None:
+        PRIME_RL.run(tmp_path)
+        found = json.loads((tmp_path / "found.json").read_text())
+        with_gpus = {"env-server": "0,1", "inference": "0", "orchestrator": "0,1", "torchrun": "1"}
+        given = {"DRAFTALIGN_URL": URL, "DRAFTALIGN_SAMPLE_FRACTION": "0"}
+        assert found["started"] == [[n, given | {"CUDA_VISIBLE_DEVICES": gpus}] for n, gpus in with_gpus.items()]
+        assert found["module"] == "rl_hooks.trainer.stacks.prime_rl"
+        assert (found["ranks"], found["policy"]) == (["--nproc-per-node=1"], True)
+        assert found["drafts"] == {"method": "eagle3", "model": "/models/drafter", "num_speculative_tokens": 4}
 
 
 class TestMegatron:
