@@ -4,13 +4,14 @@ Pure: no torch, no Redis, no clock. α alone does not tell: the same acceptance 
 memory, and slows down a large one, which waits for arithmetic (SmartSpec, arXiv 2406.14066; Sequoia, arXiv 2402.12374).
 What decides is the time of an engine step at batch size B with k drafts for each sequence,
 
-    t(B, k) = c0 + c1·n + c2·max(0, n - n0) + k·(d0 + d1·B),      n = B·(k + 1),      c, d ≥ 0
+    t(B, k) = c0 + c1·B + c2·((n^p + n0^p)^(1/p) - n0) + k·(d0 + d1·B),      n = B·(k + 1),      c, d ≥ 0
 
-c0: the step itself. c1: each of the n tokens that it verifies. c2: what each token costs more from n0 on, where
-arithmetic takes longer than reading the weights (the roofline). d0, d1: each of the k drafter steps. The five costs are
-fitted to what an engine counted, once for each n0 of a grid: relative errors, outliers weighed down (Huber), no cost
-below zero. The n0 that fits best is taken. A time that the samples do not determine is unknown, and so is every batch
-size far from those that were seen. With S_j the probability that j drafts are accepted, a round of depth k emits
+c0: the step itself. c1: each sequence, its attention for one. c2: each of the n tokens that a step verifies, from n0
+on, where arithmetic takes longer than reading the weights (the roofline). p: how sharp that bend is. d0, d1: each of
+the k drafter steps, and of the drafts in it. The five costs are fitted to what an engine counted, once for each of
+three p and each n0 that is tried: relative errors, outliers weighed down (Huber), no cost below zero. The p and n0 that
+fit best are taken. A time that the samples do not determine, or that the form does not fit, is unknown, and so is every
+batch size far from those that were seen. With S_j the probability that j drafts are accepted, a round of depth k emits
 τ_k = 1 + S_1 + ... + S_k tokens, and the speed-up over plain decoding is τ_k · t(B, 0) / t(B, k).
 """
 
@@ -20,7 +21,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, combinations, pairwise
+from itertools import pairwise, product
 from typing import Final
 
 import numpy as np
@@ -46,11 +47,19 @@ _LARGEST: Final = 4096
 #: engine counts for in one.
 _CELLS: Final = 128
 _MOST_STEPS: Final = 1_000_000
-#: Bends that are tried: quantiles of the tokens a step.
-_BENDS: Final = 16
+#: Sharpness of the bend that is tried; the last is a corner.
+_SHARPNESS: Final = (2.0, 4.0, 100.0)
+#: Bends that are tried first, quantiles of the tokens a step; then, so many times, so many between the best one's
+#: neighbours. A bend that is 15 % off makes a step there 10 % off.
+_BENDS: Final = 8
+_REFINEMENTS: Final = 3
+_BETWEEN: Final = 4
 #: Residuals beyond so many of their typical size count less and less (Huber 1964).
 _HUBER: Final = 1.345
 _REWEIGHTINGS: Final = 6
+_RIDGE: Final = 1e-12
+#: All sets of columns but the empty one, [31, 5] of 0 and 1, small ones first.
+_SETS: Final = np.array(sorted(product((0.0, 1.0), repeat=_PARAMETERS), key=sum)[1:])
 _SILENT: Final = "no engine has said how long its steps take"
 
 
@@ -60,8 +69,9 @@ class StepTime:
 
     costs: Floats  # [5] c0, c1, c2, d0, d1, each times its `scale`, in seconds
     scale: Floats  # [5]
-    bend: float  # n0, tokens
+    bend: tuple[float, float]  # n0, tokens, and p
     covariance: Floats  # [5, 5] of `costs`
+    misfit: float  # typical relative difference between a sample and the fit
     known: Floats  # [5, n], an orthonormal basis of what the samples say something about
     batches: tuple[float, float]  # smallest and largest seen
 
@@ -71,16 +81,25 @@ class StepTime:
         if not samples:
             return None
         tokens = np.array([s.batch * (s.depth + 1) for s in samples])
-        bends = np.unique(np.quantile(tokens, np.linspace(0.05, 0.95, _BENDS)))
-        fits = [_fit(samples, float(bend)) for bend in bends]
-        return min(fits, key=lambda one: one[0])[1]
+        best: list[tuple[float, StepTime]] = []
+        for sharpness in _SHARPNESS:
+            fits: dict[float, tuple[float, StepTime]] = {}
+            bends = np.quantile(tokens, np.linspace(0.05, 0.95, _BENDS))
+            for _ in range(1 + _REFINEMENTS):
+                for bend in bends.tolist():
+                    fits[bend] = fits.get(bend) or _fit(samples, (bend, sharpness))
+                tried = sorted(fits)
+                at = min(range(len(tried)), key=lambda i: fits[tried[i]][0])
+                bends = np.geomspace(tried[max(0, at - 1)], tried[min(at + 1, len(tried) - 1)], _BETWEEN + 2)[1:-1]
+            best.append(fits[tried[at]])
+        return min(best, key=lambda one: one[0])[1]
 
     def times(self, batches: Sequence[float], depths: int) -> Floats:
         """Times of a step, [len(batches), depths + 1], in seconds; nan where the samples do not determine them."""
-        rows = np.array([[_row(batch, depth, self.bend) for depth in range(depths + 1)] for batch in batches])
-        rows = rows.reshape(len(batches), depths + 1, _PARAMETERS) / self.scale
+        rows = _rows(np.array(batches)[:, None], np.arange(depths + 1), self.bend) / self.scale
         time = rows @ self.costs
-        error = np.sqrt(np.maximum(np.einsum("nki,ij,nkj->nk", rows, self.covariance, rows), 0.0))
+        variance = np.maximum(np.einsum("nki,ij,nkj->nk", rows, self.covariance, rows), 0.0)
+        error = np.sqrt(variance + (self.misfit * time) ** 2)  # more samples do not mend a form that does not fit
         rest = np.linalg.norm(rows - rows @ self.known @ self.known.T, axis=-1)
         told = rest <= 1e-6 * np.linalg.norm(rows, axis=-1)  # else it depends on a cost that no sample shows
         sizes = np.array(batches)[:, None]
@@ -98,15 +117,18 @@ def _sound(one: StepSample) -> bool:
     )
 
 
-def _row(batch: float, depth: int, bend: float) -> tuple[float, ...]:
-    tokens = batch * (depth + 1)
-    return 1.0, tokens, max(0.0, tokens - bend), float(depth), depth * batch
+def _rows(batch: Floats, depth: npt.NDArray[np.int64], bend: tuple[float, float]) -> Floats:
+    """What each cost is multiplied with, [..., 5]."""
+    (n0, p), tokens = bend, batch * (depth + 1)
+    over = np.exp(np.logaddexp(p * np.log(tokens), p * np.log(n0)) / p) - n0
+    return np.stack(np.broadcast_arrays(1.0, batch, over, depth, depth * batch), axis=-1)
 
 
-def _fit(used: Sequence[StepSample], bend: float) -> tuple[float, StepTime]:
+def _fit(used: Sequence[StepSample], bend: tuple[float, float]) -> tuple[float, StepTime]:
     """Fit with one bend; also how badly it fits, outliers counted as Huber does."""
     times = np.array([s.seconds / s.steps for s in used])
-    design = np.array([_row(s.batch, s.depth, bend) for s in used]) / times[:, None]  # relative: all times are 1
+    sizes, depths = np.array([s.batch for s in used]), np.array([s.depth for s in used])
+    design = _rows(sizes, depths, bend) / times[:, None]  # relative: all times are 1
     scale = np.linalg.norm(design, axis=0)
     scale[scale == 0.0] = 1.0  # nothing is known of it
     design /= scale
@@ -125,20 +147,20 @@ def _fit(used: Sequence[StepSample], bend: float) -> tuple[float, StepTime]:
     # With about as many costs as samples the residuals do not show the noise: then it is taken to be large.
     noise = max(squares / max(1, len(used) - rank), (_NOISE if len(used) <= rank + 2 else 1e-6) ** 2)
     covariance = noise * basis @ np.diag(1.0 / singular[kept] ** 2) @ basis.T
-    sizes = [s.batch for s in used]
-    return squares, StepTime(costs, scale, bend, covariance, basis, (min(sizes), max(sizes)))
+    return squares, StepTime(costs, scale, bend, covariance, typical, basis, (float(sizes.min()), float(sizes.max())))
 
 
 def _nonnegative(design: Floats, wanted: Floats) -> Floats:
     """Least squares without negative coefficients: of all sets of columns whose fit has none, the best one."""
-    best, costs = math.inf, np.zeros(_PARAMETERS)
-    for chosen in chain.from_iterable(combinations(range(_PARAMETERS), n) for n in range(1, _PARAMETERS + 1)):
-        part = np.linalg.lstsq(design[:, chosen], wanted, rcond=1e-9)[0]
-        error = float(((design[:, chosen] @ part - wanted) ** 2).sum())
-        if (part >= 0).all() and error < best * (1 - 1e-9):
-            best, costs = error, np.zeros(_PARAMETERS)
-            costs[list(chosen)] = part
-    return costs
+    normal, target = design.T @ design, design.T @ wanted
+    # A column that is left out has those of the unit matrix instead; the small ridge is for columns that are alike.
+    chosen = normal * _SETS[:, :, None] * _SETS[:, None, :] + np.eye(_PARAMETERS) * (1 - _SETS[:, :, None])
+    ridge = _RIDGE * np.trace(normal) * np.eye(_PARAMETERS)
+    costs = np.linalg.solve(chosen + ridge, (target * _SETS)[:, :, None])[:, :, 0]
+    errors = np.einsum("si,ij,sj->s", costs, normal, costs) - 2 * costs @ target
+    errors = np.where((costs >= 0).all(axis=1), errors, np.inf)
+    found: Floats = costs[np.argmax(errors <= errors.min() + _RIDGE * len(wanted))]
+    return found
 
 
 def tokens_per_round(survival: Sequence[float]) -> list[float]:
@@ -244,6 +266,11 @@ def worth(samples: Sequence[StepSample], survival: Sequence[float]) -> Worth:
         for size, k, row in zip(sizes, best, values, strict=True)
         if not np.isnan(row).any()
     )
+    if not found and step.misfit > _MOST_ERROR:
+        return Worth(
+            f"step times differ by {step.misfit:.0%} from the costs that are fitted (a mixture of experts reads more "
+            "weights the larger a batch is), so they tell no best depth"
+        )
     if not found:
         seen = ", ".join(map(str, sorted(taken)))
         more = "let one engine run at another depth for a while" if len(taken) == 1 else "more batch sizes would tell"
