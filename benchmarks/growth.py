@@ -46,6 +46,7 @@ import redis
 ROOT = Path(sys.argv[sys.argv.index("--root") + 1] if "--root" in sys.argv else __file__).resolve()
 ROOT = ROOT if ROOT.is_dir() else ROOT.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # in this order: tests/ has a folder of each package's name
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # fixtures that an older checkout lacks
 
 from record_fixtures import score  # noqa: E402 - after the path is set
 from service_fixtures import HEADERS, publish, rollout_file, run_file  # noqa: E402

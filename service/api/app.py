@@ -40,7 +40,6 @@ from service.api.context.audited import Auditor
 from service.api.context.context import Context, ServiceContext
 from service.api.context.spare import SpareFile
 from service.api.drafters import tagged
-from service.api.port.accepted import AcceptedConnections
 from service.api.port.connections import BoundedProtocol, Places, TlsDoor, tls_context
 from service.api.port.free import check_port
 from service.api.problems import Problem, in_units
@@ -227,10 +226,9 @@ def page_html() -> str:
 class Server(uvicorn.Server):
     """uvicorn that ends long polls when it is asked to stop, instead of waiting for them."""
 
-    def __init__(self, config: uvicorn.Config, context: ServiceContext, places: Places) -> None:
+    def __init__(self, config: uvicorn.Config, context: ServiceContext) -> None:
         super().__init__(config)
-        self._context, self._places = context, places
-        self._accepted: AcceptedConnections | None = None
+        self._context = context
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until it is asked to stop. Raises OSError where the state that hosts share cannot be read."""
@@ -244,26 +242,6 @@ class Server(uvicorn.Server):
         for listener in self.servers[:1] if self.started else ():  # uvicorn 0.34 goes on where the lifespan failed
             port = listener.sockets[0].getsockname()[1]
             log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, port)
-        if self.started:
-            listeners = [listener for server in self.servers for listener in server.sockets]
-            self._accepted = AcceptedConnections(listeners, self._protocol, self._room)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and end."""
-        if self._accepted is not None:
-            self._accepted.close()
-        await super().shutdown(sockets)
-
-    def _protocol(self) -> asyncio.Protocol:
-        """One connection's, as uvicorn makes it."""
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return made
-
-    def _room(self) -> int:
-        """How many connections may be there beside those that have begun."""
-        return self._places.limit - len(self.server_state.connections)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop."""
@@ -292,7 +270,7 @@ def make_server(settings: Settings) -> Server:
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=15,
     )
-    return Server(config, app.state.context, places)
+    return Server(config, app.state.context)
 
 
 def run_api(settings: Settings) -> None:
