@@ -394,7 +394,8 @@ class Trial:
         reason += f"({100 * (1.0 - confidence):.3g} % allowed)"
         if not worth:
             reason += f"; a swap is worth {min_gain:+.2%}"
-        return Verdict(sure and worth, gain, low, high, taken, error, reason)
+        promote = sure and worth and self.spent.looks > 0  # not if all looks showed no difference
+        return Verdict(promote, gain, low, high, taken, error, reason)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the worker's checkpoint, all in one table."""

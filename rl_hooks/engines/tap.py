@@ -8,8 +8,8 @@ were rejected. The rows of a request are joined when it has ended.
 Invariants
 * The next step computes the row of a rejected draft again, a preempted request all its rows: the newest row counts.
 * Only whole requests are sent, from their first computed position on.
-* Rows are scored by the head that drew them: `cut` and `flush` score what waits before that head changes or leaves its
-  memory.
+* What is sent was scored by the head that drew it: `cut` and `flush` score what waits before that head changes or
+  leaves its memory. Where it changed unannounced, the look at the weights that follows each score tells.
 * Every rollout is of one policy version. When the policy is about to change, `cut` ends the rollouts that are under
   way: what the old weights drew is sent, what the new ones add is not collected. With `weights`, a request is sent
   after its end, and only if the weights are still those of its version; `moved` is called where they are not.
@@ -220,6 +220,8 @@ class FeatureTap:
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
         self._unscored = _Unscored()
+        #: Whether `flush` found the weights as they were; None: no flush since the last step.
+        self._unchanged: bool | None = None
 
     @property
     def collected(self) -> Collection[str]:
@@ -297,28 +299,33 @@ class FeatureTap:
     def cut(self) -> None:
         """End the rollouts here, since the policy is about to change; none begins until `turn`.
 
-        Reads the head where rows wait, as `flush` does.
+        What they have is sent, if the weights are still those that drew it. Reads the weights, as `flush` does.
         """
         self.flush()
-        ended = [*self._ended, *self._tracked.values()]
+        unchanged, ended = self._unchanged, [*self._ended, *self._tracked.values()]
         self.tally.add("cut", len(self._tracked))
         self._forget()
-        if ended:
-            self._sender.send(ended, lambda: True)
+        if unchanged is None:  # no rows, or they could not be scored
+            _free(self.tally, ended)
+        elif ended:
+            self._sender.send(ended, lambda: unchanged)
 
     def flush(self) -> None:
-        """Score the rows that wait. Returns once the device has: from then on the head may change, or leave its memory.
+        """Score the rows that wait, and look whether the weights are those of before.
 
-        Rows wait only after a step, so the head is in its memory, if this is called before it leaves.
+        Returns once the device has: from then on the weights may change, or leave their memory. Call it before they do.
+        A second call reads nothing, if no step came between.
         """
-        if not self._unscored.parts:
+        if self._unchanged is not None or not any(one.rows for one in (*self._ended, *self._tracked.values())):
             return
         try:
-            last = self._unscored.parts[0].gathered.last
-            if last.is_cuda:  # whatever stream this is called on, the steps' rows are there
-                torch.cuda.synchronize(last.device)
-            if (copies := self._score()) is not None:
-                copies.wait()
+            if self._unscored.parts:
+                last = self._unscored.parts[0].gathered.last
+                if last.is_cuda:  # whatever stream this is called on, the steps' rows are there
+                    torch.cuda.synchronize(last.device)
+                if (copies := self._score()) is not None:
+                    copies.wait()
+            self._unchanged = True if self._weights is None else self._weights.look()()
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.note("scoring rows before an update", error)
 
@@ -345,10 +352,12 @@ class FeatureTap:
         self._tracked.clear()
         self._ended.clear()
         self._unscored = _Unscored()
+        self._unchanged = None
 
     def _take(self, gathered: Gathered, names: Sequence[str]) -> None:
         owners = [self._tracked[name] for name in names]
         count = len(gathered.rows)
+        self._unchanged = None
         held, dropped, long = self.tally["rows"], list[_Tracked](), list[str]()
         for name, tracked, rows in zip(names, owners, gathered.counts.tolist(), strict=True):
             tracked.rows += rows

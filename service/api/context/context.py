@@ -118,7 +118,7 @@ class _KeptOfRun:
     def evidence(self) -> Evidence:
         of, run = self._context, self._run
         rule = functools.partial(of.live_rule, run)
-        return Evidence(rule, of.answers, of.store(run), self.pointer, lambda: len(of._kept))
+        return Evidence(rule, of.answers, of.store(run), self.pointer, of.runs_with_evidence)
 
     @functools.cached_property
     def series(self) -> Series:
@@ -203,6 +203,10 @@ class ServiceContext:
     def quiet(self, run: str) -> Quiet:
         """Reads a run in which nothing happens."""
         return self._of(run).quiet
+
+    def runs_with_evidence(self) -> int:
+        """How many runs have evidence here that is computed again and again."""
+        return sum(kept.evidence.computes for kept in self._kept.values() if "evidence" in vars(kept))
 
     def _of(self, run: str) -> _KeptOfRun:
         if run not in self._kept:

@@ -88,6 +88,11 @@ class Evidence:
         self._computing: asyncio.Task[Engines] | None = None
         self._unlike = -math.inf  # when the engines were found not to draft alike
 
+    @property
+    def computes(self) -> bool:
+        """Whether what the engines say was computed."""
+        return self._engines is not None
+
     async def recent(self) -> Recent:
         """Scores of the batches that arrived last, and replay α by them; read again where another was scored."""
         return await self._answers.get(self, self._read_recent)

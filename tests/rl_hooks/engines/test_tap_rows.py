@@ -205,6 +205,47 @@ def test_rows_that_wait_when_an_unannounced_update_is_found_are_not_sent() -> No
     assert (collected, tap.tally["failures"]) == ([], 0)
 
 
+@pytest.mark.parametrize("then", ["load_weights", "sleep", "close"])
+def test_rows_that_wait_when_an_announced_update_follows_an_unannounced_one_are_not_sent(then: str) -> None:
+    """An engine that idles keeps rows of its last steps. The next event may be another update, a sleep, or its end."""
+    worker, _, tap, collected = attached()
+    draw_some(tap)
+    worker.policy.lm_head.weight.mul_(3.0)
+    if then == "load_weights":
+        worker.policy.load_weights(1.0)
+    elif then == "sleep":
+        worker.sleep(1)
+        tap.cut()
+    tap.close(10.0)
+    assert (collected, tap.tally["skipped_moved"], tap.tally["rows"]) == ([], 1, 0)
+    assert tap.tally["failures"] == 0
+
+
+def test_scores_of_an_earlier_step_are_not_sent_where_the_weights_changed_before_them() -> None:
+    """Sixteen steps were scored at once, the last ones by another head than drew the first; then an update comes."""
+    worker, _, tap, collected = attached()
+    draw_some(tap)
+    worker.policy.lm_head.weight.mul_(3.0)
+    for _ in range(16):
+        tap.release()
+    assert not tap._unscored.parts
+    tap.cut()
+    eventually(lambda: tap.tally["skipped_moved"] == 1)
+    assert collected == []
+
+
+def test_a_request_that_begins_in_a_sleep_reads_no_weights_at_the_update_that_follows() -> None:
+    worker, watch, tap, _ = attached()
+    draw_some(tap)
+    worker.sleep(1)
+    tap.cut()
+    tap.turn(4, HEAD, lambda: None)
+    tap.begin(Script("while it sleeps", [2, 3], []).request())
+    watch.weights.look = lambda: pytest.fail("the weights are not in their memory")  # type: ignore[method-assign]
+    tap.cut()
+    assert (tap.tally["failures"], tap.tally["cut"]) == (0, 2)
+
+
 def test_of_many_requests_one_look_at_the_weights_serves_those_that_end_within_four_steps() -> None:
     """A look reads 32 parameters, and of a large batch one request ends in each step."""
     _, watch, tap, collected = attached()

@@ -100,6 +100,14 @@ def test_the_page_asks_nobody_but_its_own_origin() -> None:
 
 
 @needs_browser
+def test_each_metric_that_the_page_reads_exists() -> None:
+    named = re.findall(r'(?:gauge|sample)\("(\w+)"|m\.name === "(\w+)"', page_html())
+    read = {f"draftalign_{first or second}" for first, second in named}
+    known = set(re.findall(r"draftalign_\w+", (PAGE.parents[2] / "docs" / "reference" / "metrics.md").read_text()))
+    assert len(read) > 8
+    assert read <= known
+
+
 def test_a_script_that_got_into_the_page_does_not_run(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = "<script>document.body.dataset.stolen = 'yes'</script><img src='data:,' onerror=\"document.title = 'no'\">"
     monkeypatch.setattr(page_fixtures, "page_html", lambda: page_html().replace("</body>", mine + "</body>"))
