@@ -95,6 +95,7 @@ class _Unscored:
     parts: list[_UnscoredStep] = field(default_factory=list)
     rows: int = 0
     steps: int = 0  # of the engine, since `release` has scored
+    unchanged: bool | None = None  # whether `flush` found the weights as they were; None: no flush since the last step
 
 
 def _place(
@@ -220,8 +221,6 @@ class FeatureTap:
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
         self._unscored = _Unscored()
-        #: Whether `flush` found the weights as they were; None: no flush since the last step.
-        self._unchanged: bool | None = None
 
     @property
     def collected(self) -> Collection[str]:
@@ -302,7 +301,7 @@ class FeatureTap:
         What they have is sent, if the weights are still those that drew it. Reads the weights, as `flush` does.
         """
         self.flush()
-        unchanged, ended = self._unchanged, [*self._ended, *self._tracked.values()]
+        unchanged, ended = self._unscored.unchanged, [*self._ended, *self._tracked.values()]
         self.tally.add("cut", len(self._tracked))
         self._forget()
         if unchanged is None:  # no rows, or they could not be scored
@@ -316,7 +315,7 @@ class FeatureTap:
         Returns once the device has: from then on the weights may change, or leave their memory. Call it before they do.
         A second call reads nothing, if no step came between.
         """
-        if self._unchanged is not None or not any(one.rows for one in (*self._ended, *self._tracked.values())):
+        if self._unscored.unchanged is not None or not any(one.rows for one in (*self._ended, *self._tracked.values())):
             return
         try:
             if self._unscored.parts:
@@ -325,7 +324,7 @@ class FeatureTap:
                     torch.cuda.synchronize(last.device)
                 if (copies := self._score()) is not None:
                     copies.wait()
-            self._unchanged = True if self._weights is None else self._weights.look()()
+            self._unscored.unchanged = True if self._weights is None else self._weights.look()()
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.note("scoring rows before an update", error)
 
@@ -352,12 +351,11 @@ class FeatureTap:
         self._tracked.clear()
         self._ended.clear()
         self._unscored = _Unscored()
-        self._unchanged = None
 
     def _take(self, gathered: Gathered, names: Sequence[str]) -> None:
         owners = [self._tracked[name] for name in names]
         count = len(gathered.rows)
-        self._unchanged = None
+        self._unscored.unchanged = None
         held, dropped, long = self.tally["rows"], list[_Tracked](), list[str]()
         for name, tracked, rows in zip(names, owners, gathered.counts.tolist(), strict=True):
             tracked.rows += rows

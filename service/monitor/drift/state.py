@@ -202,7 +202,7 @@ class DriftState:
 
     @staticmethod
     def from_json(text: str) -> DriftState:
-        """Read what `to_json` wrote. Raises DriftError on another format, an unknown field, or a value of another kind."""
+        """Read what `to_json` wrote. Raises DriftError on another format or an unknown field."""
         try:
             table: dict[str, Any] = json.loads(text)
             found, state = table.pop("format"), _READER.validate_python(table)
