@@ -299,6 +299,9 @@ class VllmTap:
             raise TapUnsupportedError("this server does not speculate with EAGLE-3, so no states reach a drafter")
         if getattr(speculative, "enable_adaptive_verification", False):
             raise TapUnsupportedError("with adaptive verification only the device knows which rows are whose")
+        if getattr(worker.vllm_config, "watermark_config", None) is not None:
+            # vLLM 0.30 and 0.31 do not say which requests are: `watermarking` is True in an engine that never does.
+            raise TapUnsupportedError("this engine watermarks, so tokens are not drawn from the policy's distribution")
 
     def _wrap(self, runner: Any) -> None:
         # Find every name before wrapping anything: a failure leaves no tap behind.

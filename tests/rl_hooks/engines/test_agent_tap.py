@@ -592,22 +592,24 @@ def test_an_unknown_signature_turns_the_tap_off_and_leaves_the_engine_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("stages", "speculative", "why"),
+    ("changes", "why"),
     [
-        (2, SimpleNamespace(method="eagle3"), "pipeline"),
-        (1, None, "EAGLE-3"),
-        (1, SimpleNamespace(method="ngram"), "EAGLE-3"),
-        (1, SimpleNamespace(method="eagle3", enable_adaptive_verification=True), "adaptive"),
+        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline"),
+        ({"speculative_config": None}, "EAGLE-3"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, "EAGLE-3"),
+        ({"speculative_config": SimpleNamespace(method="eagle3", enable_adaptive_verification=True)}, "adaptive"),
+        ({"watermark_config": object()}, "watermarks"),
     ],
 )
-def test_an_engine_whose_rows_cannot_be_told_gets_no_tap(stages: int, speculative: Any, why: str) -> None:
-    parallel = SimpleNamespace(pipeline_parallel_size=stages)
-    config = SimpleNamespace(parallel_config=parallel, speculative_config=speculative)
+def test_an_engine_whose_rows_cannot_be_told_gets_no_tap(changes: dict[str, Any], why: str) -> None:
+    usual = {
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+        "speculative_config": SimpleNamespace(method="eagle3", enable_adaptive_verification=False),
+    }
+    VllmTap._check(SimpleNamespace(vllm_config=SimpleNamespace(**usual)))  # an older vLLM has no watermarks
+    VllmTap._check(SimpleNamespace(vllm_config=SimpleNamespace(**usual, watermark_config=None)))
     with pytest.raises(TapUnsupportedError, match=why):
-        VllmTap._check(SimpleNamespace(vllm_config=config))
-    usual = SimpleNamespace(method="eagle3", enable_adaptive_verification=False)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1), speculative_config=usual)
-    VllmTap._check(SimpleNamespace(vllm_config=config))
+        VllmTap._check(SimpleNamespace(vllm_config=SimpleNamespace(**usual | changes)))
 
 
 def test_a_call_that_does_not_fit_its_own_signature_is_the_engines_to_raise() -> None:
