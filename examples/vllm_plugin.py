@@ -53,6 +53,8 @@ def repair_sampling() -> None:
         output[: expanded.numel()] = expanded.to(output.dtype)
 
     kernels._expand_kernel_impl = expand
+    if (holder := getattr(kernels, "expand_kernel", None)) is not None:  # vLLM 0.29 calls what this holds
+        holder.func = expand
 
 
 def load_policy(self: Any, path: str) -> None:

@@ -1,6 +1,6 @@
 # A real vLLM on a CPU, in an environment of its own: it pins an older FastAPI and transformers than ours.
 # VLLM_PIP_ARGS goes to pip where torch must come from an index of CPU builds (a CUDA torch works too, but is 3 GB more).
-# `make vllm-test VLLM_VERSION=0.31.0` tries the other version that is known, in an environment beside the first.
+# `make vllm-test VLLM_VERSION=0.29.0` tries another version that is known, in an environment beside the first.
 # Only tests use it, and they import a part of what lies there: Python compiles that when it is imported.
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm$(if $(filter-out 0.32.0,$(VLLM_VERSION)),-$(VLLM_VERSION))

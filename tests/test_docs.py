@@ -421,7 +421,7 @@ def test_the_releases_of_vllm_are_the_same_wherever_they_are_said() -> None:
     table = re.findall(r"^\| (0\.\d+)\.0, .*?\| (run|read)", page("docs/guide/vllm.md"), re.MULTILINE)
     assert {release for release, _ in table} == known, "the table of what was run and what was read"
     run = sorted({release for release, how in table if how == "run"})
-    assert f"| engines | vLLM {' and '.join(run)}, " in page("README.md"), "those that were run"
+    assert f"| engines | vLLM {', '.join(run[:-1])} and {run[-1]}, " in page("README.md"), "those that were run"
     said = re.findall(r"\[(0\.\d+ to 0\.\d+)\]\((?:[\w/]*/)?vllm\.md#versions\)", all_pages())
     assert said
     assert set(said) == {KNOWN_RELEASES.removeprefix("vLLM ")}

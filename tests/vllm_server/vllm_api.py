@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -198,7 +198,11 @@ NAMES: Final = (
         ("hf_config", "hf_text_config", "dtype", "model", "enable_sleep_mode", "quantization", "revision"),
     ),
     ("config/load.py", "LoadConfig", ("load_format",)),
-    ("config/vllm.py", "VllmConfig", ("parallel_config", "speculative_config", "load_config", "model_config")),
+    (
+        "config/vllm.py",
+        "VllmConfig",
+        ("parallel_config", "speculative_config", "load_config", "model_config", "watermark_config"),
+    ),
     (
         "config/parallel.py",
         "ParallelConfig",
@@ -223,8 +227,14 @@ NAMES: Final = (
 )
 
 
-#: What vLLM 0.31 has not, and what goes without: no drafter is swapped into several cores.
-SINCE_0_32: Final = frozenset({"call_utility_all_async", "enable_adaptive_verification"})
+#: What vLLM has from a release on, and what the plugin goes without before it: watermarks; `discard` of the weights,
+#: which nobody can call there; a swap into several cores; adaptive verification.
+SINCE: Final = {
+    "watermark_config": (0, 30),
+    "discard": (0, 31),
+    "call_utility_all_async": (0, 32),
+    "enable_adaptive_verification": (0, 32),
+}
 
 #: What stood elsewhere in vLLM 0.31: file and class.
 BEFORE_0_32: Final = {
@@ -236,11 +246,21 @@ BEFORE_0_32: Final = {
 
 
 def differences(root: Path) -> list[str]:
-    """What of `FUNCTIONS` and `NAMES` the source below `root` does not have."""
+    """What of `FUNCTIONS` and `NAMES` the source below `root` does not have, and its release should have."""
+    later = _later(root)
     return [
-        *(fault for function in FUNCTIONS if (fault := _function_fault(root, *function)) is not None),
-        *(fault for names in NAMES for fault in _name_faults(root, *names)),
+        *(fault for one in FUNCTIONS if one[2] not in later and (fault := _function_fault(root, *one)) is not None),
+        *(fault for path, owner, names in NAMES for fault in _name_faults(root, path, owner, set(names) - later)),
     ]
+
+
+def _later(root: Path) -> set[str]:
+    """Names of `SINCE` that came after the release of this source; none where it does not say which it is."""
+    file = root / "_version.py"
+    said = re.search(r"version = '(\d+)\.(\d+)", file.read_text()) if file.is_file() else None
+    if said is None:
+        return set()
+    return {name for name, first in SINCE.items() if (int(said[1]), int(said[2])) < first}
 
 
 def _function_fault(root: Path, path: str, owner: str, name: str, parameters: tuple[str, ...]) -> str | None:
@@ -261,7 +281,7 @@ def _function_fault(root: Path, path: str, owner: str, name: str, parameters: tu
     return f"{path}: {name} has no {', '.join(least)}" if least else None
 
 
-def _name_faults(root: Path, path: str, owner: str, names: tuple[str, ...]) -> list[str]:
+def _name_faults(root: Path, path: str, owner: str, names: Collection[str]) -> list[str]:
     scope = _scope(root, path, owner)
     if scope is None:
         return [f"{path}: no {owner or 'such file'}"]
@@ -277,9 +297,7 @@ def _name_faults(root: Path, path: str, owner: str, names: tuple[str, ...]) -> l
             known.add(node.asname or node.name)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             known.add(node.value)
-    if any(not (root / path).exists() for path in BEFORE_0_32):
-        known |= SINCE_0_32
-    return [f"{path}: {owner or 'the file'} has no {name}" for name in names if name not in known]
+    return [f"{path}: {owner or 'the file'} has no {name}" for name in sorted(names) if name not in known]
 
 
 def _scope(root: Path, path: str, owner: str) -> ast.AST | None:
