@@ -1,8 +1,9 @@
 """AReaL's GRPO on GSM8K with draftalign: AReaL's own script, and one name of it changed.
 
-In AReaL's environment, with this package beside it on every machine, and a configuration of AReaL's:
+In AReaL's environment, where `pip install './rl_hooks[agent]'` of draftalign's checkout (here /src/draftalign) was run
+on every machine, with a configuration of AReaL's:
 
-> DRAFTALIGN_URL=http://service:8400 python -m examples.attach.areal_grpo --config gsm8k_grpo.yaml
+> DRAFTALIGN_URL=http://service:8400 python /src/draftalign/examples/attach/areal_grpo.py --config gsm8k_grpo.yaml
 
 The configuration needs an `fsdp` actor, and a pass for proximal log-probabilities (`use_decoupled_loss: true` with
 `prox_logp_method: recompute`, or `recompute_logprob: true`). A vLLM of AReaL's needs DRAFTALIGN_SAMPLE_FRACTION=0.

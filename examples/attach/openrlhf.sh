@@ -5,7 +5,9 @@
 # > DRAFTALIGN_URL=http://service:8400 examples/attach/openrlhf.sh --actor.model_name_or_path /models/policy ...
 #
 # OpenRLHF 0.11.2 has no option for a drafter: add `"speculative_config": {...}` to `actor_kwargs` in its
-# openrlhf/trainer/ray/vllm_engine.py, or its engines do not speculate.
+# openrlhf/trainer/ray/vllm_engine.py, or its engines do not speculate. Give the run the same drafter, or every swap is
+# refused: `draftalign warmup /models/policy ... --run "$DRAFTALIGN_RUN"` makes one, or add DRAFTALIGN_INITIAL_DRAFTER
+# (its folder) to `env_vars` below.
 set -euo pipefail
 : "${DRAFTALIGN_URL:?the service, as http://host:port}"
 

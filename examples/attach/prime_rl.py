@@ -1,13 +1,18 @@
 """prime-rl's own `rl` with draftalign in the trainer that it starts: the options and files of `rl` follow.
 
-In prime-rl's environment, with this package beside it:
+In prime-rl's environment, where `pip install './rl_hooks[agent]'` of draftalign's checkout (here /src/draftalign) was
+run. That installs no examples, hence PYTHONPATH; and run as a file, this one would hide prime-rl's own package:
 
-> DRAFTALIGN_URL=http://service:8400 python -m examples.attach.prime_rl @ rl.toml --model.name /models/policy
+> export DRAFTALIGN_URL=http://service:8400 DRAFTALIGN_INITIAL_DRAFTER=/models/drafter PYTHONPATH=/src/draftalign
+> python -m examples.attach.prime_rl @ rl.toml --model.name /models/policy
 
 Its launcher starts the trainer by torchrun; here torchrun is given our module in the place of prime-rl's, and all else
 is as prime-rl has it. To have its vLLM speculate, add what you would give `vllm serve`:
 
 > --inference.vllm.speculative_config '{"method": "eagle3", "model": "/models/drafter", "num_speculative_tokens": 4}'
+
+DRAFTALIGN_INITIAL_DRAFTER names the same drafter: without it the run makes its own, and vLLM refuses every swap.
+The vLLM that prime-rl installs is too old for swaps: install vLLM 0.31 to 0.33 (docs/guide/stacks.md).
 
 For SLURM: the module's name stands in the script that `rl` writes; change it there.
 """

@@ -1,8 +1,8 @@
 r"""TRL's AsyncGRPOTrainer beside a vLLM that speculates, with draftalign attached by one line.
 
 It needs two GPUs and was run without one: in the test TRL's trainer is real, and sampler and NCCL are not. The server
-in one terminal, in vLLM's environment, where `pip install './rl_hooks[agent]'` of draftalign's checkout was run; the
-trainer in another:
+in one terminal, in an environment with vLLM 0.31.0 (the newest that TRL allows, and new enough for swaps), where
+`pip install './rl_hooks[agent]'` of draftalign's checkout was run; the trainer in another, from the checkout:
 
 > CUDA_VISIBLE_DEVICES=0 VLLM_SERVER_DEV_MODE=1 DRAFTALIGN_URL=http://service:8400 DRAFTALIGN_RUN=async-grpo \
 >   DRAFTALIGN_SAMPLE_FRACTION=0 vllm serve /models/policy --weight-transfer-config '{"backend": "nccl"}' \
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--vllm", default="http://127.0.0.1:8000", help="the server that generates")
     parser.add_argument("--url", default="http://127.0.0.1:8400", help="of the service")
     parser.add_argument("--run", default="async-grpo")
-    parser.add_argument("--initial-drafter", help="the drafter that vLLM was started with")
+    parser.add_argument("--initial-drafter", required=True, help="the drafter that vLLM was started with")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 

@@ -17,6 +17,7 @@ import pytest
 from async_grpo_fixtures import Sampler, on_a_cpu
 from hooks_fixtures import tiny_qwen3
 from ports import free_port
+from sent_fixtures import first_drafter
 from service_fixtures import RunningService
 from trl_fixtures import make_tokenizer
 
@@ -82,13 +83,15 @@ def test_async_grpos_script_registers_its_run_and_what_it_captured_arrives(
 
     on_a_cpu()
     policy, sampler = tmp_path / "policy", Sampler(draws)
-    tiny_qwen3(layers=8).save_pretrained(policy)  # as many as EAGLE-3's own choice needs
+    model = tiny_qwen3(layers=8)  # as many as EAGLE-3's own choice needs
+    model.save_pretrained(policy)
+    drafter = first_drafter(tmp_path / "drafter", model.config)
     make_tokenizer().save_pretrained(policy)
     config = partial(async_grpo.AsyncGRPOConfig, use_cpu=True, bf16=False, token_budget=0, disable_tqdm=True)
     trainer = partial(async_grpo.AsyncGRPOTrainer, rollout_worker=sampler, weight_transfer=sampler)
     monkeypatch.setattr(async_grpo, "AsyncGRPOConfig", config)
     monkeypatch.setattr(async_grpo, "AsyncGRPOTrainer", trainer)
-    told = ["--model", str(policy), "--url", service.url, "--steps", "3"]
+    told = ["--model", str(policy), "--url", service.url, "--initial-drafter", drafter, "--steps", "3"]
     monkeypatch.setattr(sys, "argv", ["trl_async_grpo", *told])
     trl_async_grpo.main()
     stats = ast.literal_eval(capsys.readouterr().out.strip().splitlines()[-1])
