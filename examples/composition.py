@@ -56,18 +56,24 @@ def take_apart(
 
 
 def explain(parts: dict[str, float | None], aligned: float | None) -> str:
-    """Say in words what the numbers of `take_apart` mean for this run."""
+    """Say in words what the numbers of `take_apart` mean for this run.
+
+    `aligned` is the mean α of the last two steps, by the drafters that served them; None where neither was scored.
+    """
     first, last, worked = parts["first_all"], parts["last_all"], parts["first_worked"]
     if first is None or last is None:
         return "Too few rollouts to take the frozen drafter's change apart."
     text = (
         f"The frozen drafter's α is {first:.2f} on the rollouts of the first two steps, {last:.2f} on the last two's. "
     )
+    before, after = (f"{parts[name]:.0%}" for name in ("first_worked_share", "last_worked_share"))
+    if before == after:
+        text += f"Answers that work the task out stayed at {before}"
+    else:
+        text += f"What is written changed: answers that work the task out went from {before} to {after}"
     if worked is not None:
-        text += (
-            f"Composition of the text: on worked answers it had only {worked:.2f} from the start, and their share went "
-            f"from {parts['first_worked_share']:.0%} to {parts['last_worked_share']:.0%}. "
-        )
+        text += f", and on those the first drafter had {'only ' if worked < first else ''}{worked:.2f} from the start"
+    text += ". "
     initial = parts["last_with_initial_features"]
     if initial is not None:
         text += (
@@ -75,7 +81,7 @@ def explain(parts: dict[str, float | None], aligned: float | None) -> str:
             f"{initial:.2f} instead of {last:.2f}. "
         )
     if aligned is not None:
-        text += f"The aligned drafter has {aligned:.2f}. "
+        text += f"On the last two steps' rollouts the drafters that served them had {aligned:.2f}. "
     return text + (
         "A frozen drafter's α does not always fall: RL also sharpens a policy, and on text that the drafter knows that "
         "raises α. Robust is the publication lag, the gap to the best drafter that could be served."

@@ -125,15 +125,15 @@ def write_report(session: Session, rows: Sequence[StepRow], events: Sequence[dic
     (out / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n")
     draw(rows, out / "alpha.png", session.config.task.changes(len(rows)))
     console.print(_table(rows))
-    _print_summary(summary)
-    console.print(words + "\n")
+    console.print("\n" + words + "\n")
     console.print(
         f"The last drafter, decoded by the reference on {decoders['prompts']} prompts: α "
         f"{decoders['alpha_chain']:.2f} as a chain, {decoders['alpha_tree']:.2f} as a tree of {NODES} nodes; greedy "
         f"text the same with chain, tree and neither on {decoders['greedy_texts_equal']} of them.\n",
         highlight=False,
     )
-    console.print(f"wrote {out}/steps.jsonl, {out}/summary.json, {out}/alpha.png")
+    _print_summary(summary)
+    console.print(f"\nwrote {out}/steps.jsonl, {out}/summary.json, {out}/alpha.png")
     if wrong:
         raise ServiceError(wrong)
 
@@ -160,7 +160,7 @@ def _composition(session: Session, rows: Sequence[StepRow]) -> tuple[dict[str, f
         depth=session.engine.drafter()["depth"],
         drafting=session.engine.drafter()["drafting"],
     )
-    return parts, explain(parts, _mean(_known(rows, "alpha_served")[-2:]))
+    return parts, explain(parts, _mean(_known(rows[-2:], "alpha_served")))
 
 
 def _first_drafter(session: Session) -> Path:
@@ -271,6 +271,9 @@ def kept_promises(events: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
+    console.print(
+        f"  first, last: in mean over the first {_EDGE_STEPS} steps, and the last {_EDGE_STEPS} with that figure"
+    )
     table = Table(show_header=False, box=None, padding=(0, 2))
     for key, value in summary.items():
         if key not in ("composition", "decoders", "drift_share_of_limit", "explanation", "features_wrong", "hook"):
@@ -285,11 +288,11 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 def _table(rows: Sequence[StepRow]) -> Table:
     """The steps that the worker compared all drafters on; those that it passed over know neither frozen nor lag."""
-    compared = [row for row in rows if row.alpha_frozen is not None and row.publication_lag is not None]
+    compared = _compared(rows)
     headings = ("step", "ver", "reward", "entr.", "live", "served", "frozen", "n-gram", "lag")
     table = Table(
         title=f"{len(compared)} of {len(rows)} RL steps, on which all drafters were compared\n"
-        "α = tokens per round; ktok trained; ms of hook",
+        "α = tokens per round, of that step alone; ktok trained; ms of hook",
         box=None,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -318,9 +321,18 @@ def plot_title(rows: Sequence[StepRow], changes: Sequence[int] = ()) -> str:
     lows = [min(part) for part in _cut(served, changes) if part]
     text = f"α over {len(rows)} RL steps: {served[0][0]:.1f} at the start, {lows[0][0]:.1f} at its lowest"
     text += f" (step {lows[0][1]})" + "".join(f", {a:.1f} after the task changed (step {s})" for a, s in lows[1:])
-    text += f", {_mean([alpha for alpha, _ in served[-_EDGE_STEPS:]]) or 0:.1f} at the end"
-    frozen = _mean(_known(rows, "alpha_frozen")[-_EDGE_STEPS:])
-    return text if frozen is None else f"{text}; frozen drafter: {frozen:.1f}"
+    both = [row for row in _compared(rows) if row.alpha_served is not None][-_EDGE_STEPS:]
+    means = [_mean(_known(both, name)) for name in ("alpha_served", "alpha_frozen")]
+    if means[0] is None or means[1] is None:
+        last = [alpha for alpha, _ in served[-_EDGE_STEPS:]]
+        return f"{text}, {sum(last) / len(last):.1f} over the last {len(last)} with a figure"
+    over = f"the last {len(both)} steps that compared both ({both[0].step} to {both[-1].step})"
+    return f"{text}; over {over}: aligned {means[0]:.1f}, frozen {means[1]:.1f}"
+
+
+def _compared(rows: Sequence[StepRow]) -> list[StepRow]:
+    """The steps on which the worker compared all drafters: it passed over the others, being behind."""
+    return [row for row in rows if row.alpha_frozen is not None and row.publication_lag is not None]
 
 
 def _cut(served: Sequence[tuple[float, int]], changes: Sequence[int]) -> list[list[tuple[float, int]]]:
@@ -367,15 +379,17 @@ def draw(rows: Sequence[StepRow], path: Path, changes: Sequence[int] = ()) -> No
     low = [r.alpha_live_low if r.alpha_live_low is not None else math.nan for r in rows]
     high = [r.alpha_live_high if r.alpha_live_high is not None else math.nan for r in rows]
     top.fill_between(steps, low, high, color="#7fb8e6", alpha=0.35, lw=0, label="live α, 95 % interval")
+    compared = f"compared at {len(_known(rows, 'alpha_frozen'))} of {len(rows)} steps"
     series = (
         ("alpha_live", "live α (counted by the engine)", "#1f77b4", ":", 1.2),
         ("alpha_served", "aligned drafter, replay α", "#0b3d91", "-", 2.2),
-        ("alpha_frozen", "drafter frozen at the start, replay α", "#c0392b", "-", 2.0),
+        ("alpha_frozen", f"drafter frozen at the start, replay α, {compared}", "#c0392b", ".-", 2.0),
         ("alpha_ngram", "n-gram drafting on the same rollouts", "#7f8c8d", "--", 1.4),
     )
     for name, label, colour, style, width in series:
         drawn = [r for r in rows if getattr(r, name) is not None]
-        top.plot([r.step for r in drawn], [getattr(r, name) for r in drawn], style, color=colour, lw=width, label=label)
+        figures = [getattr(r, name) for r in drawn]
+        top.plot([r.step for r in drawn], figures, style, color=colour, lw=width, ms=8, label=label)
     published = [
         r.step for r, before in zip(rows[1:], rows, strict=False) if r.drafter_version != before.drafter_version
     ]
@@ -388,7 +402,7 @@ def draw(rows: Sequence[StepRow], path: Path, changes: Sequence[int] = ()) -> No
     top.set_ylabel("α: tokens per verification round")
     top.set_ylim(bottom=0.9)
     top.grid(alpha=0.25)
-    top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=3, frameon=False, fontsize=8.5)
+    top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=2, frameon=False, fontsize=8.5)
     title = textwrap.fill(plot_title(rows, changes), 105)
     figure.suptitle(title, x=0.02, ha="left", fontweight="bold", fontsize=10)
     for name, label, colour in (("reward", "reward", "#27ae60"), ("entropy", "policy entropy (nats)", "#8e44ad")):

@@ -261,7 +261,7 @@ def main() -> None:
     if arguments.drafter is not None:
         engine.swap_drafter(arguments.drafter, arguments.drafter_version)
     app = create_app(engine, model_name=arguments.policy.name)
-    print(f"serving {arguments.policy} on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    print(f"the example engine serves {arguments.policy} on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=75))
     # uvicorn raises the signal again once it has shut down; for Ctrl-C that is a traceback nobody needs.
     with suppress(KeyboardInterrupt):

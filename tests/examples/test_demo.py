@@ -19,6 +19,7 @@ import pytest
 from ports import free_port
 
 from examples import elicit
+from examples.composition import explain
 from examples.demo import DemoConfig, LiveCount, Session, _warm_up_prompts, scored_points
 from examples.demo_report import StepRow, _part_reach, _table, features_verdict, kept_promises, plot_title
 from service.errors import ServiceError
@@ -220,9 +221,35 @@ def test_the_table_has_no_empty_cells() -> None:
 
 
 def test_the_plot_is_titled_by_what_it_shows() -> None:
-    said = "3.8 at the start, 2.0 at its lowest (step 1), 4.7 at the end; frozen drafter: 2.0"
-    assert plot_title(passed_over_rows()) == f"α over 20 RL steps: {said}"
+    """Both means are of the same steps: 3.75, 2.0, 2.0 and 4.7 beside 2.0, though the last five steps have 4.7."""
+    said = "3.8 at the start, 2.0 at its lowest (step 1)"
+    both = "over the last 4 steps that compared both (0 to 15): aligned 3.1, frozen 2.0"
+    assert plot_title(passed_over_rows()) == f"α over 20 RL steps: {said}; {both}"
+    alone = [step_row(n, alpha_served=3.0) for n in range(3)]
+    assert plot_title(alone).endswith("3.0 at its lowest (step 0), 3.0 over the last 3 with a figure")
     assert plot_title([step_row(0, alpha_served=None)]) == "α over 1 RL steps"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "went from 9% to 88%, and on those the first drafter had only 2.24 from the start. Drift"),
+        ({"first_worked": 4.0}, "from 9% to 88%, and on those the first drafter had 4.00 from the start."),
+        ({"first_worked": None}, "What is written changed: answers that work the task out went from 9% to 88%. Drift"),
+        ({"last_worked_share": 0.09}, "stayed at 9%, and on those the first drafter had only 2.24"),
+        ({"first_all": None}, "Too few rollouts"),
+    ],
+)
+def test_what_a_run_wrote_is_said_in_words_in_every_case(changed: dict[str, float | None], said: str) -> None:
+    parts: dict[str, float | None] = {
+        "first_all": 3.81,
+        "last_all": 1.68,
+        "first_worked": 2.24,
+        "last_with_initial_features": 2.11,
+    }
+    shares = {"first_worked_share": 0.09, "last_worked_share": 0.88}
+    assert said in explain(parts | shares | changed, 2.49)
+    assert "drafters that served them" not in explain(parts | shares | changed, None)
 
 
 def test_the_plot_of_a_task_that_changes_names_both_falls() -> None:
