@@ -22,7 +22,7 @@ PROCESSES = ("inference", "env-server", "orchestrator", "torchrun")
 TASKS = "import verifiers.v1 as vf\n\n\nclass Tasks(vf.Taskset): ...\n\n\n__all__ = ['Tasks']\n"
 NOTES = """#!{python}
 import json, os, sys
-names = ("DRAFTALIGN_URL", "DRAFTALIGN_SAMPLE_FRACTION", "CUDA_VISIBLE_DEVICES")
+names = ("DRAFTALIGN_URL", "DRAFTALIGN_INITIAL_DRAFTER", "DRAFTALIGN_SAMPLE_FRACTION", "CUDA_VISIBLE_DEVICES")
 told = [os.path.basename(sys.argv[0]), sys.argv[1:], {{name: os.environ.get(name) for name in names}}]
 with open({out!r}, "a") as file:
     file.write(json.dumps(told) + "\\n")

@@ -22,7 +22,8 @@ URL = "http://127.0.0.1:8400"
 AREAL = Stack("areal", "areal_example.py", "AReaL's example")
 MEGATRON = Stack("megatron", "megatron_example.py", "Megatron-Core's example")
 NEMO_RL = Stack("nemo_rl", "nemo_rl_example.py", "NeMo-RL's example")
-PRIME_RL = Stack("prime_rl", "prime_rl_example.py", "prime-rl's example", {"DRAFTALIGN_URL": URL})
+FIRST = {"DRAFTALIGN_URL": URL, "DRAFTALIGN_INITIAL_DRAFTER": "/models/drafter"}  # as the script's text has them
+PRIME_RL = Stack("prime_rl", "prime_rl_example.py", "prime-rl's example", FIRST)
 OPENRLHF = in_environment("openrlhf", "OpenRLHF's example")
 SKYRL = in_environment("skyrl", "SkyRL's example")
 VERL = in_environment("verl", "verl's example")
@@ -189,7 +190,7 @@ class TestPrimeRL:
         PRIME_RL.run(tmp_path)
         found = json.loads((tmp_path / "found.json").read_text())
         with_gpus = {"env-server": "0,1", "inference": "0", "orchestrator": "0,1", "torchrun": "1"}
-        given = {"DRAFTALIGN_URL": URL, "DRAFTALIGN_SAMPLE_FRACTION": "0"}
+        given = FIRST | {"DRAFTALIGN_SAMPLE_FRACTION": "0"}
         assert found["started"] == [[n, given | {"CUDA_VISIBLE_DEVICES": gpus}] for n, gpus in with_gpus.items()]
         assert found["module"] == "rl_hooks.trainer.stacks.prime_rl"
         assert (found["ranks"], found["policy"]) == (["--nproc-per-node=1"], True)
