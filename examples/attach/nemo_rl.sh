@@ -7,7 +7,7 @@
 # > DRAFTALIGN_URL=http://service:8400 .../examples/attach/nemo_rl.sh policy.model_name=/models/policy ...
 #
 # /models/drafter is what `draftalign warmup /models/policy ... --run "$DRAFTALIGN_RUN"` wrote.
-# The vLLM that NeMo-RL pins is too old for swaps: install vLLM 0.29 to 0.33 against its pin (docs/guide/stacks.md).
+# What was run of the vLLM that NeMo-RL pins is in docs/guide/stacks.md.
 set -euo pipefail
 : "${DRAFTALIGN_URL:?the service, as http://host:port}"
 export DRAFTALIGN_URL DRAFTALIGN_RUN="${DRAFTALIGN_RUN:-default}"

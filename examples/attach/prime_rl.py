@@ -12,7 +12,7 @@ is as prime-rl has it. To have its vLLM speculate, add what you would give `vllm
 > --inference.vllm.speculative_config '{"method": "eagle3", "model": "/models/drafter", "num_speculative_tokens": 4}'
 
 DRAFTALIGN_INITIAL_DRAFTER names the same drafter: without it the run makes its own, and vLLM refuses every swap.
-The vLLM that prime-rl installs is too old for swaps: install vLLM 0.29 to 0.33 (docs/guide/stacks.md).
+What was run of the vLLM that prime-rl installs is in docs/guide/stacks.md.
 
 For SLURM: the module's name stands in the script that `rl` writes; change it there.
 """

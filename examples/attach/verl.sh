@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # verl's own GRPO with draftalign: in verl's environment, where `pip install './rl_hooks[agent]'` of draftalign's checkout
 # was run on every machine. /models/drafter is what `draftalign warmup /models/policy ... --run "$DRAFTALIGN_RUN"` wrote.
-# The vLLM that verl pins is too old for swaps: install vLLM 0.29 to 0.33 against its pin (docs/guide/stacks.md).
+# What was run of the vLLM that verl pins is in docs/guide/stacks.md.
 #
 # > DRAFTALIGN_URL=http://service:8400 examples/attach/verl.sh trainer.nnodes=2
 #

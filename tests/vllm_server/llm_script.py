@@ -66,12 +66,14 @@ class Commands:
         """The answer of each rank."""
         return list(self.llm.collective_rpc(method, args=tuple(args)))
 
-    def reload(self, path: str, version: str | None) -> None:
-        """What a trainer does: new weights, then the prefix cache of the old ones goes."""
+    def reload(self, path: str, version: str | None) -> bool:
+        """What a trainer does: new weights, then the old prefix cache goes. Returns whether vLLM takes a version."""
         self.llm.collective_rpc("tests_load_policy", args=(path,))
         self.llm.reset_prefix_cache()
-        if version is not None:
+        takes = hasattr(self.llm, "update_weight_version")  # since 0.29
+        if takes and version is not None:
             self.llm.update_weight_version(version)
+        return takes
 
     def start_update(self) -> None:
         self.llm.start_weight_update()

@@ -281,7 +281,7 @@ def test_the_draft_vocabulary_outlives_the_engines_own_copy() -> None:
     draft = torch.nn.Module()
     draft.draft_id_to_target_id = torch.nn.Parameter(torch.tensor([3, 3, 5]), requires_grad=False)
     runner = SimpleNamespace(get_draft_model=lambda: draft, get_model=torch.nn.Module)
-    running = RunningDraft(SimpleNamespace(model_runner=runner))
+    running = RunningDraft(SimpleNamespace(model_runner=runner), runner.get_draft_model())
     draft.draft_id_to_target_id.zero_()
     assert running.offsets().tolist() == [3, 3, 5]
 

@@ -118,6 +118,11 @@ FUNCTIONS: Final = (
 
 #: (file, class or "" for anywhere in it, attributes, fields or texts that are read)
 NAMES: Final = (
+    # Where a runner keeps the drafter's module, for releases without `get_draft_model`.
+    (_V1, "", ("drafter",)),
+    (_V2, "", ("speculator",)),
+    ("compilation/cuda_graph.py", "CUDAGraphWrapper", ("unwrap",)),
+    ("model_executor/layers/attention/__init__.py", "", ("Attention", "MLAAttention")),
     ("plugins/__init__.py", "", ("vllm.general_plugins", "vllm.endpoint_plugins")),
     (
         "v1/engine/core.py",

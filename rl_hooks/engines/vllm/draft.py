@@ -34,12 +34,24 @@ log = logging.getLogger("vllm.draftalign")
 _SAMPLED_ELEMENTS = 1024
 
 
+def draft_model(runner: Any) -> nn.Module | None:
+    """The module of a V1 or V2 model runner that proposes tokens; None where none does."""
+    if hasattr(runner, "get_draft_model"):
+        found: nn.Module | None = runner.get_draft_model()
+        return found
+    # Before vLLM 0.26: V1 runners keep it in `drafter`, V2 runners in `speculator`, perhaps inside a wrapper.
+    model = getattr(getattr(runner, "drafter", None) or getattr(runner, "speculator", None), "model", None)
+    unwrap = getattr(model, "unwrap", None)
+    model = model if unwrap is None else unwrap()
+    return model if isinstance(model, nn.Module) else None
+
+
 class RunningDraft:
     """The module that proposes tokens in one worker. `shared`: its modules that are the policy's own, by name."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, module: nn.Module) -> None:
         self._worker = worker
-        self.module: nn.Module = worker.model_runner.get_draft_model()
+        self.module = module
         self.shared = _shared_modules(self.module, worker.model_runner.get_model())
         offsets = getattr(self.module, "draft_id_to_target_id", None)
         # A copy: vLLM keeps it as a parameter, which a level-2 sleep discards, and no weight update brings it back.
@@ -242,12 +254,19 @@ def _shared_modules(draft: nn.Module, target: nn.Module) -> dict[str, nn.Module]
 
 def _check_complete(draft: nn.Module) -> None:
     """Raise if vLLM got no weights for a layer: it would keep the old ones and only log that."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    try:
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer as is_deferred
+    except ImportError:  # vLLM 0.26 and older
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+        def is_deferred(layer: nn.Module) -> bool:
+            return isinstance(layer, Attention | MLAAttention)
 
     for name, module in draft.named_modules():
         info = get_layerwise_info(module)
-        if is_deferred_attention_layer(module) or not info.can_load():
+        if is_deferred(module) or not info.can_load():
             continue
         if any(True for _ in module.parameters(recurse=False)) and info.load_numel <= 0:
             raise RuntimeError(f"{name or 'the drafter'} got no weights")

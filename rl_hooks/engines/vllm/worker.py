@@ -5,7 +5,7 @@ A swap is two RPCs. `draftalign_stage` starts a thread that reads and checks the
 that was served before is loaded again. Both are called on every worker, so a rank that cannot read its copy stops the
 swap on all of them.
 
-Uses only methods that V1 and V2 model runners both have (`get_model`, `get_draft_model`).
+Uses only what V1 and V2 model runners both have (`get_model`, `draft_model`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rl_hooks.engines.candidate import (
     vocabulary_digest,
 )
 from rl_hooks.engines.policy_watch import PolicyWatch, before_call
-from rl_hooks.engines.vllm.draft import RunningDraft
+from rl_hooks.engines.vllm.draft import RunningDraft, draft_model
 from rl_hooks.engines.vllm.modules import float32_weights
 from rl_hooks.engines.vllm.ranks import LayerRanks
 from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
@@ -67,8 +67,8 @@ class DrafterSwap:
         self._waiting: tuple[ServiceSettings, int | None] | None = None
         self.tap: VllmTap | None = None
         self.watch: PolicyWatch | None = None
-        has_draft = worker.model_runner.get_draft_model() is not None
-        self.draft = RunningDraft(worker) if has_draft else None
+        module = draft_model(worker.model_runner)
+        self.draft = None if module is None else RunningDraft(worker, module)
         if self.draft is not None and (early := self.draft.ends_early()) is not None:
             log.warning("draftalign: %s", early)
         self.weights = DrafterWeights(self.draft, self._ranks)

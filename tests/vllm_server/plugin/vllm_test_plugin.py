@@ -168,7 +168,7 @@ _RECORDED = ("combine_hidden_states", "forward", "compute_logits")
 
 def start_recording(self: Any) -> None:
     """Keep every input and output of the drafter from now on."""
-    draft = self.model_runner.get_draft_model()
+    draft = _draft_model(self)
     calls: list[tuple[str, dict[str, torch.Tensor]]] = []
     originals = {name: getattr(draft, name) for name in _RECORDED if hasattr(draft, name)}
     # An EAGLE-3 drafter returns what its head reads before what is fed back; an MTP module `pre` first, or alone.
@@ -201,7 +201,7 @@ def start_recording(self: Any) -> None:
 
 def stop_recording(self: Any, path: str) -> int:
     """Write the calls in order as `000017.forward.positions`, ...; return how many there were."""
-    draft = self.model_runner.get_draft_model()
+    draft = _draft_model(self)
     for name in _RECORDED:
         vars(draft).pop(name, None)  # the instance's attribute hid the class's method
     tensors = {
@@ -367,11 +367,21 @@ def register_files() -> None:
             finalize_layerwise_reload(self.model, self.model_config)
             _repack_head(self.model)
 
+        @staticmethod
+        def trainer_send_weights(_iterator: Any, _info: Any) -> None:
+            """Abstract in vLLM 0.25."""
+
         def shutdown(self) -> None:
             pass
 
     if "files" not in WeightTransferEngineFactory._registry:  # plugins may be loaded twice
         WeightTransferEngineFactory.register_engine("files", Files)
+
+
+def _draft_model(worker: Any) -> Any:
+    from rl_hooks.engines.vllm.draft import draft_model
+
+    return draft_model(worker.model_runner)
 
 
 def policy_digest(self: Any) -> str:
@@ -384,7 +394,7 @@ def policy_digest(self: Any) -> str:
 
 def storage(self: Any) -> dict[str, int]:
     """Address of every parameter of the drafter: CUDA graphs would hold these."""
-    return {name: p.data_ptr() for name, p in self.model_runner.get_draft_model().named_parameters()}
+    return {name: p.data_ptr() for name, p in _draft_model(self).named_parameters()}
 
 
 def wipe_drafter(self: Any) -> list[str]:
@@ -392,7 +402,7 @@ def wipe_drafter(self: Any) -> list[str]:
 
     What it shares with the policy is left: the trainer brings that again.
     """
-    draft, policys = self.model_runner.get_draft_model(), self.model_runner.get_model().parameters()
+    draft, policys = _draft_model(self), self.model_runner.get_model().parameters()
     shared = {id(parameter) for parameter in policys}
     lost = {name: p for name, p in draft.named_parameters() if id(p) not in shared and p.numel()}
     with torch.inference_mode():
@@ -411,7 +421,7 @@ def rot_drafter(self: Any) -> None:
 
 def fail_next_load(self: Any) -> None:
     """The next load of weights stops half-way: some layers are new, some are not."""
-    draft = self.model_runner.get_draft_model()
+    draft = _draft_model(self)
     original = draft.load_weights
 
     def load_weights(weights: Any) -> None:
