@@ -258,7 +258,7 @@ def _check_complete(draft: nn.Module) -> None:
 
     try:
         from vllm.model_executor.layers.attention import is_deferred_attention_layer as is_deferred
-    except ImportError:  # vLLM 0.26 and older
+    except ImportError:  # vLLM 0.27 and older
         from vllm.model_executor.layers.attention import Attention, MLAAttention
 
         def is_deferred(layer: nn.Module) -> bool:
