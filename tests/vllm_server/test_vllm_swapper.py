@@ -17,7 +17,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 
-from rl_hooks.engines.vllm.draft import RunningDraft, started_with
+from rl_hooks.engines.vllm.draft import RunningDraft, draft_model, started_with
 from rl_hooks.engines.vllm.plugin import DrafterEndpoints
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
 from rl_hooks.engines.vllm.worker import RPC_METHODS, DrafterSwap, Staged
@@ -274,6 +274,25 @@ def test_no_swap_falls_into_a_trainers_weight_update() -> None:
         swap.apply("v1", "")
     worker._weight_update_active = False
     assert swap.apply("v1", "")["version"] == "v1"
+
+
+def test_the_drafters_module_is_found_where_a_runner_of_any_release_keeps_it() -> None:
+    module = torch.nn.Linear(2, 2)
+    wrapped = SimpleNamespace(unwrap=lambda: module)
+    for runner in (
+        SimpleNamespace(get_draft_model=lambda: module, drafter=None),
+        SimpleNamespace(drafter=SimpleNamespace(model=module)),
+        SimpleNamespace(drafter=SimpleNamespace(model=wrapped)),
+        SimpleNamespace(speculator=SimpleNamespace(model=module)),
+    ):
+        assert draft_model(runner) is module
+    for runner in (
+        SimpleNamespace(get_draft_model=lambda: None, drafter=SimpleNamespace(model=module)),
+        SimpleNamespace(),
+        SimpleNamespace(speculator=None),
+        SimpleNamespace(drafter=SimpleNamespace(prompt_lookup_max=4)),
+    ):
+        assert draft_model(runner) is None
 
 
 def test_the_draft_vocabulary_outlives_the_engines_own_copy() -> None:
