@@ -1,6 +1,6 @@
 """What the demo adds to a vLLM server on a CPU, inside its processes. Loaded only where VLLM_PLUGINS names it.
 
-* a repair of sampling: on a CPU, vLLM 0.32 and 0.33 write the expanded temperatures into a copy that is thrown away
+* a repair of sampling: on a CPU, vLLM 0.29 to 0.33 write the expanded temperatures into a copy that is thrown away
   (`_ensure_int64` of a float tensor), so every request with a temperature samples garbage while a drafter runs;
 * sleeps where vLLM spins: its core and its workers poll each other with a whole CPU core each, for a second after each
   message, which leaves the rest of a small machine nothing;

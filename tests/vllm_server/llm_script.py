@@ -70,7 +70,7 @@ class Commands:
         """What a trainer does: new weights, then the old prefix cache goes. Returns whether vLLM takes a version."""
         self.llm.collective_rpc("tests_load_policy", args=(path,))
         self.llm.reset_prefix_cache()
-        takes = hasattr(self.llm, "update_weight_version")  # since 0.29
+        takes = hasattr(self.llm, "update_weight_version")  # not in 0.25
         if takes and version is not None:
             self.llm.update_weight_version(version)
         return takes
