@@ -362,3 +362,20 @@ def test_a_run_whose_files_are_damaged_hides_no_other(service: RunningService) -
     assert 'draftalign_run_unreadable{run="hurt"} 1.0' in text
     assert 'draftalign_drafter_sequence{run="good"} 1.0' in text
     assert 'draftalign_drafter_sequence{run="hurt"}' not in text
+
+
+@pytest.mark.parametrize("name", ["hc_mult", "altup_num_inputs"])
+def test_a_policy_of_several_residual_streams_is_refused_and_other_runs_go_on(
+    service: RunningService, name: str
+) -> None:
+    """Whatever stands in that field: an answer for its own run, and nothing for any other."""
+    for value in (2, 4, 10**30):
+        answer = service.client.put("/runs/many", content=run_file(CONFIG | {name: value}), headers=HEADERS)
+        assert answer.status_code == 422
+        assert f"{value} residual streams ({name})" in answer.text
+        assert "What works" in answer.text
+    assert service.client.get("/runs/many").status_code == 404
+    for odd, other in enumerate((1, 0, -3, True, None, "4", 4.0, [4], {"4": 4})):
+        answer = service.client.put(f"/runs/odd{odd}", content=run_file(CONFIG | {name: other}), headers=HEADERS)
+        assert answer.status_code in (200, 201, 422), (other, answer.text)
+    assert service.client.put("/runs/honest", content=run_file(), headers=HEADERS).is_success
