@@ -24,7 +24,7 @@ from rl_hooks.sending.delivery import ServiceClient
 from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.jobs import Job, JobQueue, Parts
 from rl_hooks.sending.standing import Standing
-from rl_hooks.sending.tally import Tally
+from rl_hooks.sending.tally import Tally, log_warning
 
 logger = logging.getLogger("rl_hooks")
 
@@ -251,14 +251,11 @@ class RolloutSender:
                 waits, size_bytes = len(self._queue), self._queue.rollout_bytes
                 last_error = self._delivery.tally.last_error
             if waits and left > _SAY_SECONDS:
-                logger.warning(
-                    "draftalign: %d requests (%.1f MB of rollouts) are still to be sent to the service; at most %.0f s "
-                    "more%s. %s",
-                    waits,
-                    size_bytes / 1e6,
-                    left - _SAY_SECONDS,
-                    " without one that arrives" if limit is None else "",
-                    last_error,
+                log_warning(
+                    logger,
+                    f"draftalign: {waits} requests ({size_bytes / 1e6:.1f} MB of rollouts) are still to be sent to the "
+                    f"service; at most {left - _SAY_SECONDS:.0f} s more"
+                    f"{' without one that arrives' if limit is None else ''}. {last_error}",
                 )
 
     def _arrived(self) -> int:
@@ -319,5 +316,5 @@ class RolloutSender:
             return self._changed.wait_for(lambda: self._closed, seconds)
 
     def _note(self, kind: str, text: str) -> None:
-        self._guard()  # a forked child's copy of the parent's tally may be locked
+        self._guard()  # a forked child has a tally of its own
         self._delivery.tally.note(kind, text)

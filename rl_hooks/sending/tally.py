@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections import Counter
+from typing import Final
+
+#: A process with another id is a forked child of the one that imported this.
+_IMPORTED_BY: Final = os.getpid()
+_LONGEST_LINE_SECONDS: Final = 1.0
 
 
 class Tally:
-    """Safe to use from several threads. A forked child makes its own: this one's lock may be held in its copy."""
+    """Safe to use from several threads, and in a forked child, whose copy counts on by itself."""
 
     def __init__(self, logger: logging.Logger, *names: str) -> None:
         self.last_error = ""
         self._logger = logger
-        self._lock = threading.Lock()
+        self._pid, self._lock = os.getpid(), threading.Lock()
         self._counts = Counter(dict.fromkeys(names, 0))
         self._warned: set[str] = set()
 
+    def _guard(self) -> threading.Lock:
+        """A forked child makes a lock of its own: a thread of the parent may have held the parent's at the fork."""
+        if os.getpid() != self._pid:
+            self._pid, self._lock = os.getpid(), threading.Lock()
+        return self._lock
+
     def add(self, name: str, amount: int = 1) -> None:
         """Raise one counter."""
-        with self._lock:
+        with self._guard():
             self._counts[name] += amount
 
     def __getitem__(self, name: str) -> int:
@@ -28,21 +40,38 @@ class Tally:
 
     def counts(self) -> dict[str, int]:
         """All counters now."""
-        with self._lock:
+        with self._guard():
             return dict(self._counts)
 
     def warn(self, kind: str, text: str) -> None:
         """Log the first warning of each kind."""
-        with self._lock:
+        with self._guard():
             first = kind not in self._warned
             self._warned.add(kind)
         if first:
-            self._logger.warning("draftalign: %s (logged once; see stats())", text)
+            log_warning(self._logger, f"draftalign: {text} (logged once; see stats())")
 
     def note(self, kind: str, text: str) -> None:
         """Keep an error as the newest, and log the first of each kind."""
         self.last_error = text
         self.warn(kind, text)
+
+
+def log_warning(logger: logging.Logger, text: str) -> None:
+    """Log a warning. In a forked child wait at most a second for it.
+
+    A thread of the parent may have been writing to the log's stream at the fork. The child's copy of the stream then
+    stays locked, and whoever writes to it waits in C, where no signal ends the wait.
+    """
+    if os.getpid() == _IMPORTED_BY:
+        logger.warning("%s", text)
+        return
+    line = threading.Thread(target=logger.warning, args=("%s", text), name="draftalign-log", daemon=True)
+    try:
+        line.start()
+    except RuntimeError:  # out of threads: the error is in stats() all the same
+        return
+    line.join(_LONGEST_LINE_SECONDS)
 
 
 def kind_of(text: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import faulthandler
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -21,6 +21,7 @@ from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job, run_path
 from rl_hooks.sending.sender import RolloutSender
+from rl_hooks.sending.tally import Tally
 
 
 def finished(sender: RolloutSender, seconds: float = 20.0) -> dict[str, object]:
@@ -609,13 +610,62 @@ def test_a_child_that_was_forked_while_a_thread_held_the_senders_lock_never_wait
     if child == 0:
         ok = False
         try:
-            signal.alarm(20)
+            faulthandler.dump_traceback_later(20, exit=True)  # a lock in C heeds no signal
             ok = calls[call]()
         finally:
             os._exit(0 if ok else 1)
     assert os.waitpid(child, 0)[1] == 0
     release.set()
     sender.close(0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_that_was_forked_while_a_thread_wrote_to_the_log_does_not_wait_for_the_logs_stream() -> None:
+    """Its copy of the stream stays locked, and who waits for that waits in C: no signal ends it."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(65536))
+    os.set_blocking(write, True)
+    log = logging.getLogger("rl_hooks")
+    sender = RolloutSender(f"http://127.0.0.1:{free_port()}")
+    with os.fdopen(write, "w") as stream:
+        handler = logging.StreamHandler(stream)
+        log.addHandler(handler)
+        try:
+            writer = threading.Thread(target=stream.write, args=("x" * 100_000,), daemon=True)
+            writer.start()
+            writer.join(0.5)  # the pipe is full: it waits in `write`, with the stream's lock
+            child = os.fork()
+            if child == 0:
+                faulthandler.dump_traceback_later(20, exit=True)
+                queued = sender.submit(lambda: next(iter(())))  # cannot be made, which is noted and logged
+                os._exit(0 if not queued and "could not be queued" in sender.stats()["last_error"] else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        finally:
+            log.removeHandler(handler)
+            os.set_blocking(read, False)
+            while writer.is_alive():
+                with contextlib.suppress(BlockingIOError):
+                    os.read(read, 65536)
+                writer.join(0.01)
+    os.close(read)
+    sender.close(0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_that_was_forked_while_a_thread_counted_counts_on() -> None:
+    """The hook's own counts: they are in no sender, and are made once."""
+    tally = Tally(logging.getLogger("rl_hooks"), "files")
+    with tally._lock:
+        child = os.fork()
+        if child == 0:
+            faulthandler.dump_traceback_later(20, exit=True)
+            tally.add("files")
+            os._exit(0 if tally.counts() == {"files": 1} else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert tally.counts() == {"files": 0}
 
 
 def test_what_is_queued_while_there_is_no_thread_to_be_had_is_sent_once_there_is(
