@@ -14,10 +14,10 @@ from record_fixtures import compared, score, sums
 from service_fixtures import HEADERS, RunningService
 from worker_fixtures import Bench
 
-from service.monitor.alpha import Compared
+from service.monitor.alpha import Compared, Turn
 from service.monitor.current import ENOUGH_ROUNDS, Newest, Tilt, current
 from service.monitor.metrics import RunSnapshot, render
-from service.monitor.records import AcceptanceRecord, Favour, ScoreRecord
+from service.monitor.records import AcceptanceRecord, Favour, Return, ScoreRecord
 
 
 def scored(entry: str, policy_version: int, **drafters: float) -> ScoreRecord:
@@ -299,6 +299,56 @@ def test_counts_of_one_drafter_and_policy_version_are_of_the_attempt_in_which_th
     assert (line["rounds"], line["alpha"]) == (2500, (6 * 900 + 7 * 150) / 2500), "all that it has counted"
     with serve().client as again:
         assert [one["live_rounds"] for one in again.get("/alpha").json()["points"]] == [100] * 7
+
+
+def test_counts_from_before_a_return_that_the_newest_batches_do_not_show_are_left_out() -> None:
+    """The trainer went back long ago: the 256 newest batches are all of its new attempt."""
+    batches = [scored(f"{1000 * n}-0", n, served=3.0) for n in range(100, 400)]
+    newest = Newest(batches, returns=[Return(50.0, 3), Return(120.0, 7), Return(1000.0, 9)])
+    assert newest.attempt.opened == Turn(120.0, 120.0, -math.inf)
+    assert list(newest.attempt.scores) == newest
+    counts = [counted(399, 1000, alpha, at) for at, alpha in ((119.0, 2.0), (120.0, 4.0))]
+    found = current(newest, counts)
+    assert found is not None
+    assert found.alpha_live == 4.0
+    first = Newest(batches[:5], returns=[Return(100.0, 3)])
+    assert first.attempt.opened == Turn(100.0, 100.0, -math.inf), "it came with the first batch that is known"
+    assert Newest(batches[:5], returns=[Return(100.5, 3)]).attempt.opened is None
+    assert Newest([], returns=[Return(1.0, 3)]).attempt.opened is None
+
+
+def test_a_report_of_a_clock_that_was_set_back_is_the_oldest() -> None:
+    """Clocks of two machines may differ by five seconds. A report from later than that cannot be the newest."""
+    ours = counted(8, 1000, 3.0, 90.0)
+    for later, alpha in ((104.0, 2.0), (105.0, 2.0), (105.5, 3.0)):
+        found = current([], [counted(7, 1000, 2.0, later), ours], now=100.0)
+        assert found is not None
+        assert found.alpha_live == alpha, later
+
+
+def test_the_report_that_came_last_is_the_newest_though_its_policy_version_is_lower() -> None:
+    """And without batches the policy version is that report's."""
+    records = [counted(9, 1000, 2.0, 1.0), counted(8, 1000, 3.0, 2.0)]
+    for given in (records, records[::-1]):
+        found = current([], given)
+        assert found is not None
+        assert (found.alpha_live, found.policy_version) == (3.0, 8)
+    same = [replace(record, created=2.0) for record in records]
+    found = current([], same[::-1])
+    assert found is not None
+    assert (found.alpha_live, found.policy_version) == (2.0, 9), "reported at once: of the higher one"
+
+
+def test_live_alpha_pools_past_a_report_without_a_round() -> None:
+    """An engine that has just begun with a policy version has counted nothing under it."""
+    records = [
+        counted(policy, rounds, alpha, float(policy))
+        for policy, rounds, alpha in ((1, 150, 2.0), (2, 0, 0.0), (3, 150, 4.0))
+    ]
+    found = current([], records)
+    assert found is not None
+    assert found.live is not None
+    assert (found.live.alpha, found.live.rounds) == (3.0, 300)
 
 
 def test_the_tilt_is_pooled_over_the_batches_whose_law_is_known() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
-from record_fixtures import stored
+from record_fixtures import score, stored
 
 from benchmarks.headroom import World, simulated
-from service.monitor.headroom import STATES, Advice, LearningCurve, advise, trainer_silent
+from service.monitor.headroom import STATES, Advice, LearningCurve, advise, longest_pause, trainer_silent
 from service.monitor.live.watch import Watch
 from service.monitor.metrics import RunSnapshot, advice_of
 from service.monitor.records import Headroom, WorkerGauges
@@ -81,6 +82,63 @@ def test_where_the_policy_stands_still_and_looks_are_sharp_headroom_is_near_the_
     assert np.mean([0.5 <= ratio <= 2.0 for ratio in ratios]) >= 0.8
 
 
+def on_a_grid(verdicts: list[tuple[float, float, bool]]) -> dict[str, float]:
+    """The posterior of docs/reference, summed up on a grid: each ratio r, and each gain a of the newest training.
+
+    Ratios are equally likely before, a ~ N(0, 5 %). A verdict is the sum of the gains a·r^-age of the trainings since
+    the last promotion, with a variance that doubles with each training since it and grows by (1 % · age)².
+    """
+    a = np.linspace(-0.6, 0.6, 240_001)
+    posterior, headrooms, each = [], [], []
+    for ratio in (0.5, 0.7, 0.85, 1.0, 1.1):
+        fit, since = -0.5 * (a / 0.05) ** 2, 0.0
+        for age, (gain, error, promoted) in zip(reversed(range(len(verdicts))), verdicts, strict=True):
+            since += ratio ** float(-age)
+            variance = (error**2 + 0.001**2) * 2**age + (0.01 * age) ** 2
+            fit = fit - 0.5 * (gain - since * a) ** 2 / variance
+            since = 0.0 if promoted else since
+        posterior.append(np.exp(fit))
+        headrooms.append(a * (since + sum(ratio**n for n in range(1, 6))))
+        each.append(a * ratio)
+    weight = np.concatenate(posterior)
+    weight /= weight.sum()
+    left, gains = np.concatenate(headrooms), np.concatenate(each)
+    order = np.argsort(left)
+    below = np.cumsum(weight[order])
+    low, middle, high = (float(left[order][np.searchsorted(below, at)]) for at in (0.025, 0.5, 0.975))
+    mean = float(weight @ gains)
+    return {
+        "gain": middle,
+        "low": low,
+        "high": high,
+        "each": mean,
+        "error": math.sqrt(float(weight @ gains**2) - mean**2),
+    }
+
+
+@pytest.mark.parametrize(
+    "verdicts",
+    [
+        [(0.04, 0.01, True)],
+        [(0.04, 0.01, False)],
+        [(0.09, 0.005, True), (0.05, 0.01, True), (0.02, 0.008, True)],
+        [(0.02, 0.03, False), (0.05, 0.004, False), (0.06, 0.006, False)],
+        [(-0.03, 0.01, False), (-0.02, 0.02, True), (0.01, 0.001, False), (0.015, 0.02, False)],
+        [(0.01, 0.05, True)] * 8,
+    ],
+)
+def test_headroom_is_the_posterior_of_gain_and_ratio(verdicts: list[tuple[float, float, bool]]) -> None:
+    found = LearningCurve()
+    for gain, error, promoted in verdicts:
+        found.learn(gain, error, promoted=promoted)
+    reckoned, truth = found.headroom(busy=0.4), on_a_grid(verdicts)
+    assert reckoned is not None
+    assert reckoned.busy == 0.4
+    names = {"gain": "gain", "low": "low", "high": "high", "each": "each", "each_error": "error"}
+    for name, of_grid in names.items():
+        assert getattr(reckoned, name) == pytest.approx(truth[of_grid], abs=2e-5), name
+
+
 def test_a_gain_that_was_refused_is_still_to_be_had() -> None:
     served, refused = headroom([0.05]), headroom([0.05], promoted=False)
     assert served.gain is not None
@@ -144,6 +202,14 @@ def known(
         (known(-0.02, -0.03, -0.01), "idle", False, "converged", "at most 0.0% is left"),
         (known(0.0, -0.01, 0.01), "train", False, "converged", "do nothing"),
         (known(0.01, -0.02, 0.09), "train", False, "unknown", "do not tell yet"),
+        (known(0.01, -0.02, 0.09), "probe", False, "resting", "is uncertain, 1.0% (-2.0% to +9.0%)"),
+        (known(0.01, -0.02, 0.09, busy=0.3), "defer", False, "unknown", "would bring 1.0% (-2.0% to +9.0%): the"),
+        (known(0.01, -0.02, 0.09, busy=0.95), "train", False, "unknown", "do not tell yet"),
+        (known(0.07, 0.03, 0.1, each=-0.005, error=0.005), "train", False, "learning", "7.0% (+3.0% to +10.0%)"),
+        (Headroom(gain=0.07, low=0.03, high=0.1), "train", False, "learning", "the worker is at it"),
+        (Headroom(gain=0.07, low=0.03, high=0.1, each=-0.01), "train", False, "hurt", "loses 1.0%"),
+        (Headroom(gain=0.07, low=0.03), "train", False, "unknown", "no training was judged"),
+        (Headroom(gain=0.07, high=0.1), "train", False, "unknown", "no training was judged"),
     ],
 )
 def test_every_state_has_its_reason(
@@ -193,6 +259,16 @@ def test_a_trainer_is_silent_after_ten_minutes_and_three_of_its_pauses() -> None
     assert not trainer_silent(None, 1e9, None)
     assert [trainer_silent(0.0, now, None) for now in (600.0, 601.0)] == [False, True]
     assert [trainer_silent(0.0, now, 1000.0) for now in (3000.0, 3001.0)] == [False, True]
+
+
+def test_the_longest_pause_is_between_two_batches_that_came_one_after_the_other() -> None:
+    def came(*entries: str | None) -> float | None:
+        return longest_pause([score({"entry_id": entry, "policy_version": 1}) for entry in entries])
+
+    assert came("1000-0", "3500-0", "4000-0", "4000-1") == 2.5
+    assert came("1000-0", None, "4000-0") == 3.0, "what names no queue entry is not looked at"
+    assert came("1000-0") is None
+    assert came() is None
 
 
 def test_a_run_without_new_rollouts_is_starved_but_not_while_some_wait() -> None:
