@@ -49,7 +49,9 @@ class MeasuredGain:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The fit of one ratio. `fit`: log likelihood. `mean`, `deviation`: of the newest training's gain.
+    """The fit of one ratio. `fit`: log likelihood, but for what is the same for all ratios.
+
+    `mean`, `deviation`: of the newest training's gain.
 
     `left`: the headroom, in units of that gain.
     """
@@ -98,16 +100,15 @@ class LearningCurve:
 
     def _line(self, ratio: float) -> _Line:
         """Fit a for one ratio. A verdict is a sum of gains: of all trainings since the last promoted candidate."""
-        precision, weighted, fit, reach = 1.0 / _PRIOR_GAIN**2, 0.0, 0.0, 0.0
+        precision, weighted, reach = 1.0 / _PRIOR_GAIN**2, 0.0, 0.0
         for age, one in zip(range(len(self.measured) - 1, -1, -1), self.measured, strict=True):
             reach += ratio**-age
             uncertain = 2.0**age * (one.error**2 + _LEAST_ERROR**2) + (_FORGETTING * age) ** 2
             precision += reach * reach / uncertain
             weighted += reach * one.gain / uncertain
-            fit -= 0.5 * one.gain**2 / uncertain
             reach = 0.0 if one.promoted else reach
         mean = weighted / precision
-        fit += 0.5 * mean * weighted - 0.5 * math.log(precision)
+        fit = 0.5 * mean * weighted - 0.5 * math.log(precision)
         return _Line(
             fit, ratio, mean, 1.0 / math.sqrt(precision), reach + sum(ratio**n for n in range(1, _HORIZON + 1))
         )

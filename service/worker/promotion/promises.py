@@ -9,9 +9,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from drafter.replay.acceptance import Replay
+from drafter.replay.acceptance import Replay, log_ratio
 from drafter.replay.gate import compare
 from service.monitor.events import Realised
+from service.monitor.records import Z_95
 
 #: Before any promise is measured, so much logarithmic gain (some two publishes') counts as promised and exactly kept.
 _KEPT_BEFORE: Final = 0.1
@@ -33,7 +34,7 @@ class Promise:
     expected: float  # by the looks, before it was corrected
     rounds: float = 0.0  # of `version`
     rounds_before: float = 0.0
-    variance: float = 0.0  # Σ (rounds_before · standard error of the log ratio)² over claims
+    variance: float = 0.0  # Σ (rounds_before · standard error of the log ratio)² over claims, by Student's t
     rollouts: int = 0
     policy_version: int | None = None  # newest of the rollouts
     after: str | None = None  # newest queue entry of those that chose it; None: not known
@@ -44,10 +45,11 @@ class Promise:
         look = compare(new, old, groups)
         if not math.isfinite(look.error):
             return
-        rounds = float(old.rounds.sum())
+        rounds, ratio = float(old.rounds.sum()), log_ratio(old.rounds, new.rounds, groups)
         self.rounds += float(new.rounds.sum())
         self.rounds_before += rounds
-        self.variance += (rounds * look.error) ** 2
+        # The look's error says how unlikely a gain of 0 is. About a large gain its interval would be too wide.
+        self.variance += (rounds * ratio.reach(0.975) / Z_95) ** 2
         self.rollouts += look.rollouts
         self.policy_version = policy_version
 
@@ -69,7 +71,7 @@ class Promise:
     def event(self) -> Realised:
         """What the history keeps: relative gains, the realised one with its 95 % interval."""
         log_gain = self.log_gain
-        reach = 1.96 * math.sqrt(self.variance) / self.rounds_before
+        reach = Z_95 * math.sqrt(self.variance) / self.rounds_before
         return Realised(
             version=self.version,
             policy_version=self.policy_version,
