@@ -197,7 +197,7 @@ class Settings(BaseSettings):
     )
     train_step_tokens: int = Field(16_384, gt=0, description="Tokens of one optimizer step.")
     warmup_steps: int = Field(30, ge=0, description="Optimizer steps over which the learning rate rises linearly.")
-    learning_rate: float = Field(3e-4, gt=0, description="Learning rate after the warm-up.")
+    learning_rate: float = Field(3e-4, gt=0, allow_inf_nan=False, description="Learning rate after the warm-up.")
     optimizer: Literal["muon", "adamw"] = Field("muon", description="Optimizer of matrices; AdamW for the rest.")
     recent_tokens: int = Field(262_144, gt=0, description="Tokens of recent rollouts that are kept for training.")
     gate_rollouts: int = Field(

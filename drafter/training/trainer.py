@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafter.batch import RolloutBatch
-from drafter.errors import CheckpointError, DrafterError
+from drafter.errors import CheckpointError
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
 from drafter.training.loss import DraftLoss, draft_loss
@@ -50,7 +50,10 @@ _COUNTERS = ("windows", "warm_windows", "skipped_windows", "tokens_trained")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. The learning rate is per optimizer window; the loss is per response token of that window."""
+    """How to train; `service.settings` checks what people set of it.
+
+    The learning rate is per optimizer window; the loss is per response token of that window.
+    """
 
     steps_ahead: int = 4  # K
     learning_rate: float = 1e-4
@@ -63,20 +66,6 @@ class TrainConfig:
     optimizer: Method = "muon"  # of matrices; `drafter.training.optimizer`
     train_lm_head: bool = True
     compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-
-    def __post_init__(self) -> None:
-        if self.steps_ahead < 1:
-            raise DrafterError(f"steps_ahead must be at least 1, got {self.steps_ahead}")
-        if self.optimizer not in get_args(Method):
-            raise DrafterError(f"optimizer must be one of {', '.join(get_args(Method))}, got {self.optimizer!r}")
-        if self.compute_dtype not in ("float32", "bfloat16", "float64"):
-            raise DrafterError(f"compute_dtype must be float32, bfloat16 or float64, got {self.compute_dtype!r}")
-        for name in ("learning_rate", "step_decay", "epsilon"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise DrafterError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("weight_decay", "grad_clip", "warmup_windows"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise DrafterError(f"{name} must be zero or more and finite, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

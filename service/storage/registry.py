@@ -350,8 +350,6 @@ class Registry(Versions):
 
         Also removes staging directories that a killed publisher left behind more than an hour ago.
         """
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
 
         def work(now: Registry) -> tuple[list[str], tuple[dict[str, str], dict[str, str]]]:
             safe = {*protect, *now.versions(run)[-keep:], now._served_version(run)}

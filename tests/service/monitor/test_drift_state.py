@@ -159,27 +159,6 @@ def test_what_is_not_a_number_is_refused_and_changes_nothing(value: float) -> No
     assert monitor.state.to_json() == before
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"rollouts_per_tick": 0},
-        {"warmup_ticks": 1},
-        {"baseline_ticks": 5},
-        {"dead_band": -0.1},
-        {"lanes": ()},
-        {"lanes": (Lane("a", 0.5), Lane("a", 0.1))},
-        {"days_between_false_alarms": 0.0},
-        {"days_between_false_alarms": math.inf},
-        {"dead_band": 1.0},
-        {"warmup_ticks": 20, "baseline_ticks": 20},
-        {"warmup_ticks": 2},
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(broken: dict[str, object]) -> None:
-    with pytest.raises(DriftError):
-        DriftConfig(**broken)  # type: ignore[arg-type]
-
-
 def test_the_least_settings_that_make_sense_are_taken() -> None:
     least = DriftConfig(rollouts_per_tick=1, warmup_ticks=3, baseline_ticks=4, lanes=(Lane("only", 0.5),))
     readings = DriftMonitor(least).observe(noise(6), [1.0] * 6)
@@ -187,9 +166,6 @@ def test_the_least_settings_that_make_sense_are_taken() -> None:
     assert cusum_limit(2.0, 1.5) == 0.0, "every tick may be one"
     assert DriftConfig(days_between_false_alarms=0.5).limit(Lane("fast", 0.5)) == cusum_limit(0.5, 2 * 720.0)
     assert least.limit(Lane("only", 0.5), 1e-9) == cusum_limit(0.5, 50.0), "the formula holds from 50 ticks on"
-    for k, run_length in ((0.0, 100.0), (-0.1, 100.0), (0.5, 1.0), (math.nan, 100.0)):
-        with pytest.raises(DriftError, match="k > 0 and a run length above one tick"):
-            cusum_limit(k, run_length)
 
 
 def test_lanes_and_batch_lengths_of_other_settings_begin_anew_and_the_rest_goes_on() -> None:

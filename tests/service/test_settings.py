@@ -1,0 +1,33 @@
+"""Settings: what makes no sense is refused here, since what is made of settings checks nothing again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from service.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("depth", 0),
+        ("learning_rate", 0.0),
+        ("learning_rate", -3e-4),
+        ("learning_rate", float("inf")),
+        ("learning_rate", float("nan")),
+        ("warmup_steps", -1),
+        ("optimizer", "sgd"),
+        ("keep_versions", 0),
+        ("drift_days_between_alarms", 0.0),
+        ("drift_days_between_alarms", float("inf")),
+        ("drift_days_between_alarms", float("nan")),
+        ("drift_dead_band", -0.1),
+        ("drift_dead_band", 1.0),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=name):
+        Settings(**{name: value})
