@@ -22,7 +22,7 @@ import numpy as np
 
 from service.monitor.events import Moved, Moves
 from service.monitor.headline import RunFacts, headline
-from service.monitor.records import AcceptanceRecord
+from service.monitor.records import AcceptanceRecord, WorkerGauges
 from service.storage.reports.engine_counts import Account
 
 KINDS: Final = ("always there", "asleep between generations", "agent away", "both")
@@ -181,7 +181,9 @@ def simulate(engines: int, hours: float, seed: int, stuck: int = 0) -> Found:
 
 
 def _says(record: AcceptanceRecord, moves: Moves, now: float) -> bool:
-    said = headline(RunFacts(now=now, heartbeat=now, registered=0.0, engines=[record], moves=moves))
+    said = headline(
+        RunFacts(now=now, worker=WorkerGauges(heartbeat=now), registered=0.0, engines=[record], moves=moves)
+    )
     return any(text.startswith("Not swapped") for text in (said.text, *said.also))
 
 

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from typing import Any, Final, TypeVar
 
@@ -23,7 +23,15 @@ from service.monitor.alpha import Attempt, alpha_series, attempts, placed
 from service.monitor.counts import servers, sound
 from service.monitor.current import current
 from service.monitor.drift.cause import Cause, as_fraction
-from service.monitor.headline import ENGINE_SILENT_SECONDS, RECENT_BATCHES, Headline, RunFacts, headline, waits_for
+from service.monitor.headline import (
+    ENGINE_SILENT_SECONDS,
+    RECENT_BATCHES,
+    Headline,
+    KnownOfRun,
+    RunFacts,
+    headline,
+    waits_for,
+)
 from service.monitor.headroom import longest_pause
 from service.monitor.live.watch import EngineVerdict, failed_pushes
 from service.monitor.metrics import RunSnapshot, advice_of
@@ -317,8 +325,7 @@ def engine_line(verdict: EngineVerdict) -> dict[str, Any]:
 
 def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     """Collect what the headline needs. Of the whole run and of what `read_headline` reads the facts are the same."""
-    worker, counters = snapshot.worker, snapshot.counters
-    recent = sorted(snapshot.scores, key=lambda score: score.arrival)
+    counters, recent = snapshot.counters, sorted(snapshot.scores, key=lambda score: score.arrival)
     ended: list[tuple[Arrival, Mapping[str, str] | None]] = [
         (score.arrival, None) for score in recent[-RECENT_BATCHES:]
     ]
@@ -329,29 +336,18 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
     reports = [record for found in engines for record in found]
     newest = {r.reporter: r for r in sorted(snapshot.acceptances, key=lambda r: r.reported)}
     recent_reports = [r for r in newest.values() if snapshot.now - r.reported <= ENGINE_SILENT_SECONDS]
-    vocabulary = worker.vocabulary or Vocabulary()
+    vocabulary = snapshot.worker.vocabulary or Vocabulary()
     queued, size = int(counters.get("items") or 0), int(counters.get("bytes") or 0)
     limit_bytes = snapshot.queue_limit_bytes
     of_bytes = 0.0 if limit_bytes is None else size / limit_bytes if limit_bytes else math.inf
     by_disk = settings.queue_max_bytes is None or limit_bytes == 0  # no setting leaves no room
     return RunFacts(
-        now=snapshot.now,
-        api_began=snapshot.api_began,
-        registered=snapshot.registered,
-        heartbeat=worker.heartbeat,
-        worker_error=worker.error,
-        for_memory=worker.for_memory,
-        action=worker.action,
-        unjudged=worker.unjudged,
-        no_memory=worker.no_memory,
+        **{one.name: getattr(snapshot, one.name) for one in fields(KnownOfRun)},
         accepted=int(counters.get("accepted_total") or 0),
         queued=queued,
         queue_fill=max(queued / settings.queue_max_items, 0.0 if by_disk else of_bytes),
         disk_fill=of_bytes if by_disk else 0.0,
         redis_fill=snapshot.redis_fill or 0.0,
-        oldest_queued=snapshot.oldest_queued,
-        last_arrival=snapshot.last_arrival,
-        outdated=snapshot.outdated,
         last_scored=max((r.created for r in recent), default=None),
         longest_pause=longest_pause(recent[-RECENT_BATCHES:]),
         recent_batches=len(ended),
@@ -361,24 +357,14 @@ def facts_of(snapshot: RunSnapshot, settings: Settings) -> RunFacts:
         gathered=vocabulary.tokens,
         wanted=vocabulary.wanted,
         served_version=None if snapshot.latest is None else snapshot.latest.version,
-        published=snapshot.published,
         current=current(snapshot.newest, sound(reports, snapshot.watch.sick), snapshot.now),
-        drift_alarm=worker.drift_alarm,
-        drift_alpha=worker.drift_alpha,
-        drift_level=worker.drift_level,
         cause=snapshot.cause,
-        watch=snapshot.watch,
         engines=[found[0] for found in engines],
         drafted=any(record.rounds for record in reports),
         contested=[r for r in recent_reports if r.reporter is not None and r.method == ANOTHERS_DRAFTER],
-        moves=snapshot.moves,
         failed_pushes=max((len(failed_pushes(e, snapshot.pushes)) for e in snapshot.watch.engines), default=0),
         last_engine_report=max((r.reported for r in snapshot.acceptances), default=snapshot.last_report),
         headroom=advice_of(snapshot),
-        state=snapshot.state,
-        held=snapshot.held,
-        waiting=snapshot.waiting,
-        of_sent=worker.sent,
     )
 
 

@@ -18,9 +18,9 @@ from service.monitor.drift.cause import Cause, as_fraction
 from service.monitor.events import Moves
 from service.monitor.headroom import Advice, trainer_silent
 from service.monitor.live.watch import UNREVIVED_PUSHES, EngineVerdict, Watch
-from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, HeldVersion, RunState
+from service.monitor.records import AWAY_SECONDS, AcceptanceRecord, HeldVersion, RunState, WorkerGauges
 
-#: So many of the last batches, by arrival, are looked at.
+#: How many of the last batches, by arrival, are looked at.
 RECENT_BATCHES: Final = 20
 #: A worker is called silent after this time; it sends a heartbeat every 3 s.
 SILENT_SECONDS: Final = 10.0
@@ -34,9 +34,9 @@ ENGINE_SILENT_SECONDS: Final = 600.0
 _ARRIVAL_SECONDS: Final = 60.0
 #: After a publish every engine has the version by then (the alert `DraftalignEngineBehind` uses the same time).
 _UNSWAPPED_SECONDS: Final = 600.0
-#: Where so many of the newest batches are dead in a row, there is a warning, however many before them were good.
+#: Where this number of the newest batches are dead in a row, there is a warning, however many before them were good.
 _DEAD_IN_A_ROW: Final = 3
-#: A worker with a heartbeat is called stuck where a batch has waited, and nothing was scored, for so long.
+#: A worker with a heartbeat is called stuck where a batch has waited, and nothing was scored, for this time.
 _STUCK_SECONDS: Final = 600.0
 _QUEUE_NEARLY_FULL: Final = 0.8
 #: From these shares of its memory on Redis is called nearly full, and full: it may refuse a write just below its limit.
@@ -61,24 +61,36 @@ Severity = Literal["bad", "warn", "wait", "good", "note"]
 _ORDER: Final[tuple[Severity, ...]] = ("bad", "warn", "wait", "good", "note")
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What is known of a run at one moment. Times are Unix seconds; None: never, or not known."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownOfRun:
+    """What is stored of a run, and said as it is, at one moment. Times are Unix seconds; None: never, or not known."""
 
     now: float
     #: When this API process began.
     api_began: float | None = None
     registered: float | None = None
-    #: The worker's last sign of life, and why it cannot work on the run.
-    heartbeat: float | None = None
-    worker_error: str | None = None
-    #: Whether `worker_error` is about memory; what waits is then tried again.
-    for_memory: bool = False
-    #: What the controller decided last: train, probe or idle.
-    action: str | None = None
-    #: Whether nothing is trained because nothing that comes can judge it, or because memory ran out.
-    unjudged: bool = False
-    no_memory: bool = False
+    worker: WorkerGauges = field(default_factory=WorkerGauges)
+    oldest_queued: float | None = None
+    last_arrival: float | None = None
+    #: Whether a trainer goes on sending although a later start of one has followed it.
+    outdated: bool = False
+    #: How many versions were published, also those that the history has forgotten.
+    published: int = 0
+    #: Verdicts on the engines: live beside replay α.
+    watch: Watch = field(default_factory=Watch)
+    #: The moves of `latest`.
+    moves: Moves = field(default_factory=Moves)
+    #: What a person wants of the run, and the version that a person holds.
+    state: RunState = field(default_factory=RunState)
+    held: HeldVersion | None = None
+    #: Versions that people sent and that are not judged yet, oldest first.
+    waiting: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts(KnownOfRun):
+    """All that the headline needs."""
+
     #: Batches: taken in since the run began, and in the queue now.
     accepted: int = 0
     queued: int = 0
@@ -88,10 +100,6 @@ class RunFacts:
     disk_fill: float = 0.0
     #: Share in use of Redis' memory.
     redis_fill: float = 0.0
-    oldest_queued: float | None = None
-    last_arrival: float | None = None
-    #: Whether a trainer goes on sending although a later start of one has followed it.
-    outdated: bool = False
     #: The longest pause between the batches that arrived last, in seconds.
     longest_pause: float | None = None
     last_scored: float | None = None
@@ -105,38 +113,21 @@ class RunFacts:
     gathered: int | None = None
     wanted: int | None = None
     served_version: str | None = None
-    #: How many versions were published.
-    published: int = 0
     #: As in `GET /alpha`.
     current: Current | None = None
-    drift_alarm: bool = False
-    #: What the drift monitor compares: α of the last tick, and its level so far.
-    drift_alpha: float | None = None
-    drift_level: float | None = None
     #: What explains the change of α.
     cause: Cause | None = None
-    #: Verdicts on the engines.
-    watch: Watch = field(default_factory=Watch)
     #: The newest report, with a published drafter, of each engine that has reported within `ENGINE_SILENT_SECONDS`.
     engines: Sequence[AcceptanceRecord] = ()
     #: Whether these engines have counted a round.
     drafted: bool = True
     #: The newest report of each engine that another client keeps on its own drafter.
     contested: Sequence[AcceptanceRecord] = ()
-    #: The moves of `latest`.
-    moves: Moves = field(default_factory=Moves)
     #: How many pushes did not revive the drafter of an engine that is dead.
     failed_pushes: int = 0
     last_engine_report: float | None = None
     #: What further training would bring.
     headroom: Advice | None = None
-    #: What a person wants of the run, and the version that a person holds.
-    state: RunState = field(default_factory=RunState)
-    held: HeldVersion | None = None
-    #: Versions that people sent and that are not judged yet, oldest first.
-    waiting: Sequence[str] = ()
-    #: The sent version that was looked at last, and what the gate found.
-    of_sent: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +206,12 @@ def _why_unjudged(facts: RunFacts, version: str) -> str:
         return f"{short_version(facts.held.version)} is held, and nothing is judged until `draftalign release`"
     if facts.watch.hold is not None:
         return f"nothing may be published: {facts.watch.hold}"
-    silent = facts.heartbeat is None or abs(facts.now - facts.heartbeat) > _REFUSED_SECONDS
-    if silent or facts.worker_error:
+    silent = facts.worker.heartbeat is None or abs(facts.now - facts.worker.heartbeat) > _REFUSED_SECONDS
+    if silent or facts.worker.error:
         return "no worker works on the run"
     gate = ""
-    if facts.of_sent is not None and facts.of_sent[0] == version:
-        gate = f"so far the gate says: {_short(facts.of_sent[1])}; "
+    if facts.worker.sent is not None and facts.worker.sent[0] == version:
+        gate = f"so far the gate says: {_short(facts.worker.sent[1])}; "
     if not facts.queued and (facts.last_arrival is None or facts.now - facts.last_arrival > _ARRIVAL_SECONDS):
         age = "" if facts.last_arrival is None else f" for {duration(facts.now - facts.last_arrival)}"
         return f"{gate}it is judged on rollouts that come, and none has come{age}"
@@ -235,11 +226,11 @@ def _who(by: str | None, since: float | None, now: float, reason: str) -> str:
 # --- worker, queue, trainer
 def _of_worker(facts: RunFacts) -> Iterator[Headline]:
     waits = _waits(facts.queued) if facts.queued else ""
-    if facts.heartbeat is None:
+    if facts.worker.heartbeat is None:
         yield from _no_worker(facts, waits)
         return
-    age = abs(facts.now - facts.heartbeat)  # a heartbeat from the future was made before the clock was set back
-    limit = _REFUSED_SECONDS if facts.worker_error else SILENT_SECONDS
+    age = abs(facts.now - facts.worker.heartbeat)  # a heartbeat from the future was made before the clock was set back
+    limit = _REFUSED_SECONDS if facts.worker.error else SILENT_SECONDS
     # A worker of a run that was paused, or of a service that was stopped, gets time to come back.
     begun = ((facts.state.since, limit), (facts.api_began, max(limit, _START_SECONDS)))
     if age > limit and not any(at is not None and 0 <= facts.now - at <= seconds for at, seconds in begun):
@@ -247,12 +238,12 @@ def _of_worker(facts: RunFacts) -> Iterator[Headline]:
         yield _found(
             "bad", "worker_silent", "Worker silent", f" for {duration(age)}: {nothing}{waits and '; ' + waits}."
         )
-    if facts.worker_error:
+    if facts.worker.error:
         # What a silent worker said last is not the worst thing any more.
-        if facts.for_memory:
-            yield _found("bad", "short_of_memory", "Short of memory", f": {_short(facts.worker_error)}")
+        if facts.worker.for_memory:
+            yield _found("bad", "short_of_memory", "Short of memory", f": {_short(facts.worker.error)}")
         else:
-            yield _found("bad", "refused", "Refused by the worker", f": {_short(facts.worker_error)}")
+            yield _found("bad", "refused", "Refused by the worker", f": {_short(facts.worker.error)}")
     elif age <= SILENT_SECONDS:
         yield from _of_stuck_worker(facts)
 
@@ -316,7 +307,7 @@ def _of_queue(facts: RunFacts) -> Iterator[Headline]:
     elif facts.queue_fill >= _QUEUE_NEARLY_FULL:
         text = f": {_waits(facts.queued)}; {'' if facts.queue_fill >= 1 else 'at 100 % '}rollouts are refused."
         yield _found("warn", "queue_full", f"Queue {facts.queue_fill:.0%} full".replace("%", " %"), text)
-    elif facts.action == "defer":
+    elif facts.worker.action == "defer":
         yield _found(
             "note",
             "behind",
@@ -370,7 +361,7 @@ def _before_the_first_score(facts: RunFacts) -> Iterator[Headline]:
             "Learning",
             ": no drafter is served yet; the next rollouts judge the first one.",
         )
-    elif facts.queued and facts.heartbeat is not None:
+    elif facts.queued and facts.worker.heartbeat is not None:
         yield _found("wait", "queued", waiting, f": {_batches(facts.queued)} in the queue, none scored yet.")
     elif facts.accepted and not facts.queued:
         yield _found("wait", "unscored", waiting, ": no rollout has been scored yet.")
@@ -489,16 +480,16 @@ def _troubles_of_alpha(facts: RunFacts, now: Current, alpha: float, says: str) -
     compared = now.compared if _is_measured(facts, now) and _is_compared(now) else None
     if compared is not None and compared.high is not None and compared.high < _WORSE:
         yield _found("bad", "worse", "Worse than doing nothing", f": {says}{_beside(now, alpha)}.")
-    if facts.unjudged:
+    if facts.worker.unjudged:
         why = "all were trained on under this policy version, so nothing can be judged, and nothing is trained"
         yield _found("warn", "unjudged", "No prompt is new", f": {why}; {says}.")
-    if facts.no_memory:
+    if facts.worker.no_memory:
         why = "memory ran out in each training, so rollouts are scored only for a while, and then one more is tried"
         yield _found("warn", "no_memory", "Too little memory to train", f": {why}; {says}.")
-    if facts.drift_alarm:
+    if facts.worker.drift_alarm:
         fell = "α fell beyond chance"
-        if facts.drift_alpha is not None and facts.drift_level is not None:
-            fell = f"α {facts.drift_alpha:.2f} is below its level so far, {facts.drift_level:.2f}"
+        if facts.worker.drift_alpha is not None and facts.worker.drift_level is not None:
+            fell = f"α {facts.worker.drift_alpha:.2f} is below its level so far, {facts.worker.drift_level:.2f}"
         why = f", by {facts.cause.text}" if facts.cause is not None and facts.cause.cause is not None else ""
         yield _found("warn", "drifting", "Drifting", f": {fell}{why}; {says}.")
     known = math.inf if compared is None or compared.by_chance is None else compared.by_chance
@@ -510,7 +501,7 @@ def _troubles_of_alpha(facts: RunFacts, now: Current, alpha: float, says: str) -
 
 
 def _harder_prompts(facts: RunFacts) -> Iterator[Headline]:
-    if facts.drift_alarm or facts.cause is None:
+    if facts.worker.drift_alarm or facts.cause is None:
         return
     mix = facts.cause.terms.get("prompts")
     if mix is not None and mix.high < 0 and mix.value < -_MIX:

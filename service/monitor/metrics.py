@@ -24,48 +24,39 @@ from service.monitor.alpha import Attempt
 from service.monitor.counts import sound
 from service.monitor.current import Current, Newest, current
 from service.monitor.drift.cause import Cause, HasSums, as_fraction, cause_of, engine_change
-from service.monitor.events import Moves, RunEvent
+from service.monitor.events import RunEvent
+from service.monitor.headline import RECENT_BATCHES, KnownOfRun
 from service.monitor.headroom import STATES, Advice, advise, longest_pause, trainer_silent
 from service.monitor.live.watch import Watch, failed_pushes
 from service.monitor.records import (
     DRAFTERS,
     AcceptanceRecord,
     Estimate,
-    HeldVersion,
     Return,
     RunState,
     ScoreRecord,
     ServedDrafter,
     Vocabulary,
-    WorkerGauges,
 )
 from service.monitor.worth import Worth
 
-#: The pauses between so many of the newest batches are a trainer's usual ones.
-_RECENT_BATCHES: Final = 20
 #: What `/metrics` is served as.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@dataclass(frozen=True, slots=True)
-class RunSnapshot:
-    """What is stored about one run, read at one moment: `now`, in Unix seconds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot(KnownOfRun):
+    """What is stored about one run, read at one moment.
 
-    `scores`: all, or the newest ones. `counters`: the queue's (`items, bytes, accepted_total, duplicates_total,
-    dead_total, rejected_total`). `acceptances`: all, or few records that stand for all (`condensed`).
-    `engine`: what engines have of a cause (`engine_change`); None: nothing is known.
+    `scores`: all, or the newest ones. `acceptances`: all, or few records that stand for all (`condensed`).
+    `engine`: what engines have of a cause (`engine_change`); None: nothing is known. `returns`: signs that trainers
+    went back. `counters`: the queue's (`items, bytes, accepted_total, duplicates_total, dead_total, rejected_total`).
     `queue_limit_bytes`: at which it is full. `redis_fill`: share of Redis' memory in use; None: it has no limit.
-    `latest`: None before the first publish. `published`: how many versions, also those that the history has
-    forgotten. `returns`: signs that trainers went back. `last_report` (Unix seconds): for a headline, which is made
-    without the records of silent engines; None where these are included. `watch`: live beside replay α. `pushes`: when
-    the drafter was last pushed again, oldest first. `worth`: what acceptance is worth in time. `dead_letters`: the
-    newest ones. `outdated`: a trainer goes on sending although a later start of one has followed it.
-    `oldest_queued`, `last_arrival`, `registered`, `api_began`: Unix seconds. `state`, `held`: what a person wants of
-    the run, and of what it serves. `waiting`: versions that people sent and that wait for the gate, oldest first.
+    `latest`: None before the first publish. `dead_letters`: the newest ones. `last_report` (Unix seconds): for a
+    headline, which is made without the records of silent engines; None where these are included. `pushes`: when the
+    drafter was last pushed again, oldest first. `worth`: what acceptance is worth in time.
     """
 
-    now: float
-    api_began: float | None = None
     scores: Sequence[ScoreRecord] = ()
     acceptances: Sequence[AcceptanceRecord] = ()
     engine: Estimate | None = None
@@ -74,22 +65,11 @@ class RunSnapshot:
     counters: Mapping[str, int] = field(default_factory=dict)
     queue_limit_bytes: int | None = None
     redis_fill: float | None = None
-    worker: WorkerGauges = field(default_factory=WorkerGauges)
     latest: ServedDrafter | None = None
     dead_letters: Sequence[Mapping[str, str]] = ()
-    oldest_queued: float | None = None
-    last_arrival: float | None = None
-    outdated: bool = False
-    registered: float | None = None
-    published: int = 0
-    moves: Moves = field(default_factory=Moves)
     last_report: float | None = None
-    watch: Watch = field(default_factory=Watch)
     pushes: Sequence[float] = ()
     worth: Worth = field(default_factory=Worth)
-    state: RunState = field(default_factory=RunState)
-    held: HeldVersion | None = None
-    waiting: Sequence[str] = ()
 
     @property
     def newest(self) -> Newest:
@@ -246,7 +226,7 @@ def advice_of(snapshot: RunSnapshot) -> Advice:
     """Say what a run's headroom means."""
     if snapshot.watch.hold is not None:
         return Advice("unknown", "nothing is trained while publishing is held")
-    recent = sorted(snapshot.scores, key=lambda score: score.arrival)[-_RECENT_BATCHES:]
+    recent = sorted(snapshot.scores, key=lambda score: score.arrival)[-RECENT_BATCHES:]
     silent = trainer_silent(snapshot.last_arrival, snapshot.now, longest_pause(recent))
     starved = silent and not snapshot.counters.get("items")
     worker, blocked = snapshot.worker, None

@@ -97,9 +97,9 @@ def test_pauses_of_a_trainer_are_known_by_when_its_batches_came() -> None:
 def test_an_alarm_is_a_lane_above_its_limit() -> None:
     lanes = {"fast": {"statistic": 3.0, "limit": 9.5}, "slow": {"statistic": 40.0, "limit": 36.1}}
     found = facts(worker={"drift": lanes, "drift_alpha": 2.5, "drift_level": 3.4})
-    assert (found.drift_alarm, found.drift_alpha, found.drift_level) == (True, 2.5, 3.4)
-    assert not facts(worker={"drift": {"fast": lanes["fast"]}}).drift_alarm
-    assert not facts(worker={"drift": {"fast": {}}}).drift_alarm
+    assert (found.worker.drift_alarm, found.worker.drift_alpha, found.worker.drift_level) == (True, 2.5, 3.4)
+    assert not facts(worker={"drift": {"fast": lanes["fast"]}}).worker.drift_alarm
+    assert not facts(worker={"drift": {"fast": {}}}).worker.drift_alarm
 
 
 def test_a_run_says_what_it_waits_for(service: RunningService) -> None:

@@ -25,7 +25,15 @@ from service.monitor.headline import (
 from service.monitor.headroom import Advice
 from service.monitor.live.engine import Stretch
 from service.monitor.live.watch import EngineVerdict, Watch
-from service.monitor.records import AcceptanceRecord, Change, Estimate, HeldVersion, RunState
+from service.monitor.records import (
+    AcceptanceRecord,
+    Change,
+    Estimate,
+    HeldVersion,
+    LaneGauges,
+    RunState,
+    WorkerGauges,
+)
 
 NOW = 10_000.0
 KNOWN = Compared(5, 2.14, 4.77, 2.1, 2.3, 0.05)
@@ -38,6 +46,10 @@ POINT = Current(
     publication_lag=0.0,
     best_version="v000007-0a1b2c3d",
 )
+
+#: What the worker says of itself, as the tests name it.
+_OF_WORKER = {"heartbeat": "heartbeat", "worker_error": "error", "of_sent": "sent"}
+_OF_WORKER |= {name: name for name in ("for_memory", "action", "unjudged", "no_memory", "drift_alpha", "drift_level")}
 
 
 def facts(**changes: Any) -> RunFacts:
@@ -55,7 +67,11 @@ def facts(**changes: Any) -> RunFacts:
         "current": POINT,
         "last_engine_report": NOW - 2,
     }
-    return RunFacts(**(well | changes))
+    told = well | changes
+    of_worker = {name: told.pop(key) for key, name in _OF_WORKER.items() if key in told}
+    if told.pop("drift_alarm", False):
+        of_worker["drift"] = {"fast": LaneGauges(statistic=2.0, limit=1.0)}
+    return RunFacts(worker=WorkerGauges(**of_worker), **told)
 
 
 def test_what_the_headroom_means_is_said_beside_the_headline_and_harm_first() -> None:
