@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import httpx
+from prometheus_client import start_http_server
 
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.download import IN_PROCESS, fetch_release, in_thread, prune_cache
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.agent.metrics import AgentMetrics, MetricsServer
+from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.reports import MAX_LOGGED, SERVICE, Reports
 from rl_hooks.engines.bounded import Answer, ask
 from rl_hooks.engines.kinds import EngineKind, connect
@@ -108,7 +109,7 @@ class AgentConfig:
 
 
 def pause_seconds(failures: int, limit_seconds: float) -> float:
-    """How long to pause after so many failures in a row: longer each time, up to the limit.
+    """How long to pause after `failures` in a row: longer each time, up to the limit.
 
     By chance up to half of it is left out, so that a fleet of agents does not return all at once.
     """
@@ -161,11 +162,11 @@ class SwapAgent:
         server = None
         if config.metrics_port is not None:
             try:
-                server = MetricsServer(self.metrics, config.metrics_port, config.metrics_host)
+                server, _ = start_http_server(config.metrics_port, config.metrics_host, self.metrics.registry)
             except OSError as error:
                 place = f"{config.metrics_host}:{config.metrics_port}"
                 raise AgentError(f"the agent's own metrics cannot be served at {place}: {error}") from error
-            self.metrics_port = server.port
+            self.metrics_port = server.server_port
         # Two clients: an engine never sees the service's token.
         async with (
             httpx.AsyncClient(**_any_peer(config), **_service(config)) as service,
@@ -177,7 +178,8 @@ class SwapAgent:
             finally:
                 await _end(tasks)
                 if server is not None:
-                    server.close()
+                    server.shutdown()
+                    server.server_close()
             # An engine in this process ends with it: nobody else will read its last counts.
             own = None if self._engine is None else self.followers[config.engine_urls[0]]
             if own is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from functools import partial
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
-#: Only so many of the newest versions of an engine are label values: their number is bounded.
+#: How many of the newest versions of an engine are label values: their number is bounded.
 MAX_VERSIONS: Final = 10
 
 
@@ -17,45 +18,20 @@ class AgentMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._info = Gauge(
-            "draftalign_agent_drafter_info",
-            "1 for the drafter version that the engine has loaded.",
-            ["engine", "version"],
-            registry=self.registry,
-        )
-        self.swaps = Counter(
-            "draftalign_agent_swaps",
-            "Swaps by outcome: swapped, restored (after an engine restart), rolled_back, refused, failed.",
-            ["engine", "outcome"],
-            registry=self.registry,
-        )
-        self._alpha = Gauge(
-            "draftalign_agent_alpha",
-            "Acceptance length of one drafter version in one engine, bonus token included (last 10 versions).",
-            ["engine", "drafter_version"],
-            registry=self.registry,
-        )
-        self.last_contact = Gauge(
-            "draftalign_agent_last_contact_timestamp_seconds",
-            "Unix time of the last useful answer of the service or of an engine.",
-            ["peer"],
-            registry=self.registry,
-        )
-        self.errors = Counter(
-            "draftalign_agent_errors", "Failures by peer and kind.", ["peer", "kind"], registry=self.registry
-        )
-        self.unattributed = Gauge(
-            "draftalign_agent_unattributed_rounds",
-            "Rounds around a swap or restart, which belong to no single drafter version.",
-            ["engine"],
-            registry=self.registry,
-        )
-        self.contested = Gauge(
-            "draftalign_agent_contested",
-            "1 for an engine that was given up to another client, which undid every swap.",
-            ["engine"],
-            registry=self.registry,
-        )
+        gauge, counter = partial(Gauge, registry=self.registry), partial(Counter, registry=self.registry)
+        text = "1 for the drafter version that the engine has loaded."
+        self._info = gauge("draftalign_agent_drafter_info", text, ["engine", "version"])
+        text = "Swaps by outcome: swapped, restored (after an engine restart), rolled_back, refused, failed."
+        self.swaps = counter("draftalign_agent_swaps", text, ["engine", "outcome"])
+        text = "Acceptance length of one drafter version in one engine, bonus token included (last 10 versions)."
+        self._alpha = gauge("draftalign_agent_alpha", text, ["engine", "drafter_version"])
+        text = "Unix time of the last useful answer of the service or of an engine."
+        self.last_contact = gauge("draftalign_agent_last_contact_timestamp_seconds", text, ["peer"])
+        self.errors = counter("draftalign_agent_errors", "Failures by peer and kind.", ["peer", "kind"])
+        text = "Rounds around a swap or restart, which belong to no single drafter version."
+        self.unattributed = gauge("draftalign_agent_unattributed_rounds", text, ["engine"])
+        text = "1 for an engine that was given up to another client, which undid every swap."
+        self.contested = gauge("draftalign_agent_contested", text, ["engine"])
         self._versions: dict[str, OrderedDict[str, None]] = {}
         self._loaded: dict[str, str] = {}
 
@@ -78,17 +54,3 @@ class AgentMetrics:
         while len(versions) > MAX_VERSIONS:
             self._alpha.remove(engine, versions.popitem(last=False)[0])
         self._alpha.labels(engine, version).set(alpha)
-
-
-class MetricsServer:
-    """Serves an agent's metrics at http://host:port/metrics until closed; port 0 takes a free one."""
-
-    def __init__(self, metrics: AgentMetrics, port: int, host: str = "127.0.0.1") -> None:
-        self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
-        self.port = int(self._server.server_port)
-
-    def close(self) -> None:
-        """Stop serving and free the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
