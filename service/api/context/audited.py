@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import uuid
@@ -33,20 +34,15 @@ class Auditor:
 
     def intent(self, document: dict[str, Any], *, makes_room: bool) -> asyncio.Future[None]:
         """Record what is asked. A call that `makes_room` gets room for itself, too, if need be from the spare file."""
-        return self._run(self._intent, document, makes_room)
+        append = functools.partial(self._audit_log.append, document)
+        return self._run(functools.partial(self._spare.write, append, CALL_BYTES) if makes_room else append)
 
     def outcome(self, document: dict[str, Any]) -> asyncio.Future[None]:
         """Record the outcome, if need be in room of the spare file: the call is done already."""
-        return self._run(self._outcome, document)
+        return self._run(functools.partial(self._outcome, document))
 
-    def _run(self, write: Callable[..., None], *arguments: Any) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().run_in_executor(self._writing, write, *arguments)
-
-    def _intent(self, document: dict[str, Any], makes_room: bool) -> None:
-        if makes_room:
-            self._spare.write(lambda: self._audit_log.append(document), CALL_BYTES)
-        else:
-            self._audit_log.append(document)
+    def _run(self, write: Callable[[], None]) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().run_in_executor(self._writing, write)
 
     def _outcome(self, document: dict[str, Any]) -> None:
         try:
