@@ -239,8 +239,8 @@ def _warning(outcome: Enqueued, rollouts: int) -> dict[str, str]:
 class QueueRoom(NamedTuple):
     """What a file finds in its run's queue."""
 
-    limit_bytes: int  # the queue is full at so many
-    dead_bytes: int | None = None  # files of the run's dead batches are deleted down to so many; None: all stay
+    limit_bytes: int  # at which the queue is full
+    dead_bytes: int | None = None  # that files of the run's dead batches are cut to; None: all stay
 
 
 async def check_queue(context: ServiceContext, run: str, length: int) -> QueueRoom:
@@ -464,15 +464,5 @@ async def get_rollout(rollout_id: str, context: Context, run: RunQuery = "defaul
         batch = None if batch_id is None else await queue.batch(batch_id)
     if batch is None:
         raise Problem(404, "no-such-rollout", f"run {run!r} knows no batch or rollout {rollout_id[:80]!r} (any more)")
-    numbers = ("policy_version", "policy_version_max", "rollouts", "tokens", "bytes", "known_rollouts")
-    return BatchFate.model_validate(
-        {
-            "run": run,
-            "batch_id": batch_id,
-            "state": batch["state"],
-            "reason": batch["reason"],
-            "code": death_code(batch.get("code")),
-            **{name: int(batch[name]) for name in numbers},
-            "rollout_ids": json.loads(batch["rollout_ids"]),
-        }
-    )
+    told = {"run": run, "batch_id": batch_id, "code": death_code(batch.get("code"))}
+    return BatchFate.model_validate(batch | told | {"rollout_ids": json.loads(batch["rollout_ids"])})

@@ -21,25 +21,30 @@ from service.storage.queue.rollout_queue import AsyncRolloutQueue, Batch, Enqueu
 _IDS_LISTED: Final = 16
 
 
-class DeadBatch(BaseModel):
-    """One dead batch, as it is listed. `died`: Unix seconds. `bytes`: of its file. `has_file`: it can be put back.
-
-    `code`: null of one that died before there were codes. `rollout_ids`: the first 16; empty: not known any more.
-    """
+class BatchFacts(BaseModel):
+    """What is told of a batch. `bytes`: of its file. `code`: why it died, where a program may act on that."""
 
     model_config = ConfigDict(frozen=True)
-    letter_id: str
     batch_id: str
     reason: str
     code: DeathCode | None
-    died: float
     bytes: int
     tokens: int
     rollouts: int
     policy_version: int
     policy_version_max: int
-    has_file: bool
     rollout_ids: tuple[str, ...]
+
+
+class DeadBatch(BatchFacts):
+    """One dead batch, as it is listed. `died`: Unix seconds. `has_file`: it can be put back.
+
+    `rollout_ids`: the first 16; empty: not known any more.
+    """
+
+    letter_id: str
+    died: float
+    has_file: bool
 
 
 class DeadLetter(DeadBatch):
@@ -99,15 +104,7 @@ class DeadLetters:
 
 
 def _letter(letter_id: str, fields: Mapping[str, str], kept: object, ids: bytes | None) -> DeadLetter:
-    numbers = {name: int(fields[name]) for name in NUMBERS}
-    return DeadLetter(
-        letter_id=letter_id,
-        batch_id=fields["batch_id"],
-        blob=fields["blob"],
-        reason=fields["reason"],
-        code=death_code(fields.get("code")),
-        died=int(letter_id.partition("-")[0]) / 1000.0,
-        has_file=kept is not None,
-        rollout_ids=() if ids is None else tuple(json.loads(ids)[:_IDS_LISTED]),
-        **numbers,
-    )
+    told: dict[str, Any] = {"letter_id": letter_id, "died": int(letter_id.partition("-")[0]) / 1000.0}
+    told |= {"code": death_code(fields.get("code")), "has_file": kept is not None}
+    told |= {"rollout_ids": () if ids is None else json.loads(ids)[:_IDS_LISTED]}
+    return DeadLetter.model_validate({**fields, **told})
