@@ -24,6 +24,7 @@ from rl_hooks.format.drafter import kind_of
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.run import check_run
 from rl_hooks.wire import (
+    AUX_CONVENTION,
     HEAD_FORMAT,
     RUN_FORMAT,
     Header,
@@ -54,14 +55,14 @@ _NAMED_AT_MOST: Final = 6
 _STATE: Final = TypeAdapter(RunState)
 
 
-class RunRecord(BaseModel):
-    """`run.json`."""
+class Registered(BaseModel):
+    """What a run was registered with, as it is kept and told."""
 
     model_config = ConfigDict(frozen=True)
     run: str
     target_fingerprint: str
     aux_layers: tuple[int, ...]
-    aux_layers_convention: Literal["entering"] = "entering"
+    aux_layers_convention: Literal["entering"]
     vocab_size: int
     hidden_size: int
     policy_version: int
@@ -69,6 +70,11 @@ class RunRecord(BaseModel):
     last_rows: LastRows  # that its drafters read
     bytes: int
     created: float
+
+
+class RunRecord(Registered):
+    """`run.json`."""
+
     crc32: int | None  # of target.safetensors; None until that is kept
 
 
@@ -103,6 +109,7 @@ def read_run_header(run: str, header: Header, *, begins: bool = True) -> RunReco
         run=run,
         target_fingerprint=fingerprint,
         aux_layers=tuple(layers),
+        aux_layers_convention=AUX_CONVENTION,
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
         policy_version=int_field(meta, "policy_version"),

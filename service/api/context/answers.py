@@ -10,7 +10,6 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, Field
 
-from rl_hooks.wire import LastRows
 from service.monitor.alpha import Point
 from service.monitor.counts import ServerLine
 from service.monitor.current import Current
@@ -30,8 +29,8 @@ from service.monitor.live.watch import VerdictName
 from service.monitor.records import HeldVersion, State
 from service.monitor.worth import Worth
 from service.storage.drafters.versions import Manifest
-from service.storage.queue.dead import DeadBatch
-from service.storage.queue.keys import DeathCode
+from service.storage.queue.dead import BatchFacts, DeadBatch
+from service.storage.runs import Registered
 
 #: Raised with each change that an older client may not understand (docs/reference/api.md).
 API_VERSION: Final = 1
@@ -84,23 +83,12 @@ class StateChange(BaseModel):
     since: float
 
 
-class RunAnswer(BaseModel):
+class RunAnswer(Registered):
     """A run: its registration, and how it stands. Null is not known. `state_change`: null where nobody set it.
 
     `warning`: only of a registration: what of it is ignored, of the kind that `warning_code` names.
     """
 
-    run: str
-    target_fingerprint: str
-    aux_layers: list[int]
-    aux_layers_convention: Literal["entering"]
-    vocab_size: int
-    hidden_size: int
-    policy_version: int
-    draft_vocab_size: int | None
-    last_rows: LastRows
-    bytes: int
-    created: float
     headline: Headline
     waits_for: str | None
     rollouts: RolloutCounts
@@ -149,21 +137,12 @@ class DriftRequest(BaseModel):
     request: str
 
 
-class BatchFate(BaseModel):
-    """What became of a batch. `code`: why it died, where a program may act on that."""
+class BatchFate(BatchFacts):
+    """What became of a batch."""
 
     run: str
-    batch_id: str
     state: Literal["queued", "trained", "skipped", "dead"]
-    reason: str
-    code: DeathCode | None
-    policy_version: int
-    policy_version_max: int
-    rollouts: int
-    tokens: int
-    bytes: int
     known_rollouts: int
-    rollout_ids: list[str]
 
 
 class DeadPage(BaseModel):
