@@ -22,7 +22,9 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, Self, TypeVar
+
+from pydantic import ConfigDict
 
 from service.monitor.counts import LiveAlpha, ServerLine, by_method, live_sums, servers, sound
 from service.monitor.events import RunEvent
@@ -63,7 +65,7 @@ class Compared:
         return cls(newest, frozen.alpha, served.alpha, ratio / reach, ratio * reach, by_chance, version)
 
 
-#: The error of a ratio needs so many clusters, or so many batches.
+#: How many clusters, or batches, the error of a ratio needs.
 _LEAST_CLUSTERS: Final = 8
 
 
@@ -111,39 +113,49 @@ def _student(degrees: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Figures:
+    """What batches and engines gave, of one policy version or of the newest that have it; None: not known.
+
+    `alpha_live` is of published drafters. The last three are sums since the run began, as they stood then.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(json_schema_serialization_defaults_required=True)
+    drafter_version: str | None = None
+    alpha_served: float | None = None
+    alpha_served_half_width: float | None = None
+    alpha_candidate: float | None = None
+    alpha_candidate_half_width: float | None = None
+    alpha_frozen: float | None = None
+    alpha_frozen_half_width: float | None = None
+    alpha_ngram: float | None = None
+    alpha_ngram_half_width: float | None = None
+    alpha_best: float | None = None
+    alpha_best_half_width: float | None = None
+    best_version: str | None = None
+    publication_lag: float | None = None
+    entropy: float | None = None
+    reward: float | None = None
+    alpha_live: float | None = None
+    live_rounds: int | None = None
+    action: str | None = None
+    published_total: float | None = None
+    refused_total: float | None = None
+    trained_tokens_total: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point(Figures):
     """The pooled records of one policy version.
 
-    `alpha_live` is of published drafters; other methods stand beside it. The last three are sums since the run began,
-    as they stood when the policy version had been worked on. Of `rollouts`, `rollouts_replayed` gave `alpha_served`.
+    Other methods than published drafters stand in `live_by_method`. Of `rollouts`, `rollouts_replayed` gave
+    `alpha_served`.
     """
 
     policy_version: int
-    drafter_version: str | None
     rollouts: int
     rollouts_replayed: int | None
     tokens: int
-    alpha_served: float | None
-    alpha_served_half_width: float | None
-    alpha_candidate: float | None
-    alpha_candidate_half_width: float | None
-    alpha_frozen: float | None
-    alpha_frozen_half_width: float | None
-    alpha_ngram: float | None
-    alpha_ngram_half_width: float | None
-    alpha_best: float | None
-    alpha_best_half_width: float | None
-    best_version: str | None
-    publication_lag: float | None
-    entropy: float | None
-    reward: float | None
-    alpha_live: float | None
-    live_rounds: int | None
     live_by_method: Mapping[str, LiveAlpha]
-    action: str | None
-    published_total: float | None
-    refused_total: float | None
-    trained_tokens_total: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.monitor.alpha import Attempt, Compared, Point, Turn, arrived, attempts, pool_point
+from service.monitor.alpha import Attempt, Compared, Figures, Point, Turn, arrived, attempts, pool_point
 from service.monitor.counts import LiveAlpha, live_sums, sound
 from service.monitor.records import DRAFTERS, AcceptanceRecord, Favour, Return, ScoreRecord
 
@@ -34,11 +34,11 @@ LOOK_BACK: Final = 256
 _NARROW: Final = 0.015
 #: So many batches in a row of an older drafter are not late: a person has rolled back to it.
 _SERVED_AGAIN: Final = 8
-#: A tilt is a bias if it exceeds 10 % in odds by so many standard errors. Features in bfloat16, and heads that are off
+#: A tilt is a bias if it exceeds 10 % in odds by these standard errors. Features in bfloat16, and heads that are off
 #: by half a per cent, make a smaller tilt (`tests/drafter/replay/test_lossless.py`).
 _SURE: Final = 4.5
 _LEAST_TILT: Final = 0.1
-#: Two machines' clocks may differ by so much. A report from later than that was made before a clock was set back.
+#: By how much two machines' clocks may differ. A report from later than that was made before a clock was set back.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
 
 
@@ -68,8 +68,8 @@ class Tilt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Current:
-    """What is true now. Names are those of a point of `GET /alpha`.
+class Current(Figures):
+    """What is true now.
 
     `compared`, `publication_lag`, `best_version`: on the newest batches that were scored with all drafters. The last
     two are None while the drafter of the newest batches (`drafter_version`) is another than that of `compared`. `live`:
@@ -77,30 +77,9 @@ class Current:
     whether speculation is lossless.
     """
 
-    drafter_version: str | None = None
-    compared: Compared | None = None
-    alpha_served: float | None = None
-    alpha_candidate: float | None = None
-    alpha_frozen: float | None = None
-    alpha_ngram: float | None = None
-    alpha_best: float | None = None
-    publication_lag: float | None = None
-    best_version: str | None = None
-    entropy: float | None = None
-    reward: float | None = None
-    action: str | None = None
-    published_total: float | None = None
-    refused_total: float | None = None
-    trained_tokens_total: float | None = None
-    alpha_served_half_width: float | None = None
-    alpha_candidate_half_width: float | None = None
-    alpha_frozen_half_width: float | None = None
-    alpha_ngram_half_width: float | None = None
-    alpha_best_half_width: float | None = None
-    alpha_live: float | None = None
-    live_rounds: int | None = None
-    live: LiveAlpha | None = None
     policy_version: int | None = None
+    compared: Compared | None = None
+    live: LiveAlpha | None = None
     tilt: Tilt | None = None
 
 
