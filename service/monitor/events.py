@@ -74,7 +74,15 @@ class GateEvidence(BaseModel):
         return {name: value for name, value in write(self).items() if name in self.model_fields_set}
 
 
-class Moved(Event):
+class Decided(Event):
+    """Something was decided of a version. `by`: the person who did."""
+
+    policy_version: int | None = None
+    reason: str | None = None
+    by: str | None = None
+
+
+class Moved(Decided):
     """`latest` moved to a version, or got another sequence number. `gate`: why the gate wanted it.
 
     `parent`: of a new version. `previous`: what was served before. `recovered`: by the next move, after a crash.
@@ -82,43 +90,31 @@ class Moved(Event):
     """
 
     event: Literal["published", "rolled_back", "pushed_again"] = "published"
-    policy_version: int | None = None
-    reason: str | None = None
     parent: str | None = None
     previous: str | None = None
     gate: GateEvidence | None = None
-    by: str | None = None
     recovered: bool = False
     to_hold: bool = False
     override_canary: bool = False
 
 
-class DrafterSent(Event):
+class DrafterSent(Decided):
     """A person sent a drafter, which waits for the gate."""
 
     event: Literal["sent"] = "sent"
-    policy_version: int | None = None
-    reason: str | None = None
-    by: str | None = None
 
 
-class Refused(Event):
+class Refused(Decided):
     """The gate refused a candidate, or a sent drafter (`version`)."""
 
     event: Literal["refused"] = "refused"
-    policy_version: int | None = None
-    reason: str | None = None
-    by: str | None = None
     gate: GateEvidence | None = None
 
 
-class HoldChanged(Event):
+class HoldChanged(Decided):
     """A person holds the served version, or has released it."""
 
     event: Literal["held", "released"] = "held"
-    policy_version: int | None = None
-    reason: str | None = None
-    by: str | None = None
 
 
 class Realised(Event):
