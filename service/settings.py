@@ -9,7 +9,6 @@ DRAFTALIGN_TOKENS="$(cat tokens.jsonl)"           those of a token file, of whic
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
@@ -18,6 +17,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from rl_hooks.durable import at_home
+
 Scope = Literal["write", "report", "read", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("write", "report", "read", "admin")
 _SEVERAL: Final = ("redis+cluster://", "rediss+cluster://", "redis+sentinel://", "rediss+sentinel://")
@@ -25,11 +26,6 @@ REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", *_SEVERAL)
 #: Where `drafters_url` may lead.
 OBJECT_SCHEMES: Final = ("s3://", "gs://", "az://", "file://")
 MIB: Final = 1 << 20
-
-
-def at_home(path: str | Path) -> Path:
-    """A path with `~` as the home directory. A shell leaves `~` as it is in `--state-dir=~/x`, and so do env files."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises for a user who has no home
 
 
 #: A path that may begin with `~`.

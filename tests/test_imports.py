@@ -37,7 +37,7 @@ ARROWS = {
         rl_hooks.format rl_hooks.lock rl_hooks.wire""",
     "service.memory": "",
     "service.monitor": "",
-    "service.settings": "",
+    "service.settings": "rl_hooks.durable",
     "service.errors": "",
     "drafter.training": """drafter.batch drafter.device drafter.errors drafter.model drafter.policy drafter.unroll
         drafter.vocabulary rl_hooks.wire""",

@@ -91,9 +91,14 @@ def _token(variable: str) -> str | None:
 
 def main() -> None:
     """Entry point of `draftalign-agent`."""
+    start_logging("draftalign agent", "agent")
+    typer.run(agent)
+
+
+def start_logging(program: str, name: str) -> None:
+    """Log to stderr under a name, as DRAFTALIGN_LOG_LEVEL says; ends `program` where it says no level."""
     level = os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO").upper()
     if level not in logging.getLevelNamesMapping():
-        sys.exit(f"draftalign agent: DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level[:40]!r}")
-    logging.basicConfig(level=level, format="%(asctime)s agent %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+        sys.exit(f"{program}: DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level[:40]!r}")
+    logging.basicConfig(level=level, format=f"%(asctime)s {name} %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    typer.run(agent)

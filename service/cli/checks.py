@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import Final
 
+from rl_hooks.durable import at_home
 from service.errors import ConfigurationError
-from service.settings import Settings, at_home, redis_place
+from service.settings import Settings, redis_place
 
 log = logging.getLogger("draftalign")
 

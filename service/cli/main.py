@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 from pydantic import ValidationError
 
-from rl_hooks.agent.cli import agent
+from rl_hooks.agent.cli import agent, start_logging
 from service.cli.access import audit, token
 from service.cli.checks import check_redis, check_torch, checked_redis, given_path, unknown_variables
 from service.cli.drafters.commands import convert, evaluate, inspect
@@ -206,12 +206,7 @@ def _run() -> None:
 
 def main() -> None:
     """Entry point. An error that a user can act on ends in one line; only a bug shows a traceback."""
-    name = os.environ.get("DRAFTALIGN_CHILD", "draftalign")
-    level = os.environ.get("DRAFTALIGN_LOG_LEVEL", "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
-        sys.exit(f"draftalign: DRAFTALIGN_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level[:40]!r}")
-    logging.basicConfig(level=level, format=f"%(asctime)s {name:<8} %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    start_logging("draftalign", f"{os.environ.get('DRAFTALIGN_CHILD', 'draftalign'):<8}")
     try:
         _run()
     except ValidationError as error:

@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rl_hooks.durable import at_home
 from rl_hooks.format.drafter import INDEX_FILE, read_index
 from service.errors import ConfigurationError
-from service.settings import Settings, at_home
+from service.settings import Settings
 from service.storage.layout import Layout
 
 if TYPE_CHECKING:
