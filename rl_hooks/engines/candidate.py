@@ -32,19 +32,11 @@ from rl_hooks.format.drafter import (
 from rl_hooks.format.eagle3 import MAPS, DrafterConfig, DrafterError, named, parse_config, with_defaults, with_layers
 from rl_hooks.format.engines import EngineName, limits
 from rl_hooks.format.layouts import canonical_names
+from rl_hooks.sending.features import WIRE_DTYPES
 
 #: What the engine shares with the policy, in the names of drafters' files.
 _SHARED: Final = ("embed_tokens", "shared_head.head")
-_DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+_DTYPES: Final = {name: dtype for dtype, (name, _) in WIRE_DTYPES.items()}
 #: Fields of an engine's copy of the config that do not count: its modules show what it captures and shares.
 _NOT_BY_CONFIG: Final = ("eagle_aux_hidden_state_layer_ids", "eagle_config", "tie_word_embeddings")
 

@@ -21,6 +21,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Final, Self, TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -82,12 +83,12 @@ class Counts:
         told = self._tells_prompts and other._tells_prompts
         both = {p: self._of(p, 1, other) for p in (*self.by_prompt, *other.by_prompt)} if told else {}
         known = self.emitted_tokens is not None and other.emitted_tokens is not None
-        longest, shortest = sorted((self.accepted_per_position, other.accepted_per_position), key=len, reverse=True)
+        positions = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return Counts(
             self.rounds + other.rounds,
             self.drafted_tokens + other.drafted_tokens,
             self.accepted_tokens + other.accepted_tokens,
-            tuple(a + (shortest[i] if i < len(shortest) else 0) for i, a in enumerate(longest)),
+            tuple(a + b for a, b in positions),
             (self.emitted_tokens or 0) + (other.emitted_tokens or 0) if known else None,
             self.window_seconds + other.window_seconds,
             both if len(both) <= COUNTED_PROMPTS else {},
@@ -116,15 +117,14 @@ class Counts:
 
     def since(self, earlier: Counts, seconds: float) -> Counts:
         """What was counted after `earlier`, `seconds` ago."""
-        positions = earlier.accepted_per_position
+        before = earlier.accepted_per_position[: len(self.accepted_per_position)]
+        positions = zip_longest(self.accepted_per_position, before, fillvalue=0)
         known = self.emitted_tokens is not None and earlier.emitted_tokens is not None
         return Counts(
             self.rounds - earlier.rounds,
             self.drafted_tokens - earlier.drafted_tokens,
             self.accepted_tokens - earlier.accepted_tokens,
-            tuple(
-                now - (positions[i] if i < len(positions) else 0) for i, now in enumerate(self.accepted_per_position)
-            ),
+            tuple(now - then for now, then in positions),
             (self.emitted_tokens or 0) - (earlier.emitted_tokens or 0) if known else None,
             seconds,
             {p: more for p in self.by_prompt if (more := self._of(p, -1, earlier))[1] > 0 and more[0] >= 0}

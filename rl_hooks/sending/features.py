@@ -285,13 +285,14 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def as_wire(tensor: Tensor) -> wire.Tensor:
     """View a contiguous host tensor as a tensor of the wire format."""
-    name, width = _WIRE_DTYPES[tensor.dtype]
+    name, width = WIRE_DTYPES[tensor.dtype]
     # NumPy has neither bfloat16 nor float8: they are sent as unsigned integers of their width.
     array = tensor.contiguous() if width is None else tensor.contiguous().view(width)
     return wire.Tensor.of(array.numpy(), name)
 
 
-_WIRE_DTYPES: Final[Mapping[torch.dtype, tuple[str, torch.dtype | None]]] = {
+#: How torch types are stored: safetensors' name, and the type to view them as where NumPy lacks them.
+WIRE_DTYPES: Final[Mapping[torch.dtype, tuple[str, torch.dtype | None]]] = {
     torch.bool: ("BOOL", None),
     torch.uint8: ("U8", None),
     torch.int32: ("I32", None),
