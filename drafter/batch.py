@@ -172,7 +172,7 @@ class RolloutBatch:
         )
 
     def some(self, tokens: int) -> RolloutBatch:
-        """Evenly spaced rollouts that have about so many tokens.
+        """Evenly spaced rollouts that have about `tokens` tokens.
 
         Never by length: which are long is the text's doing. The first one moves with the policy version, for a trainer
         may sort siblings.
@@ -186,7 +186,7 @@ class RolloutBatch:
         return range(self.policy_version % min(step, self.rollouts), self.rollouts, step)
 
     def groups(self, tokens_at_once: int) -> Iterator[RolloutBatch]:
-        """Split into consecutive groups of whole rollouts, of about so many tokens each."""
+        """Split into consecutive groups of whole rollouts, of about `tokens_at_once` tokens each."""
         if self.tokens <= tokens_at_once:
             yield self
             return

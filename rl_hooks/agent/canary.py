@@ -42,7 +42,7 @@ _USUAL_COUNTS_FOR: Final = 4
 _DEAD_SHARE: Final = 0.05
 #: How many changes are remembered.
 _CHANGES: Final = 32
-#: A stretch is cut into so many blocks. With fewer than half as many, their variance is not measured.
+#: How many blocks a stretch is cut into. With fewer than half as many, their variance is not measured.
 _BLOCKS: Final = 8
 #: The assumed ratio of the variances of clustered and independent rounds, where too few blocks are there to measure it.
 _DESIGN_EFFECT: Final = 4.0
@@ -206,7 +206,7 @@ class Canary:
         return False if math.log(trial.alpha / previous) + error < 0 else None
 
     def _error_of_change(self, many: int) -> float:
-        """The fall of log α, from so many stretches to the next under one version, that 1 of 100 exceeds.
+        """The fall of log α, from `many` stretches to the next under one version, that 1 of 100 exceeds.
 
         Until such changes were seen often, the change over fewer stretches is assumed, or the usual one if larger.
         """

@@ -27,7 +27,7 @@ from rl_hooks.sending.jobs import run_path
 
 log = logging.getLogger("vllm.draftalign")
 
-#: The first step of an engine waits so long for the service, once.
+#: How long the first step of an engine waits for the service, once.
 _FIRST_SECONDS: Final = 2.0
 #: Bounds each wait for the service's next bytes.
 _ASK_SECONDS: Final = 5.0

@@ -89,7 +89,7 @@ class Collected:
         return row_bytes(self.aux.shape[1] // self.last.shape[1], self.last.shape[1], "bfloat16")
 
     def within(self, bytes_: float) -> Collected | None:
-        """Its first tokens, as many as fit into a file of so many bytes. None: none of these was generated."""
+        """Its first tokens, as many as fit into a file of that size. None: none of these was generated."""
         tokens = int(min(bytes_ / self.row_bytes, len(self.input_ids)))
         if tokens == len(self.input_ids):
             return self

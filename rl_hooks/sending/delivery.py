@@ -45,7 +45,7 @@ _TAKES_A_PERSON: Final = ("urn:draftalign:too-many-runs", "urn:draftalign:run-da
 _PERSON_SECONDS: Final = 60.0
 #: A smaller file costs the API less if the API itself takes it: docs/lab/performance.md.
 _SMALLEST_DIRECT_BYTES: Final = 8 << 20
-#: After the store could not be used, files go through the API for so long.
+#: How long files go through the API after the store could not be used.
 _STORE_AWAY_SECONDS: Final = 300.0
 _THROUGH: Final = "Rollouts go through the service's API for five minutes, then it is tried again"
 _STOPPED: Final = "This process sends nothing until it is attached again; its own work goes on"

@@ -19,7 +19,7 @@ from rl_hooks import wire
 from rl_hooks.sending.exchange import Origin, Reply, exchange
 from rl_hooks.sending.jobs import Parts
 
-#: A file is put so often, until the service finds it.
+#: How often a file is put until the service finds it.
 _PUTS: Final = 2
 #: What a service says that takes no such uploads now.
 _NOT_TAKEN: Final = ("urn:draftalign:no-direct-uploads", "urn:draftalign:object-store-away")

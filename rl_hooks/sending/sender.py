@@ -35,7 +35,7 @@ _LARGEST_FILE_BYTES: Final = 511 << 20
 #: Rollouts share a file up to a quarter of the queue's bytes: those of one forward may be more than fit into the queue.
 _FILES_IN_QUEUE: Final = 4
 
-#: While `flush` waits, the log says so at this interval. Then it waits so long, by default, for how the run stands.
+#: While `flush` waits, the log says so at this interval. Then it waits this long, by default, for how the run stands.
 _SAY_SECONDS: Final = 10.0
 _LAST_ANSWER_SECONDS: Final = 5.0
 #: The longest wait of `flush`, by default: other ranks may wait in a collective, which times out after minutes.
@@ -117,7 +117,7 @@ class RolloutSender:
 
     @property
     def file_bytes(self) -> int:
-        """Rollouts of up to so many bytes share a file. A single rollout may have more (`rollout_bytes`)."""
+        """The most bytes of rollouts that share a file. A single rollout may have more (`rollout_bytes`)."""
         return min(self._queue.limit_bytes // _FILES_IN_QUEUE, _LARGEST_FILE_BYTES)
 
     @property

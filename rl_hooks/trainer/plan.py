@@ -30,7 +30,7 @@ _VERSIONS: Final = 64
 #: Of the digest in a rollout's id, and of the trainer's own name for it: the format takes 128 characters.
 _DIGEST_DIGITS: Final = 16
 _NAME_CHARACTERS: Final = 128 - 1 - _DIGEST_DIGITS
-#: A fall of policy versions by so much may be a return to an earlier checkpoint; a smaller one is a late batch.
+#: A fall of policy versions by this much may be a return to an earlier checkpoint; a smaller one is a late batch.
 _FALL: Final = 3
 
 
@@ -117,7 +117,7 @@ class BatchPlan:
         return rows, self.index.input_ids[rows + 1].astype(np.int64)
 
     def files(self, tokens: int, longest: int) -> list[tuple[slice, BatchPlan]]:
-        """The plan in files of at most so many tokens: which of the N rows, and what is known about them.
+        """The plan in files of at most `tokens` tokens: which of the N rows, and what is known about them.
 
         A rollout is never split. One that has more tokens is a file of its own, of its first `longest`; it is left out
         where the policy generated none of these.

@@ -27,7 +27,7 @@ from rl_hooks import wire
 #: How many hooks were made, by the process group's store and by run. All ranks make their hooks in the same order, so
 #: the n-th hooks of all ranks belong together.
 _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-#: At so many policy versions a rank compares its id with the store's. By the second one every rank has made its hook.
+#: At how many policy versions a rank compares its id with the store's. By the second one every rank has made its hook.
 _LOOKS: Final = 2
 #: Seconds that a hook waits for the store, at its start and at each look: the store's host may be stopped.
 _WAIT_SECONDS: Final = 2.0

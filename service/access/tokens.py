@@ -35,7 +35,7 @@ log = logging.getLogger("draftalign.api")
 LOOPBACK: Final = "loopback"
 ALL_RUNS: Final = ("*",)
 _MAX_FILE_BYTES: Final = 1 << 20
-#: An editor, or `>`, empties a file before it writes it. So an emptied file counts only after so many seconds.
+#: An editor, or `>`, empties a file before it writes it. So an emptied file counts only after this time.
 _REWRITE_SECONDS: Final = 5.0
 #: Its inode, size, and times of change in nanoseconds.
 _Seen = tuple[int, int, int, int] | None

@@ -45,7 +45,7 @@ _NOT_COMPARED: Final = (
     "it drafts trees, and replay knows chains alone, so its counts are kept and compared with nothing; start SGLang "
     "with --speculative-eagle-topk 1, --speculative-num-steps and --speculative-num-draft-tokens"
 )
-#: Counters that are read one after the other may disagree by so many tokens.
+#: Tokens by which counters that are read one after the other may disagree.
 _READ_APART: Final = 1024
 
 

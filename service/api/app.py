@@ -55,8 +55,8 @@ from service.storage.ready import connect_async
 
 log = logging.getLogger("draftalign.api")
 
-#: An idle connection is closed after so long. Longer than clients and proxies keep one (httpx 5 s, nginx 60 s), so that
-#: the client closes it first: else a request could meet a connection that is just being closed.
+#: An idle connection is closed after this time. Clients and proxies keep one for less (httpx 5 s, nginx 60 s), so they
+#: close it first: else a request could meet a connection that is just being closed.
 IDLE_SECONDS = 75
 
 router = APIRouter(tags=["operations"])

@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from service.cli.drafters.answers import Sent
 
 _POLL_SECONDS: Final = 0.5
-#: The policy answers at most so many batches before the worker has done with them: a training is judged on rollouts
-#: that came after it.
+#: How many batches the policy answers ahead of the worker: a training is judged on rollouts that came after it.
 _BATCHES_AHEAD: Final = 2
 #: A batch of a large policy fits. The hook's default is for a trainer that must not be slowed down.
 _QUEUE_BYTES: Final = 4 << 30
-#: A worker that gathers its draft vocabulary, and has not ended a batch after so long, needs more rollouts for it.
+#: A worker that gathers its draft vocabulary, and has not ended a batch after this time, needs more rollouts for it.
 _READ_SECONDS: Final = 20.0
-#: For so long a service may be away, or a worker in trouble.
+#: How long a service may be away, or a worker in trouble.
 _TROUBLE_SECONDS: Final = 120.0
 #: Counters of the hook that tell of rollouts which were not sent.
 _LOST: Final = frozenset({"dropped_full", "dropped_error", "dropped_closed", "skipped_budget", "failures"})

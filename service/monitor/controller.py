@@ -92,10 +92,10 @@ class Economy:
 #: Share of the time between two policy versions that goes to rounds with drafts (generation, reported: 65 to 85 %).
 _DRAFTING_SHARE: Final = 0.7
 _SMOOTHING: Final = 0.4
-#: A training counts as at most so many times the usual seconds: the machine may have slept.
+#: A training counts as at most this multiple of the usual seconds: the machine may have slept.
 _MOST_AT_ONCE: Final = 4.0
 _MIN_TRAININGS: Final = 4
-#: At most so many claims are passed over in a row, so that training goes on even if scoring alone cannot catch up.
+#: The most claims that are passed over in a row, so that training goes on even if scoring alone cannot catch up.
 _MOST_DEFERRED: Final = 8
 #: Mean and standard deviation of a training's gain, before any is known.
 _FIRST_GAIN: Final = 0.05
@@ -103,7 +103,7 @@ _FIRST_GAIN: Final = 0.05
 _GAIN_DRIFT: Final = 0.003**2
 #: Standard deviation, at least, of what a training may gain after a fall of α.
 _GAIN_OF_A_FALL: Final = 0.03
-#: An idle worker may train once in so many claims: where nothing is to be gained, on 5 % of the claims at most.
+#: An idle worker may train once in this number of claims: where nothing is to be gained, on 5 % of the claims at most.
 _CLAIMS_PER_PROBE: Final = 28
 #: The largest credit, and the first one, in probes. A full credit is reason enough for a probe, so the first is due
 #: after a quarter of those claims.

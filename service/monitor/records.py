@@ -274,7 +274,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """How the served drafter's replay α changed since the baseline, over so many rollouts; changes are of logarithms.
+    """How the served drafter's replay α changed since the baseline, over `rollouts`; changes are of logarithms.
 
     `alarm`: whether the drift alarm is on, and the rollouts are those since the fall began.
     `held`: under the same version, on the same strata. `drafter`: by another version. `prompts`: by another mix of the

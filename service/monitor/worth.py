@@ -54,7 +54,7 @@ _SHARPNESS: Final = (2.0, 4.0, 100.0)
 _BENDS: Final = 8
 _REFINEMENTS: Final = 3
 _BETWEEN: Final = 4
-#: Residuals beyond so many of their typical size count less and less (Huber 1964).
+#: Residuals beyond this multiple of their typical size count less and less (Huber 1964).
 _HUBER: Final = 1.345
 _REWEIGHTINGS: Final = 6
 _RIDGE: Final = 1e-12

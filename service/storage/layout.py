@@ -49,7 +49,7 @@ class Layout:
 
     #: Why other hosts' changes cannot be seen now; None: they can.
     away: str | None = None
-    #: Each piece of a history is cut into so many (`History`); in a mounted directory it stays whole.
+    #: Into how many each piece of a history is cut (`History`); in a mounted directory it stays whole.
     pieces = 1
 
     # --- what several processes share

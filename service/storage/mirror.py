@@ -63,7 +63,7 @@ _PAUSE_SECONDS: Final = 2.0
 _LEFTOVER_SECONDS: Final = 3600.0
 #: A tree of 1,000 versions and heads is a tenth of this.
 _TREE_BYTES: Final = 64 << 20
-#: A tree names so many changes before it. A process whose answer was lost asks again before as many more are made.
+#: How many changes before it a tree names. A process whose answer was lost asks again before as many more are made.
 _CHANGES_TOLD: Final = 32
 #: The file that names the URL whose copy a directory is.
 _MARK: Final = "mirror.json"

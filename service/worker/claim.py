@@ -20,7 +20,7 @@ from service.worker.promotion.gate import Gate
 from service.worker.scoring import ScoreOrder, Scores, SharedScore, score, score_shared, some_siblings
 from service.worker.target import Target
 
-#: A worker that is behind compares all drafters in one claim of so many, and the candidate alone in the others.
+#: A worker that is behind compares all drafters in one claim of this number, and the candidate alone in the others.
 _CLAIMS_PER_COMPARISON = 4
 
 #: What a batch is scored with; each includes those before.

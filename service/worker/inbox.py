@@ -54,7 +54,7 @@ _ARRIVALS_KEPT: Final = 16
 _MOST_WAITING_TOKENS: Final = 1 << 20
 #: Tries before the batch is dead; an hour together: an engine on the same GPU may have the memory while it generates.
 MEMORY_TRIES: Final = 60
-#: A try counts only so long after the last one that counted: a run that is opened again tries at once.
+#: A try counts only if the last one that counted is this long ago: a run that is opened again tries at once.
 MEMORY_TRY_SECONDS: Final = 60.0
 
 

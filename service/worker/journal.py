@@ -31,9 +31,9 @@ from service.worker.scoring import Scores
 
 log = logging.getLogger("draftalign.worker")
 
-#: After a tick with the alarm on, the alarm is logged again only after so many ticks without it.
+#: After a tick with the alarm on, the alarm is logged again only after this number of ticks without it.
 _QUIET_TICKS = 50
-#: The share of the engines' time that goes to rounds is measured over so many seconds and policy versions at least.
+#: The least time and policy versions over which the share of the engines' time that goes to rounds is measured.
 _LEAST_WINDOW_SECONDS: Final = 60.0
 _WINDOW_VERSIONS: Final = 4
 #: Totals of `served` on those batches on which all drafters were scored, to compare `frozen` and `best` with.

@@ -45,7 +45,7 @@ from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
 
-#: Heads are kept for so many policy versions where no `max_policy_lag` limits how late a batch may be.
+#: For how many policy versions heads are kept where no `max_policy_lag` limits how late a batch may be.
 _HEADS_KEPT_VERSIONS = 64
 
 #: At least this share of a training is done before newer rollouts or another run may end it: judging takes time too.

@@ -38,9 +38,9 @@ from service.worker.target import Target
 
 log = logging.getLogger("draftalign.worker")
 
-#: Rollouts for which there was no memory are left out of so many trainings, and then tried again.
+#: How many trainings leave out the rollouts for which there was no memory; then they are tried again.
 _LIMITED_TRAININGS: Final = 64
-#: After so many trainings in a row, a minute apart, that ran out of memory with nothing to leave out, all is left out.
+#: After this number of trainings, a minute apart, that ran out of memory with nothing to leave out, all is left out.
 _HOPELESS_TRAININGS: Final = 60
 
 

@@ -34,11 +34,11 @@ from service.monitor.records import DrafterSums, Favour, Replayed, ScoreRecord
 
 log = logging.getLogger("draftalign.worker")
 
-#: Prompt lookup walks a text token by token, on the CPU: 28 ms for so many.
+#: Most tokens of a prompt lookup, which walks a text token by token on the CPU: 28 ms.
 _NGRAM_TOKENS = 8192
-#: Of each prompt's rollouts one in so many stands for all, but two at least.
+#: Of each prompt's rollouts one in four stands for all, but two at least.
 _SIBLINGS_FOR_ONE, _FEWEST_SIBLINGS = 4, 2
-#: Of many prompts, in so many shares, a record tells what each share had.
+#: Where there are many prompts, they are put into this number of shares, and a record tells what each share had.
 _SHARES = 16
 
 

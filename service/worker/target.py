@@ -38,7 +38,7 @@ from service.storage.runs import check_head_bytes, check_registered, delete_head
 
 log = logging.getLogger("draftalign.worker")
 
-#: Recent batches, which are trained on again, come from about so many policy versions.
+#: About how many policy versions recent batches, which are trained on again, come from.
 _KEPT_HEADS = 8
 
 

@@ -131,7 +131,7 @@ class Disk:
             log.warning("run %s: files of dead batches were deleted: uploads found no room on the disk", run)
 
     async def sweep_dead(self, run: str, most_bytes: int) -> None:
-        """Delete files of a run's dead batches: those that are kept for too long, and all beyond so many bytes."""
+        """Delete files of a run's dead batches: those that are kept for too long, and all beyond `most_bytes`."""
         seconds = self._settings.dead_letter_seconds
         for blob in await self._dead(run).sweep(older_than_seconds=seconds, max_bytes=most_bytes):
             self.spool.delete(run, blob)

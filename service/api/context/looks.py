@@ -26,7 +26,7 @@ _THREADS: Final = 4
 _MOST: Final = 64
 #: A call waits for its look no longer, and is then answered from what this host knows.
 _SECONDS: Final = 5.0
-#: After a failure nobody asks for so long.
+#: How long nobody asks after a failure.
 _AWAY_SECONDS: Final = 5.0
 
 

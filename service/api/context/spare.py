@@ -15,7 +15,7 @@ from typing import Final
 
 #: Size of the file: enough for dozens of such calls, and for a Redis on the same disk that goes on meanwhile.
 SPARE_BYTES: Final = 4 << 20
-#: One such call writes at most so much.
+#: The most that one such call writes.
 CALL_BYTES: Final = 64 << 10
 #: Freed at a time. Not all at once: whatever fills the disk takes what a call leaves, and the next call needs room too.
 _PIECE_BYTES: Final = 4 * CALL_BYTES

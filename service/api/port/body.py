@@ -32,7 +32,7 @@ _BUFFER: Final = _Buffer()
 
 
 class BodyTooSlowError(Exception):
-    """Nothing came for long, or not all in time."""
+    """Nothing came for a while, or not all in time."""
 
 
 class BodyReader(asyncio.BufferedProtocol):

@@ -32,11 +32,11 @@ _REMEMBERED_TICKS: Final = 128
 _QUIET_WINDOW_TICKS: Final = 16
 #: A smaller fall (log) gets no cause.
 _LEAST_FALL: Final = 0.01
-#: Without an alarm a version is named only if it lost so many standard errors: each publish is one more chance to err.
+#: Standard errors that a version must have lost to be named without an alarm: each publish is one more chance to err.
 _SURE: Final = 3.0
 #: From this change of log entropy on a policy is called sharper or flatter.
 _SHARPER: Final = 0.25
-#: A live α needs so many live rounds, before the change and after it.
+#: Live rounds that a live α needs, before the change and after it.
 _LIVE_ROUNDS: Final = 1000
 
 

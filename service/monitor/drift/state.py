@@ -22,7 +22,7 @@ _ROUNDING: Final = 1e-9
 _TRAFFIC_SECONDS: Final = 3 * DAY_SECONDS
 #: Least share that a stratum is taken to have.
 _LEAST_SHARE: Final = 1 / 64
-#: A batch length counts from so many differences on; with fewer, the largest of several sds would be noise.
+#: Differences from which on a batch length counts; with fewer, the largest of several sds would be noise.
 MIN_DIFFERENCES: Final = 8
 
 
@@ -125,7 +125,7 @@ class Levels:
         self.owed_variance = self.owed_variance + variance if self.owed < 0 else 0.0
 
     def move(self, by: float, variance: float) -> None:
-        """Move all levels by one number with an error of so much variance.
+        """Move all levels by one number, whose error has this variance.
 
         A level stays above a tenth of what it was: the difference may have been measured where α was far higher. How
         much a stratum differs from the others is less certain than the mean over all, the more so the rarer it is.

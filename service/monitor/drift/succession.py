@@ -14,7 +14,7 @@ from service.monitor.drift.monitor import DriftMonitor, DriftReading
 _SCORED_BEFORE: Final = 64
 #: Number of versions whose order is remembered. No engine is further behind.
 _OFFERED_VERSIONS: Final = 32
-#: A drafter is compared with its predecessor on so many rollouts, one tick's worth, before its α is watched.
+#: Rollouts on which a drafter is compared with its predecessor, one tick's worth, before its α is watched.
 _COMPARED_ROLLOUTS: Final = 64
 
 

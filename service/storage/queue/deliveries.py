@@ -32,8 +32,8 @@ MAX_DELIVERIES: Final = 3
 KILLER: Final = f"killed its worker {MAX_DELIVERIES} times"
 DEAD_LETTERS_KEPT: Final = 10_000
 EndState = Literal["trained", "skipped"]
-#: Counts that memory ran out for a batch, once in so many seconds by the clock of Redis; `finish.lua` forgets it. HDEL
-#: comes first because Redis may be full (docs/reference/state.md, "Scripts").
+#: Counts that memory ran out for a batch, once in the given seconds of the clock of Redis; `finish.lua` forgets it.
+#: HDEL comes first because Redis may be full (docs/reference/state.md, "Scripts").
 _MEMORY_RAN_OUT: Final = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
 local now = tonumber(redis.call('TIME')[1])

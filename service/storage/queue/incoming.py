@@ -40,7 +40,7 @@ from service.storage.spool import Spool
 
 #: Stretches of a file that are nearer to each other than this are read in one request.
 _NEAR_BYTES: Final = 16 << 10
-#: After a failure the store is not asked for so long, so that a claim of many files does not wait for each.
+#: After a failure the store is not asked for this time, so that a claim of many files does not wait for each.
 _AWAY_SECONDS: Final = 5.0
 
 

@@ -24,11 +24,11 @@ LOST: Final[tuple[DeathCode, ...]] = ("blob_missing", "blob_damaged")
 ENDED_SECONDS: Final = 7 * 86_400
 #: Most memory of Redis for that, of one run: 128 MiB. Beyond it the batches that ended first are forgotten sooner.
 REMEMBERED_BYTES: Final = 128 * 2**20
-#: The headline names a trainer whose rollouts are skipped, until so long after its last file.
+#: The headline names a trainer whose rollouts are skipped, until this time after its last file.
 OUTDATED_SECONDS: Final = 600
 #: It does so only if the trainer's files came over at least this time. The last files of an ended one come at once.
 GOES_ON_SECONDS: Final = 60
-#: Redis keeps the times of a trainer's first and last file for so long: longer than an RL step takes.
+#: Redis keeps the times of a trainer's first and last file for this time: longer than an RL step takes.
 OUTDATED_KEPT_SECONDS: Final = 6 * 3600
 #: What an entry, a batch's state and a dead letter say in numbers.
 NUMBERS: Final = ("bytes", "tokens", "rollouts", "policy_version", "policy_version_max")

@@ -85,7 +85,7 @@ class Leases:
         return text(self._redis.get(self.key(run)) or self.holder) != self.holder
 
     def others(self, runs: int) -> dict[str, int]:
-        """Note that this worker has so many runs. Returns the runs of each other living worker, by its name."""
+        """Note how many runs this worker has. Returns the runs of each other living worker, by its name."""
         with contextlib.suppress(OutOfMemoryError):  # then what was known before stands
             found = self._redis.eval(_NOTE, 1, WORKERS, self.holder, runs, int(LEASE_SECONDS * 1000))
             each = zip(map(text, found[::2]), found[1::2], strict=True)

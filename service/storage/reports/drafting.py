@@ -19,7 +19,7 @@ from service.settings import Settings
 from service.storage.layout import Layout, revalidate
 from service.storage.runs import load_run
 
-#: What is supposed of a run stays so long. Else two engines that report under one name would make the worker open the
+#: How long what is supposed of a run stays. Else two engines that report under one name would make the worker open the
 #: run again and again.
 CHANGE_SECONDS: Final = 600.0
 

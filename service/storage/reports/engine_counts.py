@@ -38,11 +38,11 @@ from service.storage.queue.keys import Keys, lua
 KEPT_APART: Final = 64
 #: Drafter versions of a reporter with sums of their own; the agent's 32 pairs cannot name more.
 KEPT_DRAFTERS: Final = 32
-#: For one reporter too many, the one that was silent longest is dropped, if it was silent for so long. Should it come
+#: For one reporter too many, the one that was silent longest is dropped, if it was silent for this time. Should it come
 #: back, its cumulative counts would count twice. So an active reporter with rounds is never dropped. A reporter without
 #: rounds has nothing to count twice: it is dropped at once for one that has rounds.
 _SILENT_SECONDS: Final = 3600.0
-#: Live sums over all reporters are kept of so many pairs of drafter and policy version (those of each attempt apart).
+#: For how many pairs of drafter and policy version live sums over all reporters are kept (those of each attempt apart).
 MAX_LIVE: Final = 4096
 #: Readers follow by the names of changes (`lua/follow.lua`). So many are kept; a reader that is further behind reads
 #: everything. A report leaves four names at most, so these are the last four reports of each of 1,024 reporters.

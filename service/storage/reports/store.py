@@ -42,7 +42,7 @@ _RETURNS: Final = 64
 _SESSIONS: Final = 256
 #: A trainer that has registered again sends its head, if it moved, before its first rollouts; then it is too late.
 _AWAITED_SECONDS: Final = 24 * 3600
-#: A headline looks at so many records of a reporter: those that it used last.
+#: How many records of a reporter a headline looks at: those that it used last.
 NEWEST_REPORTS: Final = 8
 #: Batches of one millisecond that are told apart in order: a float64 has no more places beside today's milliseconds.
 _IN_A_MILLISECOND: Final = 4096

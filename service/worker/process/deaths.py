@@ -19,7 +19,7 @@ from service.storage.reports.store import Store
 _DEATHS = 3
 #: The same for deaths at work on it, without a turn between them that went well: a batch alone is dead after one less.
 _DEATHS_AT_WORK = MAX_DELIVERIES + 1
-#: A run is set aside for so long, and twice as long after each further death: each try interrupts all other runs.
+#: A run is set aside for this time, and twice as long after each further death: each try interrupts all other runs.
 _DIED_SECONDS = 20.0
 _DIED_MOST_SECONDS = 86_400.0
 
@@ -67,7 +67,7 @@ class Deaths:
 
 
 def _set_aside(run: str, done: str, deaths: int, since: float, most: int) -> tuple[float, str] | None:
-    """For how many seconds and why a run is set aside at which processes died so often, the last one at `since`.
+    """For how many seconds and why a run is set aside at which processes died `deaths` times, the last one at `since`.
 
     None: it is not, after less than `most` deaths or when the time is over.
     """

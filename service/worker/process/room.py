@@ -27,7 +27,7 @@ from service.worker.process.runs import Closed, Run, served
 
 log = logging.getLogger("draftalign.worker")
 
-#: After the last try that `_may_close_for` allows a run, none is closed for it for so long, unless it has worked.
+#: After the last try that `_may_close_for` allows a run, none is closed for it for this time, unless it has worked.
 _CLOSES_NONE_SECONDS: Final = 3600.0
 
 

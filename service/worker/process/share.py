@@ -18,16 +18,16 @@ from redis import Redis
 from service.storage.queue.lease import Leases
 from service.storage.reports.store import Store
 
-#: A worker in a long turn looks for runs only at the turn's end. Until then it announces so many runs more than it has,
-#: so that nobody hands it one.
+#: A worker in a long turn looks for runs only at the turn's end. Until then it announces more runs
+#: than it has, by this number, so that nobody hands it one.
 BUSY = 1_000_000
-#: A worker that has its share takes one more run only if no other worker has served that run for so long.
+#: A worker that has its share takes one more run only if no other worker has served that run for this time.
 _LEFT_SECONDS = 30.0
 #: Least time between two runs that are handed over: the other worker reads a checkpoint for each. After a run that
 #: nobody took, none is handed over for `_UNWANTED_SECONDS`: the workers with fewer runs cannot open it.
 _HAND_OVER_SECONDS = 5.0
 _UNWANTED_SECONDS = 600.0
-#: For so long a worker leaves a run to the others first for which it had no memory, and hands over no run that came
+#: For this time a worker leaves a run to the others first for which it had no memory, and hands over no run that came
 #: back.
 _REMEMBERED_SECONDS = 3600.0
 

@@ -14,9 +14,9 @@ from drafter.batch import RolloutBatch
 from drafter.replay.acceptance import Replay
 from service.worker.scoring import Scores
 
-#: A look at a challenger needs so many prompts. Claims of fewer are pooled.
+#: Prompts that a look at a challenger needs. Claims of fewer are pooled.
 FEWEST_PROMPTS: Final = 4
-#: Once so many claims are pooled, two prompts are enough, because a run may have no more.
+#: Once this number of claims is pooled, two prompts are enough, because a run may have no more.
 POOLED_CLAIMS: Final = 4
 #: Fewest prompts that bound an error. They are enough where nothing is promoted: for a fall of α, for a realised gain.
 LEAST_PROMPTS: Final = 2
@@ -79,8 +79,8 @@ class Pool:
     ) -> tuple[list[Replay], npt.NDArray[np.int64] | None] | None:
         """Add `rollouts` of a claim. Returns the pooled replays and each rollout's prompt; None: too few prompts yet.
 
-        Where each rollout is an observation, no prompts are returned. `alone`: so many prompts in one claim are enough.
-        `claims`: wait for at least so many claims.
+        Where each rollout is an observation, no prompts are returned. `alone`: prompts that are enough in one claim.
+        `claims`: the fewest claims to wait for.
         """
         prompts = tuple(fresh.prompts[i] if fresh.by_prompt else f"{fresh.prompts[i]} {i}" for i in rollouts)
         if fresh.by_prompt != self.by_prompt:  # waiting rollouts counted in another way

@@ -14,13 +14,13 @@ from drafter.replay.gate import compare
 from service.monitor.events import Realised
 from service.monitor.records import Z_95
 
-#: Before any promise is measured, so much logarithmic gain (some two publishes') counts as promised and exactly kept.
+#: Before any promise is measured, this logarithmic gain (some two publishes') counts as promised and exactly kept.
 _KEPT_BEFORE: Final = 0.1
 #: Weight of what is older, at each promise that is measured: what was kept five publishes ago counts half.
 _KEPT_MEMORY: Final = 0.87
 #: A promise is corrected by this factor at most, up or down.
 _LARGEST_CORRECTION: Final = 2.0
-#: What a version gains is settled after so many rollouts.
+#: Rollouts after which it is settled what a version gains.
 _SETTLED_ROLLOUTS: Final = 256
 
 
