@@ -1,5 +1,7 @@
 """A server that takes SGLang 0.5.23's weight-update calls and refuses every call that 0.5.23 would, or that would hurt.
 
+Or those of 0.5.16, which has no sessions: there our plugin lets our update pass at once, and a pause would hurt.
+
 What is checked: names and types of fields, base64 and the unpickler's allow-list, one payload per rank, the session
 (nothing outside of it, one at a time), the selector (never the policy), the pause (without one, a call waits for all
 running requests), the cache flush (refused while requests run). The weights are loaded for real: the custom loader that
@@ -25,6 +27,8 @@ import torch
 from agent_fixtures import Peer
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from rl_hooks.engines.sglang.direct import LOADER, MARK
 
 #: Of the unpickler's list, what can come from outside without a code path of SGLang's.
 ALLOWED = {("builtins", "list"), ("builtins", "tuple"), ("torch", "ByteTensor")}
@@ -132,6 +136,22 @@ class DraftModel(nn.Module):
         return {n: p.detach().clone() for n, p in self.named_parameters() if "embed_tokens" not in n}
 
 
+class Policy(nn.Module):
+    """What SGLang serves: as far as a loader may take it for a drafter."""
+
+    def __init__(self, embedding: nn.Parameter) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_size=embedding.shape[1])
+        self.model: Any = nn.Module()
+        self.model.embed_tokens = nn.Module()
+        self.model.embed_tokens.weight = embedding
+        self.model.norm = _parameter(embedding.shape[1])
+        self.lm_head = _parameter(*embedding.shape)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        raise AssertionError(f"{[name for name, _ in weights]} would be written into the policy")
+
+
 class RefusedError(Exception):
     """The call is answered with this status."""
 
@@ -143,10 +163,11 @@ class RefusedError(Exception):
 class SGLangServer(Peer):
     """`ranks` schedulers behind one HTTP server. `violations` lists what a correct client never does."""
 
-    def __init__(self, drafter: Path, *, ranks: int = 1) -> None:
-        self.drafter, self.ranks = drafter, ranks
+    def __init__(self, drafter: Path, *, ranks: int = 1, sessions: bool = True) -> None:
+        self.drafter, self.ranks, self.sessions = drafter, ranks, sessions
+        self.plugin = True  # whether ours is installed beside it
         self.info: dict[str, Any] = {
-            "version": "0.5.23",
+            "version": "0.5.23" if sessions else "0.5.16",
             "speculative_algorithm": "EAGLE3",
             "speculative_draft_model_path": str(drafter),
             "speculative_num_draft_tokens": 4,
@@ -159,7 +180,6 @@ class SGLangServer(Peer):
         self.violations: list[str] = []
         self.fail: dict[str, int] = {}  # path -> how many of the next calls fail with 500
         self.starts = 0
-        self.plugin = True  # whether ours is installed beside it
         self.fault = False  # whether a fault has ended its counting
         self.released = False  # whether a trainer has had it release the memory of its weights
         self._start()
@@ -167,8 +187,13 @@ class SGLangServer(Peer):
 
     def _start(self) -> None:
         self.starts += 1
-        self.info |= {"startup_time": {"scheduler_e2e": 10.0 + self.starts / 7}, "random_seed": 1000 + self.starts}
+        if self.sessions:
+            self.info |= {"startup_time": {"scheduler_e2e": 10.0 + self.starts / 7}, "random_seed": 1000 + self.starts}
+        else:  # nothing of its own differs, where a seed is set
+            said = {MARK: f"life {self.starts}"} if self.plugin else {}
+            self.info |= {"random_seed": 1000, "internal_states": [said]}
         embedding = nn.Parameter(torch.ones(8, 8))
+        self.policy = Policy(embedding)
         self.models = [DraftModel(self.drafter, embedding) for _ in range(self.ranks)]
         self.paused = False
         self.session: str | None = None
@@ -202,7 +227,9 @@ class SGLangServer(Peer):
             self.send_json(handler, 200, {"weight_version": self.weight_version})
         elif path == "/metrics":
             self.send(handler, 200, self._metrics().encode())
-        elif path in FIELDS and handler.command == "POST":
+        elif path == "/begin_weight_update" and handler.command == "GET":
+            self.send_json(handler, 405 if self.sessions else 404, {"detail": "Method Not Allowed"})
+        elif path in FIELDS and handler.command == "POST" and (self.sessions or not path.endswith("_weight_update")):
             self._update(handler, path, body)
         else:
             self.violations.append(f"{handler.command} {path}")
@@ -232,14 +259,17 @@ class SGLangServer(Peer):
             raise RefusedError(500, "Internal Server Error")
 
     def _check_fields(self, path: str, body: Any) -> None:
+        fields = {name: kind for name, kind in FIELDS[path].items() if self.sessions or name != "selector"}
         for name, value in body.items():
-            if name not in FIELDS[path] or type(value) is not FIELDS[path][name]:
+            if name not in fields or type(value) is not fields[name]:
                 self.violations.append(f"{path}: {name}={value!r}"[:200])
                 raise RefusedError(422, f"{name}: not a field, or of another type")
 
     def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("mode") != "in_place":
             self.violations.append(f"pause mode {body.get('mode', 'abort')!r} loses requests or their cache")
+        if not self.sessions:
+            self.violations.append("a pause takes a trainer's own away")
         self.paused = True
         return {"message": "Generation paused successfully.", "status": "ok"}
 
@@ -272,12 +302,13 @@ class SGLangServer(Peer):
         return {"success": True, "message": "Success"}
 
     def _load(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._wait_for_requests("/update_weights_from_tensor")
-        if self.session is None:
+        if self.sessions or not self.plugin or body.get("load_format") != LOADER:
+            self._wait_for_requests("/update_weights_from_tensor")
+        if self.sessions and self.session is None:
             raise RefusedError(
                 400, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
             )
-        if body.get("selector", "all") != "draft":
+        if self.sessions and body.get("selector", "all") != "draft":
             self.violations.append("update with a selector that includes the policy")
         if body.get("abort_all_requests"):
             self.violations.append("requests aborted")
@@ -294,6 +325,8 @@ class SGLangServer(Peer):
             tensors = [(name, tensor.to("cpu")) for name, tensor in Unpickler(io.BytesIO(raw)).load()]
             with _process(rank):
                 loader(model, tensors)  # what it returns is ignored; what it raises would end the server
+                if not self.sessions:
+                    loader(self.policy, tensors)
         if body.get("flush_cache", True) and self.running_requests:
             raise RefusedError(
                 400, "Weights were updated, but the cache was not flushed because requests are still running"

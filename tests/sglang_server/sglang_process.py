@@ -142,6 +142,17 @@ class SGLangProcess:
         ids: list[int] = self.ask(prompt, max_tokens=max_tokens)["output_ids"]
         return ids
 
+    @functools.cached_property
+    def version(self) -> tuple[int, ...]:
+        """Its release: three numbers."""
+        facts = self.client.get("/server_info").raise_for_status().json()
+        return tuple(int(part) for part in facts["version"].split(".")[:3])
+
+    @functools.cached_property
+    def has_sessions(self) -> bool:
+        """Whether weights are written in sessions (0.5.21 and newer), of which a GET is no call."""
+        return self.client.get("/begin_weight_update").status_code != httpx.codes.NOT_FOUND
+
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         """A call that must succeed."""
         answer = self.client.post(path, json=body).raise_for_status().json()

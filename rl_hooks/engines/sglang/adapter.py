@@ -3,15 +3,18 @@
     pause_generation(in_place) -> begin_weight_update(draft) -> update_weights_from_tensor(draft, no flush)
     -> end_weight_update -> continue_generation
 
-`in_place` keeps requests and KV cache; without a pause each call would wait until every running request has ended. The
-requests hold no weights: `rl_hooks.engines.sglang.loader`, named by `--custom-weight-loader`, reads them from the disk
-that agent and server share, and writes its outcome to a file. `/update_weights_from_disk` is not used: it has no
+`in_place` keeps requests and KV cache; without a pause each call would wait until every running request has ended.
+Before 0.5.21 there are no sessions: update_weights_from_tensor alone is called, which `rl_hooks.engines.sglang.direct`
+lets pass at once.
+
+The requests hold no weights: `rl_hooks.engines.sglang.loader`, named by `--custom-weight-loader`, reads them from the
+disk that agent and server share, and writes its outcome to a file. `/update_weights_from_disk` is not used: it has no
 selector and would load the drafter into the policy.
 
 `weight_version` is only read. The server has one, and the trainer keeps its policy version there; a whole number in it
 is taken as the policy version. So the adapter remembers which drafter is loaded, as long as the server's process lives.
 
-Written against 0.5.23; tests/sglang_contract.py checks every call as that version does.
+Written against 0.5.23; tests/sglang_contract.py checks every call as that version does, or as 0.5.20 does.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import re
 import struct
 import time
 import uuid
@@ -39,6 +41,7 @@ from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples, whole
 from rl_hooks.engines.protocol import TREES, EngineHttp, EngineState, counting_only
 from rl_hooks.engines.sglang import rounds
+from rl_hooks.engines.sglang.direct import LOADER, mark_of
 from rl_hooks.engines.sglang.memory import RELEASED
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
@@ -48,8 +51,6 @@ from rl_hooks.release import Release
 
 log = logging.getLogger("draftalign.agent")
 
-#: `--custom-weight-loader` of the server, and `load_format` of the update.
-LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
 _REQUEST: Final = "draftalign.request"
 ROUNDS: Final = "sglang:spec_verify_calls_total"
 GENERATED: Final = "sglang:generation_tokens_total"
@@ -59,11 +60,16 @@ _NO_SESSION: Final = "no weight-update session is open"
 _SESSION_RETRY_SECONDS: Final = 0.5
 _END_ATTEMPTS: Final = 4
 _MAX_RANKS: Final = 1024
-#: In older ones a second `begin_weight_update` ends the scheduler, and with it every request.
-_OLDEST: Final = (0, 5, 23)
-_RELEASE: Final = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
-#: The version that SGLang reports if it was built without its git history.
-_UNKNOWN: Final = (0, 0, 0)
+_NOT_FOUND: Final = 404
+_OTHER_METHOD: Final = 405
+
+
+class _UnknownCallError(EngineError):
+    """The server has no such call."""
+
+
+class _KnownCallError(EngineError):
+    """The server has this call, of another method."""
 
 
 class SGLangEngine(EngineHttp):
@@ -172,7 +178,8 @@ class SGLangEngine(EngineHttp):
         Returns the SHA-256 that the loader of every rank says it read.
         """
         info = await self._object("GET", "/server_info")
-        check_server(info)
+        at_once = mark_of(info) is not None
+        check_server(info, takes=at_once or await self._has_sessions())
         check_release(release, info)
         ranks = _ranks(info)
         if await self._is_released():  # pausing alone would be undone by our own `continue_generation`
@@ -180,7 +187,7 @@ class SGLangEngine(EngineHttp):
         outcome = self._directory / f"swap-{uuid.uuid4().hex}"
         outcome.mkdir(parents=True)
         try:
-            await self._update(release, outcome, ranks)
+            await (self._load if at_once else self._update)(release, outcome, ranks)
             sha256 = self._judge(release, outcome, ranks)
         finally:
             for path in outcome.iterdir():
@@ -207,16 +214,7 @@ class SGLangEngine(EngineHttp):
             await self._begin()
             try:
                 self._mark("session")
-                request: dict[str, Any] = {"path": str(release.path), "version": release.version}
-                request |= {"outcome": str(outcome), "sha256": dict(release.sha256s)}
-                body = {
-                    "serialized_named_tensors": [request_payload(request)] * ranks,
-                    "load_format": LOADER,
-                    "selector": "draft",
-                    # True would be refused while requests run, and the answer would look like a failure.
-                    "flush_cache": False,
-                }
-                await self._post("/update_weights_from_tensor", body, timeout_seconds=self._swap_timeout_seconds)
+                await self._load(release, outcome, ranks, selector="draft")
             finally:
                 await self._end()
                 self._mark("paused")
@@ -225,6 +223,30 @@ class SGLangEngine(EngineHttp):
             await self._post("/continue_generation", {"torch_empty_cache": False})
             if self._left != "session":
                 self._mark(None)
+
+    async def _load(self, release: Release, outcome: Path, ranks: int, **selector: str) -> None:
+        """Have our loader called in every rank."""
+        request: dict[str, Any] = {"path": str(release.path), "version": release.version}
+        request |= {"outcome": str(outcome), "sha256": dict(release.sha256s)}
+        body = {
+            "serialized_named_tensors": [request_payload(request)] * ranks,
+            "load_format": LOADER,
+            # True would be refused while requests run, and the answer would look like a failure.
+            "flush_cache": False,
+        }
+        body |= selector
+        await self._post("/update_weights_from_tensor", body, timeout_seconds=self._swap_timeout_seconds)
+
+    async def _has_sessions(self) -> bool:
+        """Whether the server knows `/begin_weight_update`. A GET opens none: 405 where the call is known, else 404."""
+        faults = {_NOT_FOUND: _UnknownCallError, _OTHER_METHOD: _KnownCallError}
+        try:
+            await self._call("GET", "/begin_weight_update", lambda status: faults.get(status, EngineError))
+        except _UnknownCallError:
+            return False
+        except _KnownCallError:
+            return True
+        raise EngineError(f"GET {self.url}/begin_weight_update was answered, and is no call of SGLang's")
 
     async def _begin(self) -> None:
         """Open a session; first wait until the trainer's session, which writes a policy, is closed.
@@ -312,13 +334,18 @@ class SGLangEngine(EngineHttp):
             raise EngineError(f"{self.url}{path}: {str(document.get('message'))[:300]}")
 
 
-def check_server(info: Mapping[str, Any]) -> None:
-    """Refuse servers whose drafter cannot be swapped this way; the message says how to start one that can."""
+def check_server(info: Mapping[str, Any], *, takes: bool) -> None:
+    """Refuse servers whose drafter cannot be swapped this way; the message says how to start one that can.
+
+    `takes`: whether it has weight-update sessions, or our plugin in their place.
+    """
     faults = []
-    version = str(info.get("version") or "")
-    if (found := _RELEASE.match(version)) and _UNKNOWN < tuple(map(int, found.groups())) < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
-        faults.append(f"it is SGLang {cut(version)}; its weight-update calls are known from {oldest} on, so update it")
+    if not takes:
+        faults.append(
+            f"it is SGLang {cut(str(info.get('version')))}, which has no weight-update sessions (0.5.21 and newer have "
+            "them), and our plugin is not loaded, by which 0.5.12 and newer do without. Install rl_hooks into its "
+            "environment with pip; SGLANG_PLUGINS, where it is set, must name draftalign"
+        )
     if str(info.get("speculative_algorithm")).upper() != "EAGLE3":
         faults.append(f"it runs speculative algorithm {info.get('speculative_algorithm')!r:.200}, not EAGLE3")
     if int(info.get("dp_size") or 1) != 1:
@@ -393,10 +420,16 @@ def _ranks(info: Mapping[str, Any]) -> int:
 
 
 def process_identity(info: Mapping[str, Any]) -> str:
-    """A mark that differs at each start of a server: SGLang reports how long the start took, and the seed it drew."""
+    """A mark that differs at each start of a server: SGLang reports how long the start took, and the seed it drew.
+
+    Where our plugin gives a mark, that. Raises EngineError where the server says neither.
+    """
+    if (mark := mark_of(info)) is not None:
+        return cut(mark)
     if not isinstance(info.get("startup_time"), dict):
         raise EngineError(
-            f"/server_info has no startup_time (got {info.get('startup_time')!r:.200}); SGLang 0.5.23 has one"
+            f"/server_info has no startup_time (got {info.get('startup_time')!r:.200}) and no mark of our plugin. "
+            "SGLang 0.5.17 and newer has the one; for older ones install rl_hooks into SGLang's environment with pip"
         )
     facts = [info.get(name) for name in ("startup_time", "random_seed", "launch_command")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

@@ -3,10 +3,11 @@
     python -m sglang.launch_server ... --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFTER \
         --custom-weight-loader rl_hooks.engines.sglang.loader.load_drafter          (with DRAFTALIGN_DRAFTER_DIR set)
 
-SGLang calls `load_drafter(model, named_tensors)` in every rank's scheduler process, between `begin_weight_update` and
-`end_weight_update`, and passes what the agent sent: one byte tensor that holds a JSON request. It ignores what the
-loader returns, and an exception would end the scheduler and with it the server. So nothing is raised here: what
-happened is written to `<outcome>/<process id>.json`, where the agent reads it.
+SGLang calls `load_drafter(model, named_tensors)` in every rank's scheduler process, between two steps, and passes what
+the agent sent: one byte tensor that holds a JSON request. It ignores what the loader returns, and an exception would
+end the scheduler and with it the server. So nothing is raised here: what happened is written to
+`<outcome>/<process id>.json`, where the agent reads it. Before 0.5.21 SGLang calls it for its policy too, which is left
+as it is.
 
 All or nothing: the drafter's parameters are copied to the host first, and put back when loading fails half-way. They
 are changed in place, so CUDA graphs stay valid. Written against SGLang 0.5.23.
@@ -33,6 +34,7 @@ from rl_hooks.engines.candidate import (
     read_file,
     running_sizes,
 )
+from rl_hooks.engines.sglang.memory import MEMORY, REFUSAL
 from rl_hooks.engines.sglang.rounds import COUNTER
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, most_bytes
 from rl_hooks.format.eagle3 import DrafterConfig
@@ -41,12 +43,12 @@ log = logging.getLogger("draftalign.sglang")
 
 #: Name of the one tensor that carries the request.
 REQUEST: Final = "draftalign.request"
-#: What `--custom-weight-loader` and `load_format` must say.
-LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
 
 
 def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Load the drafter that the request names into SGLang's draft model. Never raises."""
+    if not hasattr(getattr(model, "model", None), "fc"):  # every EAGLE-3 drafter has it, and no policy
+        return
     outcome: dict[str, Any] = {"ok": False, "refused": None, "other_bytes": None, "failed": None}
     directory = None
     try:
@@ -54,6 +56,7 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
         home = _home()
         directory = _inside(home, request["outcome"])
         outcome["version"] = request["version"]
+        _check_memory()
         outcome |= _load(model, _inside(home, request["path"]), request["sha256"]) | {"ok": True}
         COUNTER.drafter_changed()
     except DrafterRefusedError as error:
@@ -80,6 +83,11 @@ def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]
     if not isinstance(document.get("sha256"), dict):
         raise ValueError("sha256 must give digests by file name")  # noqa: TRY004 - of what the request says
     return document
+
+
+def _check_memory() -> None:
+    if MEMORY.released:
+        raise RuntimeError(REFUSAL)
 
 
 def _home() -> Path:
@@ -124,7 +132,13 @@ def running_drafter(model: nn.Module) -> DrafterConfig:
             "this server's drafter shares its lm_head with the policy or with the embedding, which a swap would "
             "overwrite. Start the server with a drafter that brings its own lm_head and names draft_vocab_size"
         )
-    return running_sizes(config, entered_layers(config))
+    running = running_sizes(config, entered_layers(config))
+    if running.norm_before_fc and getattr(model.model, "input_norm", None) is None:
+        raise DrafterRefusedError(
+            "this SGLang leaves out the norm before fc that this server's drafter asks for, so it drafts by another "
+            "function; 0.5.17 and newer have it"
+        )
+    return running
 
 
 def entered_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 A trainer that shares the GPU has SGLang release it while it trains (slime and miles with `--colocate`), and just then
 drafters are published. SGLang 0.5.23 takes a weight update all the same; on a GPU, what reads or writes released memory
 ends the scheduler. So a plugin of its framework says on the server's metrics page that it is released, where the agent
-looks before it pauses anything, and refuses a session for the drafter.
+looks before it pauses anything, and refuses a session for the drafter. Where there are no sessions our loader refuses.
 
 Written against 0.5.23; tests/contract_fixtures.py has what it reads.
 """
@@ -21,24 +21,26 @@ RELEASED: Final = "draftalign:weights_released"
 #: The class that updates, releases and resumes weights in SGLang's scheduler.
 UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _WEIGHTS: Final = "weights"
-_REFUSAL: Final = "draftalign: the memory of this server's weights is released; ask again once it is resumed"
+REFUSAL: Final = "draftalign: the memory of this server's weights is released; ask again once it is resumed"
 
 
 class WeightMemory:
     """What one scheduler's process says of its weights. All calls come from its thread."""
 
     def __init__(self) -> None:
+        self.released = False
         self._gauge: Any = None
 
     def changed(self, _: Any, manager: Any, *__: Any, **___: Any) -> None:
         """SGLang has released or resumed memory."""
         try:
+            self.released = _WEIGHTS in manager.offload_tags
             if self._gauge is None:
                 from prometheus_client import Gauge  # as `StepCounter` makes its counters
 
                 says = "Whether the memory of the weights is released."
                 self._gauge = Gauge(RELEASED, says, registry=None, multiprocess_mode="max")
-            self._gauge.set(int(_WEIGHTS in manager.offload_tags))
+            self._gauge.set(int(self.released))
         except Exception:  # an exception here would end the scheduler
             log.exception("draftalign: nobody is told that this server's weights are released")
 
@@ -51,7 +53,7 @@ class WeightMemory:
             return original(manager, request)
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
 
-        return BeginWeightUpdateReqOutput(success=False, message=_REFUSAL)
+        return BeginWeightUpdateReqOutput(success=False, message=REFUSAL)
 
 
 #: This process's.

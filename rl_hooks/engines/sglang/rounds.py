@@ -14,6 +14,7 @@ Written against 0.5.23; tests/contract_fixtures.py has what it reads.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
 
+from rl_hooks.engines.sglang import direct
 from rl_hooks.engines.sglang.memory import MEMORY, UPDATER
 from rl_hooks.release import check_receipt
 
@@ -92,7 +94,7 @@ class StepCounter:
 
     def _read(self, processor: Any, batch: Any) -> list[tuple[int, int]] | None:
         """Rounds and tokens of each request so far; None in a rank in which SGLang itself does not count."""
-        reporter = processor.metrics_reporter
+        reporter = getattr(processor, "metrics_reporter", processor)  # 0.5.12's scheduler is both
         if not (reporter.current_scheduler_metrics_enabled and reporter.is_stats_logging_rank):
             return None
         return [(request.spec_verify_ct, len(request.output_ids_through_stop)) for request in batch.reqs]
@@ -147,9 +149,12 @@ def register() -> None:
     """Entry point in group `sglang.srt.plugins`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    in_parts = importlib.util.find_spec("sglang.srt.managers.scheduler_components") is not None  # not so in 0.5.12
+    processor, updater = (PROCESSOR, UPDATER) if in_parts else (direct.SCHEDULER, direct.SCHEDULER)
     HookRegistry.register(f"{RUNNER}.__init__", check_first_load, HookType.BEFORE)
-    HookRegistry.register(f"{PROCESSOR}.process_batch_result_prefill", COUNTER.prefilled, HookType.AFTER)
-    HookRegistry.register(f"{PROCESSOR}.process_batch_result_decode", COUNTER.decoded, HookType.AROUND)
-    HookRegistry.register(f"{UPDATER}.release_memory_occupation", MEMORY.changed, HookType.AFTER)
-    HookRegistry.register(f"{UPDATER}.resume_memory_occupation", MEMORY.changed, HookType.AFTER)
-    HookRegistry.register(f"{UPDATER}.begin_weight_update", MEMORY.begun, HookType.AROUND)
+    HookRegistry.register(f"{processor}.process_batch_result_prefill", COUNTER.prefilled, HookType.AFTER)
+    HookRegistry.register(f"{processor}.process_batch_result_decode", COUNTER.decoded, HookType.AROUND)
+    HookRegistry.register(f"{updater}.release_memory_occupation", MEMORY.changed, HookType.AFTER)
+    HookRegistry.register(f"{updater}.resume_memory_occupation", MEMORY.changed, HookType.AFTER)
+    if not direct.register():
+        HookRegistry.register(f"{updater}.begin_weight_update", MEMORY.begun, HookType.AROUND)

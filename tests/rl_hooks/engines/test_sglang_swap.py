@@ -10,9 +10,11 @@ import io
 import json
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,7 +34,8 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.protocol import TREES
-from rl_hooks.engines.sglang.adapter import SGLangEngine, check_server, process_identity, request_payload
+from rl_hooks.engines.sglang import direct
+from rl_hooks.engines.sglang.adapter import SGLangEngine, process_identity, request_payload
 from rl_hooks.engines.sglang.loader import (
     entered_layers,
     load_drafter,
@@ -40,6 +43,7 @@ from rl_hooks.engines.sglang.loader import (
     running_d2t,
     running_drafter,
 )
+from rl_hooks.engines.sglang.memory import MEMORY
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Release, VerifiedManifest
 from service.monitor import records
@@ -165,17 +169,6 @@ def test_a_server_that_drafts_trees_gets_drafters_and_the_service_is_told(
         assert TREES == records.TREES, "and the service knows the word"
 
 
-@pytest.mark.parametrize("version", ["0.5.23", "0.5.24.post1", "0.6.0rc1", "0.10.0", "0.0.0.dev0", "main", None])
-def test_a_server_of_a_version_that_has_these_calls_is_taken(server: SGLangServer, version: str | None) -> None:
-    check_server(server.info | {"version": version})
-
-
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.9.post2", "0.4.99"])
-def test_an_older_server_is_refused_by_its_version(server: SGLangServer, version: str) -> None:
-    with pytest.raises(SwapRefusedError, match=rf"it is SGLang {version}; .* from 0\.5\.23 on"):
-        check_server(server.info | {"version": version})
-
-
 def test_a_restarted_server_gets_its_drafter_back_and_a_restarted_agent_leaves_it_alone(
     service: Service, server: SGLangServer, home: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +196,133 @@ def test_a_trainers_session_is_waited_for(service: Service, server: SGLangServer
         with server.lock:
             server.session = None
         eventually(lambda: serves(server, files) and not server.paused)
+
+
+@pytest.fixture
+def older(tmp_path: Path, home: Path) -> Iterator[SGLangServer]:
+    """A server without weight-update sessions, as RL stacks install it. A trainer has paused it."""
+    drafter_files(tmp_path / "initial", seed=0)
+    peer = SGLangServer(tmp_path / "initial", ranks=2, sessions=False)
+    peer.paused = True
+    yield peer
+    peer.down()
+    assert peer.violations == []
+    assert peer.paused
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_without_sessions_one_call_swaps_and_neither_the_policy_nor_a_pause_is_touched(
+    service: Service, older: SGLangServer, home: Path, tmp_path: Path, paused: bool
+) -> None:
+    files = drafter_files(tmp_path / "1", seed=1)
+    older.paused = paused
+    with agent(service, older, home) as running:
+        version = service.publish(1, files=files)
+        follower_of(running, older, version)
+        assert serves(older, files)
+    assert older.paused is paused
+    older.paused = True
+    ((path, body),) = older.calls
+    assert path == "/update_weights_from_tensor"
+    assert body.keys() == {"serialized_named_tensors", "load_format", "flush_cache"}
+    assert bool((older.policy.lm_head.weight == 0).all() and (older.policy.model.embed_tokens.weight == 1).all())
+
+
+def test_without_sessions_a_restarted_server_gets_its_drafter_back(
+    service: Service, older: SGLangServer, home: Path, tmp_path: Path
+) -> None:
+    """The mark alone differs between its starts: seed and options are the same."""
+    files = drafter_files(tmp_path / "1", seed=1)
+    with agent(service, older, home) as running:
+        version = service.publish(1, files=files)
+        follower_of(running, older, version)
+        older.restart()
+        older.paused = True
+        eventually(lambda: serves(older, files))
+        eventually(lambda: running.followers[older.url].loaded_version == version)
+    with agent(service, older, home) as again:
+        eventually(lambda: older.url in again.followers and again.followers[older.url].loaded_version)
+    assert len(older.calls) == 2
+
+
+def test_without_sessions_and_without_our_plugin_nothing_is_swapped_and_the_agent_says_what_to_install(
+    older: SGLangServer, home: Path
+) -> None:
+    older.plugin = False
+    older.restart()
+    older.paused = True
+    with pytest.raises(SwapRefusedError, match=r"SGLang 0\.5\.16, which has no .*sessions.*Install rl_hooks"):
+        swap(older, release(home, "one", 1))
+    with pytest.raises(EngineError, match=r"no mark of our plugin.*install rl_hooks"):
+        asyncio.run(state(older, home))
+    assert older.calls == []
+
+
+async def state(server: SGLangServer, home: Path) -> Any:
+    """What the adapter says of it."""
+    async with httpx.AsyncClient() as client:
+        return await SGLangEngine(server.url, client, home).state()
+
+
+def test_a_drafter_that_the_loader_refuses_without_sessions_is_not_hidden_by_the_policys_call(
+    older: SGLangServer, home: Path
+) -> None:
+    before = older.models[0].weights()
+    with pytest.raises(SwapRefusedError, match="NaN"):
+        swap(older, release(home, "bad", 1, refuse_later))
+    assert all(torch.equal(now, before[name]) for name, now in older.models[0].weights().items())
+
+
+def test_the_loader_touches_nothing_while_the_memory_of_the_weights_is_released(
+    older: SGLangServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without sessions our plugin cannot refuse one."""
+    monkeypatch.setattr(MEMORY, "released", True)
+    before = older.models[0].weights()
+    with pytest.raises(EngineError, match="ask again once it is resumed"):
+        swap(older, release(home, "one", 1))
+    assert all(torch.equal(now, before[name]) for name, now in older.models[0].weights().items())
+    monkeypatch.setattr(MEMORY, "released", False)
+    assert swap(older, release(home, "one", 1))
+
+
+class Manager:
+    """SGLang's tokenizer manager, as far as an update asks it."""
+
+    is_pause = False
+
+    def update(self, request: Any, http: Any = None) -> tuple[bool, Any, Any, Any]:
+        return self.is_pause, self.known(), request.load_format, http
+
+    def known(self) -> int:
+        return id(self)
+
+
+def test_only_our_update_finds_generation_paused_which_it_is_not() -> None:
+    manager = Manager()
+    ours, theirs = (SimpleNamespace(load_format=load_format) for load_format in (direct.LOADER, None))
+    assert direct.updated(Manager.update, manager, ours, "http") == (True, id(manager), direct.LOADER, "http")
+    assert direct.updated(Manager.update, manager, theirs, http="http") == (False, id(manager), None, "http")
+    assert manager.is_pause is False
+
+
+def test_a_step_says_when_it_was_launched_and_its_copy_says_the_same() -> None:
+    batch, copy = SimpleNamespace(), SimpleNamespace()
+    direct.copied(copy, batch)
+    assert copy.launch_ts is None
+    direct.launched(None, batch)
+    direct.copied(copy, batch)
+    assert copy.launch_ts == batch.launch_ts <= time.monotonic()
+
+
+def test_the_process_is_named_in_what_its_scheduler_says_and_the_mark_is_a_text() -> None:
+    answer = SimpleNamespace(internal_state={"last_gen_throughput": 1.0})
+    direct.described(answer, None, None)
+    mark = direct.mark_of({"internal_states": [answer.internal_state]})
+    assert mark
+    for states in (None, [], {}, ["draftalign"], [{"draftalign": 1}], [{}]):
+        assert direct.mark_of({"internal_states": states}) is None
+    assert process_identity({"internal_states": [answer.internal_state]}) == mark
 
 
 def test_a_drafter_over_the_whole_vocabulary_is_swapped(service: Service, home: Path, tmp_path: Path) -> None:

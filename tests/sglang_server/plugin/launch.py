@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import inspect
 import multiprocessing
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 _ABSENT = ("torchvision", "torchaudio")
@@ -37,7 +39,7 @@ class _Module(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        absent = fullname.split(".")[0] in _ABSENT
+        absent = fullname.split(".")[0] in _ABSENT or fullname.startswith("sgl_kernel.")
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if absent else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -64,9 +66,50 @@ def overlap_schedules() -> None:
     overlap_utils.gather_spec_extras = rows_of
 
 
+def claim_amx() -> None:
+    """Let SGLang draft on this CPU: it asks for AMX, and the kernels here ask for nothing."""
+    from sglang.srt import runtime_context
+
+    if hasattr(runtime_context, "override_platform"):
+        runtime_context.override_platform(has_amx=True).install()
+        return
+    from sglang.srt.arg_groups import overrides  # before 0.5.20 each module asks for itself
+    from sglang.srt.speculative import draft_utils
+
+    for module in (overrides, draft_utils):
+        assert callable(module.cpu_has_amx_support)
+        module.cpu_has_amx_support = lambda: True
+
+
+def lengths_with_drafts() -> None:
+    """Before 0.5.20 SGLang's attention on a CPU forgets that drafts add to a request's length."""
+    from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend
+
+    if "seq_lens = forward_batch.seq_lens" not in inspect.getsource(IntelAMXAttnBackend.forward_extend):
+        return
+
+    def mended(original: Callable[..., Any], metadata: str, at: int) -> Callable[..., Any]:
+        def forward(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+            lengths, found = batch.seq_lens, getattr(self, metadata)
+            batch.seq_lens = lengths if found is None else found[at]
+            try:
+                return original(self, q, k, v, layer, batch, *rest, **named)
+            finally:
+                batch.seq_lens = lengths
+
+        return forward
+
+    for method, metadata, at in (
+        ("forward_extend", "extend_metadata", 0),
+        ("forward_decode", "draft_decode_metadata", 1),
+    ):
+        original = getattr(IntelAMXAttnBackend, method)
+        setattr(IntelAMXAttnBackend, method, mended(original, metadata, at))
+
+
 if __name__ == "__main__":
-    from sglang.launch_server import load_plugins, run_server
-    from sglang.srt.runtime_context import override_platform
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
@@ -75,7 +118,8 @@ if __name__ == "__main__":
     if os.environ.get("DRAFTALIGN_TESTS_OVERLAP"):
         overlap_schedules()
     load_plugins()
-    override_platform(has_amx=True).install()
+    claim_amx()
+    lengths_with_drafts()
     try:
         run_server(prepare_server_args(sys.argv[1:]))
     finally:

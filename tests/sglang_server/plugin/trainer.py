@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -24,6 +25,15 @@ def call(url: str, path: str, **body: Any) -> None:
         raise RuntimeError(f"{path}: {document}")
 
 
+def has_sessions(url: str) -> bool:
+    """Whether weights are written in sessions: 0.5.21 and newer."""
+    try:
+        urllib.request.urlopen(url + "/begin_weight_update", timeout=120).close()  # noqa: S310
+    except urllib.error.HTTPError as error:
+        return error.code != 404
+    return True
+
+
 def main(url: str, path: str, version: str) -> None:
     """One policy update, between pause and continue."""
     importlib.import_module("launch")  # stands in for what SGLang imports and is absent
@@ -31,12 +41,16 @@ def main(url: str, path: str, version: str) -> None:
 
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]  # by name: the server is no child of this process
     tensors = list(load_file(path).items())
+    sessions = has_sessions(url)
     call(url, "/pause_generation", mode="in_place")
-    call(url, "/begin_weight_update", selector="target")
+    if sessions:
+        call(url, "/begin_weight_update", selector="target")
     data = MultiprocessingSerializer.serialize(tensors, output_str=True)
-    body = {"serialized_named_tensors": [data], "selector": "target", "flush_cache": False}
+    body = {"serialized_named_tensors": [data], "flush_cache": False}
+    body |= {"selector": "target"} if sessions else {"disable_draft_model": True}
     call(url, "/update_weights_from_tensor", **body, weight_version=version)
-    call(url, "/end_weight_update")
+    if sessions:
+        call(url, "/end_weight_update")
     call(url, "/continue_generation")
     print("written")
 

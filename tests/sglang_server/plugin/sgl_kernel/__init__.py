@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -115,22 +116,36 @@ def _decode(
         out[one] = _attend(q[one], key_buffer[cached], value_buffer[cached], scaling, logit_cap, seen)
 
 
+def _extend_unscaled(q: Tensor, k: Tensor, v: Tensor, out: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> None:
+    _extend(q, k, v, out, keys, values, 1.0, 1.0, *rest, True)
+
+
+def _decode_unscaled(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> None:
+    _decode(q, keys, values, 1.0, 1.0, *rest)
+
+
+#: Before, neither was told the scales of the cache, and the first not whether it is causal.
+_SCALED = tuple(int(part) for part in metadata.version("sglang").split(".")[:3]) >= (0, 5, 20)
+_SCALES = "float key_scale, float value_scale, "
+
 for _schema, _function in (
     (
         "extend_attention_cpu(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor key_buffer, Tensor value_buffer, "
-        "float key_scale, float value_scale, Tensor req_to_token, Tensor requests, Tensor lengths, Tensor new_lengths, "
+        f"{_SCALES}Tensor req_to_token, Tensor requests, Tensor lengths, Tensor new_lengths, "
         "Tensor starts, int longest, float scaling, float logit_cap, bool is_cross, int window, "
         "Tensor? encoder_lengths, Tensor? sinks, Tensor? tree_mask, bool is_causal) -> ()",
-        _extend,
+        _extend if _SCALED else _extend_unscaled,
     ),
     (
-        "decode_attention_cpu(Tensor q, Tensor(a!) key_buffer, Tensor(b!) value_buffer, float key_scale, "
-        "float value_scale, Tensor(c!) out, Tensor? k, Tensor? v, Tensor? at, Tensor(d!) attn_logits, "
+        "decode_attention_cpu(Tensor q, Tensor(a!) key_buffer, Tensor(b!) value_buffer, "
+        f"{_SCALES}Tensor(c!) out, Tensor? k, Tensor? v, Tensor? at, Tensor(d!) attn_logits, "
         "Tensor req_to_token, Tensor requests, Tensor lengths, float scaling, float logit_cap, bool is_cross, "
         "int window, Tensor? encoder_lengths, Tensor? sinks) -> ()",
-        _decode,
+        _decode if _SCALED else _decode_unscaled,
     ),
 ):
+    if not _SCALED:
+        _schema = _schema.replace(_SCALES, "").replace(", bool is_causal", "")
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.split("(")[0], _function, "CompositeExplicitAutograd")
 

@@ -1,0 +1,86 @@
+"""Takes drafters in an SGLang without weight-update sessions (before 0.5.21), which RL stacks install.
+
+There `/update_weights_from_tensor` is one call, for the drafter and for the policy, and it waits until every running
+request has ended unless generation is paused. The agent must not pause: a trainer writes its policy by several calls
+between its own pause and continue, the pause is one switch without a count, and our continue would let generation go on
+with half a policy. So a plugin of SGLang's framework lets a call that names our loader pass at once, and SGLang's
+schedulers do it between two steps, whether they are paused or not. `rl_hooks.engines.sglang.loader` leaves the policy
+as it is.
+
+The plugin also names the process in `/server_info`, which says nothing there that differs at each start. By that the
+agent knows that the plugin is loaded.
+
+Written against 0.5.12, 0.5.16, 0.5.18 and 0.5.20; tests/contract_fixtures.py has what it reads of 0.5.23.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+#: `--custom-weight-loader` of the server, and `load_format` of an update that is ours.
+LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
+#: The entry of `/server_info`'s first `internal_states`, a text: the mark of this process.
+MARK: Final = "draftalign"
+SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_BATCH: Final = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_LIFE: Final = uuid.uuid4().hex
+
+
+class _Paused:
+    """SGLang's tokenizer manager as it is while generation is paused: then an update waits for no request."""
+
+    is_pause = True
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+def updated(original: Callable[..., Any], manager: Any, request: Any, *rest: Any, **named: Any) -> Any:
+    """Let SGLang hand an update to its schedulers by `original`, one of ours at once. Returns what it returns."""
+    return original(_Paused(manager) if request.load_format == LOADER else manager, request, *rest, **named)
+
+
+def described(answer: Any, *_: Any, **__: Any) -> None:
+    """SGLang's scheduler has said how it stands: add this process's mark."""
+    answer.internal_state[MARK] = _LIFE
+
+
+def mark_of(info: Mapping[str, Any]) -> str | None:
+    """The mark in what `/server_info` answered; None where this plugin is not loaded, or not needed."""
+    states = info.get("internal_states")
+    first = states[0] if isinstance(states, list) and states else None
+    mark = first.get(MARK) if isinstance(first, dict) else None
+    return mark if isinstance(mark, str) else None
+
+
+def launched(_: Any, batch: Any, *__: Any, **___: Any) -> None:
+    """Before a scheduler launches a step: note when, as later releases do by themselves."""
+    batch.launch_ts = time.monotonic()
+
+
+def copied(copy: Any, batch: Any, *_: Any, **__: Any) -> None:
+    """A batch was copied until its results come: its copy was launched when it was."""
+    copy.launch_ts = getattr(batch, "launch_ts", None)
+
+
+def register() -> bool:
+    """Register what a release without sessions needs. Returns whether this is one."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if hasattr(TokenizerManager, "begin_weight_update"):
+        return False
+    HookRegistry.register(f"{_MANAGER}.update_weights_from_tensor", updated, HookType.AROUND)
+    HookRegistry.register(f"{SCHEDULER}.get_internal_state", described, HookType.AFTER)
+    if "launch_ts" not in ScheduleBatch.__dataclass_fields__:  # before 0.5.17
+        HookRegistry.register(f"{SCHEDULER}.run_batch", launched, HookType.BEFORE)
+        HookRegistry.register(f"{_BATCH}.copy", copied, HookType.AFTER)
+    return True
