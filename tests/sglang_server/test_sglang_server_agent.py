@@ -126,6 +126,8 @@ def answers_over_a_swap(
             assert not any(future.done() for future in asked), "all run over the swap"
             good = publish(service, drafters / "trained", trained)
             eventually(lambda: follower.loaded_version == good, 60)
+            if not server.has_sessions:  # where the agent lets a pause stand
+                server.post("/continue_generation")
             for future in asked:
                 future.result()
         found = {version: settled(follower, version) for version in (dead, good)}

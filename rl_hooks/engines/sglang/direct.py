@@ -5,7 +5,8 @@ request has ended unless generation is paused. The agent must not pause: a train
 between its own pause and continue, the pause is one switch without a count, and our continue would let generation go on
 with half a policy. So a plugin of SGLang's framework lets a call that names our loader pass at once, and SGLang's
 schedulers do it between two steps, whether they are paused or not. `rl_hooks.engines.sglang.loader` leaves the policy
-as it is.
+as it is. The other way round, a trainer's call would write the policy into the drafter as well, which ends the server
+where shapes differ. The stacks' trainers do not say `disable_draft_model`, so the plugin says it beside EAGLE-3.
 
 The plugin also names the process in `/server_info`, which says nothing there that differs at each start. By that the
 agent knows that the plugin is loaded.
@@ -44,7 +45,11 @@ class _Paused:
 
 def updated(original: Callable[..., Any], manager: Any, request: Any, *rest: Any, **named: Any) -> Any:
     """Let SGLang hand an update to its schedulers by `original`, one of ours at once. Returns what it returns."""
-    return original(_Paused(manager) if request.load_format == LOADER else manager, request, *rest, **named)
+    if request.load_format == LOADER:
+        manager = _Paused(manager)
+    elif request.disable_draft_model is None and str(manager.server_args.speculative_algorithm).upper() == "EAGLE3":
+        request.disable_draft_model = True  # a policy's weights
+    return original(manager, request, *rest, **named)
 
 
 def described(answer: Any, *_: Any, **__: Any) -> None:

@@ -290,6 +290,7 @@ class Manager:
     """SGLang's tokenizer manager, as far as an update asks it."""
 
     is_pause = False
+    server_args = SimpleNamespace(speculative_algorithm="EAGLE3")
 
     def update(self, request: Any, http: Any = None) -> tuple[bool, Any, Any, Any]:
         return self.is_pause, self.known(), request.load_format, http
@@ -300,10 +301,30 @@ class Manager:
 
 def test_only_our_update_finds_generation_paused_which_it_is_not() -> None:
     manager = Manager()
-    ours, theirs = (SimpleNamespace(load_format=load_format) for load_format in (direct.LOADER, None))
+    ours, theirs = (update_of(load_format) for load_format in (direct.LOADER, None))
     assert direct.updated(Manager.update, manager, ours, "http") == (True, id(manager), direct.LOADER, "http")
     assert direct.updated(Manager.update, manager, theirs, http="http") == (False, id(manager), None, "http")
     assert manager.is_pause is False
+    assert ours.disable_draft_model is None
+
+
+def update_of(load_format: str | None, disable_draft_model: bool | None = None) -> Any:
+    """What a client has posted."""
+    return SimpleNamespace(load_format=load_format, disable_draft_model=disable_draft_model)
+
+
+def test_a_trainers_update_that_names_no_model_leaves_an_eagle_3_drafter_alone() -> None:
+    manager = Manager()
+    for said, method, expected in (
+        (None, "EAGLE3", True),
+        (False, "EAGLE3", False),  # a trainer that says so trains the drafter as well
+        (None, "EAGLE", None),  # the policy's own module
+        (None, None, None),
+    ):
+        manager.server_args = SimpleNamespace(speculative_algorithm=method)
+        request = update_of("flattened_bucket", said)
+        direct.updated(Manager.update, manager, request)
+        assert request.disable_draft_model is expected
 
 
 def test_a_step_says_when_it_was_launched_and_its_copy_says_the_same() -> None:

@@ -47,7 +47,7 @@ def main(url: str, path: str, version: str) -> None:
         call(url, "/begin_weight_update", selector="target")
     data = MultiprocessingSerializer.serialize(tensors, output_str=True)
     body = {"serialized_named_tensors": [data], "flush_cache": False}
-    body |= {"selector": "target"} if sessions else {"disable_draft_model": True}
+    body |= {"selector": "target"} if sessions else {}  # before, no stack's trainer says which
     call(url, "/update_weights_from_tensor", **body, weight_version=version)
     if sessions:
         call(url, "/end_weight_update")
