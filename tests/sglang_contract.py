@@ -146,7 +146,7 @@ class Policy(nn.Module):
         self.model.embed_tokens = nn.Module()
         self.model.embed_tokens.weight = embedding
         self.model.norm = _parameter(embedding.shape[1])
-        self.lm_head = _parameter(*embedding.shape)
+        self.lm_head: Any = _parameter(*embedding.shape)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         raise AssertionError(f"{[name for name, _ in weights]} would be written into the policy")

@@ -21,7 +21,8 @@ from server_load import REPOSITORY, write_entry_points
 
 from examples.policy import BASE_POLICY
 from rl_hooks.engines.counters import Counts
-from rl_hooks.engines.sglang.adapter import GENERATED, LOADER, REQUESTS, ROUNDS
+from rl_hooks.engines.sglang.adapter import GENERATED, REQUESTS, ROUNDS
+from rl_hooks.engines.sglang.direct import LOADER
 
 PYTHON = Path(os.environ.get("DRAFTALIGN_SGLANG_PYTHON", REPOSITORY / ".venv-sglang/bin/python"))
 DEPTH = 3

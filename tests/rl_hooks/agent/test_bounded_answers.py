@@ -26,7 +26,8 @@ from rl_hooks.agent.download import fetch_release
 from rl_hooks.agent.in_process import InProcessAgent
 from rl_hooks.engines.bounded import MAX_ANSWER_BYTES, MAX_PAGE_BYTES
 from rl_hooks.engines.counters import Counts, Snapshot
-from rl_hooks.engines.sglang.adapter import LOADER, SGLangEngine
+from rl_hooks.engines.sglang.adapter import SGLangEngine
+from rl_hooks.engines.sglang.direct import LOADER
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import DigestError, EngineError, ManifestError
 from rl_hooks.format.drafter import MAX_CONFIG_BYTES, most_bytes, parse_drafter
@@ -360,7 +361,11 @@ def test_an_sglang_server_does_not_choose_how_many_copies_are_made(size: Any, tm
     }
     (tmp_path / "config.json").write_text(json.dumps(drafter_config()))
     body = json.dumps(info).encode()
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(body)))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200 if request.url.path == "/server_info" else 405, stream=httpx.ByteStream(body))
+
+    transport = httpx.MockTransport(answer)
     server = SGLangEngine("http://engine", httpx.AsyncClient(transport=transport), tmp_path)
     release: Any = SimpleNamespace(path=tmp_path, version="v1", sha256s={})
     with pytest.raises(EngineError, match="expected tp_size of 1 to 1024"):

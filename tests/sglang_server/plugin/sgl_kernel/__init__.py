@@ -116,12 +116,12 @@ def _decode(
         out[one] = _attend(q[one], key_buffer[cached], value_buffer[cached], scaling, logit_cap, seen)
 
 
-def _extend_unscaled(q: Tensor, k: Tensor, v: Tensor, out: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> None:
-    _extend(q, k, v, out, keys, values, 1.0, 1.0, *rest, True)
+def _extend_unscaled(*arguments: Any) -> None:
+    _extend(*(*arguments[:6], 1.0, 1.0, *arguments[6:], True))
 
 
-def _decode_unscaled(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> None:
-    _decode(q, keys, values, 1.0, 1.0, *rest)
+def _decode_unscaled(*arguments: Any) -> None:
+    _decode(*(*arguments[:3], 1.0, 1.0, *arguments[3:]))
 
 
 #: Before, neither was told the scales of the cache, and the first not whether it is causal.
