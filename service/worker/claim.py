@@ -120,7 +120,7 @@ class ClaimScorer:
 
         The result has the batch with its normalisers.
         `comparison`: which drafters are scored. "served": the one that served the batch, or, where that is gone, the
-        one that is served now (the candidate while none is), and the one that the drift monitor watches. "candidate":
+        one that is served now (the candidate while none is), and those that the drift monitor compares. "candidate":
         the candidate and the one that is served now as well. "all": also the first version, sent drafters, and the
         version over which a gain is being measured.
         """
@@ -143,6 +143,7 @@ class ClaimScorer:
             "latest": None if served_only else current,
             "frozen": self._lineage.first() if every else None,
             "watched": None if by is None else self._lineage.existing(self._journal.drift.watched),
+            "followed": None if by is None else self._lineage.existing(self._journal.drift.followed),
             "before": self._lineage.existing(self._gate.outcomes.watched) if every else None,
         }
         roles = self._lineage.roles(versions, candidate=by is None or not served_only)

@@ -133,6 +133,11 @@ class DriftWatch:
         return self._succession.watched
 
     @property
+    def followed(self) -> str | None:
+        """The version before that one, while batches tell by how much the two differ."""
+        return self._succession.follows
+
+    @property
     def state(self) -> dict[str, object]:
         """What a checkpoint keeps: plain JSON values."""
         return {

@@ -29,15 +29,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
 from service.monitor.drift.cause import Row
 from service.monitor.drift.limits import DriftConfig, DriftError
-from service.monitor.drift.state import MIN_DIFFERENCES, DriftState, Rise, Spread
+from service.monitor.drift.state import MIN_DIFFERENCES, DriftState, Rise, Spread, Undo
 from service.monitor.records import Change, Estimate
 
+#: A rebase may be corrected for so many ticks.
+_CORRECTED_TICKS: Final = 32
 #: A spread below this fraction of α is rounding.
 _ROUNDING: Final = 1e-6
 #: A paired difference within this many standard errors of 0 may be chance.
@@ -184,6 +186,7 @@ class DriftMonitor:
         state = self.state
         if state.ticks == 0:
             return
+        before = replace(state, pending=[], levels=replace(state.levels, undo=None)).to_json()
         paired_difference, variance = self._shrunk(paired_difference, variance)
         # A difference that may be chance must not end an alarm.
         reach = _CHANCE_SD * math.sqrt(variance)
@@ -199,10 +202,10 @@ class DriftMonitor:
         ceiling = max(state.baseline + chance, state.shown) if proven > 0 else math.inf
         counted = paired_difference if decided else max(paired_difference, chance)
         sd = self._sd()
-        before = state.baseline
-        wanted = min(before + counted - made_up, ceiling) - before
+        old = state.baseline
+        wanted = min(old + counted - made_up, ceiling) - old
         state.levels.move(wanted, 0.0 if variance == 0 else variance / sd**2 if sd else math.inf)
-        moved = state.baseline - before
+        moved = state.baseline - old
         state.offset += moved
         state.evidence.shift += paired_difference - moved
         state.levels.owe(paired_difference - moved, variance)
@@ -217,12 +220,29 @@ class DriftMonitor:
             state.levels.owe(math.inf)
         else:
             state.evidence.shift_variance += variance
+            state.levels.undo = Undo(before, decided)
+
+    def correct(self, paired_difference: float, variance: float) -> bool:
+        """Do the last rebase once more, and the ticks since then: its difference is known better now.
+
+        False: that is not possible any more, because a person acknowledged the alarm, or too many ticks have passed.
+        """
+        undo, now = self.state.levels.undo, self.state
+        if undo is None:
+            return False
+        self.state = DriftState.from_json(undo.before)
+        self.state.traffic = now.traffic
+        self.rebase(paired_difference, variance, decided=undo.decided)
+        for parts in undo.ticks:
+            self._close(parts)
+        self.state.pending = now.pending
+        return True
 
     def acknowledge(self) -> None:
         """Set the lanes to 0, as an operator does after a fall was dealt with. The baseline stays: a fall that is
         still there raises the alarm again.
         """
-        self.state.statistics = dict.fromkeys(self.state.statistics, 0.0)
+        self.state.statistics, self.state.levels.undo = dict.fromkeys(self.state.statistics, 0.0), None
         for name in self.state.statistics:
             self.state.evidence.calm(name, self.state.ticks)
 
@@ -289,6 +309,9 @@ class DriftMonitor:
     def _close(self, parts: Mapping[str, tuple[float, float, float | None]]) -> DriftReading:
         """Close a tick: compare it with the baseline, then learn from it."""
         state, config, levels = self.state, self.config, self.state.levels
+        if levels.undo is not None:
+            levels.undo.ticks.append(dict(parts))
+            levels.undo = levels.undo if len(levels.undo.ticks) < _CORRECTED_TICKS else None
         for name, (_, mean, _) in parts.items():
             levels.meet(name, mean)
         state.ticks += 1

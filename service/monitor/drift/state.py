@@ -57,6 +57,15 @@ class Spread:
 
 
 @dataclass(slots=True)
+class Undo:
+    """What it takes to do the last rebase once more. `before`: the state before it, as JSON; `ticks`: closed since."""
+
+    before: str
+    decided: bool
+    ticks: list[dict[str, tuple[float, float, float | None]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Levels:
     """What α is on average in each stratum under the served drafter, and how surely: a Kalman filter.
 
@@ -73,6 +82,7 @@ class Levels:
     doubted: bool = False  # a rebase has added an error, which is being learnt
     owed: float = 0.0  # what versions that were proven worse cost, at most 0; not learnt, or the level would fall too
     owed_variance: float = 0.0  # of that
+    undo: Undo | None = None  # of the last rebase, while it may be corrected
 
     @property
     def level(self) -> float:

@@ -16,6 +16,9 @@ _SCORED_BEFORE: Final = 64
 _OFFERED_VERSIONS: Final = 32
 #: Rollouts on which a drafter is compared with its predecessor, one tick's worth, before its α is watched.
 _COMPARED_ROLLOUTS: Final = 64
+#: ... and after that, until so many prompts tell the two apart, or so many rollouts.
+_FOLLOWED_PROMPTS: Final = 64
+_FOLLOWED_ROLLOUTS: Final = 512
 
 
 @dataclass(slots=True)
@@ -33,6 +36,12 @@ class Succession:
     previous: str | None = None  # the version that was watched before
     passed: int = 0  # batches in a row that were scored with `previous` and not with `watched`
     differences: dict[str, list[float]] = field(default_factory=dict)  # prompt -> [sum of differences of α, rollouts]
+    followed: dict[str, list[float]] = field(default_factory=dict)  # the same of `watched` and `previous`
+
+    @property
+    def follows(self) -> str | None:
+        """The version that the watched one is still compared with: few prompts have told by how much they differ."""
+        return self.previous if self.followed else None
 
     def feed(
         self,
@@ -71,6 +80,8 @@ class Succession:
                 self._succeed(monitor)
                 return []  # this batch was not replayed with the version now watched
             self._compare(monitor, replays, prompts, served)
+        else:
+            self._follow(monitor, replays, prompts)
         self.passed = 0
         tokens, rounds = replays[self.watched]
         return monitor.observe(tokens, rounds, strata, entropies=entropies, arrived=arrived)
@@ -88,20 +99,38 @@ class Succession:
         successor: str,
     ) -> None:
         self.successor = successor
-        tokens, before = replays[self.watched or successor]
-        for prompt, token, old, new in zip(prompts, tokens, before, replays[successor][1], strict=True):
-            if old > 0 and new > 0:
-                sums = self.differences.setdefault(prompt, [0.0, 0.0])
-                sums[0] += token / new - token / old
-                sums[1] += 1
-        if sum(count for _, count in self.differences.values()) >= _COMPARED_ROLLOUTS:
+        _add(self.differences, prompts, replays[self.watched or successor], replays[successor])
+        if _rollouts(self.differences) >= _COMPARED_ROLLOUTS:
             self._succeed(monitor)
+
+    def _follow(
+        self,
+        monitor: DriftMonitor,
+        replays: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+        prompts: Sequence[str],
+    ) -> None:
+        """Go on comparing the watched version with the one before it, and let the monitor know.
+
+        A trainer that asks each prompt eight times has eight prompts in `_COMPARED_ROLLOUTS`, which tell little.
+        """
+        old, new = self.previous or "", self.watched or ""
+        if not self.followed or self.successor is not None or old not in replays:
+            return
+        _add(self.followed, prompts, replays[old], replays[new])
+        if not monitor.correct(*_difference(self.followed)) or self._is_told():
+            self.followed = {}
+
+    def _is_told(self) -> bool:
+        return len(self.followed) >= _FOLLOWED_PROMPTS or _rollouts(self.followed) >= _FOLLOWED_ROLLOUTS
 
     def _succeed(self, monitor: DriftMonitor) -> None:
         """Watch the successor from now on."""
-        mean, variance = self.difference()
-        monitor.rebase(mean, variance, decided=self._served_again(self.successor or ""))
+        found = self.differences
+        monitor.rebase(*_difference(found), decided=self._served_again(self.successor or ""))
         self._watch(self.successor)
+        self.followed = found
+        if self._is_told():
+            self.followed = {}
 
     def _served_again(self, version: str) -> bool:
         """Whether a version was the latest before: it was seen as that, or its number is below the watched one's."""
@@ -109,21 +138,44 @@ class Succession:
 
     def _watch(self, version: str | None) -> None:
         self.previous, self.watched, self.successor, self.differences = self.watched, version, None, {}
+        self.followed = {}
 
     def difference(self) -> tuple[float, float]:
         """Mean over rollouts of the successor's α minus the watched one's, and the variance of that mean.
 
         Rollouts of one prompt are one observation; of fewer than two prompts the variance is infinite.
         """
-        if not self.differences:
-            return 0.0, math.inf
-        n = math.fsum(count for _, count in self.differences.values())
-        mean = math.fsum(total for total, _ in self.differences.values()) / n
-        clusters = len(self.differences)
-        if clusters < 2:
-            return mean, math.inf
-        squares = math.fsum((total - count * mean) ** 2 for total, count in self.differences.values())
-        return mean, squares / n**2 * clusters / (clusters - 1)
+        return _difference(self.differences)
+
+
+def _add(
+    into: dict[str, list[float]],
+    prompts: Sequence[str],
+    old: tuple[Sequence[float], Sequence[float]],
+    new: tuple[Sequence[float], Sequence[float]],
+) -> None:
+    """Add by how much α of each rollout is higher in `new`."""
+    for prompt, token, before, now in zip(prompts, old[0], old[1], new[1], strict=True):
+        if before > 0 and now > 0:
+            sums = into.setdefault(prompt, [0.0, 0.0])
+            sums[0] += token / now - token / before
+            sums[1] += 1
+
+
+def _rollouts(differences: Mapping[str, Sequence[float]]) -> float:
+    return math.fsum(count for _, count in differences.values())
+
+
+def _difference(differences: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+    if not differences:
+        return 0.0, math.inf
+    n = _rollouts(differences)
+    mean = math.fsum(total for total, _ in differences.values()) / n
+    clusters = len(differences)
+    if clusters < 2:
+        return mean, math.inf
+    squares = math.fsum((total - count * mean) ** 2 for total, count in differences.values())
+    return mean, squares / n**2 * clusters / (clusters - 1)
 
 
 def _number(version: str) -> int:

@@ -12,8 +12,11 @@ from drift_fixtures import SEED, feed, names, noise, noisy, replays, watching
 from benchmarks.alarms import (
     config,
 )
+from service.monitor.drift.cause import cause_of
 from service.monitor.drift.monitor import DriftMonitor, DriftReading
+from service.monitor.drift.state import DriftState
 from service.monitor.drift.succession import Succession
+from service.monitor.records import Estimate
 
 
 # --- which drafter is watched
@@ -279,3 +282,86 @@ def test_an_alarm_clears_soon_after_the_level_is_back() -> None:
     feed(monitor, noise(1500))
     assert feed(monitor, noise(2000, seed=1, level=2.4)).alarm
     assert not feed(monitor, noise(120, seed=2, level=3.0)).alarm
+
+
+# --- a version of which few prompts have told
+def compared(seed: int, lost: float, *, acknowledged: bool = False) -> tuple[DriftMonitor, Succession, list[int]]:
+    """Eight answers a prompt, so eight prompts a tick. Each 20 ticks another version, the last one `lost` so much.
+
+    Returns for each tick since then 1 where the version before it was replayed, else 0.
+    """
+    rng = np.random.default_rng([SEED, seed])
+    monitor, succession, replayed = DriftMonitor(config()), Succession(), list[int]()
+    for tick in range(400):
+        version = f"v{1 + tick // 20}"
+        alpha = 3.0 * (1 - lost) if version == "v20" else 3.0
+        known = {name for name in (succession.watched, succession.follows, version) if name is not None}
+        found, _ = noisy(rng, **{name: alpha if name == version else 3.0 for name in sorted(known)})
+        prompts = [f"{tick}/{n // 8}" for n in range(64)]
+        if version == "v20":
+            replayed.append(int("v19" in known))
+            if acknowledged and len(replayed) == 3:
+                monitor.acknowledge()
+        succession.feed(monitor, found, prompts, served=version, latest=version, arrived=60.0 * tick)
+    return monitor, succession, replayed
+
+
+def drafter_of(monitor: DriftMonitor) -> Estimate:
+    change = monitor.change()
+    assert change is not None
+    return change.drafter
+
+
+def test_a_new_version_is_compared_until_many_prompts_have_told() -> None:
+    """At most 512 rollouts, seven ticks more than before; its loss is known to a third of the error then."""
+    monitor, succession, replayed = compared(1, 0.04)
+    assert replayed == [1] * 8 + [0] * 12
+    assert succession.follows is None
+    assert drafter_of(monitor).value == pytest.approx(math.log(0.96), abs=0.01)
+    assert math.sqrt(drafter_of(monitor).variance) < 0.005
+
+
+def test_a_version_of_as_many_prompts_as_rollouts_is_compared_no_longer() -> None:
+    monitor = DriftMonitor(config())
+    succession = watching(monitor)
+    succession.feed(monitor, replays(8, v1=3.0, v2=2.9), [f"q{n}" for n in range(64)], served="v2", latest="v2")
+    assert (succession.watched, succession.follows) == ("v2", None)
+
+
+def test_a_correction_is_as_if_the_difference_had_been_known_at_first() -> None:
+    rng = np.random.default_rng(SEED)
+    values = rng.normal(3.0, 0.15, 130).tolist()
+    first, later = DriftMonitor(config()), DriftMonitor(config())
+    for monitor in (first, later):
+        feed(monitor, values[:120])
+    first.rebase(-0.2, 0.0004, decided=False)
+    later.rebase(-0.02, 0.01, decided=False)
+    for monitor in (first, later):
+        feed(monitor, values[120:125])
+    restored = DriftMonitor(later.config, DriftState.from_json(later.state.to_json()))
+    for monitor in (later, restored):
+        assert monitor.correct(-0.2, 0.0004)
+        assert monitor.state == first.state
+        assert feed(monitor, values[125:]).lanes
+
+
+def test_a_persons_word_ends_the_corrections() -> None:
+    _, succession, replayed = compared(2, 0.04, acknowledged=True)
+    assert sum(replayed) < 8
+    assert succession.follows is None
+    monitor = DriftMonitor(config())
+    feed(monitor, noise(120))
+    monitor.rebase(-0.1, 0.001)
+    monitor.reset()
+    assert not monitor.correct(-0.1, 0.0001)
+
+
+@pytest.mark.parametrize("lost", [0.04, 0.05])
+def test_a_version_that_lost_a_little_is_named_where_each_prompt_has_eight_answers(lost: float) -> None:
+    named = [cause_of(change).cause for seed in range(3) if (change := compared(seed, lost)[0].change()) is not None]
+    assert named.count("drafter") == 3, named
+
+
+def test_equal_versions_are_hardly_ever_named_where_each_prompt_has_eight_answers() -> None:
+    named = [cause_of(change).cause for seed in range(3) if (change := compared(seed, 0.0)[0].change()) is not None]
+    assert named.count("drafter") == 0, named

@@ -35,6 +35,7 @@ from service.worker import inbox
 from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
+from service.worker.promotion.outcomes import Outcomes
 from service.worker.target import Target
 
 OPEN: dict[str, Any] = {"gate_min_gain": 0.0, "recent_tokens": 100_000, "learning_rate": 5e-3}
@@ -588,6 +589,34 @@ def test_the_alarms_baseline_moves_by_rollouts_that_came_after_the_change_and_ne
     post(3, calm)
     assert watched(calm)[0] == first
     assert watched(calm)[1] < after[1]
+
+
+def test_a_version_that_few_prompts_have_told_of_is_compared_with_the_one_before_on_later_claims(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt has eight answers, so a claim has eight prompts; the gate, which measures gains, asks for neither."""
+    monkeypatch.setattr(Outcomes, "watched", None)
+    bench.begin()
+    published(bench, bench.world.drafter(seed=50))  # the first version is replayed on all batches
+    second = published(bench, bench.world.drafter(seed=51)).version
+    settings = OPEN | {"gate_min_gain": 1e6}
+    worker, numbers = bench.worker(**settings), iter(range(1000))
+
+    def is_replayed(version: str, by: RunWorker) -> bool:
+        prompts = [next(numbers) for _ in range(8)]
+        batch = bench.post(f"of{prompts[0]}", prompts=[one for one in prompts for _ in range(8)])
+        bench.drain(by)
+        return version in {one.version for one in bench.store.scores()[batch].replayed or ()}
+
+    assert [is_replayed(second, worker) for _ in range(2)] == [True] * 2
+    third = published(bench, bench.world.drafter(seed=52)).version
+    found = [is_replayed(second, worker) for _ in range(3)]
+    again = bench.worker(**settings)  # a restart, in the midst of it
+    found += [is_replayed(second, again) for _ in range(9)]
+    assert again.learner.journal.drift.watched == third
+    assert found == sorted(found, reverse=True)
+    assert 8 <= sum(found) <= 10, "a rollout without a round tells nothing: the first 64 may be of two claims"
+    assert again.learner.journal.drift.followed is None
 
 
 def test_a_person_acknowledges_or_resets_the_alarm_once_and_a_restart_does_not_repeat_it(bench: Bench) -> None:
