@@ -97,6 +97,9 @@ class Reports:
         }
         if not bucket.counts.by_prompt:
             del document["by_prompt"]
+        for name in ("finished_requests", "running_requests"):
+            if document[name] is None:
+                del document[name]
         if follower.withheld:
             document["withheld"] = cut(follower.withheld, MAX_WITHHELD)
         if times := follower.books.step_times.document():

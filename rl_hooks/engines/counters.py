@@ -78,6 +78,9 @@ class Counts:
     window_seconds: float = 0.0
     #: Tokens emitted and rounds by prompt (`COUNTED_DIGITS` of its hash); empty where the engine does not count so.
     by_prompt: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: Requests that ended meanwhile, and those that run at its end; None where the engine does not tell.
+    finished_requests: int | None = 0
+    running_requests: int | None = None
 
     def __add__(self, other: Counts) -> Counts:
         told = self._tells_prompts and other._tells_prompts
@@ -92,6 +95,8 @@ class Counts:
             (self.emitted_tokens or 0) + (other.emitted_tokens or 0) if known else None,
             self.window_seconds + other.window_seconds,
             both if len(both) <= COUNTED_PROMPTS else {},
+            _and(self.finished_requests, other.finished_requests, 1),
+            other.running_requests,
         )
 
     @property
@@ -130,6 +135,8 @@ class Counts:
             {p: more for p in self.by_prompt if (more := self._of(p, -1, earlier))[1] > 0 and more[0] >= 0}
             if earlier._tells_prompts
             else {},
+            _and(self.finished_requests, earlier.finished_requests, -1),
+            self.running_requests,
         )
 
     def with_rounds_without_drafts(self) -> Counts:
@@ -141,6 +148,10 @@ class Counts:
         if self.emitted_tokens is None:
             return self
         return replace(self, rounds=max(self.rounds, self.emitted_tokens - self.accepted_tokens))
+
+
+def _and(one: int | None, other: int | None, sign: int) -> int | None:
+    return None if one is None or other is None else max(0, one + sign * other)
 
 
 #: Drafter of rounds that are no version's: its weights were lost, or somebody has loaded others.
@@ -170,7 +181,15 @@ class Snapshot:
         """Read a /metrics page. Raises MetricsError naming a missing counter: absent is not zero."""
         samples = read_samples(text, _NAMES)
         rounds, drafted, accepted = (_total(samples, name) for name in (ROUNDS, DRAFTED, ACCEPTED))
-        counts = Counts(rounds, drafted, accepted, per_position(samples, ACCEPTED_PER_POSITION), _emitted(samples))
+        counts = Counts(
+            rounds,
+            drafted,
+            accepted,
+            per_position(samples, ACCEPTED_PER_POSITION),
+            _emitted(samples),
+            finished_requests=told(samples, FINISHED),
+            running_requests=told(samples, RUNNING),
+        )
         return cls(counts, _gauge(samples, POLICY_VERSION), _times(samples), life=_life(samples))
 
     @classmethod
@@ -340,6 +359,12 @@ def _total(samples: Mapping[str, list[Sample]], name: str) -> int:
             "still uses this name (a missing counter is never read as 0)"
         )
     return sum(whole(name, sample.value) for sample in samples[name])
+
+
+def told(samples: Mapping[str, list[Sample]], name: str) -> int | None:
+    """Sum over the labels of what α does not need; None where it is missing, or cannot be."""
+    values = [sample.value for sample in samples.get(name, ())]
+    return int(math.fsum(values)) if values and all(0 <= value < 2.0**53 for value in values) else None
 
 
 def _emitted(samples: Mapping[str, list[Sample]]) -> int | None:

@@ -100,6 +100,8 @@ class AcceptanceReport(BaseModel):
         max_length=COUNTED_PROMPTS,
         description=f"Emitted tokens and rounds by the first {COUNTED_DIGITS} digits of a prompt's hash, if known.",
     )
+    finished_requests: Count | None = Field(None, description="Requests that ended meanwhile, if known.")
+    running_requests: Count | None = Field(None, description="Requests that run now, if known.")
     depth: int | None = Field(None, strict=True, description="Tokens that the engine drafts a round, if known.")
     drafting: str | None = Field(None, description="`greedy`, `probabilistic` or `trees`, if known.")
     final: bool = False

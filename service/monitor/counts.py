@@ -76,6 +76,7 @@ def _combined(a: AcceptanceRecord, b: AcceptanceRecord, sign: int) -> Acceptance
         drafted_tokens=_sum(a.drafted_tokens, b.drafted_tokens, sign),
         emitted_tokens=_sum(a.emitted_tokens, b.emitted_tokens, sign),
         window_seconds=_sum(a.window_seconds, b.window_seconds, sign),
+        finished_requests=_sum(a.finished_requests, b.finished_requests, sign),
         accepted_per_position=tuple(max(0, x + sign * y) for x, y in places),
     )
 

@@ -75,6 +75,11 @@ class DrafterSums:
         return self.tokens / self.rounds
 
     @property
+    def off_squared(self) -> float:
+        """Sum of the squared tokens by which each rollout is off what its rounds should have emitted."""
+        return self.tokens_squared - 2 * self.alpha * self.tokens_rounds + self.alpha**2 * self.rounds_squared
+
+    @property
     def half_width(self) -> float | None:
         """Half of the 95 % confidence interval of `alpha`, clustered by rollout; None below two rollouts."""
         if self.rollouts < 2:
@@ -184,11 +189,14 @@ class AcceptanceRecord:
     """Cumulative counts of one reporter for one drafter version and policy version.
 
     Without a reporter it is a sum over all of them; without a policy version, of older ones. `behind`: seconds over
-    which it has drafted with this version, while it reported and `latest` named another one.
+    which it has drafted with this version, while it reported and `latest` named another one. `finished_requests`: that
+    ended meanwhile, a cumulative count; `running_requests`: at the time of the report.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({"by_prompt", "withheld", "life", "behind"})  # of most engines
+    absent: ClassVar = frozenset(
+        {"by_prompt", "withheld", "life", "behind", "finished_requests", "running_requests"}  # of most engines
+    )
     run: str = "default"
     reporter: str | None = None
     engine: str = ""
@@ -210,6 +218,8 @@ class AcceptanceRecord:
     withheld: str | None = None
     life: str | None = None
     behind: float | None = None
+    finished_requests: int | None = None
+    running_requests: int | None = None
 
     @property
     def reported(self) -> float:

@@ -38,7 +38,7 @@ from prometheus_client.samples import Sample
 
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
-from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples, whole
+from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples, told, whole
 from rl_hooks.engines.protocol import TREES, EngineHttp, EngineState, counting_only
 from rl_hooks.engines.sglang import rounds
 from rl_hooks.engines.sglang.direct import LOADER, mark_of
@@ -55,6 +55,7 @@ _REQUEST: Final = "draftalign.request"
 ROUNDS: Final = "sglang:spec_verify_calls_total"
 GENERATED: Final = "sglang:generation_tokens_total"
 REQUESTS: Final = "sglang:num_requests_total"
+RUNNING: Final = "sglang:num_running_reqs"
 _SESSION_OPEN: Final = "already open"
 _NO_SESSION: Final = "no weight-update session is open"
 _SESSION_RETRY_SECONDS: Final = 0.5
@@ -144,7 +145,8 @@ class SGLangEngine(EngineHttp):
         MetricsError is raised. Accepted tokens are counted after trimming, unlike vLLM's.
         """
         ours = (rounds.ROUNDS, rounds.ACCEPTED, rounds.FAULTS)
-        samples = read_samples(await self._page(), (*ours, ROUNDS, GENERATED, REQUESTS))
+        samples = read_samples(await self._page(), (*ours, ROUNDS, GENERATED, REQUESTS, RUNNING))
+        requests = told(samples, REQUESTS), told(samples, RUNNING)
         if rounds.ROUNDS in samples:
             if rounds.FAULTS in samples:
                 raise MetricsError(
@@ -154,11 +156,11 @@ class SGLangEngine(EngineHttp):
             counted = _total(samples, rounds.ROUNDS)
             positions = per_position(samples, rounds.ACCEPTED) if rounds.ACCEPTED in samples else ()
             accepted = sum(positions)
-            return self._snapshot(counted, counted + accepted, positions)
+            return self._snapshot(counted, counted + accepted, positions, requests)
         if GENERATED not in samples:
             raise MetricsError(f"the engine's /metrics has no {GENERATED}; start SGLang with --enable-metrics")
         # The other two appear with the first request.
-        counted, generated, requests = (_total(samples, name) for name in (ROUNDS, GENERATED, REQUESTS))
+        counted, generated, finished = (_total(samples, name) for name in (ROUNDS, GENERATED, REQUESTS))
         if counted and self._is_swapped:
             raise MetricsError(
                 f"the engine's /metrics has {ROUNDS}, but no {rounds.ROUNDS}: without it nobody can tell which drafter "
@@ -166,11 +168,19 @@ class SGLangEngine(EngineHttp):
                 "pip; SGLANG_PLUGINS, where it is set, must name draftalign; then restart the server. "
                 "If it is installed, the server's log says why it does not count"
             )
-        return self._snapshot(counted, generated - requests, ())
+        return self._snapshot(counted, generated - finished, (), requests)
 
-    def _snapshot(self, counted: int, emitted: int, positions: tuple[int, ...]) -> Snapshot:
+    def _snapshot(
+        self, counted: int, emitted: int, positions: tuple[int, ...], requests: tuple[int | None, ...]
+    ) -> Snapshot:
         accepted = max(emitted - counted, 0)
-        return Snapshot(Counts(counted, max(counted * self._depth, accepted), accepted, positions, emitted))
+        drafted = max(counted * self._depth, accepted)
+        finished, running = requests
+        return Snapshot(
+            Counts(
+                *(counted, drafted, accepted, positions, emitted), finished_requests=finished, running_requests=running
+            )
+        )
 
     async def swap(self, release: Release) -> str | None:
         """Swap, or raise SwapRefusedError (never) or EngineError (not now) with the old drafter still in place.

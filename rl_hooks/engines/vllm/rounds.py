@@ -44,6 +44,9 @@ class _Bucket:
     accepted: Counter[int] = field(default_factory=Counter)
     #: Tokens emitted and rounds of each prompt; None: there were too many.
     by_prompt: dict[str, list[int]] | None = field(default_factory=dict)
+    #: Requests that ended in a step that was verified so, and those that were left after the last such step.
+    finished: int = 0
+    running: int = 0
 
     def counts(self) -> Counts:
         table = dict(self.accepted)
@@ -57,6 +60,8 @@ class _Bucket:
             ),
             emitted_tokens=self.emitted,
             by_prompt={prompt: (tokens, rounds) for prompt, (tokens, rounds) in (self.by_prompt or {}).items()},
+            finished_requests=self.finished,
+            running_requests=self.running,
         )
 
     def add(self, prompts: Iterable[tuple[str | None, int]]) -> None:
@@ -175,8 +180,13 @@ class RoundCounter:
                 for maker, rounds in by_maker.items():
                     self._book((maker, policy), rounds, emitted)
             requests = self._scheduler.requests  # those that wait too, thousands: what is walked is `_prompts`
-            for request in [one for one in self._prompts if one not in requests]:
+            ended = [one for one in self._prompts if one not in requests]
+            for request in ended:
                 del self._prompts[request]
+            with self._reading:
+                if (bucket := self._buckets.get((drafter, policy))) is not None:
+                    bucket.finished += len(ended)
+                    bucket.running = len(self._prompts)
             self._step.clear()
         if self._makers is not None:
             self._makers |= dict.fromkeys(scheduler_output.num_scheduled_tokens, drafter)

@@ -41,6 +41,9 @@ class Block:
     accepted: tuple[int, ...]
     since: float
     by_prompt: Mapping[str, Sequence[int]] = field(default_factory=dict)  # tokens and rounds; empty: not known
+    finished: int | None = None  # requests that ended in it
+    running: int | None = None  # requests at its end
+    most_running: int | None = None  # at the end of any report in it
 
     @property
     def alpha(self) -> float:
@@ -61,9 +64,8 @@ class Block:
             other.policy_version,
             other.idle,
         )
-        return (
-            same and bool(self.accepted) == bool(other.accepted) and (self.drafted is None) == (other.drafted is None)
-        )
+        known, also = ((bool(one.accepted), one.drafted is None, one.finished is None) for one in (self, other))
+        return same and known == also
 
     @property
     def idle(self) -> bool:
@@ -84,6 +86,9 @@ class Block:
             drafted=drafted,
             accepted=tuple(a + b for a, b in zip(long, padded, strict=True)),
             by_prompt=by_prompt if len(by_prompt) <= MOST_PROMPTS else {},
+            finished=None if self.finished is None or newer.finished is None else self.finished + newer.finished,
+            running=newer.running,
+            most_running=max(self.most_running or 0, newer.most_running or 0),
         )
 
 
@@ -103,6 +108,9 @@ def counted(blocks: Sequence[Block], more: AcceptanceRecord) -> tuple[Block, ...
         _positions(more),
         more.reported,
         _by_prompt(more, tokens),
+        more.finished_requests,
+        more.running_requests,
+        more.running_requests,
     )
     last = blocks[-1] if blocks else None
     if last is not None and last.idle == new.idle:

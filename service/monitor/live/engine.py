@@ -9,14 +9,19 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from service.monitor.live.blocks import Block
+from service.monitor.live.hard import PromptsBehind, chance_of_hard
 from service.monitor.live.replays import Replays, VersionReplay
 
 #: The variance of a log ratio is never taken to be lower.
 _LEAST: Final = 1e-8
 #: Where an engine accepts no draft at a position, and replay expects so many, it does not draft there.
 MISSING: Final = 20.0
+#: ... so many, where nothing is known of how hard its prompts are: of hard ones it accepts a sixth of that.
+_UNDRAFTED: Final = 80.0
 #: Rounds in a row with nothing accepted after which an engine is dead, however hard its prompts may be.
 DEAD_ROUNDS: Final = 1536
+#: An engine is not dead where all of its prompts are as hard as that by a chance above this.
+_RARE: Final = 2e-5
 #: Standard errors beyond which a single comparison is not chance. A scan makes many, and asks for `LiveRule.certain`.
 SIGMAS: Final = 3.0
 
@@ -108,7 +113,7 @@ def _drafted_depth(block: Block, replay: VersionReplay) -> float | None:
     """How many tokens the engine drafts per round; None: not known.
 
     It may report more than it drafts. The first position without an accepted draft ends the drafts if replay expects
-    `MISSING` there.
+    `_UNDRAFTED` there.
     """
     depth = block.depth
     kept = [n for n in block.accepted if n > 0]
@@ -116,7 +121,7 @@ def _drafted_depth(block: Block, replay: VersionReplay) -> float | None:
         return depth
     at = len(kept)
     expected = kept[-1] * replay.accepted[at] / replay.reached[at] if replay.reached[at] > 0 else 0.0
-    return float(at) if expected >= MISSING else depth
+    return float(at) if expected >= _UNDRAFTED else depth
 
 
 class Scan:
@@ -297,9 +302,11 @@ def _find_dead(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Fin
     overall, hidden = replays.alpha(version), False
     tokens = rounds = 0
     own: list[Matched] | None = []
+    behind = PromptsBehind(replays.siblings, blocks)
     for block in reversed(blocks):
         if block.drafter_version != version:
             break
+        behind.add(block)
         tokens, rounds = tokens + block.tokens, rounds + block.rounds
         matched = at_common_depth(block, replays, rule)
         own = [*own, matched] if own is not None and matched is not None and matched.paired else None
@@ -316,11 +323,18 @@ def _find_dead(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Fin
             return Finding("healthy", f"{text}: they agree; it is bad, not dead")
         ratio = math.log(max(live, 0.5) / replayed)
         variance = ((replays.spread or 0.0) + (replays.outlier / SIGMAS / replayed) ** 2 / rounds) / rounds
-        if ratio + rule.dead_band < -rule.certain * math.sqrt(variance) or rounds >= DEAD_ROUNDS:
+        beyond = ratio + rule.dead_band < -rule.certain * math.sqrt(variance) or rounds >= DEAD_ROUNDS
+        if beyond and (own or not _may_be_hard(behind, replays, tokens, rounds)):
             stretch = Stretch(rounds, live, replayed, ratio, math.sqrt(max(variance, 1 / rounds)))
             return Finding("dead", text, stretch, since=blocks[-1].since)
         hidden = True
     return Finding("unknown", f"{text}: a hard prompt may do that") if hidden else None
+
+
+def _may_be_hard(behind: PromptsBehind, replays: Replays, tokens: int, rounds: int) -> bool:
+    """Whether all prompts behind these rounds may be hard ones. False where their number is not known."""
+    prompts, share = behind.prompts, replays.prompts.hard_share(tokens, rounds)
+    return prompts is not None and chance_of_hard(prompts, behind.beside, share) > _RARE
 
 
 def _evidence(stretch: Stretch) -> str:

@@ -7,10 +7,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Final
 
 from service.monitor.alpha import attempts
 from service.monitor.live.blocks import Block
+from service.monitor.live.hard import ReplayedPrompts
 from service.monitor.records import DrafterSums, Return, ScoreRecord
 
 #: So many of the newest score records are read.
@@ -82,7 +85,7 @@ class VersionReplay:
         known = [one for one in self.by_prompt.values() if min(one) > 0]
         tokens, rounds = math.fsum(own for own, _ in known), 0.0
         if tokens < _COVERED * self.tokens:
-            off = math.sqrt(max(_residual(self.sums), 0.0) * self.sums.rollouts * share * (1.0 - share))
+            off = math.sqrt(max(self.sums.off_squared, 0.0) * self.sums.rollouts * share * (1.0 - share))
             return 1.0 / (1.0 + off / (share * self.tokens))
         left = share * tokens
         for own, took in sorted(known, key=lambda one: one[0] / one[1]):
@@ -126,6 +129,7 @@ class Replays:
     `paired`: (spread, outlier) of engines' tokens beside replay's on the same prompts; None: too few are known.
     `answered`: tokens that rounds emitted for all answers of a policy version: as the batches say or, where that is
     more, as the engines counted.
+    `prompts`: those that were replayed. `siblings`: answers of a prompt, of which batches may hold a part.
     """
 
     def __init__(self, scores: Iterable[ScoreRecord], returns: Sequence[Return] = ()) -> None:
@@ -133,11 +137,13 @@ class Replays:
         prompts, rollouts = list[DrafterSums](), list[DrafterSums]()
         self.answered: dict[int | None, float] = {}
         self._replays: dict[tuple[str, int | None], VersionReplay] = {}
+        self.prompts = ReplayedPrompts()
         placeless = [score for score in alike if score.policy_version is None]
         for together in (placeless, *(attempt.scores for attempt in attempts(alike, returns=returns))):
             found: defaultdict[tuple[str, int | None], list[VersionReplay]] = defaultdict(list)
             own: defaultdict[tuple[str, int | None], DrafterSums] = defaultdict(lambda: DrafterSums(0.0, 0.0))
             answered: defaultdict[int | None, float] = defaultdict(float)
+            apart: dict[tuple[int | None, str], tuple[float, float]] = {}
             for score in together:
                 for version, replay in _replayed(score):
                     found[version, score.policy_version].append(replay)
@@ -146,13 +152,21 @@ class Replays:
                 for one in score.replayed or ():
                     if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
                         own[one.version, score.policy_version] += one.sums
+                        self.prompts.answers += score.rollouts or 0
+                        if not one.by_prompt:
+                            self.prompts.together.append(one.sums)
+                        for prompt, (tokens, rounds) in one.by_prompt.items():
+                            before = apart.get((score.policy_version, prompt), (0.0, 0.0))
+                            apart[score.policy_version, prompt] = (before[0] + tokens, before[1] + rounds)
                 rollouts += [sums for sums in [score.sums("served")] if sums is not None]
             self._replays |= {key: _pooled(replays) for key, replays in found.items()}
             self.answered |= answered
+            self.prompts.apart += apart.values()
             prompts += own.values()
         self._of: defaultdict[int | None, dict[str, VersionReplay]] = defaultdict(dict)
         for (version, policy), replay in self._replays.items():
             self._of[policy][version] = replay
+        self.siblings = self.prompts.siblings
         spread = _spread(prompts, 1.0)
         self.spread = _spread(rollouts, _DESIGN_EFFECT) if spread is None else spread
         self.outlier = _outlier(prompts)
@@ -165,28 +179,37 @@ class Replays:
         """A copy with `paired` and `answered` from these engines' counts.
 
         `paired` is the scatter around each engine's own level in each drafter and policy version: an engine that is off
-        by one factor on all prompts adds nothing.
+        by one factor on all prompts adds nothing. What blocks have of a prompt is taken together, and apart: a block
+        may have some of its answers, which scatter more than all of them. The larger scatter counts.
         """
-        by_engine = list[list[DrafterSums]]()
+        whole, apart = list[list[DrafterSums]](), list[list[DrafterSums]]()
         emitted = defaultdict[int | None, float](float)
         for blocks in engines:
-            steps = list[DrafterSums]()
-            of: dict[tuple[str, int], Block] = {}
+            parts = defaultdict[tuple[str, int], list[Block]](list)
             for block in blocks:
-                key = (block.drafter_version, block.policy_version)
-                of[key] = of[key] + block if key in of else block
                 emitted[block.policy_version] += block.tokens
-            for block in of.values():
-                replay = self.get(block)
-                if replay is not None and (pairs := replay.on_prompts_of(block)):
-                    steps.append(DrafterSums.of([pair[0] for pair in pairs], [pair[1] for pair in pairs]))
-            by_engine.append(steps)
-        alike = _alike(by_engine)
-        found, spread = copy.copy(self), _spread(alike, 1.0)
-        found.paired = None if spread is None else (spread, _outlier(alike))
+                parts[block.drafter_version, block.policy_version].append(block)
+            whole.append(self._paired([[reduce(add, of)] for of in parts.values()]))
+            apart.append(self._paired(parts.values()))
+        found = copy.copy(self)
+        told = [(spread, _outlier(a)) for a in map(_alike, (whole, apart)) if (spread := _spread(a, 1.0)) is not None]
+        found.paired = (max(s for s, _ in told), max(o for _, o in told)) if told else None
         found.answered = self.answered.copy()
         for policy, tokens in emitted.items():
             found.answered[policy] = max(tokens, self.answered.get(policy, 0.0))
+        answered = math.fsum(self.answered.values())
+        if answered > 0:  # batches may hold a part of each prompt's answers
+            found.siblings *= math.fsum(found.answered[policy] for policy in self.answered) / answered
+        return found
+
+    def _paired(self, versions: Iterable[Sequence[Block]]) -> list[DrafterSums]:
+        """Tokens of an engine and what replay expects, by prompt and block, of each drafter and policy version."""
+        found = list[DrafterSums]()
+        for blocks in versions:
+            known = [(block, replay) for block in blocks if (replay := self.get(block)) is not None]
+            pairs = [pair for block, replay in known for pair in replay.on_prompts_of(block)]
+            if pairs:
+                found.append(DrafterSums.of([pair[0] for pair in pairs], [pair[1] for pair in pairs]))
         return found
 
     def get(self, block: Block) -> VersionReplay | None:
@@ -257,14 +280,9 @@ def _spread(clustered: Sequence[DrafterSums], effect: float) -> float | None:
     clusters = math.fsum(s.rollouts for s in known) - len(known)
     if clusters < _CLUSTERS:
         return None
-    residual = math.fsum(_residual(s) / s.alpha**2 * s.rollouts / (s.rollouts - 1) for s in known)
+    residual = math.fsum(s.off_squared / s.alpha**2 * s.rollouts / (s.rollouts - 1) for s in known)
     within = max(residual, 0.0) / math.fsum(s.rounds for s in known)
     return effect * within * (1 + 2 * math.sqrt(2 / clusters))
-
-
-def _residual(sums: DrafterSums) -> float:
-    """Sum over prompts of the squared tokens by which each is off what its rounds should have emitted."""
-    return sums.tokens_squared - 2 * sums.alpha * sums.tokens_rounds + sums.alpha**2 * sums.rounds_squared
 
 
 def _outlier(steps: Sequence[DrafterSums]) -> float:
@@ -275,6 +293,6 @@ def _outlier(steps: Sequence[DrafterSums]) -> float:
     known = [s for s in steps if s.rollouts >= 2 and s.tokens > 0]
     if not known:
         return 0.0
-    shares = sorted(_residual(s) * s.rollouts / s.tokens**2 for s in known)
+    shares = sorted(s.off_squared * s.rollouts / s.tokens**2 for s in known)
     usual = _USUAL * shares[len(shares) // 4]
-    return math.sqrt(max(0.0, *(_residual(s) - usual * s.tokens**2 / s.rollouts for s in known)))
+    return math.sqrt(max(0.0, *(s.off_squared - usual * s.tokens**2 / s.rollouts for s in known)))

@@ -151,8 +151,8 @@ class Account:
 
 
 def _block(values: list[Any]) -> Block:
-    drafter, policy, rounds, tokens, drafted, accepted, since_, by_prompt = values
-    return Block(drafter, policy, rounds, tokens, drafted, tuple(accepted), since_, dict(by_prompt))
+    drafter, policy, rounds, tokens, drafted, accepted, since_, by_prompt, *requests = values  # older ones have none
+    return Block(drafter, policy, rounds, tokens, drafted, tuple(accepted), since_, dict(by_prompt), *requests)
 
 
 def _step(values: Sequence[Any]) -> StepSample:
@@ -178,7 +178,8 @@ class _Changes:
         """Add a record to the one of older policy versions at `into`, and return that."""
         created = max(r.reported for r in (record, older or record))
         merged = replace(total(record, older), drafter_version=drafter, policy_version=None, created=created)
-        self.set[into] = replace(merged, canary=None, withheld=None, life=None, behind=None)
+        of_one = {"canary": None, "withheld": None, "life": None, "behind": None, "running_requests": None}
+        self.set[into] = replace(merged, **of_one)  # type: ignore[arg-type]
         return self.set[into]
 
     def pool(self, record: AcceptanceRecord, returns: Sequence[int]) -> None:

@@ -74,6 +74,7 @@ def test_rounds_are_booked_under_the_version_that_made_them(service: Service, en
         "accepted_tokens": 200,
         "accepted_per_position": [100, 100, 0],
         "emitted_tokens": 300,  # the four first tokens came from prefills
+        "finished_requests": 4,
         "window_seconds": report["window_seconds"],
         "depth": 3,
         "drafting": None,
@@ -535,7 +536,12 @@ vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 7.0
 vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 7.0
 """
     snapshot = Snapshot.parse(text)
-    assert snapshot == Snapshot(Counts(20, 60, 33, (18, 10, 5), 53))
+    assert snapshot == Snapshot(Counts(20, 60, 33, (18, 10, 5), 53, finished_requests=9))
+    running = [f'vllm:num_requests_running{{engine="{core}"}} {count}\n' for core, count in enumerate((3, 4.0))]
+    assert Snapshot.parse(text + "".join(running)).counts.running_requests == 7
+    odd = text.replace('"stop",model_name="m"} 9.0', '"stop"} NaN') + running[0].replace("} 3", "} -3")
+    odd_counts = Snapshot.parse(odd).counts
+    assert (odd_counts.rounds, odd_counts.finished_requests, odd_counts.running_requests) == (20, None, None)
     counts = snapshot.counts.since(Counts(), 2.0)
     assert counts.alpha == pytest.approx(1 + 33 / 20)
     assert counts.emitted_tokens == 53

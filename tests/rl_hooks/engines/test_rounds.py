@@ -186,7 +186,18 @@ def test_positions_ends_and_drafts_that_a_grammar_forbade_are_counted_as_vllm_do
     counter.serve("v1", 4)
     output = scheduler.schedule()
     scheduler.update_from_output(output, [(3, 0, None), (3, 1, {"r1": 1}), (3, 3, None)])
-    assert counter.read().exact == (("v1", 4, Counts(3, 8, 4, (2, 1, 1), 1)),)
+    ended: dict[str, Any] = {"finished_requests": 3, "running_requests": 0}
+    assert counter.read().exact == (("v1", 4, Counts(3, 8, 4, (2, 1, 1), 1, **ended)),)
+
+
+def test_requests_that_ended_and_those_that_run_are_counted() -> None:
+    scheduler = Told(0)
+    counter = RoundCounter(scheduler)
+    counter.serve("v1", 4)
+    scheduler.requests["r2"] = SimpleNamespace(prompt_token_ids=[1])
+    scheduler.update_from_output(scheduler.schedule(), [(3, 0, None), (3, 1, None), (3, 3, None)])
+    ((_, _, counts),) = counter.read().exact or ()
+    assert (counts.finished_requests, counts.running_requests) == (2, 1)
 
 
 def test_totals_never_fall_when_old_versions_leave_the_books() -> None:

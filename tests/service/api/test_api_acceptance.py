@@ -28,7 +28,7 @@ from service.monitor.events import Moved
 from service.monitor.live.engine import LiveRule
 from service.monitor.live.replays import REPLAYED_BATCHES
 from service.monitor.live.watch import EngineVerdict, failed_pushes, push_is_due
-from service.monitor.records import AcceptanceRecord, read
+from service.monitor.records import AcceptanceRecord, DrafterSums, Replayed, ScoreRecord, read
 from service.storage.queue.keys import Keys
 from service.storage.reports.engine_counts import Account
 
@@ -142,6 +142,38 @@ def test_a_drafter_that_dies_is_pushed_again_and_the_history_says_why(engine: En
     assert (event["event"], event["sequence"]) == ("pushed_again", 2)
     latest = engine.service.client.get("/drafter/latest").json()
     assert latest == reply["pushed_again"]
+
+
+def test_rounds_of_a_few_requests_push_nothing_and_those_of_many_do(
+    service: RunningService, redis_client: Redis
+) -> None:
+    """A prompt of which nothing is accepted is answered eight times; of every 20 prompts one is such."""
+    version = service.publish().version
+    for step in range(8):
+        each = {f"{step:04x}{n:04x}": (900.0, 900.0 / (1.01 if n % 20 == step else 3.0)) for n in range(40)}
+        sums = DrafterSums.of(*zip(*each.values(), strict=True))
+        told = Replayed(version, sums, by_prompt=each)
+        record: dict[str, Any] = {
+            "served": sums,
+            "replayed": (told,),
+            "drafter_version": version,
+            "rollouts": 320,
+            "tokens": 36_000,
+        }
+        number = f"{step:032x}"
+        Store(redis_client, "default").put_score(
+            number, ScoreRecord(**record, policy_version=step, batch_id=number, entry_id=f"{step + 1}-0")
+        )
+    engine, rounds = Engine(service, version), 600
+    few = [
+        engine.report(rounds, 6, 9, finished_requests=count, running_requests=1, life="a").json() for count in range(8)
+    ]
+    assert [(one["engine"], one["pushed_again"]) for one in few] == [("unknown", None)] * 8
+    assert few[-1]["verdict"].endswith("a hard prompt may do that")
+    many = engine.report(rounds, 6, 9, finished_requests=40, running_requests=64, life="a").json()
+    assert (many["engine"], many["pushed_again"]["version"]) == ("dead", version)
+    silent = Engine(service, version, "agent http://other").report(8 * rounds, 48, 9, life="b").json()
+    assert silent["engine"] == "dead", "where nobody says how many requests there are, rounds decide as before"
 
 
 def test_a_push_again_is_in_the_audit_log_under_the_reporters_token(

@@ -7,6 +7,7 @@ other, so all of a report may be of one hard prompt. The rest is as in benchmark
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ import numpy.typing as npt
 import pytest
 from record_fixtures import acceptance
 
+from benchmarks import hard_prompts
 from benchmarks.live_replay import SOUND, odds
 from service.monitor.live.blocks import Block, counted
-from service.monitor.live.engine import LiveRule
+from service.monitor.live.engine import DEAD_ROUNDS, LiveRule
+from service.monitor.live.hard import chance_of_hard
 from service.monitor.live.replays import Replays
 from service.monitor.live.watch import Watch, watch
 from service.monitor.records import DrafterSums, Replayed, ScoreRecord
@@ -131,3 +134,102 @@ def test_one_report_of_a_hard_prompt_does_not_hide_what_was_proven_of_an_engine(
     assert before.hold is not None
     assert [one.name for one in after.engines] == [one.name for one in before.engines] == ["trainer features"] * 2
     assert after.hold is not None
+
+
+# --- how many prompts stand behind the rounds
+def replayed(hard: int, prompts: int, *, told_apart: bool = True) -> Replays:
+    """So many prompts of eight answers, of which some are hard: α is 1.02 instead of 3."""
+    version, per_step, scores = "v000001-0a1b2c3d", 32, []
+    for step in range(prompts // per_step):
+        at = range(step * per_step, (step + 1) * per_step)
+        each = {f"{n:08x}": (1600.0, 1600.0 / (1.02 if n * hard % prompts < hard else 3.0)) for n in at}
+        sums = DrafterSums.of(*zip(*each.values(), strict=True))
+        kept = [(sums.tokens - sums.rounds) * part for part in (0.4, 0.3, 0.2, 0.1)]
+        told = Replayed(version, sums, tuple(kept), (sums.rounds, *kept[:-1]), each if told_apart else {})
+        record: dict[str, Any] = {
+            "served": sums,
+            "replayed": (told,),
+            "drafter_version": version,
+            "rollouts": 8 * per_step,
+        }
+        scores.append(ScoreRecord(**record, policy_version=step, entry_id=f"{step + 1}-0", tokens=1600 * per_step))
+    return Replays(scores)
+
+
+def idle(rounds: int, policy: int = 99, **more: Any) -> Block:
+    """An engine that accepted one draft in a hundred rounds, with a policy version that was not replayed so far."""
+    drafts = (rounds // 100, 0, 0, 0)
+    return Block("v000001-0a1b2c3d", policy, rounds, rounds + drafts[0], 4 * rounds, drafts, 0.0, **more)
+
+
+def name_of(replays: Replays, *blocks: Block) -> str:
+    return watch({"a": blocks}, replays, LiveRule()).engines[0].name
+
+
+def test_a_sound_engine_at_work_on_one_hard_prompt_is_not_dead_however_many_rounds_it_takes() -> None:
+    replays = replayed(16, 320)
+    rounds = 4 * DEAD_ROUNDS
+    assert name_of(replays, idle(rounds)) == "dead", "it says neither requests nor prompts"
+    assert name_of(replays, idle(rounds, finished=0, running=8)) == "unknown"
+    assert name_of(replays, idle(rounds, finished=8, running=0)) == "unknown"
+    assert name_of(replays, *[idle(rounds // 8, finished=2, running=1)] * 8) == "unknown"
+    assert name_of(replays, idle(rounds, by_prompt={"a": (rounds + 61, rounds)})) == "unknown"
+    most = {"a": (rounds, rounds - 100)} | {f"b{n}": (10, 10) for n in range(10)}
+    assert name_of(replays, idle(rounds, by_prompt=most)) == "unknown", "of the others are hardly any rounds"
+
+
+def test_an_engine_that_accepts_nothing_of_many_prompts_is_dead_after_as_many_rounds_as_before() -> None:
+    replays = replayed(16, 320)
+    assert name_of(replays, idle(DEAD_ROUNDS, finished=32, running=32)) == "dead"
+    assert name_of(replays, *[idle(DEAD_ROUNDS // 8, finished=8, running=0)] * 8) == "dead"
+    many = Block("v000001-0a1b2c3d", 99, 512, 1536, None, (), 0.0, finished=0, running=64, most_running=64)
+    assert name_of(replays, idle(DEAD_ROUNDS, finished=24, running=24)) == "dead"
+    assert name_of(replays, many, idle(DEAD_ROUNDS, finished=24, running=24)) == "unknown", "the hard ones end last"
+    each = DEAD_ROUNDS // 8
+    assert name_of(replays, idle(8 * each, by_prompt={f"{n}": (each + 1, each) for n in range(8)})) == "dead"
+
+
+def test_the_more_prompts_are_hard_the_more_must_accept_nothing() -> None:
+    least = []
+    for hard in (0, 2, 16, 80):
+        replays = replayed(hard, 320)
+        names = [name_of(replays, idle(2 * DEAD_ROUNDS, finished=8 * n, running=0)) for n in range(1, 24)]
+        assert names == sorted(names, reverse=True), "unknown, then dead"
+        least.append(names.index("dead") + 1)
+    assert least == sorted(least)
+    assert (least[0], least[-1]) == (2, 16)
+
+
+def test_prompts_that_a_batch_does_not_tell_apart_are_supposed_to_be_hard() -> None:
+    apart, together = (replayed(16, 320, told_apart=told).prompts.hard_share(1515, 1500) for told in (True, False))
+    assert together >= apart >= 16 / 320
+    assert replayed(0, 320, told_apart=False).prompts.hard_share(1515, 1500) < 0.05
+
+
+def test_batches_that_hold_a_part_of_the_answers_make_requests_fewer_prompts() -> None:
+    """By the engines' own counts: they emitted four times the tokens of the batches."""
+    replays = replayed(16, 320)
+    more = [Block("v000001-0a1b2c3d", step, 68_000, 204_800, None, (), 0.0) for step in range(10)]
+    found = replays.with_counts_of([more])
+    assert replays.siblings == 8
+    assert found.siblings == pytest.approx(8 * 4, rel=0.01)
+
+
+def test_the_chance_is_that_of_the_binomial_law_or_more() -> None:
+    rng = np.random.default_rng(0)
+    for prompts, beside, share in ((2, 0, 0.2), (3, 5, 0.1), (6, 14, 0.2)):
+        drawn = rng.random((200_000, prompts + beside)) < share
+        assert chance_of_hard(prompts, beside, share) >= 0.95 * (drawn.sum(axis=1) >= prompts).mean()
+    assert chance_of_hard(3, 0, 0.1) == pytest.approx(0.001)
+    assert chance_of_hard(1, 9, 0.1) == 1.0
+
+
+@pytest.mark.parametrize("told", ["requests", "prompts"])
+def test_no_sound_engine_is_named_beside_hard_prompts_and_a_lost_drafter_soon_is(told: str) -> None:
+    """A short form of `python -m benchmarks.hard_prompts`."""
+    for world in (hard_prompts.WORLDS[3], hard_prompts.WORLDS[4]):
+        world = replace(world, told=told)
+        assert not hard_prompts.false_names(world, 1, 50, LiveRule(), steps=24)
+    rounds = hard_prompts.until_dead(replace(hard_prompts.WORLDS[3], told=told), 50, LiveRule(), steps=2)
+    assert rounds is not None
+    assert rounds <= 2000
