@@ -27,6 +27,7 @@ class Scheduler:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.requests: dict[str, Any] = {}
+        self.unfinished = 0
         self.drafts: dict[str, str | None] = {}  # request -> who made the drafts that it has now
         self.drafter: str | None = None
         self.policy = 0
@@ -36,6 +37,9 @@ class Scheduler:
         self.of_prompt: Counter[tuple[str | None, int, int, str]] = Counter()
         self.emitted = 0
         self.told = 0
+
+    def has_unfinished_requests(self) -> bool:
+        return self.unfinished > 0
 
     def schedule(self, _throttle: bool = False) -> Output:
         for _ in range(self.draw.randint(0, 2)):

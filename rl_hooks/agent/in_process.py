@@ -32,7 +32,6 @@ _FIRST_SECONDS: Final = 2.0
 #: Bounds each wait for the service's next bytes.
 _ASK_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 5.0
-_LAST_SECONDS: Final = 3.0
 
 
 class InProcessAgent:
@@ -60,15 +59,18 @@ class InProcessAgent:
         self._thread.start()
         self._asked.wait(_FIRST_SECONDS)
 
-    def end(self) -> None:
-        """The engine shuts down: report the last counts."""
+    def stop(self) -> None:
+        """The engine ends: the last counts are reported from now on."""
         self._stopped.set()
         if self._agent is not None:
             self._agent.stop()
         if self._joining is not None:
             self._joining.cancel()  # no further step will run it
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait until it has stopped."""
         if self._thread is not None:
-            self._thread.join(_LAST_SECONDS)
+            self._thread.join(timeout_seconds)
 
     def _follow(self, link: CoreLink) -> None:
         def join() -> None:

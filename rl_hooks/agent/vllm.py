@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_hooks.durable import at_home
-from rl_hooks.engines.vllm.core import CoreLink, hook
+from rl_hooks.engines.vllm.core import CoreLink, hook, wait_for_cores
 from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.engines.vllm.worker import RPC_METHODS, check_first_load
 
@@ -39,6 +39,8 @@ def register() -> None:
         setattr(WorkerBase, method.__name__, method)
     check_first_load(WorkerBase)
     hook(lambda core: link_of(core, ServiceSettings.read(os.environ)))
+    if os.environ.get("DRAFTALIGN_URL"):
+        wait_for_cores()
     EngineCore.draftalign_attach = _attach
 
 
@@ -95,7 +97,7 @@ def link_of(core: Any, settings: ServiceSettings | None) -> CoreLink | None:
 
     agent = InProcessAgent(settings, directory, _name(core))
     fraction = settings.sample_fraction if config.speculative_config.method == "eagle3" else 0.0
-    return CoreLink(core, fraction, agent.begin, agent.end)
+    return CoreLink(core, fraction, agent.begin, agent.stop, agent.join)
 
 
 def drafter_directory(environment: Mapping[str, str]) -> Path:

@@ -30,6 +30,8 @@ from rl_hooks.sending.tally import Tally
 log = logging.getLogger("draftalign.tap")
 
 REJECTED: Final = -1
+#: What an engine without requests has collected waits so long for others to share its file.
+_SOON_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +262,12 @@ class Batcher:
     def _send_kind(self, name: tuple[int, RequestSampling]) -> None:
         if batch := self._waiting.pop(name, None):
             self._send(batch)
+
+    def soon(self) -> None:
+        """Nothing more is to come for now: send what waits within a second or so."""
+        with self._lock:
+            if self._waiting:
+                self._since = min(self._since, time.monotonic() - self._seconds + _SOON_SECONDS)
 
     def flush(self) -> None:
         """Send everything that waits."""

@@ -90,7 +90,7 @@ class PolicyWatch:
         #: Since vLLM's start, weights have been loaded or named.
         self.updated = False
         self.weights = WeightSample(worker.model_runner.get_model())
-        self.changing: Callable[[], None] = lambda: None
+        self.changing: Callable[[], object] = lambda: None
         self.leaving: Callable[[], None] = lambda: None
         self.noticed: Callable[[], None] = lambda: None
         self._versions: PolicyVersions | None = None

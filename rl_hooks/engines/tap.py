@@ -142,21 +142,24 @@ class _Sender:
     ) -> None:
         self.deliver, self._moved, self._budget, self._tally = deliver, moved, budget, tally
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._given = self._done = 0  # requests: the engine's thread writes the first, the tap's the second
         self._thread = threading.Thread(target=self._work, name="draftalign-tap", daemon=True)
         self._thread.start()
 
     def send(self, ended: list[_Tracked], unchanged: Callable[[], bool]) -> None:
         """Deliver these requests, in the thread, if the weights are `unchanged`."""
+        self._given += len(ended)
         self._tasks.put(functools.partial(self._send_all, ended, unchanged))
 
     def call(self, task: Callable[[], object]) -> None:
         """Call it in the thread, after what came before."""
         self._tasks.put(task)
 
-    def close(self, timeout_seconds: float) -> None:
-        """Wait until all that came was done."""
+    def close(self, timeout_seconds: float) -> int:
+        """Wait until all that came was done; returns the requests for which the time was too short."""
         self._tasks.put(None)
         self._thread.join(timeout_seconds)
+        return self._given - self._done
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -175,6 +178,7 @@ class _Sender:
                 self._tally.add("skipped_moved", len(ended))
                 self._moved()
         finally:
+            self._done += len(ended)
             _free(self._tally, ended)
 
     def _send(self, tracked: _Tracked) -> None:
@@ -295,10 +299,20 @@ class FeatureTap:
             _free(self.tally, ended)
             self.note("sampling the weights", error)
 
-    def cut(self) -> None:
+    def rest(self, request_ids: Collection[str], ready: Callable[[], None]) -> None:
+        """No request is under way any more, these have ended: send them, whether a step follows or not.
+
+        `ready` is called in the tap's thread once they have been delivered. Reads the weights, as `flush` does.
+        """
+        self.end(request_ids)
+        self._send_ended()
+        self._sender.call(ready)
+
+    def cut(self) -> int:
         """End the rollouts here, since the policy is about to change; none begins until `turn`.
 
         What they have is sent, if the weights are still those that drew it. Reads the weights, as `flush` does.
+        Returns how many could not be scored, and are lost.
         """
         self.flush()
         unchanged, ended = self._unscored.unchanged, [*self._ended, *self._tracked.values()]
@@ -306,8 +320,10 @@ class FeatureTap:
         self._forget()
         if unchanged is None:  # no rows, or they could not be scored
             _free(self.tally, ended)
-        elif ended:
+            return sum(tracked.rows > 0 for tracked in ended)
+        if ended:
             self._sender.send(ended, lambda: unchanged)
+        return 0
 
     def flush(self) -> None:
         """Score the rows that wait, and look whether the weights are those of before.
@@ -339,12 +355,13 @@ class FeatureTap:
         self._sender.call(ready)
 
     def close(self, timeout_seconds: float) -> None:
-        """Collect nothing more; wait until what was collected has been delivered.
+        """Collect nothing more; wait until what was collected has been delivered. `lost_at_end` counts what was not.
 
         A thread that is inside torch when the interpreter ends takes the whole process down with it.
         """
-        self.cut()
-        self._sender.close(timeout_seconds)
+        if lost := self.cut() + self._sender.close(timeout_seconds):
+            self.tally.add("lost_at_end", lost)
+            self.tally.warn("end", f"the engine ends, and {lost} requests that were collected are lost")
 
     def _forget(self) -> None:
         self.policy_version = None

@@ -6,6 +6,7 @@ first argument, because vLLM writes to stdout.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -90,6 +91,11 @@ class Commands:
         executor = self.llm.llm_engine.model_executor
         executor.driver_worker.worker.tests_refit("buckets", path)
         self.llm.reset_prefix_cache()
+
+    def let_go(self) -> None:
+        """The engine is collected, and this process goes on."""
+        self.llm = None
+        gc.collect()
 
     def attach(self, url: str) -> str:
         """The explicit form; what it said where it was refused."""

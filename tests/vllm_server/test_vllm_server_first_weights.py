@@ -79,7 +79,6 @@ def test_weights_that_are_brought_before_the_first_step_are_the_runs_in_a_new_ru
         print("α", alphas)
         assert alphas[0] < 1.5 < 2.0 < alphas[1]
         _check_head(service, tmp_path / "p1", 1)
-        llm.generate([[5]])  # a step, which is told that the requests before it have ended
         eventually(lambda: _rollouts(service) == Counter({0: len(_PROMPTS), 1: len(_PROMPTS)}), 60)
     finally:
         llm.stop()

@@ -68,7 +68,6 @@ def test_two_ranks_score_one_head_send_once_and_swap_together(
     warm = odd_prompts(8, seed=31)
     drawn: list[list[int]] = llm.ask("generate", warm, 0.7, 40, EOS_ID)
     after = llm.rounds()
-    llm.generate([[5]])  # a step, in which the last ends are told
     stats = eventually(lambda: _delivered(llm, len(_PROMPTS) + len(warm)), 60)
     assert "failures" not in stats
 

@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -96,6 +97,10 @@ FUNCTIONS: Final = (
             "request_id",
         ),
     ),
+    ("v1/engine/core.py", "EngineCore", "post_step", ()),
+    ("v1/engine/core_client.py", "InprocClient", "__init__", ()),
+    ("v1/utils.py", "", "shutdown", ("procs", "timeout")),
+    ("v1/core/sched/interface.py", "SchedulerInterface", "has_unfinished_requests", ()),
     ("v1/core/sched/scheduler.py", "Scheduler", "schedule", ()),
     ("v1/core/sched/scheduler.py", "Scheduler", "update_from_output", ("scheduler_output",)),
     ("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "timeout", "args")),
@@ -138,7 +143,8 @@ NAMES: Final = (
     ("v1/worker/worker_base.py", "WorkerWrapperBase", ("worker",)),
     ("v1/worker/gpu_worker.py", "Worker", ("_weight_update_active",)),
     ("v1/request.py", "Request", ("request_id", "skip_reading_prefix_cache")),
-    ("v1/core/sched/scheduler.py", "Scheduler", ("requests", "connector")),
+    ("v1/core/sched/scheduler.py", "Scheduler", ("requests", "connector", "finished_req_ids")),
+    ("v1/engine/utils.py", "", ("shutdown",)),
     ("v1/engine/async_llm.py", "AsyncLLM", ("engine_core",)),
     ("v1/engine/core_client.py", "MPClient", ("core_engines",)),
     ("v1/engine/core_client.py", "AsyncMPClient", ("call_utility_all_async",)),
@@ -241,12 +247,17 @@ SINCE: Final = {
     "enable_adaptive_verification": (0, 32),
 }
 
-#: What stood elsewhere in vLLM 0.31: file and class.
-BEFORE_0_32: Final = {
+_EAGLE: Final = ("v1/worker/gpu/spec_decode/eagle/speculator.py", "EagleSpeculator")
+#: What stood elsewhere in older releases: files and classes, the newest first.
+EARLIER: Final = {
     "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py": (
-        "v1/worker/gpu/spec_decode/autoregressive/speculator.py",
-        "AutoRegressiveSpeculator",
-    )
+        ("v1/worker/gpu/spec_decode/autoregressive/speculator.py", "AutoRegressiveSpeculator"),  # up to 0.31
+        _EAGLE,  # up to 0.22
+    ),
+    "v1/worker/gpu/spec_decode/speculator.py": (_EAGLE,),
+    "model_executor/layers/fused_moe/routed_experts.py": (
+        ("model_executor/layers/fused_moe/layer.py", "FusedMoE"),  # up to 0.23
+    ),
 }
 
 
@@ -269,8 +280,7 @@ def _later(root: Path) -> set[str]:
 
 
 def _function_fault(root: Path, path: str, owner: str, name: str, parameters: tuple[str, ...]) -> str | None:
-    if path in BEFORE_0_32 and not (root / path).exists():
-        path, owner = BEFORE_0_32[path]
+    path, owner = _place(root, path, owner)
     scope = _scope(root, path, owner)
     if scope is None:
         return f"{path}: no {owner or 'such file'}"
@@ -287,6 +297,7 @@ def _function_fault(root: Path, path: str, owner: str, name: str, parameters: tu
 
 
 def _name_faults(root: Path, path: str, owner: str, names: Collection[str]) -> list[str]:
+    path, owner = _place(root, path, owner)
     scope = _scope(root, path, owner)
     if scope is None:
         return [f"{path}: no {owner or 'such file'}"]
@@ -303,6 +314,13 @@ def _name_faults(root: Path, path: str, owner: str, names: Collection[str]) -> l
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             known.add(node.value)
     return [f"{path}: {owner or 'the file'} has no {name}" for name in sorted(names) if name not in known]
+
+
+def _place(root: Path, path: str, owner: str) -> tuple[str, str]:
+    """File and class in this release: those of `EARLIER` where the file is not there."""
+    if (root / path).exists():
+        return path, owner
+    return next((place for place in EARLIER.get(path, ()) if (root / place[0]).exists()), (path, owner))
 
 
 def _scope(root: Path, path: str, owner: str) -> ast.AST | None:
@@ -415,7 +433,7 @@ def _of_libraries() -> set[str]:
         *(asyncio, concurrent.futures.Future, contextlib, dataclasses, functools, hashlib, hashlib.sha256(), hmac),
         *(inspect, inspect.Signature, inspect.BoundArguments, itertools, json, logging, logging.Logger, math, os),
         *(Path, queue, queue.SimpleQueue, re, re.compile(""), socket, threading, threading.Thread, threading.Event),
-        *(threading.Lock(), time, uuid, uuid.uuid4(), dict, list, set, str, bytes, int, collections.deque),
+        *(threading.Lock(), time, weakref, uuid, uuid.uuid4(), dict, list, set, str, bytes, int, collections.deque),
         *(fastapi.FastAPI, fastapi.Request),
     ]
     return {name for part in parts for name in dir(part)}

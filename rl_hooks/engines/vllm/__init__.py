@@ -5,4 +5,4 @@ from __future__ import annotations
 from typing import Final
 
 #: The releases that all of this was written against: docs/guide/vllm.md says of each what was run, and what was read.
-KNOWN_RELEASES: Final = "vLLM 0.24 to 0.33"
+KNOWN_RELEASES: Final = "vLLM 0.22 to 0.33"

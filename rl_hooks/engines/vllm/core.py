@@ -10,6 +10,10 @@ If there is work, it is done there, because only the engine's own thread may cal
 The weights are also looked at once when the engine core has loaded its model. So an update before the first step is
 noticed, and the draft vocabulary is on the host before the first sleep.
 
+After a step that leaves no request unfinished, the tap is told which have ended: no further step may ever say so. When
+the engine ends, what was collected is sent. An engine core in this process is told its end by the client that holds it,
+because vLLM up to 0.30 does not shut it down.
+
 A swap never falls between two calls of a trainer that updates weights: it runs only when a step is about to run, and
 never inside vLLM's own weight update. No failure of ours reaches the engine: it is logged.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -35,7 +40,10 @@ from rl_hooks.sending.sampling import sampling_position
 log = logging.getLogger("vllm.draftalign")
 
 _LOOK_SECONDS: Final = 10.0
-_END_SECONDS: Final = 10.0
+#: What an engine that ends may take for us. vLLM kills a core that has not ended in five seconds.
+_END_SECONDS: Final = 3.5
+#: Where vLLM would not wait at all for a core to end, it waits so long.
+_LEAST_SECONDS: Final = 5.0
 #: Calls that read files and do not touch weights: they may also run while the engine is idle or asleep.
 _HARMLESS: Final = frozenset({"draftalign_stage", "draftalign_staged"})
 #: vLLM's weight version before anybody has set one.
@@ -44,22 +52,35 @@ _UNNAMED: Final = "default"
 #: Methods of vLLM's EngineCore that are wrapped.
 _WRAPPED: Final = (
     *("step", "step_with_batch_queue", "add_request", "sleep", "shutdown", "collective_rpc", "wake_up"),
-    *("set_weight_version", "_initialize_kv_caches"),
+    *("set_weight_version", "_initialize_kv_caches", "post_step"),
 )
 
 Begin = Callable[["CoreLink"], None]
 
 
 class CoreLink:
-    """One engine core, as the thread that follows the service sees it. `sample_fraction`: of requests to be tapped."""
+    """One engine core, as the thread that follows the service sees it. `sample_fraction`: of requests to be tapped.
 
-    def __init__(self, core: Any, sample_fraction: float, begin: Begin, end: Callable[[], None]) -> None:
-        self.core, self.sample_fraction, self._end = core, sample_fraction, end
+    `begin` starts that thread, `stop` tells it that the engine ends, and `join` waits for it, these seconds at most.
+    """
+
+    def __init__(
+        self,
+        core: Any,
+        sample_fraction: float,
+        begin: Begin,
+        stop: Callable[[], None],
+        join: Callable[[float], None],
+    ) -> None:
+        self.core, self.sample_fraction = core, sample_fraction
+        self._ends: tuple[Callable[[], None], Callable[[float], None]] | None = stop, join
         #: The joint state of the workers; empty until they were looked at.
         self.state: dict[str, Any] = {}
         self._begin: Begin | None = begin
         self._rounds: RoundCounter | None = None
         self._touched = True
+        #: Whether a request that is tapped has come since the engine last had none.
+        self._tapping = False
         self._look_at = 0.0
         self._calls: deque[tuple[str, tuple[Any, ...], Future[list[Any]]]] = deque()
         self._warned: set[str] = set()
@@ -82,6 +103,7 @@ class CoreLink:
         if sampling_of(request.sampling_params).truncated and leaves_out_truncated(self.core.vllm_config):
             return
         request.skip_reading_prefix_cache = True
+        self._tapping = True
 
     def before_step(self) -> None:
         """Do what there is to do between two steps."""
@@ -95,6 +117,16 @@ class CoreLink:
             self.guard("looking at the weights", self.settle)
         while self._calls:
             self._run(*self._calls.popleft())
+
+    def after_step(self) -> None:
+        """Tell the tap which requests have ended, where no other is left: the next step may be far away."""
+        if not self._tapping or self.core.scheduler.has_unfinished_requests():
+            return
+        if getattr(self.core.model_executor, "is_sleeping", False):
+            return
+        self._tapping = False
+        if self.state.get("tap") is not None:
+            self._rpc("draftalign_rest", sorted(self.core.scheduler.finished_req_ids))
 
     def look(self) -> None:
         """Bring state and policy version up to date. The weights must be readable."""
@@ -111,10 +143,17 @@ class CoreLink:
             begin(self)
 
     def close(self) -> None:
-        """The engine shuts down: send what there is, for some seconds at most."""
-        self._end()
-        if self.state:
-            self.core.model_executor.collective_rpc("draftalign_end", _END_SECONDS)
+        """The engine ends: send and report what there is, for `_END_SECONDS` at most. A second call does nothing."""
+        if self._ends is None:
+            return
+        (stop, join), self._ends = self._ends, None
+        began = time.monotonic()
+        stop()  # the last counts are reported while the workers send
+        try:
+            if self.state:
+                answered(self.core.model_executor.collective_rpc("draftalign_end", _END_SECONDS))
+        finally:
+            join(max(0.0, began + _END_SECONDS - time.monotonic()))
 
     def touch(self) -> None:
         """Weights may have changed. Any thread."""
@@ -226,6 +265,7 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
     Not after `__init__`: a process of its own loads its plugins in there.
     """
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
 
     if hasattr(EngineCore, "_draftalign"):
         return
@@ -258,9 +298,16 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
         if (link := linked(core)) is not None:
             link.admit(request)
 
+    def post_step(core: Any) -> None:
+        if (link := vars(core).get("_draftalign")) is not None:
+            link.guard("sending the last requests", link.after_step)
+
     def shutdown(core: Any, *_: Any, **__: Any) -> None:
         if (link := vars(core).get("_draftalign")) is not None:
             link.guard("ending", link.close)
+
+    def made(client: Any) -> None:  # when it is collected, or Python ends, so does its core
+        weakref.finalize(client, shutdown, client.engine_core)
 
     def touch(core: Any, *_: Any) -> None:
         if (link := linked_if_made(core)) is not None:
@@ -269,9 +316,30 @@ def hook(link_of: Callable[[Any], CoreLink | None]) -> None:
     for name, before in (("step", step), ("step_with_batch_queue", step), ("add_request", add_request)):
         _wrap(EngineCore, name, before=before)
     _wrap(EngineCore, "_initialize_kv_caches", done=linked)
+    _wrap(EngineCore, "post_step", done=post_step)
     _wrap(EngineCore, "shutdown", before=shutdown)
+    _wrap(InprocClient, "__init__", done=made)
     for name in ("sleep", "collective_rpc", "wake_up", "set_weight_version"):
         _wrap(EngineCore, name, before=linked_if_made, after=touch)
+
+
+def wait_for_cores() -> None:
+    """Let vLLM wait some seconds for engine cores that end, where it would kill them in the instant that it tells them.
+
+    That is `vllm serve` without `--shutdown-timeout`. A core that ends sooner is not waited for any longer.
+    """
+    import vllm.v1.engine.utils as utils
+
+    original = utils.shutdown
+    if hasattr(original, "_draftalign"):
+        return
+
+    @functools.wraps(original)
+    def shutdown(procs: Any, timeout: float | None = None) -> None:
+        original(procs, None if timeout is None else max(timeout, _LEAST_SECONDS))
+
+    shutdown._draftalign = True  # type: ignore[attr-defined]
+    utils.shutdown = shutdown
 
 
 def unknown_names(core: Any) -> list[str]:

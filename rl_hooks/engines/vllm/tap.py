@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 import uuid
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
@@ -57,7 +58,8 @@ log = logging.getLogger("vllm.draftalign")
 
 #: The head is sent again when it has moved by more than this, relative to its norm, as a trainer's hook does.
 HEAD_TOLERANCE: Final = 0.005
-_CLOSE_SECONDS: Final = 2.0
+#: All that an engine's end waits for what was collected; the engine core waits a second longer for the answer.
+_CLOSE_SECONDS: Final = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,14 +365,17 @@ class VllmTap:
         parts, _ = self._file(batch, last_rows=self.sender.last_rows)
         self.sender.submit(parts)
 
+    def rest(self, ended: Sequence[str]) -> None:
+        """No request is under way any more, these have ended: they are sent within some second."""
+        self.tap.rest(ended, self.batcher.soon)
+
     def close(self) -> None:
-        """Send what was collected, for some seconds at most."""
-        self.tap.close(_CLOSE_SECONDS)
-        if self._shares is not None:
-            self._shares.joiner.close(_CLOSE_SECONDS)
-        self.batcher.close(_CLOSE_SECONDS)
-        if self.sender is not None:
-            self.sender.close(_CLOSE_SECONDS)
+        """Send what was collected, for `_CLOSE_SECONDS` at most. The log says how much was not."""
+        began = time.monotonic()
+        parts = (self.tap, None if self._shares is None else self._shares.joiner, self.batcher, self.sender)
+        for part in parts:
+            if part is not None:
+                part.close(max(0.0, began + _CLOSE_SECONDS - time.monotonic()))
 
     def stats(self) -> dict[str, Any]:
         """Counters of the tap and of its sender."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -63,6 +63,7 @@ class DrafterSwap:
         self._worker, self._ranks = worker, LayerRanks(worker)
         self._staged: Staged | None = None
         self._reading = threading.Lock()
+        self._ended = False
         #: What `follow` was told, while the weights are not yet the run's.
         self._waiting: tuple[ServiceSettings, int | None] | None = None
         self.tap: VllmTap | None = None
@@ -72,6 +73,8 @@ class DrafterSwap:
         if self.draft is not None and (early := self.draft.ends_early()) is not None:
             log.warning("draftalign: %s", early)
         self.weights = DrafterWeights(self.draft, self._ranks)
+        # Of several ranks each is a process, which a signal to all of them ends before the engine core asks for it.
+        before_call(worker, "shutdown", self.end)
 
     # --- called by RPC
     def stage(self, path: str, version: str, expected: Mapping[str, str] | None = None) -> None:
@@ -222,9 +225,15 @@ class DrafterSwap:
             except Exception as error:  # noqa: BLE001 - the engine must go on without its tap
                 log.error("draftalign: no features are captured: %s", error)
 
+    def rest(self, ended: Sequence[str]) -> None:
+        """No request is under way any more. `ended`: those that no step has told of."""
+        if self.tap is not None and self.watch is not None and not self.watch.asleep:
+            self.tap.rest(ended)
+
     def end(self) -> None:
-        """The engine shuts down."""
-        if self.tap is not None:
+        """The engine shuts down, or this worker alone. A second call does nothing."""
+        if self.tap is not None and not self._ended:
+            self._ended = True
             self.tap.close()
 
     def _is_updated(self) -> bool:
@@ -313,7 +322,7 @@ RPC_METHODS = tuple(
     _rpc(method)
     for method in (
         *(DrafterSwap.stage, DrafterSwap.staged, DrafterSwap.apply, DrafterSwap.state),
-        *(DrafterSwap.settle, DrafterSwap.follow, DrafterSwap.end),
+        *(DrafterSwap.settle, DrafterSwap.follow, DrafterSwap.rest, DrafterSwap.end),
     )
 )
 

@@ -81,6 +81,11 @@ class Link:
         return Snapshot.of_exact(tuple(self.exact), Counts(), 3)
 
 
+def end(agent: InProcessAgent) -> None:
+    agent.stop()
+    agent.join(4.0)
+
+
 def agent(url: str, tmp_path: Path, **settings: Any) -> InProcessAgent:
     return InProcessAgent(ServiceSettings(url, **settings), tmp_path / "cache", "host 1 dp0")
 
@@ -152,7 +157,7 @@ def test_a_service_that_is_slow_or_talks_nonsense_costs_the_first_step_two_secon
         found, began = agent(url, tmp_path), time.monotonic()
         found.begin(link)
         assert time.monotonic() - began < 4
-    found.end()  # the connection is closed: nobody waits for an answer any more
+    end(found)  # the connection is closed: nobody waits for an answer any more
     assert link.followed == joined_at
     if reply is not None:  # otherwise it may still be waiting
         assert bool(link.warned) == (joined_at == [])
@@ -179,7 +184,7 @@ def test_a_service_that_answers_a_byte_at_a_time_holds_the_first_step_no_longer(
         assert time.monotonic() - began < 4
         assert link.followed == []
         ended.set()
-        found.end()
+        end(found)
 
 
 def test_a_trainer_that_ends_waits_for_no_download() -> None:
@@ -214,7 +219,7 @@ def test_a_service_that_comes_later_is_joined_then(
     monkeypatch.setattr(found, "_settings", ServiceSettings(service.url))
     assert link.joined.wait(10)
     assert link.followed == [None]
-    found.end()
+    end(found)
 
 
 def test_an_engine_whose_certificates_come_later_follows_then(
@@ -236,7 +241,7 @@ def test_an_engine_whose_certificates_come_later_follows_then(
         ),
         20,
     )
-    found.end()
+    end(found)
 
 
 def test_counts_of_two_drafters_and_two_policies_between_two_looks_are_all_booked(
@@ -262,7 +267,7 @@ def test_counts_of_two_drafters_and_two_policies_between_two_looks_are_all_booke
             ("v2", 3, Counts(7, 28, 9, (4, 3, 1, 1), 16)),
         ]
         link.state |= {"version": "v2", "swaps": 2}
-        found.end()  # the last counts are reported at the engine's end
+        end(found)  # the last counts are reported at the engine's end
         assert booked() == {("v1", 2): (12, 17, True), ("v1", 3): (3, 1, True), ("v2", 3): (7, 9, False)}
     remembered = tmp_path / "cache" / "default" / "engines"
     assert remembered.is_dir()

@@ -316,6 +316,14 @@ def test_files_hold_one_kind_of_sampling_and_do_not_wait_for_ever() -> None:
     assert sent[1] == ["c"]
 
 
+def test_an_engine_that_idles_sends_its_last_file_soon() -> None:
+    sent: list[str] = []
+    batcher = Batcher(lambda batch: sent.append(batch[0].request.request_id), tokens=1000, seconds=1000)
+    batcher.add(decode([Script("r", [2, 3, 4], [5, 6, STOP])], 1)[0])
+    batcher.soon()
+    eventually(lambda: sent == ["r"])
+
+
 def test_a_file_that_cannot_be_made_does_not_end_the_sending_of_others() -> None:
     tried: list[str] = []
 

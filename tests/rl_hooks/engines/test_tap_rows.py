@@ -16,7 +16,7 @@ from tap_fixtures import HEAD, PLAIN, STOP, VOCAB, Script, states, step
 from torch import nn
 
 from rl_hooks.engines.collected import Collected, RequestSampling
-from rl_hooks.engines.policy_watch import PolicyWatch
+from rl_hooks.engines.policy_watch import PolicyWatch, WeightSample
 from rl_hooks.engines.rows import Head
 from rl_hooks.engines.tap import FeatureTap
 
@@ -95,6 +95,34 @@ def test_rows_wait_for_sixteen_steps_at_most_and_for_a_thousand_of_their_kind() 
     tap.flush()
     assert len(PRODUCTS) == 6, "nothing waits"
     tap.close(5.0)
+
+
+def test_the_last_requests_are_sent_without_a_further_step() -> None:
+    collected, ready = list[Collected](), threading.Event()
+    tap = FeatureTap(HEAD, collected.append, fraction=1.0, tokens_per_minute=10**6, weights=WeightSample(Policy()))
+    script = Script("r", [2, 3], [5, STOP])
+    tap.begin(script.request())
+    tap.step(step([(script, 0, [2, 3, 5], 0, STOP)]))
+    tap.rest(["r"], ready.set)
+    assert ready.wait(10)
+    assert [one.request.request_id for one in collected] == ["r"]
+    tap.close(5.0)
+
+
+def test_what_is_collected_and_not_delivered_at_the_end_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    held = threading.Event()
+    tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=10**6)
+    tap._sender.call(lambda: held.wait(20))  # the tap's thread is busy
+    for name in ("r", "s"):
+        script = Script(name, [2, 3], [5, STOP])
+        tap.begin(script.request())
+        tap.step(step([(script, 0, [2, 3, 5], 0, STOP)]))
+    tap.end(["r"])
+    with caplog.at_level("WARNING", "draftalign.tap"):
+        tap.close(0.1)
+    assert tap.tally["lost_at_end"] == 2
+    assert "2 requests that were collected are lost" in caplog.text
+    held.set()
 
 
 def test_what_a_step_copied_is_freed_once_it_is_scored_whenever_the_taps_thread_comes_to_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -17,7 +18,7 @@ from tap_fixtures import scheduled
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.engines.protocol import engine_state
-from rl_hooks.engines.vllm.core import CoreLink, hook
+from rl_hooks.engines.vllm.core import CoreLink, hook, wait_for_cores
 from rl_hooks.engines.vllm.swapper import SwapProblem
 
 STATE: dict[str, Any] = {"version": None, "sha256": None, "loaded": True, "shared_modules": [], "policy_version": None}
@@ -70,6 +71,9 @@ class Core:
         self.done.append("step")
         return "outputs"
 
+    def post_step(self, model_executed: bool) -> None:
+        """After the outputs of a step have gone out."""
+
     def add_request(self, request: Any, _wave: int = 0) -> None:
         self.done.append(request.request_id)
 
@@ -99,9 +103,11 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Hooked:
 
     def wrap(link_of: Callable[[Any], CoreLink | None]) -> type[Core]:
         fresh = type("EngineCore", (Core,), dict(vars(Core)))
-        for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):
+        for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core", "vllm.v1.engine.core_client"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         sys.modules["vllm.v1.engine.core"].EngineCore = fresh  # type: ignore[attr-defined]
+        client = type("InprocClient", (), {"__init__": lambda self: setattr(self, "engine_core", fresh())})
+        sys.modules["vllm.v1.engine.core_client"].InprocClient = client  # type: ignore[attr-defined]
         hook(link_of)
         hook(link_of)  # plugins may be loaded twice
         return fresh
@@ -110,7 +116,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Hooked:
 
 
 def linked(core: Any, begun: list[CoreLink] | None = None, fraction: float = 1.0) -> CoreLink:
-    return CoreLink(core, fraction, (begun if begun is not None else []).append, lambda: None)
+    return CoreLink(core, fraction, (begun if begun is not None else []).append, lambda: None, lambda _: None)
 
 
 def forget(core: Core) -> None:
@@ -192,6 +198,79 @@ def test_an_engine_that_follows_nothing_is_left_as_it_is(hooked: Hooked) -> None
     assert core.done == ["r", "sleep 2", "wake_up", "step", "shutdown"]
     assert core.model_executor.asked == []
     assert not request.skip_reading_prefix_cache
+
+
+def _tapped(hooked: Hooked) -> Core:
+    core = hooked(linked)()
+    core.model_executor.answers |= {"draftalign_settle": [STATE | {"tap": {}}], "draftalign_rest": [None]}
+    core.step()
+    core.model_executor.asked.clear()
+    scheduler: Any = core.scheduler
+    scheduler.finished_req_ids = {"r"}
+    scheduler.unfinished = 1
+    return core
+
+
+def test_once_no_request_is_left_the_tap_is_told_which_have_ended_once(hooked: Hooked) -> None:
+    """With the next step vLLM would tell it, and that may be far away."""
+    core = _tapped(hooked)
+    scheduler: Any = core.scheduler
+    core.add_request(scheduled(request_id="r", skip_reading_prefix_cache=False))
+    for _ in range(3):
+        core.step()
+        core.post_step(True)
+    assert core.model_executor.asked == []
+    scheduler.unfinished = 0
+    for _ in range(3):
+        core.step()
+        core.post_step(False)
+    assert core.model_executor.asked == ["draftalign_rest"]
+    core.model_executor.is_sleeping = True
+    core.add_request(scheduled(request_id="s", skip_reading_prefix_cache=False))
+    core.post_step(False)
+    assert core.model_executor.asked == ["draftalign_rest"], "a sleeping engine's weights must not be read"
+
+
+def test_an_engine_without_a_tapped_request_is_asked_nothing_when_it_idles(hooked: Hooked) -> None:
+    core = _tapped(hooked)
+    scheduler: Any = core.scheduler
+    scheduler.unfinished = 0
+    core.add_request(scheduled(request_id="r", min_p=0.1))
+    core.step()
+    core.post_step(True)
+    assert core.model_executor.asked == []
+
+
+def test_an_engine_in_this_process_ends_when_its_client_is_collected_and_does_so_once(hooked: Hooked) -> None:
+    """Up to 0.30 vLLM shuts no such core down."""
+    ends: list[str] = []
+    hooked(lambda core: CoreLink(core, 1.0, lambda _: None, lambda: ends.append("stop"), lambda _: ends.append("join")))
+    client = sys.modules["vllm.v1.engine.core_client"].InprocClient()
+    core = client.engine_core
+    core.step()
+    core.model_executor.asked.clear()
+    del client
+    gc.collect()
+    assert ends == ["stop", "join"]
+    assert core.model_executor.asked == ["draftalign_end"]
+    core.shutdown()
+    assert ends == ["stop", "join"]
+
+
+def test_vllm_waits_some_seconds_for_a_core_that_it_would_kill_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float | None] = []
+    utils = ModuleType("vllm.v1.engine.utils")
+    utils.shutdown = lambda _, timeout=None: waits.append(timeout)  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    for name, child in (("vllm", "v1"), ("vllm.v1", "engine"), ("vllm.v1.engine", "utils")):
+        monkeypatch.setattr(sys.modules[name], child, sys.modules[f"{name}.{child}"], raising=False)
+    wait_for_cores()
+    wait_for_cores()
+    for timeout in (0, 2.0, 30.0, None):
+        utils.shutdown([], timeout=timeout)
+    assert waits == [5.0, 5.0, 30.0, None]
 
 
 def test_only_requests_that_will_be_tapped_compute_their_whole_prompt(hooked: Hooked) -> None:
