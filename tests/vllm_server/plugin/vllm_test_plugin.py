@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -49,6 +50,7 @@ def register() -> None:
     ):
         setattr(WorkerBase, "tests_" + method.__name__, method)
     repair_sampling()
+    take_gumbel_precision()
     sleep_between_polls()
     register_files()
     if os.environ.get("DRAFTALIGN_TESTS_ASYNC"):
@@ -75,6 +77,24 @@ def patch_once() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_new
+
+
+def take_gumbel_precision() -> None:
+    """On a CPU, vLLM 0.23 and 0.24 call their stand-in for a sampling kernel with an argument that it lacks.
+
+    From 0.25 on it takes the argument, and ignores it.
+    """
+    import vllm.utils.cpu_triton_utils as kernels
+
+    stand_in = getattr(kernels, "_sample_recovered_tokens_kernel_impl", None)
+    if stand_in is None or "USE_FP64_GUMBEL" in inspect.signature(stand_in).parameters:
+        return
+
+    def recovered(*args: Any, USE_FP64_GUMBEL: bool = False, **named: Any) -> None:
+        stand_in(*args, **named)
+
+    if (holder := getattr(kernels, "sample_recovered_tokens_kernel", None)) is not None:
+        holder.func = recovered
 
 
 def schedule_ahead() -> None:
