@@ -16,21 +16,18 @@ from rl_hooks.agent.agent import AgentConfig, SwapAgent
 from rl_hooks.agent.download import IN_PROCESS
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import EngineState, engine_state, failure
+from rl_hooks.engines.tap import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
-from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.errors import MetricsError
 from rl_hooks.release import PublicKeys, Release
-from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import Origin, RunService
-from rl_hooks.sending.jobs import run_path
+from rl_hooks.sending.standing import newest_policy
 
 log = logging.getLogger("vllm.draftalign")
 
 #: How long the first step of an engine waits for the service, once.
 _FIRST_SECONDS: Final = 2.0
-#: Bounds each wait for the service's next bytes.
-_ASK_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 5.0
 
 
@@ -96,26 +93,9 @@ class InProcessAgent:
                     return
 
     def newest_policy(self) -> int | None:
-        """The newest policy version of the run that the service has seen; None for a new run. Raises OSError.
-
-        What is in between may answer too (a proxy, a login page): only the service's own answer says that a run is new.
-        A head that has hardly moved is not sent again, so the newest head may be much older than the newest rollouts.
-        """
+        """The newest policy version of the run that the service has seen; None for a new run. Raises OSError."""
         settings = self._settings
-        service, path = (
-            RunService(Origin.parse(settings.url), settings.run, settings.token or None),
-            run_path(settings.run),
-        )
-        reply = service.ask("GET", path, {}, (), timeout_seconds=_ASK_SECONDS)
-        if reply.status == 404 and reply.fields.get("type") == NO_SUCH_RUN:
-            return None
-        known = [reply.fields.get(name) for name in ("policy_version", "latest_head", "latest_policy")]
-        if reply.status != 200 or type(known[0]) is not int or known[0] < 0:
-            raise OSError(
-                f"GET {path}: expected a run, or a 404 of type {NO_SUCH_RUN}, got {reply.status}: {reply.detail}. It "
-                "is asked again; is DRAFTALIGN_URL that of a draftalign service?"
-            )
-        return max(version for version in known if type(version) is int)
+        return newest_policy(RunService(Origin.parse(settings.url), settings.run, settings.token or None))
 
 
 class InProcessEngine:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_hooks.durable import at_home
+from rl_hooks.engines.tap import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink, hook, wait_for_cores
-from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.engines.vllm.worker import RPC_METHODS, check_first_load
 
 log = logging.getLogger("vllm.draftalign")

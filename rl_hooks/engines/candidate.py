@@ -69,6 +69,25 @@ def read_file(path: Path, max_bytes: int, expected_sha256: str | None) -> tuple[
     return body, found
 
 
+def drafter_files(name: str, revision: str | None = None) -> Path:
+    """The directory of a drafter that an engine was started with, by a path or by a name in the local hub cache.
+
+    Raises OSError where it has no model.safetensors. The service would start a drafter with another vocabulary, which
+    that engine could never load.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        try:
+            from huggingface_hub import snapshot_download
+
+            directory = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        except (ImportError, ValueError, OSError) as error:
+            raise FileNotFoundError(f"the files of the drafter {name} are not found: {error}") from error
+    if not (directory / MODEL_FILE).is_file():
+        raise FileNotFoundError(f"{directory} has no {MODEL_FILE}; start the server with a drafter in one such file")
+    return directory
+
+
 def running_sizes(config: Mapping[str, Any], layers: tuple[int, ...]) -> DrafterConfig:
     """Sizes of the EAGLE-3 drafter that an engine runs, by the engine's copy of its config and the layers it captures.
 

@@ -105,8 +105,13 @@ class UnscoredError(ValueError):
     """A request has rows whose log p is not known."""
 
 
-def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collected | None:
-    """Put a request's rows in order; None when no token was generated, or rows are missing before it."""
+def assemble(
+    request: Request, chunks: Sequence[Mapping[str, Tensor]], *, answers_only: bool = False
+) -> Collected | None:
+    """Put a request's rows in order; None when no token was generated, or rows are missing before it.
+
+    `answers_only`: of a prompt's rows, only the last is scored. The logsumexp of the others is NaN.
+    """
     if not chunks:
         return None
     rows = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
@@ -135,7 +140,9 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
     scored = np.where(labels[scored] == labels[newest], scored, newest)
     logprobs = np.zeros(T, dtype=np.float32)
     logprobs[1:] = logprob[scored[: T - 1]]
-    if not bool(rows["logsumexp"][order].isfinite().all()) or np.isnan(logprobs[generated]).any():
+    logsumexp = rows["logsumexp"][torch.from_numpy(scored[: len(order)]) if answers_only else order]
+    needed = logsumexp[prompt - 1 : T - 1] if answers_only else logsumexp
+    if not bool(needed.isfinite().all()) or np.isnan(logprobs[generated]).any():
         raise UnscoredError("a request is dropped, some of its rows were not scored: a rank failed, or they disagreed")
     return Collected(
         request=request,
@@ -144,7 +151,7 @@ def assemble(request: Request, chunks: Sequence[Mapping[str, Tensor]]) -> Collec
         logprobs=np.where(generated, logprobs, 0.0).astype(np.float32),
         aux=_filled(rows["aux"][order], T, 0.0),
         last=_filled(rows["last"][order], T, 0.0),
-        logsumexp=_filled(rows["logsumexp"][order], T, 1.0),
+        logsumexp=_filled(logsumexp, T, 1.0),
         first_position=first,
     )
 
@@ -188,8 +195,9 @@ def rollout_file(
         "logprobs": wire.Tensor.of(np.concatenate([one.logprobs for one in batch]), "F32"),
         "aux_hidden": as_wire(torch.cat([one.aux for one in batch]).to(torch.bfloat16)),
         "last_hidden": as_wire(last.to(torch.bfloat16)),
-        "logsumexp": as_wire(logsumexp.float()),
     }
+    if not bool(logsumexp.isnan().any()):  # else the worker computes it
+        tensors["logsumexp"] = as_wire(logsumexp.float())
     sampling = batch[0].request.sampling
     metadata = wire.rollout_metadata(
         run=run,

@@ -26,7 +26,7 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -38,12 +38,16 @@ from torch import Tensor
 from rl_hooks.engines.collected import Collected, Request, UnscoredError, assemble
 from rl_hooks.engines.policy_watch import WeightSample
 from rl_hooks.engines.rows import Gathered, Head, Step, gather, joined, labels_of
+from rl_hooks.release import PLAIN_NAME
 from rl_hooks.sending.copies import HostCopies
+from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.sampling import TokenBudget, sampling_position
 from rl_hooks.sending.tally import Tally
 
 log = logging.getLogger("draftalign.tap")
 
+#: The head is sent again when it has moved by more than this, relative to its norm, as a trainer's hook does.
+HEAD_TOLERANCE: Final = 0.005
 #: Longest prompt that is collected.
 MAX_TOKENS: Final = 8192
 #: Rows wait on the device to be scored for this number of steps at most.
@@ -54,6 +58,49 @@ _STEPS_OF_ENDED: Final = 4
 _ROWS: Final = 1024
 #: What is taken of rows: tokens [N, 3] (position, input id, label), scores [N, 2] (logsumexp, log p of the label).
 _TAKEN: Final = ("tokens", "scores", "aux", "last")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """The service that an engine follows, and how much it sends there. Raises ValueError for values out of range."""
+
+    url: str
+    run: str = "default"
+    token: str | None = field(default=None, repr=False)
+    #: Share of the requests whose rows are sent. 0: none, where a trainer's hook sends them.
+    sample_fraction: float = 0.05
+    tokens_per_minute: int = 60_000
+
+    def __post_init__(self) -> None:
+        Origin.parse(self.url)
+        if not PLAIN_NAME.fullmatch(self.run):
+            raise ValueError(f"run: {self.run!r} is not a plain name of letters, digits, '.', '_' and '-'")
+        if not 0.0 <= self.sample_fraction <= 1.0 or self.tokens_per_minute < 1:
+            raise ValueError(
+                "expected a sample fraction from 0 to 1 and at least 1 token per minute, got "
+                f"{self.sample_fraction} and {self.tokens_per_minute}"
+            )
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> ServiceSettings | None:
+        """From DRAFTALIGN_* variables; None where DRAFTALIGN_URL is unset.
+
+        Nothing is sampled by default where the trainer is verl with our hook in it (VERL_ENGINE_VENDOR).
+        """
+        url = environment.get("DRAFTALIGN_URL")
+        if not url:
+            return None
+        fraction = environment.get("DRAFTALIGN_SAMPLE_FRACTION")
+        if not fraction and environment.get("VERL_ENGINE_VENDOR") == "draftalign":
+            log.info("draftalign: verl's own hook sends rollouts, so this engine sends none")
+            fraction = "0"
+        return cls(
+            url,
+            environment.get("DRAFTALIGN_RUN") or "default",
+            environment.get("DRAFTALIGN_TOKEN") or None,
+            float(fraction or 0.05),
+            int(environment.get("DRAFTALIGN_TOKENS_PER_MINUTE") or 60_000),
+        )
 
 
 @dataclass(slots=True)
@@ -138,8 +185,15 @@ class _Sender:
     """The tap's thread: joins the rows of requests that have ended, and delivers them if the weights are the same."""
 
     def __init__(
-        self, deliver: Callable[[Collected], None], moved: Callable[[], None], budget: TokenBudget, tally: Tally
+        self,
+        deliver: Callable[[Collected], None],
+        moved: Callable[[], None],
+        budget: TokenBudget,
+        tally: Tally,
+        *,
+        answers_only: bool,
     ) -> None:
+        self._answers_only = answers_only
         self.deliver, self._moved, self._budget, self._tally = deliver, moved, budget, tally
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._given = self._done = 0  # requests: the engine's thread writes the first, the tap's the second
@@ -183,7 +237,7 @@ class _Sender:
 
     def _send(self, tracked: _Tracked) -> None:
         try:
-            collected = assemble(tracked.request, tracked.rows_in_order())
+            collected = assemble(tracked.request, tracked.rows_in_order(), answers_only=self._answers_only)
             if collected is None or not self._budget.spend(int(collected.generated.sum())):
                 self._tally.add("skipped_short" if collected is None else "skipped_budget")
                 return
@@ -199,7 +253,8 @@ class _Sender:
 class FeatureTap:
     """Collects a sampled fraction of an engine's requests, at most `tokens_per_minute`, and delivers whole ones.
 
-    `deliver` and `moved` are called in the tap's own thread; the engine's calls all methods here.
+    `deliver` and `moved` are called in the tap's own thread; the engine's calls all methods here. `answers_only`: the
+    steps bring scores of the rows that predict answers, and of no others.
     """
 
     def __init__(
@@ -213,6 +268,7 @@ class FeatureTap:
         weights: WeightSample | None = None,
         policy_version: int = 0,
         moved: Callable[[], None] = lambda: None,
+        answers_only: bool = False,
     ) -> None:
         self.head, self.fraction, self.max_tokens = head, fraction, max_tokens
         self._rows = max(tokens_per_minute, 4 * max_tokens)
@@ -220,7 +276,7 @@ class FeatureTap:
         self.policy_version: int | None = policy_version
         self.tally = Tally(log)
         self._budget = TokenBudget(tokens_per_minute)
-        self._sender = _Sender(deliver, moved, self._budget, self.tally)
+        self._sender = _Sender(deliver, moved, self._budget, self.tally, answers_only=answers_only)
         self._weights = weights
         self._tracked: dict[str, _Tracked] = {}
         self._ended: list[_Tracked] = []
@@ -230,6 +286,11 @@ class FeatureTap:
     def collected(self) -> Collection[str]:
         """The requests that are collected now: a step needs to tell of these only."""
         return self._tracked.keys()
+
+    @property
+    def pending(self) -> bool:
+        """Whether `release` has something to do."""
+        return bool(self._ended or self._unscored.parts)
 
     def begin(self, request: Request) -> None:
         """A request was admitted; decide whether to collect it."""
@@ -266,10 +327,18 @@ class FeatureTap:
             dropped = (self._tracked.pop(step.request_ids[i], None) for i in chosen)
             _free(self.tally, (tracked for tracked in dropped if tracked is not None))
 
-    def end(self, request_ids: Collection[str]) -> None:
-        """These requests have ended, for whatever reason."""
+    def end(self, request_ids: Collection[str], emitted: Mapping[str, int] | None = None) -> None:
+        """These requests have ended, for whatever reason.
+
+        `emitted`: how many tokens each was answered, where the engine tells: then nothing behind them is sent.
+        """
         if self._tracked:
-            self._ended += [t for name in request_ids if (t := self._tracked.pop(name, None)) is not None]
+            for name in request_ids:
+                if (tracked := self._tracked.pop(name, None)) is None:
+                    continue
+                if emitted is not None:
+                    tracked.request = replace(tracked.request, max_tokens=emitted[name])
+                self._ended.append(tracked)
             if self._weights is None and self._ended:
                 self._send_ended()
 
@@ -279,7 +348,7 @@ class FeatureTap:
         Does nothing before the `_STEPS`-th call, or the `_STEPS_OF_ENDED`-th if a request has ended, unless none is
         under way: in a session's first step all of the last session go out. Then it scores what waits.
         """
-        if not (self._ended or self._unscored.parts):
+        if not self.pending:
             return
         self._unscored.steps += 1
         under_way = any(tracked.rows for tracked in self._tracked.values())  # the oldest one comes first
@@ -349,10 +418,14 @@ class FeatureTap:
 
         `ready` is called in the tap's thread, when all that was collected before has been delivered.
         """
-        _free(self.tally, [*self._ended, *self._tracked.values()])
-        self._forget()
+        self.drop()
         self.head, self.policy_version = head, policy_version
         self._sender.call(ready)
+
+    def drop(self) -> None:
+        """Forget what is under way, and collect nothing more until `turn`. What was handed to the thread goes out."""
+        _free(self.tally, [*self._ended, *self._tracked.values()])
+        self._forget()
 
     def close(self, timeout_seconds: float) -> None:
         """Collect nothing more; wait until what was collected has been delivered. `lost_at_end` counts what was not.

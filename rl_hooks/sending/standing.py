@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.exchange import RunService
 from rl_hooks.sending.jobs import run_path
 from rl_hooks.wire import is_finite_number
@@ -22,9 +23,30 @@ _SOONEST_SECONDS: Final = 1.0
 #: After a question that was not answered.
 _AWAY_SECONDS: Final = 30.0
 _TIMEOUT_SECONDS: Final = 3.0
+#: Bounds each wait of `newest_policy` for the service's next bytes.
+_JOIN_SECONDS: Final = 5.0
 #: What was heard longer ago is not known.
 _OLD_SECONDS: Final = 60.0
 _COUNTS: Final = {"trained": "trained_total", "dead": "dead_total", "skipped": "skipped_total", "waiting": "waiting"}
+
+
+def newest_policy(service: RunService) -> int | None:
+    """The newest policy version of the run that the service has seen; None for a new run. Raises OSError.
+
+    What is in between may answer too (a proxy, a login page): only the service's own answer says that a run is new.
+    A head that has hardly moved is not sent again, so the newest head may be much older than the newest rollouts.
+    """
+    path = run_path(service.run)
+    reply = service.ask("GET", path, {}, (), timeout_seconds=_JOIN_SECONDS)
+    if reply.status == 404 and reply.fields.get("type") == NO_SUCH_RUN:
+        return None
+    known = [reply.fields.get(name) for name in ("policy_version", "latest_head", "latest_policy")]
+    if reply.status != 200 or type(known[0]) is not int or known[0] < 0:
+        raise OSError(
+            f"GET {path}: expected a run, or a 404 of type {NO_SUCH_RUN}, got {reply.status}: {reply.detail}. It "
+            "is asked again; is DRAFTALIGN_URL that of a draftalign service?"
+        )
+    return max(version for version in known if type(version) is int)
 
 
 class Standing:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from rl_hooks.engines.candidate import DrafterRefusedError, read_candidate, read_file, running_sizes
+from rl_hooks.engines.candidate import DrafterRefusedError, drafter_files, read_candidate, read_file, running_sizes
 from rl_hooks.engines.vllm.modules import (
     module_elements,
     read_own_module,
@@ -216,23 +216,9 @@ class RunningDraft:
 
 
 def started_with(worker: Any) -> Path:
-    """The directory of the drafter that this vLLM was started with, by a path or by a name in the local hub cache.
-
-    Raises OSError where it has no model.safetensors. The service would start a drafter with another vocabulary, which
-    this engine could never load.
-    """
+    """The directory of the drafter that this vLLM was started with. Raises OSError as `drafter_files`."""
     config = worker.vllm_config.speculative_config.draft_model_config
-    directory = Path(config.model)
-    if not directory.is_dir():
-        try:
-            from huggingface_hub import snapshot_download
-
-            directory = Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
-        except (ImportError, ValueError, OSError) as error:
-            raise FileNotFoundError(f"the files of the drafter {config.model} are not found: {error}") from error
-    if not (directory / MODEL_FILE).is_file():
-        raise FileNotFoundError(f"{directory} has no {MODEL_FILE}; start the server with a drafter in one such file")
-    return directory
+    return drafter_files(config.model, config.revision)
 
 
 def _shared_modules(draft: nn.Module, target: nn.Module) -> dict[str, nn.Module]:

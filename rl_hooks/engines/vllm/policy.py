@@ -45,7 +45,7 @@ class ServedPolicy(nn.Module):
         rows = int(config.vocab_size)
         embedding = _weight(_module(model, *_EMBEDDINGS), rows, ranks)
         head = embedding if config.tie_word_embeddings else _weight(_module(model, "lm_head"), rows, ranks)
-        return cls._named(config, model)(config, embedding, head)
+        return cls.named(config, model)(config, embedding, head)
 
     def whole(self, ranks: LayerRanks) -> Self | None:
         """With all of both matrices, gathered to the first rank's host; None on other ranks. All ranks call it."""
@@ -57,9 +57,18 @@ class ServedPolicy(nn.Module):
         first = Matrix.of(embedding, rows)
         return type(self)(self.config, first, first if head is embedding else Matrix.of(head, rows))
 
+    def with_head(self, before: Self | None, ranks: LayerRanks) -> Self | None:
+        """`before`, what `whole` has returned, with the head as it is now. All ranks call it."""
+        rows = int(self.config.vocab_size)
+        head = ranks.whole(self.head.padded, rows)
+        if head is None or before is None:
+            return None
+        first = Matrix.of(head, rows)
+        return type(self)(self.config, first if self.head is self.embedding else before.embedding, first)
+
     @classmethod
-    def _named(cls, config: Any, model: nn.Module) -> type[Self]:
-        # The architecture's name, by which the registration finds the map of its logits.
+    def named(cls, config: Any, model: nn.Module) -> type[Self]:
+        """A class by the architecture's name, by which the registration finds the map of its logits."""
         architectures = getattr(config, "architectures", None) or [type(model).__name__]
         return type(str(architectures[0]), (cls,), {})
 

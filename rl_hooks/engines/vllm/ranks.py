@@ -42,12 +42,20 @@ class LayerRanks:
 
     def __init__(self, worker: Any) -> None:
         self.size = int(worker.vllm_config.parallel_config.tensor_parallel_size)
-        #: vLLM's own; None with one rank.
+        #: The engine's own; None with one rank.
         self.group: Any = None
         if self.size > 1:
             from vllm.distributed.parallel_state import get_tp_group
 
             self.group = get_tp_group()
+
+    @classmethod
+    def of_group(cls, group: Any) -> Self:
+        """The ranks of a group of SGLang's, whose class was vLLM's once."""
+        ranks = cls.__new__(cls)
+        ranks.size = int(group.world_size)
+        ranks.group = group if ranks.size > 1 else None
+        return ranks
 
     @property
     def first(self) -> bool:

@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -34,7 +34,7 @@ from torch import Tensor
 from rl_hooks.engines.collected import Batcher, Collected, Request, rollout_file
 from rl_hooks.engines.policy_watch import PolicyWatch
 from rl_hooks.engines.rows import Head, Step, labelled_rows, rows_of
-from rl_hooks.engines.tap import FeatureTap
+from rl_hooks.engines.tap import HEAD_TOLERANCE, FeatureTap, ServiceSettings
 from rl_hooks.engines.vllm.draft import started_with
 from rl_hooks.engines.vllm.policy import ServedPolicy
 from rl_hooks.engines.vllm.ranks import Joiner, LayerRanks, Shard
@@ -47,8 +47,6 @@ from rl_hooks.engines.vllm.steps import (
     named_arguments,
     request_of,
 )
-from rl_hooks.release import PLAIN_NAME
-from rl_hooks.sending.exchange import Origin
 from rl_hooks.sending.jobs import Job
 from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, head_weight
 from rl_hooks.sending.sampling import sampling_position
@@ -56,53 +54,8 @@ from rl_hooks.sending.sender import RolloutSender
 
 log = logging.getLogger("vllm.draftalign")
 
-#: The head is sent again when it has moved by more than this, relative to its norm, as a trainer's hook does.
-HEAD_TOLERANCE: Final = 0.005
 #: All that an engine's end waits for what was collected; the engine core waits a second longer for the answer.
 _CLOSE_SECONDS: Final = 2.5
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceSettings:
-    """The service that an engine follows, and how much it sends there. Raises ValueError for values out of range."""
-
-    url: str
-    run: str = "default"
-    token: str | None = field(default=None, repr=False)
-    #: Share of the requests whose rows are sent. 0: none, where a trainer's hook sends them.
-    sample_fraction: float = 0.05
-    tokens_per_minute: int = 60_000
-
-    def __post_init__(self) -> None:
-        Origin.parse(self.url)
-        if not PLAIN_NAME.fullmatch(self.run):
-            raise ValueError(f"run: {self.run!r} is not a plain name of letters, digits, '.', '_' and '-'")
-        if not 0.0 <= self.sample_fraction <= 1.0 or self.tokens_per_minute < 1:
-            raise ValueError(
-                "expected a sample fraction from 0 to 1 and at least 1 token per minute, got "
-                f"{self.sample_fraction} and {self.tokens_per_minute}"
-            )
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> ServiceSettings | None:
-        """From DRAFTALIGN_* variables; None where DRAFTALIGN_URL is unset.
-
-        Nothing is sampled by default where the trainer is verl with our hook in it (VERL_ENGINE_VENDOR).
-        """
-        url = environment.get("DRAFTALIGN_URL")
-        if not url:
-            return None
-        fraction = environment.get("DRAFTALIGN_SAMPLE_FRACTION")
-        if not fraction and environment.get("VERL_ENGINE_VENDOR") == "draftalign":
-            log.info("draftalign: verl's own hook sends rollouts, so this engine sends none")
-            fraction = "0"
-        return cls(
-            url,
-            environment.get("DRAFTALIGN_RUN") or "default",
-            environment.get("DRAFTALIGN_TOKEN") or None,
-            float(fraction or 0.05),
-            int(environment.get("DRAFTALIGN_TOKENS_PER_MINUTE") or 60_000),
-        )
 
 
 class _SplitScores:

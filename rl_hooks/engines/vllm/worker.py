@@ -29,10 +29,11 @@ from rl_hooks.engines.candidate import (
     vocabulary_digest,
 )
 from rl_hooks.engines.policy_watch import PolicyWatch, before_call
+from rl_hooks.engines.tap import ServiceSettings
 from rl_hooks.engines.vllm.draft import RunningDraft, draft_model
 from rl_hooks.engines.vllm.modules import float32_weights
 from rl_hooks.engines.vllm.ranks import LayerRanks
-from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
+from rl_hooks.engines.vllm.tap import VllmTap
 from rl_hooks.engines.vllm.weights import DrafterWeights, LoadedDrafter
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, fingerprint, most_bytes
 from rl_hooks.format.mtp import MtpConfig

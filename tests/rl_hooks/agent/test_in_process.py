@@ -36,9 +36,9 @@ from rl_hooks.agent.process import Seen
 from rl_hooks.agent.vllm import _name, drafter_directory, link_of
 from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
+from rl_hooks.engines.tap import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper
-from rl_hooks.engines.vllm.tap import ServiceSettings
 from rl_hooks.release import Release, VerifiedManifest
 from service.storage.queue.keys import Keys
 

@@ -22,7 +22,7 @@ from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, schedule
 from rl_hooks import wire
 from rl_hooks.engines.collected import Batcher, Collected, Request, RequestSampling, assemble, rollout_file
 from rl_hooks.engines.rows import Step
-from rl_hooks.engines.tap import FeatureTap
+from rl_hooks.engines.tap import FeatureTap, ServiceSettings
 from rl_hooks.engines.vllm.steps import (
     V1_ARGUMENTS,
     V2_ARGUMENTS,
@@ -32,7 +32,7 @@ from rl_hooks.engines.vllm.steps import (
     step_v1,
     step_v2,
 )
-from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
+from rl_hooks.engines.vllm.tap import VllmTap
 from rl_hooks.sending.sampling import sampling_position
 
 

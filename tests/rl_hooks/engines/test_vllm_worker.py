@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.engines.candidate import DrafterRefusedError
+from rl_hooks.engines.tap import ServiceSettings
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
-from rl_hooks.engines.vllm.tap import ServiceSettings, VllmTap
+from rl_hooks.engines.vllm.tap import VllmTap
 from rl_hooks.engines.vllm.weights import LoadedDrafter
 from rl_hooks.engines.vllm.worker import DrafterSwap, Staged
 
