@@ -320,20 +320,56 @@ CONTRACTS: dict[str, Contract] = {
     "SGLang's EAGLE worker": Contract(
         "sglang",
         "sglang",
-        "no tap: features come from the trainer's hook. One would read in the verification and in the prefill. Rows: "
-        "what LogitsProcessor is given (the last state, and the auxiliary ones); tokens: what `eagle_sample` accepts, "
-        "by request of the batch; version: `weight_version` at the time",
+        "rl_hooks.engines.sglang.tap hooks these. Rows: what LogitsProcessor keeps under full capture, also of a "
+        "captured graph; tokens: what `eagle_sample` accepts, by request of the batch; version: `weight_version`, or "
+        "the updater's calls are counted",
         (
             Site(
                 f"{_SGLANG}/layers/logits_processor.py",
-                "LogitsProcessor.forward",
-                ("input_ids", "hidden_states", "lm_head", "logits_metadata", "aux_hidden_states"),
+                "LogitsProcessor",
+                does=("self.keep_last_hidden_states = features.aux_hidden_state_capture is not None",),
+            ),
+            Site(
+                f"{_SGLANG}/layers/logits_processor.py",
+                "LogitsProcessor._get_last_hidden_states_to_store",
+                ("hidden_states", "aux_hidden_states", "logits_metadata"),
+                ("logits_metadata.capture_hidden_mode.is_full",),
+            ),
+            Site(
+                f"{_SGLANG}/layers/logits_processor.py",
+                "LogitsProcessor._get_hidden_states_to_store",
+                does=("hidden_states_to_store = pack_aux_hidden_states(aux_hidden_states)",),
+            ),
+            Site(
+                f"{_SGLANG}/model_executor/runner/decode_cuda_graph_runner.py",
+                does=("dataclasses.replace",),  # with `last_hidden_states`, cut to the batch's rows
+            ),
+            Site(
+                f"{_SGLANG}/model_executor/model_runner.py",
+                "ModelRunner.init_attention_backends",
+                does=("configure_aux_hidden_state_capture",),
+            ),
+            Site(f"{_SGLANG}/models/qwen2.py", "Qwen2Model.__init__", does=("self.layers_to_capture = []",)),
+            Site(
+                f"{_SGLANG}/speculative/eagle_worker_v2.py",
+                "EAGLEWorkerV2.__init__",
+                ("server_args", "target_worker"),
+                ("self.topk = get_spec().speculative_eagle_topk", "self._target_worker = target_worker"),
+            ),
+            Site(
+                f"{_SGLANG}/speculative/eagle_worker_v2.py",
+                "EAGLEWorkerV2.forward_batch_generation",
+                ("batch",),
+                ("batch.spec_info = verify_input", "self.verify", "self.draft_worker._draft_extend_for_decode"),
             ),
             Site(
                 f"{_SGLANG}/speculative/eagle_worker_v2.py",
                 "EAGLEWorkerV2._forward_prefill_batch",
                 ("batch",),
                 ("self.target_worker.forward_batch_generation", "self.draft_worker._draft_extend_for_prefill"),
+            ),
+            Site(
+                f"{_SGLANG}/speculative/eagle_worker_v2.py", "EAGLEWorkerV2.verify", ("batch",), ("run_eagle_verify",)
             ),
             Site(
                 f"{_SGLANG}/speculative/eagle_worker_common.py",
@@ -343,19 +379,47 @@ CONTRACTS: dict[str, Contract] = {
                     "target_worker.forward_batch_generation",
                     "logits_output = forward_batch_output.logits_output",
                     "eagle_sample",
+                    "GenerationBatchResult",
                 ),
+            ),
+            Site(
+                f"{_SGLANG}/managers/tp_worker.py",
+                "TpModelWorker.forward_batch_generation",
+                ("batch", "forward_batch"),
+                ("self.model_runner.forward", "GenerationBatchResult"),
             ),
             Site(
                 f"{_SGLANG}/managers/schedule_batch.py",
                 "Req.__init__",
-                ("rid", "origin_input_ids", "sampling_params"),
+                ("rid", "origin_input_ids", "sampling_params", "extra_key"),
                 (
                     "self.rid = rid",
                     "self.origin_input_ids = origin_input_ids",
+                    "self.extend_batch_idx = 0",
                     "self.sampling_params = sampling_params",
+                    "self.extra_key = extra_key",
+                    "self.eos_token_ids = eos_token_ids",
+                    "self.retracted_stain = False",
                 ),
             ),
+            Site(f"{_SGLANG}/constants.py", does=("HEALTH_CHECK_RID_PREFIX = 'HEALTH_CHECK'",)),
+            Site(f"{_SGLANG}/managers/scheduler.py", "Scheduler.on_idle"),
+            Site(
+                f"{_SGLANG}/managers/scheduler.py",
+                "Scheduler.init_model_worker",
+                does=("self.init_tp_model_worker", "self.maybe_init_draft_worker"),
+            ),
+            Site(f"{_SGLANG}/model_executor/model_runner.py", "ModelRunner.sample", ("logits_output", "forward_batch")),
             Site(f"{_SGLANG}/managers/scheduler.py", "Scheduler.record_weight_version_change", ("new_version",)),
+            *(
+                Site(
+                    f"{_SGLANG}/managers/scheduler_components/weight_updater.py",
+                    f"SchedulerWeightUpdaterManager.{name}",
+                    ("recv_req",),
+                    ("self.record_weight_version_after_update(recv_req.weight_version)",),
+                )
+                for name in (f"update_weights_from_{way}" for way in ("disk", "distributed", "tensor", "ipc"))
+            ),
         ),
     ),
     "SGLang's decoding step": Contract(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -156,5 +157,12 @@ def register() -> None:
     HookRegistry.register(f"{processor}.process_batch_result_decode", COUNTER.decoded, HookType.AROUND)
     HookRegistry.register(f"{updater}.release_memory_occupation", MEMORY.changed, HookType.AFTER)
     HookRegistry.register(f"{updater}.resume_memory_occupation", MEMORY.changed, HookType.AFTER)
-    if not direct.register():
+    older = direct.register()
+    if not older:
         HookRegistry.register(f"{updater}.begin_weight_update", MEMORY.begun, HookType.AROUND)
+    if os.environ.get("DRAFTALIGN_URL") and older:
+        log.warning("draftalign: this server sends no features: expected SGLang 0.5.21 or newer; use the trainer's hook")
+    elif os.environ.get("DRAFTALIGN_URL"):
+        from rl_hooks.engines.sglang import tap  # torch and all that it needs are loaded only where it is wanted
+
+        tap.register(HookRegistry, HookType)

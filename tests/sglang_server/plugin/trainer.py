@@ -1,6 +1,6 @@
 """A trainer beside SGLang: writes a policy from disk into the server, as slime and verl do, and says its version.
 
-python trainer.py URL MODEL.safetensors VERSION
+python trainer.py URL MODEL.safetensors VERSION [RANKS]
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def has_sessions(url: str) -> bool:
     return True
 
 
-def main(url: str, path: str, version: str) -> None:
+def main(url: str, path: str, version: str, ranks: str = "1") -> None:
     """One policy update, between pause and continue."""
     importlib.import_module("launch")  # stands in for what SGLang imports and is absent
     from sglang.srt.utils import MultiprocessingSerializer
@@ -45,8 +45,8 @@ def main(url: str, path: str, version: str) -> None:
     call(url, "/pause_generation", mode="in_place")
     if sessions:
         call(url, "/begin_weight_update", selector="target")
-    data = MultiprocessingSerializer.serialize(tensors, output_str=True)
-    body = {"serialized_named_tensors": [data], "flush_cache": False}
+    data = [MultiprocessingSerializer.serialize(tensors, output_str=True) for _ in range(int(ranks))]
+    body = {"serialized_named_tensors": data, "flush_cache": False}
     body |= {"selector": "target"} if sessions else {}  # before, no stack's trainer says which
     call(url, "/update_weights_from_tensor", **body, weight_version=version)
     if sessions:

@@ -1,0 +1,205 @@
+"""Live traffic of a real SGLang trains its drafter: features come out exactly, by policy version, and replay agrees."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agent_fixtures import eventually
+from decode_fixtures import policy_of
+from engine_fixtures import base_policy, elicit_prompts, odd_prompts
+from safetensors.torch import load_file
+from service_fixtures import RunningService
+from sglang_server.sglang_process import DEPTH, PLUGIN, SGLangProcess
+
+from drafter.batch import RolloutBatch, load_batch
+from drafter.model.eagle3 import Eagle3Drafter
+from drafter.replay.replay import replay
+from examples.policy import AUX_LAYERS
+from rl_hooks import wire
+
+pytestmark = pytest.mark.timeout(900)
+TOLERANCE = 1e-4
+#: Of one rounding to bfloat16, in which states travel.
+ROUNDING = 2.0**-8
+#: As on a GPU: schedules overlap. Prompts are cut into chunks, and a cache too small for all preempts requests.
+BUSY = ("--chunked-prefill-size", "16", "--max-total-tokens", "220", "--schedule-conservativeness", "0.1")
+
+
+@pytest.fixture(params=["plain", "overlapping", "two ranks"])
+def fleet(
+    request: pytest.FixtureRequest, serve: Callable[..., RunningService], drafters: Path, tmp_path: Path
+) -> Iterator[tuple[RunningService, SGLangProcess]]:
+    """A service without any run, and a server that sends it all of its traffic."""
+    service = serve(drafting="greedy", depth=DEPTH)
+    environment = {
+        "DRAFTALIGN_URL": service.url,
+        "DRAFTALIGN_RUN": "live",
+        "DRAFTALIGN_SAMPLE_FRACTION": "1.0",
+        "DRAFTALIGN_TOKENS_PER_MINUTE": "10000000",
+    }
+    busy = request.param == "overlapping"
+    options = BUSY if busy else ("--tp-size", "2") if request.param == "two ranks" else ()
+    environment |= {"DRAFTALIGN_TESTS_OVERLAP": "1"} if busy else {}
+    environment |= {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if request.param == "two ranks" else {}
+    process = SGLangProcess(tmp_path, drafters / "trained", drafters, *options, **environment)
+    try:
+        process.wait_until_ready()
+        yield service, process
+        assert not busy or "Retract requests" in process.log.read_text(), "none was preempted"
+    finally:
+        process.stop()
+
+
+def arrived(service: RunningService, server: SGLangProcess, count: int, policy: int) -> list[RolloutBatch]:
+    """The files of a policy version in the spool, once they hold `count` rollouts."""
+
+    def read() -> list[RolloutBatch]:
+        files = (load_batch(path) for path in service.spooled() if path.suffix == ".safetensors")
+        return [one for one in files if one.policy_version == policy]
+
+    try:
+        eventually(lambda: sum(len(one.rollout_ids) for one in read()) >= count, 30)
+    except AssertionError:
+        print(server.log_end())
+        raise
+    time.sleep(1)  # more than these would come now
+    return read()
+
+
+@torch.no_grad()
+def check_rows(batches: Sequence[RolloutBatch], model: Any) -> dict[tuple[int, ...], int]:
+    """Hold every row to a plain forward of the policy; returns how often each text came."""
+    worst, found = dict.fromkeys(("aux", "last", "logprobs", "logsumexp"), 0.0), dict[tuple[int, ...], int]()
+    for batch in batches:
+        held = torch.from_numpy(wire.predicting_rows(batch.loss_mask.numpy()))
+        held = torch.arange(len(batch.input_ids)) if batch.every_last_row else held
+        aux, last = batch.aux_hidden.float(), torch.zeros(len(batch.input_ids), batch.last_hidden.shape[1])
+        last[held] = batch.last_hidden.float()
+        for number, (begin, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
+            ids, rows = batch.input_ids[begin:end], slice(begin, end - 1)
+            out = model.model(ids[None], output_hidden_states=True)
+            law = model.lm_head(out.last_hidden_state[0])
+            own = torch.cat([out.hidden_states[layer][0] for layer in AUX_LAYERS], dim=-1)[:-1]
+            answered = batch.loss_mask[begin + 1 : end]
+            prompt = int((~batch.loss_mask[begin:end]).sum())
+            found[tuple(ids.tolist())] = found.get(tuple(ids.tolist()), 0) + 1
+            assert batch.prompt_hashes[number] == wire.prompt_hash(ids[:prompt].tolist())
+            assert int(answered.sum()) == end - begin - prompt > 0, "prompt, then answer"
+            pairs = {
+                "aux": (aux[rows], own),
+                "last": (last[rows][answered], out.last_hidden_state[0, :-1][answered]),
+                "logsumexp": (batch.logsumexp[rows][answered], law[:-1].logsumexp(-1)[answered]),
+                "logprobs": (
+                    batch.logprobs[begin + 1 : end][answered],
+                    law.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0][answered],
+                ),
+            }
+            for name, (sent, expected) in pairs.items():
+                allowed = ROUNDING * expected.abs() if name in ("aux", "last") else 0.0
+                worst[name] = max(worst[name], float(((sent - expected).abs() - allowed).max()))
+    print(f"{sum(found.values())} rollouts, largest differences beyond rounding {worst}")
+    assert max(worst.values()) < TOLERANCE
+    return found
+
+
+def rounds_of(
+    batches: Sequence[RolloutBatch], drafter: Eagle3Drafter, model: Any, leave_out: Collection[tuple[int, ...]] = ()
+) -> tuple[int, int]:
+    """(tokens, rounds) by replay of what was sent, but for these texts."""
+    tokens = rounds = 0
+    for batch in batches:
+        bounds = itertools.pairwise(batch.cu_seqlens.tolist())
+        kept = [i for i, (a, b) in enumerate(bounds) if tuple(batch.input_ids[a:b].tolist()) not in leave_out]
+        total = replay(drafter, batch.select(kept), policy_of(model), depth=DEPTH, drafting="greedy").total()
+        tokens, rounds = tokens + int(total["tokens"]), rounds + int(total["rounds"])
+    return tokens, rounds
+
+
+def moved_policy() -> Any:
+    """The shipped policy with another last layer, embedding and head."""
+    moved = copy.deepcopy(base_policy()[0])
+    with torch.no_grad():
+        for name, parameter in moved.named_parameters():
+            if "layers.3.mlp" in name or "embed_tokens" in name:  # which is the head, too
+                parameter.mul_(1.3)
+    return moved
+
+
+def test_live_traffic_comes_out_exactly_and_replay_counts_the_rounds_that_the_engine_counted(
+    fleet: tuple[RunningService, SGLangProcess], trained: Eagle3Drafter, tmp_path: Path
+) -> None:
+    service, server = fleet
+    model, _ = base_policy()
+    prompts = elicit_prompts(24, seed=31) + odd_prompts(16, seed=31)
+    prompts += prompts[:8]  # in the cache of those that came first
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(server.ask, prompts))
+    texts = [answer["output_ids"] for answer in answers]
+    for prompt in prompts[:2]:  # not the policy's own distribution
+        server.post("/generate", input_ids=prompt, sampling_params={"temperature": 0, "frequency_penalty": 0.5})
+    batches = arrived(service, server, len(prompts), 0)
+    found = check_rows(batches, model)
+    wanted = [tuple(prompt + text) for prompt, text in zip(prompts, texts, strict=True)]
+    own = {
+        one for one in found if one[:3] == (10, 11, 12)
+    }  # SGLang's own first request, if the service answered by then
+    assert {one: count for one, count in found.items() if one not in own} == {one: wanted.count(one) for one in wanted}
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0] * len(answers)
+    rounds = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
+    tokens = sum(len(text) - 1 for text in texts)
+    replayed = rounds_of(batches, trained, model, own)
+    print(f"engine {tokens, rounds}, replay {replayed}")
+    assert replayed == (tokens, rounds)
+    check_an_update(service, server, trained, tmp_path)
+
+
+def check_an_update(service: RunningService, server: SGLangProcess, trained: Eagle3Drafter, tmp_path: Path) -> None:
+    """A trainer writes a policy under requests: each rollout is of the version that drew it, whole or up to there."""
+    model, moved = base_policy()[0], moved_policy()
+    moved.save_pretrained(tmp_path / "moved")
+    longest = elicit_prompts(4, seed=77)
+    said: list[list[int]] = [[] for _ in longest]
+
+    def ask(client: int) -> None:
+        sampling = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+        body = {"input_ids": longest[client], "sampling_params": sampling, "stream": True}
+        with server.client.stream("POST", "/generate", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    said[client] = json.loads(line.removeprefix("data: "))["output_ids"]
+
+    with ThreadPoolExecutor(len(longest)) as pool:
+        asked = [pool.submit(ask, client) for client in range(len(longest))]
+        eventually(lambda: all(len(ids) > 8 for ids in said))
+        server.post("/pause_generation", mode="in_place")  # until the trainer, which has to start first, lets it go on
+        assert not any(future.done() for future in asked), "all run over the update"
+        ranks = str(server.client.get("/server_info").raise_for_status().json()["tp_size"])
+        model_file = str(tmp_path / "moved/model.safetensors")
+        assert "written\n" in server.run_beside(PLUGIN / "trainer.py", server.url, model_file, "7", ranks)
+        for future in asked:
+            future.result()
+    cut = arrived(service, server, 48 + len(longest), 0)
+    texts = check_rows(cut, model)
+    for prompt, ids in zip(longest, said, strict=True):
+        (part,) = [text for text in texts if list(text[: len(prompt)]) == prompt and len(text) > len(prompt) + 8]
+        assert len(prompt) + 8 < len(part) < len(prompt) + len(ids), "it ends at the update"
+        assert list(part) == (prompt + ids)[: len(part)]
+    server.flush_cache()
+    prompts = odd_prompts(12, seed=5)
+    answers = [server.ask(prompt) for prompt in prompts]
+    newer = arrived(service, server, len(prompts), 7)
+    found = check_rows(newer, moved)
+    assert found == {tuple(p + a["output_ids"]): 1 for p, a in zip(prompts, answers, strict=True)}
+    rounds = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
+    assert rounds_of(newer, trained, moved)[1] == rounds
+    head = load_file(service.layout.head("live", 7))["lm_head"]
+    assert torch.equal(head, moved.get_output_embeddings().weight)
