@@ -8,11 +8,13 @@
 set -euo pipefail
 : "${DRAFTALIGN_URL:?the service, as http://host:port}"
 
-# Ray's workers get these from the job. slime's own image has Megatron-LM at that place, as its scripts say.
+# Ray's workers get these from the job. slime's own image has Megatron-LM at that place, as its scripts say. Its SGLang
+# sends nothing (0), since the hook does.
 ENVIRONMENT="{\"env_vars\": {
   \"PYTHONPATH\": \"${MEGATRON_SOURCE:-/root/Megatron-LM}\",
   \"CUDA_DEVICE_MAX_CONNECTIONS\": \"1\",
   \"DRAFTALIGN_URL\": \"${DRAFTALIGN_URL}\",
+  \"DRAFTALIGN_SAMPLE_FRACTION\": \"0\",
   \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"
 }}"
 HOOKS=rl_hooks.trainer.stacks.slime
