@@ -23,7 +23,7 @@ from sglang_server.sglang_process import DEPTH, PLUGIN, SGLangProcess
 from drafter.batch import RolloutBatch, load_batch
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.replay import replay
-from examples.policy import AUX_LAYERS
+from examples.policy import AUX_LAYERS, BASE_POLICY
 from rl_hooks import wire
 
 pytestmark = pytest.mark.timeout(900)
@@ -162,6 +162,11 @@ def test_live_traffic_comes_out_exactly_and_replay_counts_the_rounds_that_the_en
     check_an_update(service, server, trained, tmp_path)
 
 
+def write_policy(server: SGLangProcess, model: Path, version: str, ranks: str) -> str:
+    """What a trainer says that writes this policy into all ranks."""
+    return server.run_beside(PLUGIN / "trainer.py", server.url, str(model), version, ranks)
+
+
 def check_an_update(service: RunningService, server: SGLangProcess, trained: Eagle3Drafter, tmp_path: Path) -> None:
     """A trainer writes a policy under requests: each rollout is of the version that drew it, whole or up to there."""
     model, moved = base_policy()[0], moved_policy()
@@ -183,8 +188,7 @@ def check_an_update(service: RunningService, server: SGLangProcess, trained: Eag
         server.post("/pause_generation", mode="in_place")  # until the trainer, which has to start first, lets it go on
         assert not any(future.done() for future in asked), "all run over the update"
         ranks = str(server.client.get("/server_info").raise_for_status().json()["tp_size"])
-        model_file = str(tmp_path / "moved/model.safetensors")
-        assert "written\n" in server.run_beside(PLUGIN / "trainer.py", server.url, model_file, "7", ranks)
+        assert "written\n" in write_policy(server, tmp_path / "moved/model.safetensors", "7", ranks)
         for future in asked:
             future.result()
     cut = arrived(service, server, 48 + len(longest), 0)
@@ -201,5 +205,12 @@ def check_an_update(service: RunningService, server: SGLangProcess, trained: Eag
     assert found == {tuple(p + a["output_ids"]): 1 for p, a in zip(prompts, answers, strict=True)}
     rounds = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
     assert rounds_of(newer, trained, moved)[1] == rounds
-    head = load_file(service.layout.head("live", 7))["lm_head"]
-    assert torch.equal(head, moved.get_output_embeddings().weight)
+    said_then = write_policy(server, BASE_POLICY / "model.safetensors", "8", ranks)
+    assert "written\n" in said_then
+    server.flush_cache()
+    for prompt in prompts[:4]:
+        server.ask(prompt)
+    check_rows(arrived(service, server, 4, 8), model)
+    for version, policy in ((7, moved), (8, model)):
+        head = load_file(service.layout.head("live", version))["lm_head"]
+        assert torch.equal(head, policy.get_output_embeddings().weight)

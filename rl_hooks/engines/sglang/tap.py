@@ -51,7 +51,7 @@ REQUEST: Final = "sglang.srt.managers.schedule_batch.Req"
 _RETRY_SECONDS: Final = 5.0
 
 
-class RunAnswer:
+class RunQuestion:
     """Asks the service for the run, in a thread, until it answers."""
 
     def __init__(self, settings: ServiceSettings) -> None:
@@ -82,7 +82,7 @@ class SGLangTap:
         self._worker: Any = None
         self._draws = False
         self._updates: PolicyUpdates | None = None
-        self._answer: RunAnswer | None = None
+        self._answer: RunQuestion | None = None
         self._waits = False
         self._split: SplitPolicy | None = None  # with tensor parallelism
         self._requests: dict[str, weakref.ref[Any]] = {}  # those that are collected
@@ -104,7 +104,7 @@ class SGLangTap:
                 self._split = SplitPolicy(lambda: _served(runner, ranks), ranks)
             self._updates = PolicyUpdates(runner.model, _weight_version)
             if ranks.first:
-                self._answer = RunAnswer(self._settings)
+                self._answer = RunQuestion(self._settings)
         except Exception as error:  # noqa: BLE001 - the server must go on without its tap
             self._refuse(error)
 

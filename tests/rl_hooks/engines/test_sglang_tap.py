@@ -246,6 +246,30 @@ def test_with_a_split_head_scores_are_those_of_the_joined_logits(
             assert (b"logsumexp" in b"".join(map(bytes, parts))) == sent, "the worker computes what was not sent"
 
 
+def test_ranks_gather_a_head_that_has_moved_and_the_embedding_at_the_first_update_only() -> None:
+    embedding, head = Matrix.of(torch.randn(VOCAB, 4), VOCAB), Matrix.of(torch.randn(VOCAB, 4), VOCAB)
+    config = SimpleNamespace(vocab_size=VOCAB)
+    own = ServedPolicy.named(config, nn.Linear(1, 1))(config, embedding, head)
+    split = SplitPolicy(lambda: own, LayerRanks.of_group(SimpleNamespace(world_size=1)))
+    gathered = [split.whole]
+    for moves in (False, False, True):  # the first update gathers both, moved or not
+        split.renew()
+        assert split.whole is gathered[-1], "nothing was written"
+        if moves:
+            head.weight.mul_(1.1)
+        split.announce()
+        split.renew()
+        gathered.append(split.whole)
+    _, first, still, moved = gathered
+    assert first is not None
+    assert moved is not None
+    assert first is not gathered[0]
+    assert still is first, "no slice has moved"
+    assert moved.embedding is first.embedding
+    assert moved.head is not first.head
+    assert torch.equal(moved.head.weight, head.weight)
+
+
 def test_what_stands_behind_the_answers_end_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop string is found in text, and where schedules overlap one round more has run by then."""
     engine = Engine(monkeypatch)
@@ -382,7 +406,7 @@ def test_a_service_that_is_not_there_is_asked_by_a_thread_and_no_step_waits(
 ) -> None:
     engine = Engine(monkeypatch)
     engine.hooks.run = None
-    engine.hooks._answer = module.RunAnswer(SETTINGS)
+    engine.hooks._answer = module.RunQuestion(SETTINGS)
     engine.prefill(made())
     assert engine.hooks.run is None
     assert not engine.hooks.ended
