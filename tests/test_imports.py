@@ -21,8 +21,8 @@ ARROWS = {
     "service.cli": """service.access service.api service.capacity service.errors service.ranks
         service.settings service.storage service.worker
         examples.demo drafter.batch drafter.errors drafter.files drafter.model drafter.policy
-        drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.errors rl_hooks.format rl_hooks.hook rl_hooks.lock
-        rl_hooks.release rl_hooks.sending rl_hooks.trainer rl_hooks.wire""",
+        drafter.replay drafter.vocabulary rl_hooks.agent rl_hooks.durable rl_hooks.errors rl_hooks.format rl_hooks.hook
+        rl_hooks.lock rl_hooks.release rl_hooks.sending rl_hooks.trainer rl_hooks.wire""",
     "service.capacity": "service.monitor service.settings rl_hooks.format rl_hooks.wire",
     "service.ranks": """service.errors service.settings service.storage service.worker drafter.batch drafter.device
         drafter.errors drafter.model drafter.training""",

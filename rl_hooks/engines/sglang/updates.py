@@ -42,7 +42,7 @@ class PolicyUpdates:
     def __init__(self, model: nn.Module, named: Callable[[], str | None]) -> None:
         self._named = named
         self.weights = WeightSample(model)
-        self.changing: Callable[[], None] = lambda: None
+        self.changing: Callable[[], object] = lambda: None
         self.leaving: Callable[[], None] = lambda: None
         #: Whether the weights are not in their memory.
         self.released = False
