@@ -249,14 +249,18 @@ async def _push_again(
 ) -> Manifest | None:
     """Push the drafter that the engine lost again, if it is the served one and a push is due.
 
-    It is audited under the reporter's token. If the audit log cannot be written, nothing is pushed; the counts are
-    stored all the same.
+    `verdict` is of this engine by itself. Where batches hold some answers of a prompt, how many it has is known only
+    from the counts of all engines, so these are asked before a push. It is audited under the reporter's token. If the
+    audit log cannot be written, nothing is pushed; the counts are stored all the same.
     """
     run, latest = report.run, context.registry.latest(report.run)
     if latest is None or latest.version != report.drafter_version:
         return None
     pushes = (await asyncio.to_thread(context.registry.history.digest, run)).pushed
     if not push_is_due(context.live_rule(run), verdict, list(pushes), time.time()):
+        return None
+    beside_all = (await context.evidence(run).engines(fresh=True)).watch.get(report.reporter)
+    if beside_all is None or beside_all.name != "dead":
         return None
     reason = f"drafter dead in {report.reporter}: {verdict.text}"
     try:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 import weakref
 from collections import deque
@@ -73,6 +74,7 @@ class CoreLink:
         join: Callable[[float], None],
     ) -> None:
         self.core, self.sample_fraction = core, sample_fraction
+        self._pid = os.getpid()
         self._ends: tuple[Callable[[], None], Callable[[float], None]] | None = stop, join
         #: The joint state of the workers; empty until they were looked at.
         self.state: dict[str, Any] = {}
@@ -143,8 +145,11 @@ class CoreLink:
             begin(self)
 
     def close(self) -> None:
-        """The engine ends: send and report what there is, for `_END_SECONDS` at most. A second call does nothing."""
-        if self._ends is None:
+        """The engine ends: send and report what there is, for `_END_SECONDS` at most. A second call does nothing.
+
+        Nor does one in a forked child of a trainer that holds the engine: the engine goes on in the parent.
+        """
+        if self._ends is None or os.getpid() != self._pid:
             return
         (stop, join), self._ends = self._ends, None
         began = time.monotonic()

@@ -54,8 +54,9 @@ from rl_hooks.sending.sender import RolloutSender
 
 log = logging.getLogger("vllm.draftalign")
 
-#: All that an engine's end waits for what was collected; the engine core waits a second longer for the answer.
-_CLOSE_SECONDS: Final = 2.5
+#: An engine's end waits for what was collected, and a second more where a request hangs (`RolloutSender.close`). The
+#: engine core waits half a second longer for the answer.
+_CLOSE_SECONDS: Final = 2.0
 
 
 class _SplitScores:
@@ -323,7 +324,7 @@ class VllmTap:
         self.tap.rest(ended, self.batcher.soon)
 
     def close(self) -> None:
-        """Send what was collected, for `_CLOSE_SECONDS` at most. The log says how much was not."""
+        """Send what was collected, for `_CLOSE_SECONDS` and a second at most. The log says how much was not."""
         began = time.monotonic()
         parts = (self.tap, None if self._shares is None else self._shares.joiner, self.batcher, self.sender)
         for part in parts:

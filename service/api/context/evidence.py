@@ -110,12 +110,15 @@ class Evidence:
         self._recent = await asyncio.to_thread(lambda: Recent.of(times, records, newest, returns))
         return self._recent
 
-    async def engines(self) -> Engines:
-        """What the engines say, or said: computing it for all runs takes at most a fifth of a core."""
+    async def engines(self, *, fresh: bool = False) -> Engines:
+        """What the engines say, or said: computing it for all runs takes at most a fifth of a core.
+
+        `fresh`: what they say now.
+        """
         known = self._engines
-        if known is not None and time.monotonic() - known[0] < _REST * known[1] * self._runs():
+        if not fresh and known is not None and time.monotonic() - known[0] < _REST * known[1] * self._runs():
             return known[2]
-        if self._computing is None or self._computing.done():
+        if fresh or self._computing is None or self._computing.done():
             self._computing = asyncio.create_task(self._compute())
         return await asyncio.shield(self._computing)
 

@@ -333,8 +333,10 @@ def _find_dead(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Fin
 
 def _may_be_hard(behind: PromptsBehind, replays: Replays, tokens: int, rounds: int) -> bool:
     """Whether all prompts behind these rounds may be hard ones. False where their number is not known."""
-    prompts, share = behind.prompts, replays.prompts.hard_share(tokens, rounds)
-    return prompts is not None and chance_of_hard(prompts, behind.beside, share) > _RARE
+    prompts = behind.prompts
+    if prompts is None:
+        return False
+    return chance_of_hard(prompts, behind.beside, replays.prompts.hard_share(tokens, rounds)) > _RARE
 
 
 def _evidence(stretch: Stretch) -> str:

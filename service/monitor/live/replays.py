@@ -153,7 +153,7 @@ class Replays:
                     if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
                         own[one.version, score.policy_version] += one.sums
                         self.prompts.answers += score.rollouts or 0
-                        if not one.by_prompt:
+                        if not one.by_prompt and one.sums.rollouts > 0:  # none where each answer is one token
                             self.prompts.together.append(one.sums)
                         for prompt, (tokens, rounds) in one.by_prompt.items():
                             before = apart.get((score.policy_version, prompt), (0.0, 0.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import threading
 import time
@@ -253,6 +254,24 @@ def test_an_engine_in_this_process_ends_when_its_client_is_collected_and_does_so
     gc.collect()
     assert ends == ["stop", "join"]
     assert core.model_executor.asked == ["draftalign_end"]
+    core.shutdown()
+    assert ends == ["stop", "join"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_of_a_trainer_that_holds_an_engine_does_not_end_it(hooked: Hooked) -> None:
+    """A data loader's worker that leaves by `sys.exit` would use a GPU of its parent, or a lock that was held."""
+    ends: list[str] = []
+    hooked(lambda core: CoreLink(core, 1.0, lambda _: None, lambda: ends.append("stop"), lambda _: ends.append("join")))
+    client = sys.modules["vllm.v1.engine.core_client"].InprocClient()
+    core = client.engine_core
+    core.step()
+    core.model_executor.asked.clear()
+    child = os.fork()
+    if child == 0:
+        core.shutdown()
+        os._exit(1 if ends or core.model_executor.asked else 0)
+    assert os.waitpid(child, 0)[1] == 0
     core.shutdown()
     assert ends == ["stop", "join"]
 

@@ -176,6 +176,36 @@ def test_rounds_of_a_few_requests_push_nothing_and_those_of_many_do(
     assert silent["engine"] == "dead", "where nobody says how many requests there are, rounds decide as before"
 
 
+def test_nothing_is_pushed_to_an_engine_on_one_hard_prompt_where_batches_hold_one_answer_of_eight(
+    service: RunningService, redis_client: Redis
+) -> None:
+    """How many answers a prompt has is known from what all engines emitted, and not from this one's counts."""
+    version = service.publish().version
+    others = [Engine(service, version, f"agent http://engine-{n}") for n in range(4)]
+    for step in range(8):
+        each = {f"{step:04x}{n:04x}": (113.0, 113.0 / (1.01 if n % 20 == step else 3.0)) for n in range(40)}
+        sums = DrafterSums.of(*zip(*each.values(), strict=True))
+        record: dict[str, Any] = {
+            "served": sums,
+            "replayed": (Replayed(version, sums, by_prompt=each),),
+            "drafter_version": version,
+            "rollouts": 40,
+            "tokens": 40 * 114,
+        }
+        number = f"{step:032x}"
+        Store(redis_client, "default").put_score(
+            number, ScoreRecord(**record, policy_version=step, batch_id=number, entry_id=f"{step + 1}-0")
+        )
+        for other in others:  # eight answers to each of the forty prompts
+            told = other.report(3013, 6027, step, finished_requests=80 * (step + 1), running_requests=1, life="a")
+            assert told.json()["engine"] in ("healthy", "unknown")
+    engine = Engine(service, version)
+    one = [engine.report(600, 6, 9, finished_requests=n, running_requests=8 - n, life="a").json() for n in range(8)]
+    assert [answer["pushed_again"] for answer in one] == [None] * 8
+    many = engine.report(600, 6, 9, finished_requests=320, running_requests=64, life="a").json()
+    assert (many["engine"], many["pushed_again"]["version"]) == ("dead", version)
+
+
 def test_a_push_again_is_in_the_audit_log_under_the_reporters_token(
     serve: Callable[..., RunningService], redis_client: Redis, tmp_path: Path
 ) -> None:

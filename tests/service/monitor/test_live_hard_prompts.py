@@ -6,7 +6,7 @@ other, so all of a report may be of one hard prompt. The rest is as in benchmark
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -137,9 +137,9 @@ def test_one_report_of_a_hard_prompt_does_not_hide_what_was_proven_of_an_engine(
 
 
 # --- how many prompts stand behind the rounds
-def replayed(hard: int, prompts: int, *, told_apart: bool = True) -> Replays:
-    """So many prompts of eight answers, of which some are hard: α is 1.02 instead of 3."""
-    version, per_step, scores = "v000001-0a1b2c3d", 32, []
+def replayed(hard: int, prompts: int, *, told_apart: bool = True, more: Sequence[ScoreRecord] = ()) -> Replays:
+    """So many prompts of eight answers, of which some are hard: α is 1.02 instead of 3. `more`: other batches."""
+    version, per_step, scores = "v000001-0a1b2c3d", 32, list(more)
     for step in range(prompts // per_step):
         at = range(step * per_step, (step + 1) * per_step)
         each = {f"{n:08x}": (1600.0, 1600.0 / (1.02 if n * hard % prompts < hard else 3.0)) for n in at}
@@ -204,6 +204,20 @@ def test_prompts_that_a_batch_does_not_tell_apart_are_supposed_to_be_hard() -> N
     apart, together = (replayed(16, 320, told_apart=told).prompts.hard_share(1515, 1500) for told in (True, False))
     assert together >= apart >= 16 / 320
     assert replayed(0, 320, told_apart=False).prompts.hard_share(1515, 1500) < 0.05
+
+
+def test_a_batch_whose_answers_are_one_token_each_has_no_rounds_and_says_nothing() -> None:
+    """It came beside an engine that accepts nothing: no verdict was found for any engine of the run."""
+    before, nothing = replayed(16, 320), DrafterSums(0.0, 0.0)
+    told = Replayed("v000001-0a1b2c3d", nothing, (0.0,) * 4, (0.0,) * 4)
+    empty = ScoreRecord(
+        served=nothing, replayed=(told,), drafter_version=told.version, policy_version=1, rollouts=8, entry_id="9-0"
+    )
+    assert Replays([empty]).prompts.hard_share(1515, 1500) == pytest.approx(0.1), "no prompt is known"
+    for finished in (8, 400):
+        block = idle(DEAD_ROUNDS, finished=finished, running=0)
+        assert name_of(Replays([empty]), block) == "unknown"
+        assert name_of(replayed(16, 320, more=[empty]), block) == name_of(before, block)
 
 
 def test_batches_that_hold_a_part_of_the_answers_make_requests_fewer_prompts() -> None:
