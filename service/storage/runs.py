@@ -75,6 +75,7 @@ class Registered(BaseModel):
 class RunRecord(Registered):
     """`run.json`."""
 
+    aux_layers_convention: Literal["entering"] = "entering"
     crc32: int | None  # of target.safetensors; None until that is kept
 
 
