@@ -125,21 +125,24 @@ def assemble(
     prompt = request.prompt_tokens - first  # prompt tokens that have rows
     if prompt < 1 or len(held) < prompt:
         return None
-    tokens = np.append(rows["input_ids"].numpy()[held], labels[held[-1]])
-    tokens = tokens[: prompt + _generated_tokens(tokens[prompt:].tolist(), request)]
+    text = np.append(rows["input_ids"].numpy()[held], labels[held[-1]])
+    tokens = text[: prompt + _generated_tokens(text[prompt:].tolist(), request)]
     T = len(tokens)
     generated = np.arange(T) >= prompt
     if T - prompt < 1:
         return None
     order = torch.from_numpy(held[:T].copy())
     logprob = rows["logprob"].numpy()
-    # A row that was not scored, as after a preemption, has the score of the row before it with the same label.
-    known = np.flatnonzero(~np.isnan(logprob) & (labels != REJECTED))
-    scored = newest.copy()
-    scored[positions[known] - first] = known
-    scored = np.where(labels[scored] == labels[newest], scored, newest)
+    # A row's score counts where its label is the token that follows. Where a chunk of a prompt ends it is not: engines
+    # draw a token there and discard it, also inside the answer, which a preempted request computes again in chunks.
+    # Such a row, and one that was not scored, has the score of the newest row before it that has one.
+    follows = np.full(len(newest), REJECTED, labels.dtype)
+    follows[: len(held)] = text[1:]
+    known = np.flatnonzero(~np.isnan(logprob) & (labels != REJECTED) & (labels == follows[positions - first]))
+    scored, is_scored = newest.copy(), np.zeros(len(newest), np.bool_)
+    scored[positions[known] - first], is_scored[positions[known] - first] = known, True
     logprobs = np.zeros(T, dtype=np.float32)
-    logprobs[1:] = logprob[scored[: T - 1]]
+    logprobs[1:] = np.where(is_scored, logprob[scored], np.nan)[: T - 1]
     logsumexp = rows["logsumexp"][torch.from_numpy(scored[: len(order)]) if answers_only else order]
     needed = logsumexp[prompt - 1 : T - 1] if answers_only else logsumexp
     if not bool(needed.isfinite().all()) or np.isnan(logprobs[generated]).any():

@@ -165,4 +165,4 @@ def register() -> None:
     elif os.environ.get("DRAFTALIGN_URL"):
         from rl_hooks.engines.sglang import tap  # torch and all that it needs are loaded only where it is wanted
 
-        tap.register(HookRegistry, HookType)
+        tap.register(HookRegistry, HookType, processor)

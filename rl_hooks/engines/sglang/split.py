@@ -28,10 +28,12 @@ class SplitPolicy:
 
     def __init__(self, own: Callable[[], ServedPolicy], ranks: LayerRanks) -> None:
         self._own, self._ranks = own, ranks
-        self._heads = HeadWatch(head_weight(own()), HEAD_TOLERANCE, 0)
         self._written = self._ever_written = False
+        with ranks.together():
+            policy = own()
+            self._heads = HeadWatch(head_weight(policy), HEAD_TOLERANCE, 0)
         #: With all of both matrices, on the first rank's host; None on the others.
-        self.whole = own().whole(ranks)
+        self.whole = policy.whole(ranks)
         self._batch: Any = None  # of a prefill that runs
         self._first: tuple[Any, Tensor] | None = None  # that batch, and the logits of its wanted requests
 
@@ -48,11 +50,15 @@ class SplitPolicy:
         if not self._written:
             return
         first, self._written, self._ever_written = not self._ever_written, False, True
-        weight = head_weight(self._own())
-        if self._ranks.all_agree(ok=not (first or self._heads.is_due(weight, 0))):
+        with self._ranks.together():  # a rank that cannot read its slice must not leave the others waiting
+            policy = self._own()
+            weight = head_weight(policy)
+            due = first or self._heads.is_due(weight, 0)
+        if self._ranks.all_agree(ok=not due):
             return
-        self._heads.mark(weight)
-        self.whole = self._own().whole(self._ranks) if first else self._own().with_head(self.whole, self._ranks)
+        with self._ranks.together():
+            self._heads.mark(weight)
+        self.whole = policy.whole(self._ranks) if first else policy.with_head(self.whole, self._ranks)
 
     # --- steps of the first rank
     def prefills(self, batch: Any) -> None:

@@ -148,6 +148,10 @@ class SGLangTap:
         self._guarded("reading a round", self._verified, batch, chains, result)
         return result
 
+    def processed(self, *_: Any, **__: Any) -> None:
+        """SGLang has processed a step's results. It drops a request that has ended before the next step begins."""
+        self._guarded("ended requests", self._end_finished)
+
     def idle(self, *_: Any, **__: Any) -> None:
         """Nothing runs: send what has ended."""
         if self._requests or (self.run is not None and self.run.tap.pending):
@@ -159,6 +163,10 @@ class SGLangTap:
         if self._split is not None and getattr(request, "selector", "all") != "draft":
             self._split.announce()
         self._guarded("an update of the weights", self._change, lambda updates: updates.update(updater, request))
+
+    def updated(self, result: Any, _: Any, request: Any, *__: Any, **___: Any) -> None:
+        """A call that may write weights has returned."""
+        self._guarded("an update's result", self._change, lambda updates: updates.done(request, result))
 
     def written(self, *_: Any, **__: Any) -> None:
         """Weights have been written, or a session has ended: ranks gather a head that has moved, whatever failed."""
@@ -212,7 +220,7 @@ class SGLangTap:
         updates = self._updates
         assert updates is not None  # noqa: S101 - it comes with the worker
         self._settle(updates)
-        if self.run is None and self._answer is not None and self._answer.newest is not None and not updates.released:
+        if self.run is None and self._answer is not None and self._answer.newest is not None and updates.whole:
             self._begin(self._answer.newest[0])
         if self.run is None:
             return
@@ -366,7 +374,11 @@ def _check(worker: Any) -> None:
     facts = {
         f"speculation by {args.speculative_algorithm} (only by EAGLE3)": args.speculative_algorithm != "EAGLE3",
         "pipeline parallelism (--pp-size)": args.pp_size > 1,
-        "data parallelism (--dp-size)": args.dp_size > 1,
+        "data parallelism (--dp-size, --attn-dp-size)": max(args.dp_size, getattr(args, "attn_dp_size", 1)) > 1,
+        "context parallelism (--attn-cp-size)": getattr(args, "attn_cp_size", 1) > 1,
+        "weights that come after the start (--startup-weight-load-mode overlap)": (
+            getattr(args, "startup_weight_load_mode", "serial") == "overlap"
+        ),
         "prefill and decode in two servers (--disaggregation-mode)": args.disaggregation_mode != "null",
         "trees of drafts (--speculative-eagle-topk above 1)": worker.topk != 1,
         "thresholds that accept drafts beyond the policy's distribution (--speculative-accept-threshold-...)": (
@@ -397,8 +409,11 @@ def _weight_version() -> str | None:
     return None if version is None else str(version)
 
 
-def register(registry: Any, kinds: Any) -> None:
-    """Put the hooks on SGLang's classes, where DRAFTALIGN_URL is set and some requests are sampled."""
+def register(registry: Any, kinds: Any, processor: str) -> None:
+    """Put the hooks on SGLang's classes, where DRAFTALIGN_URL is set and some requests are sampled.
+
+    `processor`: the class that processes the results of a step.
+    """
     try:
         settings = ServiceSettings.read(os.environ)
     except ValueError as error:
@@ -415,11 +430,14 @@ def register(registry: Any, kinds: Any) -> None:
     registry.register(f"{TARGET}.forward_batch_generation", tap.forwarded, kinds.AFTER)
     registry.register(f"{RUNNER}.sample", tap.samples, kinds.BEFORE)
     registry.register(f"{REQUEST}.__init__", tap.admitted, kinds.AFTER)
+    for kind in ("prefill", "decode"):
+        registry.register(f"{processor}.process_batch_result_{kind}", tap.processed, kinds.AFTER)
     registry.register(f"{_SCHEDULER}.init_model_worker", tap.started, kinds.AFTER)
     registry.register(f"{_SCHEDULER}.on_idle", tap.idle, kinds.BEFORE)
     registry.register(f"{_SCHEDULER}.record_weight_version_change", tap.named, kinds.AFTER)
     for method in UPDATES:
         registry.register(f"{UPDATER}.{method}", tap.update, kinds.BEFORE)
+        registry.register(f"{UPDATER}.{method}", tap.updated, kinds.AFTER)
     for method in WRITTEN:
         registry.register(f"{UPDATER}.{method}", tap.written, kinds.AFTER)
     registry.register(f"{UPDATER}.release_memory_occupation", tap.release, kinds.BEFORE)

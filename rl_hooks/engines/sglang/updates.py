@@ -57,8 +57,12 @@ class PolicyUpdates:
         """A call that may write weights is about to be done."""
         if getattr(request, "selector", "all") == "draft":
             return
-        self._updater, self._moved, self._touched, self.updated = updater, True, True, True
+        self._updater, self._moved, self._touched = updater, True, True
         self.changing()
+
+    def done(self, request: Any, result: Any) -> None:
+        """Such a call has returned. One that SGLang refuses, as outside a session, has written nothing."""
+        self.updated |= bool(result.success) and getattr(request, "selector", "all") != "draft"
 
     def release(self, updater: Any, request: Any) -> None:
         """Memory is about to be released."""
@@ -71,8 +75,9 @@ class PolicyUpdates:
         self.released = _WEIGHTS in updater.offload_tags
 
     def name(self) -> None:
-        """SGLang's weight version has changed."""
-        self._touched = self.updated = True
+        """SGLang's weight version may have changed: it says so after each update, the drafter's too."""
+        self._touched = True
+        self.updated |= _is_named(self._named())
 
     def notice(self) -> None:
         """Other weights were found, unannounced. Any thread."""
@@ -81,11 +86,14 @@ class PolicyUpdates:
     # --- before a step
     @property
     def due(self) -> bool:
-        """Whether `settle` has something to do: weights may have changed, and no session is open."""
-        if not self._touched or self.released:
-            return False
+        """Whether `settle` has something to do: weights may have changed, and they are whole."""
+        return self._touched and self.whole
+
+    @property
+    def whole(self) -> bool:
+        """Whether the policy's weights can be read: they are in their memory, and no session writes them."""
         session = getattr(self._updater, "_session", None)
-        return session is None or session.selector == "draft"
+        return not self.released and (session is None or session.selector == "draft")
 
     def number(self, newest: int) -> int:
         """Number the weights from now on. They are `newest` of the service, or as SGLang names them."""

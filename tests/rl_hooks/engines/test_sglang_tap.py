@@ -106,7 +106,7 @@ class Engine:
             self.hooks._split = SplitPolicy(served, LayerRanks.of_group(SimpleNamespace(world_size=1)))
         self.updates.changing, self.updates.leaving = self.tap.cut, self.tap.flush
         self.turned: list[tuple[int | None, bool]] = []
-        facts: dict[str, Any] = {"turn": self.turn, "abandon": self.tap.drop, "counts": dict}
+        facts: dict[str, Any] = {"turn": self.turn, "abandon": self.tap.drop, "counts": dict, "close": dict}
         self.sender = SimpleNamespace(refused=False)
         setattr(self.hooks, "run", SimpleNamespace(tap=self.tap, sender=self.sender, **facts))  # noqa: B010 - a stand-in
         self.draw = random.Random(0)
@@ -141,6 +141,7 @@ class Engine:
         logits.copy_(logits.softmax(-1))  # as SGLang's sampler does, in place
         result.next_token_ids = torch.tensor([sampled for _, _, sampled in rows])
         self.hooks.forwarded(result, self.target, batch)
+        self.hooks.processed(None, None, batch, result)
         for request, _ in parts:
             request.extend_batch_idx += 1
 
@@ -175,8 +176,9 @@ class Engine:
         while not script.done:
             self.round((request, script))
         request.reason = "stop"
-        text = script.tokens[script.prompt :]
+        text = script.tokens[len(request.origin_input_ids) :]  # of a preempted request, too
         request.output_ids_through_stop = text[:emitted]
+        self.hooks.processed(None, None)
 
     def settle(self) -> list[Collected]:
         """What was delivered, once nothing runs."""
@@ -229,7 +231,6 @@ def test_with_a_split_head_scores_are_those_of_the_joined_logits(
     a.retracted_stain, script.computed = True, 0
     engine.prefill((a, script))
     engine.answer(a, script)
-    a.output_ids_through_stop = first.tokens[first.prompt :]
     engine.answer(b, second)
     found = {len(one.request.prompt_ids): one for one in engine.settle()}
     assert {7: first.tokens, 3: second.tokens} == {n: one.input_ids.tolist() for n, one in found.items()}
@@ -270,13 +271,66 @@ def test_ranks_gather_a_head_that_has_moved_and_the_embedding_at_the_first_updat
     assert torch.equal(moved.head.weight, head.weight)
 
 
+class SaidRanks(LayerRanks):
+    """What one rank of two says to the other, which agrees to all."""
+
+    def __init__(self) -> None:
+        self.size, self.group, self.said = 2, None, list[bool]()
+
+    def all_agree(self, *, ok: bool) -> bool:
+        self.said.append(ok)
+        return ok
+
+
+def test_a_rank_that_cannot_read_its_slice_says_so_to_those_that_wait_for_it() -> None:
+    ranks, failing = SaidRanks(), False
+
+    def own() -> ServedPolicy:
+        if failing:
+            raise RuntimeError("no memory")
+        return served()
+
+    split = SplitPolicy(own, ranks)
+    ranks.said.clear()
+    failing = True
+    split.announce()
+    with pytest.raises(RuntimeError, match="no memory"):
+        split.renew()
+    assert ranks.said == [False], "the others' first call"
+    ranks.said.clear()
+    with pytest.raises(RuntimeError, match="no memory"):
+        SplitPolicy(own, ranks)
+    assert ranks.said == [False]
+
+
 def test_what_stands_behind_the_answers_end_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop string is found in text, and where schedules overlap one round more has run by then."""
     engine = Engine(monkeypatch)
     request, script = made()
     engine.prefill((request, script))
     engine.answer(request, script, emitted=6)
+    del request  # nor does SGLang keep it until the next step
+    gc.collect()
     assert texts(engine.settle()) == [script.tokens[:11]]
+
+
+def test_a_token_that_was_drawn_behind_a_chunk_and_discarded_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted request computes its answer again in chunks. SGLang draws a token behind each, and uses the last."""
+    engine = Engine(monkeypatch)
+    request, script = made()
+    engine.prefill((request, script))
+    while script.computed < script.prompt + 7:
+        engine.round((request, script))
+    again = Script("a", script.tokens[: script.computed + 1], script.tokens[script.computed + 1 :])
+    request.retracted_stain = True
+    while again.computed < again.prompt:
+        engine.prefill((request, again), chunk=4)
+    engine.answer(request, again)
+    (one,) = engine.settle()
+    assert one.input_ids.tolist() == script.tokens
+    scores = (states(script.tokens, range(len(script.tokens))) @ HEAD.weight.T).log_softmax(-1)
+    expected = scores[:-1].gather(-1, torch.tensor(script.tokens[1:])[:, None])[:, 0]
+    assert torch.allclose(torch.from_numpy(one.logprobs[script.prompt :]), expected[script.prompt - 1 :], atol=1e-5)
 
 
 def test_a_request_that_begins_behind_cached_tokens_or_goes_on_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +398,57 @@ def test_a_whole_number_is_the_version_and_unannounced_weights_are_found(monkeyp
     engine.updates.notice()
     engine.prefill(made("b"))
     assert engine.turned[1:] == [(13, True)]
+
+
+def starting(
+    monkeypatch: pytest.MonkeyPatch, newest: int | None, load_format: str = "auto"
+) -> tuple[Engine, list[int]]:
+    """A server to which the service has answered, and the versions under which it begins to collect."""
+    engine, begun = Engine(monkeypatch), list[int]()
+    run, engine.hooks.run, engine.updates._versions = engine.hooks.run, None, None
+    engine.hooks._worker.server_args = SimpleNamespace(load_format=load_format)
+    setattr(engine.hooks, "_answer", SimpleNamespace(newest=(newest,)))  # noqa: B010 - a stand-in
+
+    def served_run(version: int, **_: Any) -> Any:
+        begun.append(version)
+        return run
+
+    monkeypatch.setattr(engine.hooks, "_served_run", served_run)
+    return engine, begun
+
+
+DONE, REJECTED = SimpleNamespace(success=True), SimpleNamespace(success=False)
+
+
+def test_a_server_that_joins_a_run_takes_neither_a_swap_nor_a_refused_update_for_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, begun = starting(monkeypatch, 7)
+    updater, drafters, policys = (
+        SimpleNamespace(_session=None),
+        *(SimpleNamespace(selector=selector) for selector in ("draft", "target")),
+    )
+    for request, result in ((drafters, DONE), (policys, REJECTED)):
+        engine.hooks.update(updater, request)
+        engine.hooks.named()  # SGLang's call comes after a swap, too, with no version
+        engine.hooks.updated(result, updater, request)
+        engine.prefill(made())
+        assert begun == []
+    engine.hooks.update(updater, policys)
+    engine.hooks.updated(DONE, updater, policys)
+    engine.prefill(made())
+    assert begun == [8]
+
+
+def test_no_collecting_begins_while_a_session_writes_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, begun = starting(monkeypatch, None)
+    request, updater = SimpleNamespace(selector="all"), SimpleNamespace(_session=SimpleNamespace(selector="all"))
+    engine.hooks.update(updater, request)
+    engine.prefill(made())
+    assert begun == []
+    updater._session = None
+    engine.prefill(made())
+    assert begun == [0]
 
 
 def test_released_weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,6 +550,9 @@ def test_only_requests_of_the_policys_own_distribution_are_marked_and_collected(
         ({"speculative_algorithm": "STANDALONE"}, "only by EAGLE3"),
         ({"pp_size": 2}, "pipeline"),
         ({"dp_size": 2}, "data parallelism"),
+        ({"attn_dp_size": 2}, "data parallelism"),
+        ({"attn_cp_size": 2}, "context parallelism"),
+        ({"startup_weight_load_mode": "overlap"}, "come after the start"),
         ({"disaggregation_mode": "prefill"}, "two servers"),
         ({"topk": 4}, "trees"),
         ({"speculative_accept_threshold_acc": 0.9}, "thresholds"),
