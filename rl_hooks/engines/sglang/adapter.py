@@ -360,6 +360,9 @@ def check_server(info: Mapping[str, Any], *, takes: bool) -> None:
         faults.append(f"it runs speculative algorithm {info.get('speculative_algorithm')!r:.200}, not EAGLE3")
     if int(info.get("dp_size") or 1) != 1:
         faults.append("SGLang takes weights only with --dp-size 1; run one server per replica")
+    for name in ("attn_dp_size", "attn_cp_size"):  # `--dp-size N --enable-dp-attention` is shown as the first
+        if int(info.get(name) or 1) != 1:
+            faults.append(f"it splits attention (--{name.replace('_', '-')}), with which no swap was tried")
     if LOADER not in (info.get("custom_weight_loader") or []):
         faults.append(f"start it with --custom-weight-loader {LOADER}")
     if faults:

@@ -6,20 +6,25 @@ between its own pause and continue, the pause is one switch without a count, and
 with half a policy. So a plugin of SGLang's framework lets a call that names our loader pass at once, and SGLang's
 schedulers do it between two steps, whether they are paused or not. `rl_hooks.engines.sglang.loader` leaves the policy
 as it is. The other way round, a trainer's call would write the policy into the drafter as well, which ends the server
-where shapes differ. The stacks' trainers do not say `disable_draft_model`, so the plugin says it beside EAGLE-3.
+where shapes differ. The stacks' trainers do not say `disable_draft_model`, so the plugin says it beside EAGLE-3, in a
+server that was started with our loader.
 
 The plugin also names the process in `/server_info`, which says nothing there that differs at each start. By that the
 agent knows that the plugin is loaded.
 
-Written against 0.5.12, 0.5.16, 0.5.18 and 0.5.20; tests/contract_fixtures.py has what it reads of 0.5.23.
+Written against 0.5.12, 0.5.16, 0.5.18 and 0.5.20; never put on 0.5.23.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+
+log = logging.getLogger("draftalign.sglang")
 
 #: `--custom-weight-loader` of the server, and `load_format` of an update that is ours.
 LOADER: Final = "rl_hooks.engines.sglang.loader.load_drafter"
@@ -47,11 +52,42 @@ def updated(original: Callable[..., Any], manager: Any, request: Any, *rest: Any
     """Let SGLang hand an update to its schedulers by `original`, one of ours at once. Returns what it returns."""
     if request.load_format == LOADER:
         manager = _Paused(manager)
-    elif request.disable_draft_model is None and str(manager.server_args.speculative_algorithm).upper() == "EAGLE3":
+    elif request.disable_draft_model is None and _swaps(manager.server_args):
+        _say_once(
+            logging.INFO,
+            "draftalign: updates of weights that do not say disable_draft_model are taken for the policy's alone: "
+            "the drafter stays as it is. A trainer that trains the drafter must say false",
+        )
         request.disable_draft_model = True  # a policy's weights
     return original(manager, request, *rest, **named)
 
 
+def _swaps(args: Any) -> bool:
+    """Whether a server was started to have its drafter swapped by us."""
+    loaders = getattr(args, "custom_weight_loader", None) or ()
+    return LOADER in loaders and str(args.speculative_algorithm).upper() == "EAGLE3"
+
+
+@functools.cache
+def _say_once(level: int, line: str) -> None:
+    log.log(level, line)
+
+
+def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, whose exception would end SGLang's scheduler: in a release of another shape it is logged, once."""
+
+    @functools.wraps(hook)
+    def guarded(*arguments: Any, **named: Any) -> None:
+        try:
+            hook(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - SGLang must go on
+            line = f"draftalign: this SGLang is of another shape than was expected ({hook.__name__}: {error!r})"
+            _say_once(logging.ERROR, f"{line}: its drafter may not be swapped, or its rounds not counted")
+
+    return guarded
+
+
+@_guarded
 def described(answer: Any, *_: Any, **__: Any) -> None:
     """SGLang's scheduler has said how it stands: add this process's mark."""
     answer.internal_state[MARK] = _LIFE
@@ -65,11 +101,18 @@ def mark_of(info: Mapping[str, Any]) -> str | None:
     return mark if isinstance(mark, str) else None
 
 
+@_guarded
 def launched(_: Any, batch: Any, *__: Any, **___: Any) -> None:
     """Before a scheduler launches a step: note when, as later releases do by themselves."""
     batch.launch_ts = time.monotonic()
 
 
+def sends_nothing(*_: Any, **__: Any) -> None:
+    """A scheduler has started where features are asked for: it says that it has none. Other processes do not."""
+    log.warning("draftalign: this server sends no features: expected SGLang 0.5.23; use the trainer's hook")
+
+
+@_guarded
 def copied(copy: Any, batch: Any, *_: Any, **__: Any) -> None:
     """A batch was copied until its results come: its copy was launched when it was."""
     copy.launch_ts = getattr(batch, "launch_ts", None)

@@ -161,7 +161,7 @@ def register() -> None:
     if not older:
         HookRegistry.register(f"{updater}.begin_weight_update", MEMORY.begun, HookType.AROUND)
     if os.environ.get("DRAFTALIGN_URL") and older:
-        log.warning("draftalign: this server sends no features: expected SGLang 0.5.23; use the trainer's hook")
+        HookRegistry.register(f"{direct.SCHEDULER}.__init__", direct.sends_nothing, HookType.AFTER)
     elif os.environ.get("DRAFTALIGN_URL"):
         from rl_hooks.engines.sglang import tap  # torch and all that it needs are loaded only where it is wanted
 

@@ -291,7 +291,7 @@ class Manager:
     """SGLang's tokenizer manager, as far as an update asks it."""
 
     is_pause = False
-    server_args = SimpleNamespace(speculative_algorithm="EAGLE3")
+    server_args = SimpleNamespace(speculative_algorithm="EAGLE3", custom_weight_loader=[direct.LOADER])
 
     def update(self, request: Any, http: Any = None) -> tuple[bool, Any, Any, Any]:
         return self.is_pause, self.known(), request.load_format, http
@@ -315,14 +315,15 @@ def update_of(load_format: str | None, disable_draft_model: bool | None = None) 
 
 
 def test_a_trainers_update_that_names_no_model_leaves_an_eagle_3_drafter_alone() -> None:
-    manager = Manager()
-    for said, method, expected in (
-        (None, "EAGLE3", True),
-        (False, "EAGLE3", False),  # a trainer that says so trains the drafter as well
-        (None, "EAGLE", None),  # the policy's own module
-        (None, None, None),
+    manager, ours = Manager(), [direct.LOADER]
+    for said, method, loaders, expected in (
+        (None, "EAGLE3", ours, True),
+        (False, "EAGLE3", ours, False),  # a trainer that says so trains the drafter as well
+        (None, "EAGLE3", None, None),  # no agent swaps here
+        (None, "EAGLE", ours, None),  # the policy's own module
+        (None, None, ours, None),
     ):
-        manager.server_args = SimpleNamespace(speculative_algorithm=method)
+        manager.server_args = SimpleNamespace(speculative_algorithm=method, custom_weight_loader=loaders)
         request = update_of("flattened_bucket", said)
         direct.updated(Manager.update, manager, request)
         assert request.disable_draft_model is expected
@@ -335,6 +336,16 @@ def test_a_step_says_when_it_was_launched_and_its_copy_says_the_same() -> None:
     direct.launched(None, batch)
     direct.copied(copy, batch)
     assert copy.launch_ts == batch.launch_ts <= time.monotonic()
+
+
+def test_a_release_of_another_shape_loses_no_step_by_our_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    other: Any = object()  # takes no attribute
+    for _ in range(2):
+        direct.launched(None, other)
+        direct.copied(other, other)
+        direct.described(other)
+    for name in ("launched", "copied", "described"):
+        assert caplog.text.count(f"({name}: ") == 1
 
 
 def test_the_process_is_named_in_what_its_scheduler_says_and_the_mark_is_a_text() -> None:
@@ -409,6 +420,7 @@ def test_what_sglang_cannot_serve_is_refused_before_it_is_paused(
     ("fact", "reason"),
     [
         ({"dp_size": 2}, "--dp-size 1"),
+        ({"attn_dp_size": 2}, "--attn-dp-size"),
         ({"custom_weight_loader": None}, "--custom-weight-loader"),
     ],
 )
