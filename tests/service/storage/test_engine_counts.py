@@ -431,7 +431,9 @@ def test_a_report_costs_the_same_at_ten_and_at_a_thousand_records(
         )
     service.client.post("/acceptance", json={"run": "default", **report("e0", version, 1)}).raise_for_status()
     work = []
-    rounds = 0
+    rounds = 300  # where nothing is accepted, the drafter is pushed again at once: for that all engines are asked, once
+    first = {"run": "default", **report("e0", version, 1, rounds=rounds, accepted_tokens=accepted * rounds)}
+    assert (service.client.post("/acceptance", json=first).json()["pushed_again"] is None) == (accepted > 0)
     for engines in (10, 1000):
         book(redis_url, *(report(f"e{i}", version, 1) for i in range(engines)))
         store.put_score(f"{engines:032x}", score({"drafter_version": version, "served": served, "created": 300.0}))
