@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import importlib.util
 import inspect
 import io
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,7 +36,7 @@ from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.protocol import TREES
-from rl_hooks.engines.sglang import direct
+from rl_hooks.engines.sglang import direct, rounds
 from rl_hooks.engines.sglang.adapter import SGLangEngine, process_identity, request_payload
 from rl_hooks.engines.sglang.loader import (
     entered_layers,
@@ -346,6 +348,23 @@ def test_a_release_of_another_shape_loses_no_step_by_our_hooks(caplog: pytest.Lo
         direct.described(other)
     for name in ("launched", "copied", "described"):
         assert caplog.text.count(f"({name}: ") == 1
+
+
+def test_that_an_older_server_sends_no_features_is_said_where_its_scheduler_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks = dict[str, Any]()
+    kinds = SimpleNamespace(BEFORE=1, AFTER=2, AROUND=3)
+    registry = SimpleNamespace(register=lambda target, hook, _: hooks.setdefault(target, hook))
+    name = "sglang.srt.plugins.hook_registry"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(HookRegistry=registry, HookType=kinds))
+    monkeypatch.setattr(direct, "register", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:9")
+    rounds.register()  # in each process of a server
+    assert "sends no features" not in caplog.text
+    hooks[f"{direct.SCHEDULER}.__init__"](None)
+    assert "sends no features" in caplog.text
 
 
 def test_the_process_is_named_in_what_its_scheduler_says_and_the_mark_is_a_text() -> None:
