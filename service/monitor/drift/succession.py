@@ -40,8 +40,11 @@ class Succession:
 
     @property
     def follows(self) -> str | None:
-        """The version that the watched one is still compared with: few prompts have told by how much they differ."""
-        return self.previous if self.followed else None
+        """The version that the watched one is still compared with: few prompts have told by how much they differ.
+
+        None while a newer one is compared with the watched one.
+        """
+        return self.previous if self.followed and self.successor is None else None
 
     def feed(
         self,

@@ -363,5 +363,7 @@ def test_a_version_that_lost_a_little_is_named_where_each_prompt_has_eight_answe
 
 
 def test_equal_versions_are_hardly_ever_named_where_each_prompt_has_eight_answers() -> None:
-    named = [cause_of(change).cause for seed in range(3) if (change := compared(seed, 0.0)[0].change()) is not None]
+    changes = [compared(seed, 0.0)[0].change() for seed in range(3)]
+    named = [cause_of(change).cause for change in changes if change is not None]
+    assert len(named) == 3, "a cause is asked for in each"
     assert named.count("drafter") == 0, named
