@@ -122,7 +122,7 @@ def report(run: str, version: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reports_by_prompt(prompts: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
-    """Fields of reports whose counts by prompt are hostile. `prompts`: tokens and rounds of those that replay has."""
+    """Fields of reports whose counts by prompt or of requests are hostile. `prompts`: tokens and rounds by replay."""
     rounds = {prompt: 1000 * max(1, round(r)) for prompt, (_, r) in prompts.items()}
     total = sum(rounds.values())
 
@@ -150,6 +150,8 @@ def reports_by_prompt(prompts: Mapping[str, Sequence[float]]) -> dict[str, dict[
         "none at all": fields({}),
         "of a policy that is to come": fields({p: [r, r] for p, r in rounds.items()}) | {"policy_version": MOST},
         "of another version": fields({p: [r, r] for p, r in rounds.items()}) | {"drafter_version": "v999999-00000000"},
+        "nothing accepted of most requests": fields({}, 0) | {"finished_requests": MOST, "running_requests": MOST},
+        "fewer requests than before": fields({}, 0) | {"finished_requests": 0, "running_requests": 0},
         "too many prompts": fields({f"{n:08x}": [3, 1] for n in range(65)}),
         "negative": fields({first: [-(10**6), 10]}),
         "fractions": fields({first: [1.5, 1]}),
@@ -159,4 +161,8 @@ def reports_by_prompt(prompts: Mapping[str, Sequence[float]]) -> dict[str, dict[
         "markup": fields({'"} 1 ': [3, 1]}),
         "a list": fields([[first, 3, 1]]),
         "nested": fields({first: {"tokens": 3, "rounds": 1}}),
+        "requests below none": fields({}, 0) | {"finished_requests": -1, "running_requests": -1},
+        "requests beyond 53 bits": fields({}, 0) | {"finished_requests": 1 << 53},
+        "a part of a request": fields({}, 0) | {"running_requests": 0.5},
+        "words for requests": fields({}, 0) | {"finished_requests": "many", "running_requests": [1]},
     }
