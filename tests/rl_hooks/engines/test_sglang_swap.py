@@ -780,6 +780,21 @@ def test_a_count_that_no_counter_can_have_is_a_metrics_error(tmp_path: Path, nam
         asyncio.run(SGLangEngine("http://engine", client, tmp_path).snapshot())
 
 
+@pytest.mark.parametrize(
+    ("ended", "runs", "told"),
+    [("9", "3", (9, 3)), ("NaN", "-1", (None, None)), ("1e300", "2", (None, 2)), ("7", "+Inf", (7, None))],
+)
+def test_requests_are_told_where_a_counter_can_have_that_value_and_rounds_count_either_way(
+    tmp_path: Path, ended: str, runs: str, told: tuple[int | None, int | None]
+) -> None:
+    page = "draftalign:spec_decode_rounds_total 20\n"
+    page += f"sglang:num_requests_total {ended}\nsglang:num_running_reqs {runs}\n"
+    body = httpx.ByteStream(page.encode())
+    client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, stream=body)))
+    counts = asyncio.run(SGLangEngine("http://engine", client, tmp_path).snapshot()).counts
+    assert (counts.rounds, counts.finished_requests, counts.running_requests) == (20, *told)
+
+
 def test_the_request_passes_the_unpickler_as_a_byte_tensor() -> None:
     request = {"path": "/somewhere/ä", "version": "v1", "outcome": "/else", "sha256": {}}
     ((name, tensor),) = Unpickler(io.BytesIO(base64.b64decode(request_payload(request)))).load()
