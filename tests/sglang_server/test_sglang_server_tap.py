@@ -59,15 +59,25 @@ def fleet(
         process.stop()
 
 
+def texts_of(batch: RolloutBatch) -> list[tuple[int, ...]]:
+    """The tokens of each rollout."""
+    return [tuple(batch.input_ids[a:b].tolist()) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
+
+
+def is_asked(text: tuple[int, ...]) -> bool:
+    """Whether this test asked for it. SGLang's first request is its own; it is sent if the service has answered."""
+    return text[:3] != (10, 11, 12)
+
+
 def arrived(service: RunningService, server: SGLangProcess, count: int, policy: int) -> list[RolloutBatch]:
-    """The files of a policy version in the spool, once they hold `count` rollouts."""
+    """The files of a policy version in the spool, once they hold `count` rollouts of this test's requests."""
 
     def read() -> list[RolloutBatch]:
         files = (load_batch(path) for path in service.spooled() if path.suffix == ".safetensors")
         return [one for one in files if one.policy_version == policy]
 
     try:
-        eventually(lambda: sum(len(one.rollout_ids) for one in read()) >= count, 30)
+        eventually(lambda: sum(is_asked(text) for one in read() for text in texts_of(one)) >= count, 30)
     except AssertionError:
         print(server.log_end())
         raise
@@ -117,8 +127,7 @@ def rounds_of(
     """(tokens, rounds) by replay of what was sent, but for these texts."""
     tokens = rounds = 0
     for batch in batches:
-        bounds = itertools.pairwise(batch.cu_seqlens.tolist())
-        kept = [i for i, (a, b) in enumerate(bounds) if tuple(batch.input_ids[a:b].tolist()) not in leave_out]
+        kept = [i for i, text in enumerate(texts_of(batch)) if text not in leave_out]
         total = replay(drafter, batch.select(kept), policy_of(model), depth=DEPTH, drafting="greedy").total()
         tokens, rounds = tokens + int(total["tokens"]), rounds + int(total["rounds"])
     return tokens, rounds
@@ -152,7 +161,7 @@ def test_live_traffic_comes_out_exactly_and_replay_counts_the_rounds_that_the_en
     batches = arrived(service, server, len(prompts), 0)
     found = check_rows(batches, model)
     wanted = [tuple(prompt + text) for prompt, text in zip(prompts, texts, strict=True)]
-    own = {one for one in found if one[:3] == (10, 11, 12)}  # SGLang's first request, if the service had answered
+    own = {one for one in found if not is_asked(one)}
     assert {one: count for one, count in found.items() if one not in own} == {one: wanted.count(one) for one in wanted}
     assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0] * len(answers)
     # A preempted request computes its text again, and draws the next token there without a round.
