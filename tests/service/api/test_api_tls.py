@@ -9,7 +9,6 @@ import random
 import socket
 import ssl
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import trustme
 from agent_fixtures import Engine, drafter_bytes, drafter_config, eventually, start_agent
 from port_fixtures import DESCRIPTORS, FLOODS, GET, MIB, Process, places, pour
 from pydantic import ValidationError
@@ -37,18 +37,14 @@ class Authority:
     """A certificate authority of its own, and one certificate for this machine that it signed."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        self.file, key = directory / f"{name}.pem", directory / f"{name}.key"
+        self.file = directory / f"{name}.pem"
         self.certificate, self.key = directory / f"{name}-server.pem", directory / f"{name}-server.key"
-        request, names = directory / "request.pem", directory / "names.txt"
-        names.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-        new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        for arguments in (
-            ["req", "-x509", *new_key, "-days", "2", "-subj", f"/CN={name}", "-keyout", key, "-out", self.file],
-            ["req", *new_key, "-subj", "/CN=localhost", "-keyout", self.key, "-out", request],
-            ["x509", "-req", "-in", request, "-CA", self.file, "-CAkey", key, "-CAcreateserial", "-days", "2",
-             "-extfile", names, "-out", self.certificate],
-        ):  # fmt: skip
-            subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+        authority = trustme.CA()
+        server = authority.issue_cert("127.0.0.1", "localhost")
+        authority.cert_pem.write_to_path(self.file)
+        server.private_key_pem.write_to_path(self.key)
+        for part in server.cert_chain_pems:
+            part.write_to_path(self.certificate, append=True)
 
     @property
     def context(self) -> ssl.SSLContext:

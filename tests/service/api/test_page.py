@@ -99,7 +99,6 @@ def test_the_page_asks_nobody_but_its_own_origin() -> None:
     assert "insertAdjacentHTML" not in text
 
 
-@needs_browser
 def test_each_metric_that_the_page_reads_exists() -> None:
     named = re.findall(r'(?:gauge|sample)\("(\w+)"|m\.name === "(\w+)"', page_html())
     read = {f"draftalign_{first or second}" for first, second in named}
@@ -108,6 +107,7 @@ def test_each_metric_that_the_page_reads_exists() -> None:
     assert read <= known
 
 
+@needs_browser
 def test_a_script_that_got_into_the_page_does_not_run(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = "<script>document.body.dataset.stolen = 'yes'</script><img src='data:,' onerror=\"document.title = 'no'\">"
     monkeypatch.setattr(page_fixtures, "page_html", lambda: page_html().replace("</body>", mine + "</body>"))
