@@ -2,7 +2,7 @@
 
 RL moves a head in small steps; another model's head is unrelated. So a head must lie near one that the run already has:
 the registered one, or one received since. Distance: |a - b| / max(|a|, |b|), Frobenius, over at most 256 rows spread
-evenly over the token ids that both hold. Measured on the demo's policy (docs/guide/hook.md): 0.053 after 150 steps
+evenly over the token ids that both hold. Measured on the demo's policy (docs/reference/state.md): 0.053 after 150 steps
 of RL, 0.32 after the hardest fine-tuning tried, 1.42 between two initialisations.
 
 The API imports no torch: rows are read as NumPy from the mapped files, and bfloat16 is widened by a shift.
