@@ -1,6 +1,6 @@
 """How often is an engine called *Not swapped* that swaps? Simulated.
 
-    python -m benchmarks.unswapped --engines 500 --hours 24   # the table of docs/guide/engines.md
+    python -m benchmarks.unswapped --engines 500 --hours 24   # the table of docs/lab/engines.md
 
 The classes are the service's own: reports go through an engine's account, publishes through the run's events, words
 come from the headline. Drawn are publishes every 2 to 30 minutes; engines whose agents report every 5 to 60 s and take
