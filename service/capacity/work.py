@@ -28,7 +28,7 @@ EXCHANGE_BYTES: Final = 260e9
 #: Ranks of one worker beyond which the plan does not look: exchange and rank 0's part have taken over.
 MOST_RANKS: Final = 64
 #: Of one GPU's time of scoring, what rank 0 does alone while the others wait: compares a file's digest,
-#: judges, packs, writes checkpoints (docs/guide/machines.md, "Several GPUs").
+#: judges, packs, writes checkpoints (docs/lab/machines.md, "Several GPUs").
 _ALONE: Final = 0.24
 #: Seconds of a processor for a GiB that the worker brings from an object store: its SHA-256, as the sender computes it
 #: (docs/lab/performance.md, "Rollouts by an object store").
