@@ -1,6 +1,6 @@
 """One process at a time: a file lock with a bounded wait, which names the process that holds it.
 
-A paused process keeps its locks (docs/guide/failures.md, "What a paused process can do").
+A paused process keeps its locks (docs/reference/paused.md).
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ class Mirror(Layout):
         found, sent = path.stat(), self._sent.setdefault(run, {})
         identity = found.st_dev, found.st_ino
         if identity in sent and time.time() - sent[identity].at > _LEFTOVER_SECONDS / 2:
-            sent.pop(identity).file.close()  # after a pause: a sweep may have deleted it (docs/guide/failures.md)
+            sent.pop(identity).file.close()  # after a pause: a sweep may have deleted it (docs/reference/paused.md)
         if identity not in sent:
             name, at = uuid.uuid4().hex, time.time()
             file = path.open("rb")  # while it is open, no other file gets its inode
@@ -523,7 +523,7 @@ class Mirror(Layout):
             if known is not None and known.etag is not None:  # without a tree: a person may put it back
                 named = {_object(run, str(kept.object)) for kept in known.tree.files.values()}
                 gone = [key for key in keys if key not in named]
-                # First another tree: a paused change that sent one of these begins again (docs/guide/failures.md).
+                # First another tree: a paused change that sent one of these begins again (docs/reference/paused.md).
                 if gone and self._put(run, known.tree.after(known.tree.files), known.etag) is not None:
                     self._store.delete(gone)
 

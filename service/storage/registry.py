@@ -4,7 +4,7 @@ Invariants, also after loss of power at any line:
 * `latest.json` is replaced by one atomic rename, and its `sequence` only grows: publish, rollback and push-again each
   take a new number, so a reader that remembers the last sequence can refuse anything older.
 * `publish` is compare-and-set on `latest`: a drafter replaces only the version that it was judged against, also where
-  the worker was paused meanwhile (docs/guide/failures.md, "What a paused process can do").
+  the worker was paused meanwhile (docs/reference/paused.md).
 * With `drafters_url`, a version's files are in the object store before `latest.json` names it.
 * A hold is part of `latest.json`, so it appears and ends in the same rename as a move. While it is there, nothing but
   another hold moves `latest` to another version: what was judged before it and is published after it raises

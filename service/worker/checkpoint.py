@@ -79,7 +79,7 @@ class WorkerCheckpoint:
                 finally:
                     self._mine = mine if staged.renamed else self._mine
                 for before in _complete(directory):  # also one that an earlier life could not remove
-                    if before.name < mine:  # a successor's are newer (docs/guide/failures.md)
+                    if before.name < mine:  # a successor's are newer (docs/reference/paused.md)
                         shutil.rmtree(before, ignore_errors=True)
 
             self._layout.change(self._run, work, alone=False, checkpoints=True)
@@ -93,7 +93,7 @@ class WorkerCheckpoint:
     def _clear_leftovers(self) -> None:
         """Delete what workers that were killed while they wrote have left.
 
-        Renamed away first, so that the next step of a worker that was paused fails (docs/guide/failures.md).
+        Renamed away first, so that the next step of a worker that was paused fails (docs/reference/paused.md).
         """
         for leftover in self._directory.glob(".writing-*"):
             with contextlib.suppress(FileNotFoundError):

@@ -113,7 +113,7 @@ class RecentRollouts:
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
         # Listed before the checkpoint is read: files that a successor adds in between must not look like strays
-        # (docs/guide/failures.md, "What a paused process can do").
+        # (docs/reference/paused.md).
         self._found = list(directory.iterdir())
         self._capacity_tokens = capacity_tokens
         self.limit = LengthLimit()

@@ -232,7 +232,7 @@ class ServiceContext:
     async def in_turn(self, run: str, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """As `locking`, with at most one thread for each run.
 
-        For calls that trainers make again and again: a lock that is kept (docs/guide/failures.md) delays one run only.
+        For calls that trainers make again and again: a kept lock (docs/reference/paused.md) delays one run only.
         """
         async with self._of(run).turn:
             return await self.locking(work, *args, **named)

@@ -140,7 +140,7 @@ class Disk:
         settings, gone = self._settings, 0
         await self.sweep_dead(run, settings.dead_letter_bytes)
         for blob in await asyncio.to_thread(self.spool.old_blobs, run, settings.orphan_age_seconds):
-            # One atomic step: a paused API process may enqueue this file now (docs/guide/failures.md).
+            # One atomic step: a paused API process may enqueue this file now (docs/reference/paused.md).
             if await self._queue(run).disown(blob.partition(".")[0], blob):
                 self.spool.delete(run, blob)
                 gone += 1

@@ -27,7 +27,7 @@ class LineFile:
     """The pieces of one such file: `path`, which is appended to, and `<stem>-<Unix time in ns>.jsonl`, ascending.
 
     Several processes may append. A line is one write to the end of the file, which on a local disk needs no lock. Hosts
-    of an NFS would overwrite each other's, so a lock is waited for, but not for long (docs/guide/failures.md).
+    of an NFS would overwrite each other's, so a lock is waited for, but not for long (docs/reference/paused.md).
     """
 
     def __init__(self, path: Path, *, max_bytes: int, kept: int, mode: int = 0o666) -> None:

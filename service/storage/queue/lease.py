@@ -23,8 +23,8 @@ LEASE_SECONDS = 15.0
 #: Holder of the lease on a run that is being deleted, and how long at most.
 _DELETING: Final = b"deleting"
 _DELETING_SECONDS: Final = 600
-#: Take or renew the lease in one step: a worker could be paused between two (docs/guide/failures.md). DEL comes before
-#: SET because Redis may be full (docs/reference/state.md, "Scripts").
+#: Take or renew the lease in one step: a worker could be paused between two (docs/reference/paused.md). DEL comes
+#: before SET because Redis may be full (docs/reference/state.md, "Scripts").
 _TAKE: Final = """
 local holder = redis.call('GET', KEYS[1])
 if holder == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
