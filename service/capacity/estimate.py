@@ -59,7 +59,7 @@ REPORT_SECONDS: Final = 5.0
 #: `remembered_bytes`.
 FATE_BYTES: Final = 106
 BATCH_BYTES: Final = 94 * 8
-#: Measured (docs/guide/capacity.md): of a batch's scores by three or four drafters, of which 4,608 batches are kept,
+#: Measured (docs/lab/capacity.md): of a batch's scores by three or four drafters, of which 4,608 batches are kept,
 #: and for each prompt of it. Where it has more than 64 prompts, 16 shares of them are kept instead.
 SCORE_BYTES: Final = 2600
 PROMPT_BYTES: Final = 93

@@ -221,7 +221,7 @@ def test_the_simulation_has_the_ranks_rate() -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("factor", [0.6, 1.5])
 def test_the_plan_agrees_with_the_simulation(seed: int, factor: float) -> None:
-    """In the world that the plan is of. Others: docs/guide/capacity.md."""
+    """In the world that the plan is of. Others: docs/lab/capacity.md."""
     given = replace(GIVEN, ranks=2 + 6 * seed, runs=1 + 2 * seed, step_seconds=60.0 + 100 * seed)
     gpus = factor * estimate(given, Settings())["worker_gpus"].value
     plan, found = compare(given, gpus, seed, "even")
