@@ -6,14 +6,17 @@
 #
 # OpenRLHF 0.11.2 has no option for a drafter: add `"speculative_config": {...}` to `actor_kwargs` in its
 # openrlhf/trainer/ray/vllm_engine.py, or its engines do not speculate. Give the run the same drafter, or every swap is
-# refused: `draftalign warmup /models/policy ... --run "$DRAFTALIGN_RUN"` makes one, or add DRAFTALIGN_INITIAL_DRAFTER
-# (its folder) to `env_vars` below.
+# refused: `draftalign warmup /models/policy ... --run "$DRAFTALIGN_RUN"` makes one, or name its folder in
+# DRAFTALIGN_INITIAL_DRAFTER.
 set -euo pipefail
 : "${DRAFTALIGN_URL:?the service, as http://host:port}"
 
+MORE=""
+for name in DRAFTALIGN_TOKEN DRAFTALIGN_INITIAL_DRAFTER; do MORE+="${!name:+, \"${name}\": \"${!name}\"}"; done
+
 ENVIRONMENT="{\"worker_process_setup_hook\": \"rl_hooks.trainer.stacks.on_ray.install\", \"env_vars\": {
   \"DRAFTALIGN_URL\": \"${DRAFTALIGN_URL}\",
-  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"
+  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"${MORE}
 }}"
 
 exec ray job submit --address="${RAY_ADDRESS:-http://127.0.0.1:8265}" --runtime-env-json="${ENVIRONMENT}" -- \

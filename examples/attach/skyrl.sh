@@ -9,9 +9,12 @@
 set -euo pipefail
 : "${DRAFTALIGN_URL:?the service, as http://host:port}"
 
+MORE=""
+for name in DRAFTALIGN_TOKEN DRAFTALIGN_INITIAL_DRAFTER; do MORE+="${!name:+, \"${name}\": \"${!name}\"}"; done
+
 ENVIRONMENT="{\"worker_process_setup_hook\": \"rl_hooks.trainer.stacks.on_ray.install\", \"env_vars\": {
   \"DRAFTALIGN_URL\": \"${DRAFTALIGN_URL}\",
-  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"
+  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"${MORE}
 }}"
 DRAFTS="{method: eagle3, model: ${DRAFTER:-/models/drafter}, num_speculative_tokens: 4}"
 

@@ -8,6 +8,9 @@
 set -euo pipefail
 : "${DRAFTALIGN_URL:?the service, as http://host:port}"
 
+MORE=""
+for name in DRAFTALIGN_TOKEN DRAFTALIGN_INITIAL_DRAFTER; do MORE+="${!name:+, \"${name}\": \"${!name}\"}"; done
+
 # Ray's workers get these from the job. slime's own image has Megatron-LM at that place, as its scripts say. Its SGLang
 # sends nothing (0), since the hook does.
 ENVIRONMENT="{\"env_vars\": {
@@ -15,7 +18,7 @@ ENVIRONMENT="{\"env_vars\": {
   \"CUDA_DEVICE_MAX_CONNECTIONS\": \"1\",
   \"DRAFTALIGN_URL\": \"${DRAFTALIGN_URL}\",
   \"DRAFTALIGN_SAMPLE_FRACTION\": \"0\",
-  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"
+  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"${MORE}
 }}"
 HOOKS=rl_hooks.trainer.stacks.slime
 

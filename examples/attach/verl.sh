@@ -11,7 +11,7 @@ set -euo pipefail
 export VERL_ENGINE_VENDOR=draftalign DRAFTALIGN_URL DRAFTALIGN_RUN="${DRAFTALIGN_RUN:-default}"
 
 POLICY="${POLICY:-/models/policy}" DRAFTER="${DRAFTER:-/models/drafter}" DATA="${DATA:-/data}"
-DRAFTS="{method: eagle3, model: ${DRAFTER}, num_speculative_tokens: 4}"
+DRAFTS="{method: eagle3, model: ${DRAFTER}, num_speculative_tokens: 4, draft_load_config: {load_format: auto}}"
 
 exec python -m verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo \

@@ -47,6 +47,18 @@ def submitted(tmp_path: Path, script: str, *options: str) -> tuple[dict[str, Any
     return json.loads(given.partition("=")[2]), told[told.index("--") + 1 :]
 
 
+@pytest.mark.parametrize("script", ["openrlhf.sh", "skyrl.sh", "slime.sh"])
+def test_a_job_gets_token_and_first_drafter_where_they_are_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    given = {"DRAFTALIGN_TOKEN": "secret-1", "DRAFTALIGN_INITIAL_DRAFTER": "/models/a drafter"}
+    bare = submitted(tmp_path, script)[0]["env_vars"]
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert submitted(tmp_path, script)[0]["env_vars"] == bare | given
+    assert not given.keys() & bare.keys()
+
+
 def taken_by_ray(python: Path, given: dict[str, Any]) -> None:
     """Ray's own check of a runtime environment; and the function that it names is there."""
     run([str(python), "-c", f"from ray.runtime_env import RuntimeEnv; RuntimeEnv(**{given!r})"])
@@ -70,7 +82,8 @@ def test_verls_script_is_composed_by_its_own_configuration() -> None:
     assert actor["actor"]["ulysses_sequence_parallel_size"] == 1
     assert actor["rollout"]["calculate_log_probs"] is True
     drafts = actor["rollout"]["engine_kwargs"]["vllm"]["speculative_config"]
-    assert drafts == {"method": "eagle3", "model": "/models/drafter", "num_speculative_tokens": 4}
+    own = {"draft_load_config": {"load_format": "auto"}}  # verl makes an engine's first weights up
+    assert drafts == {"method": "eagle3", "model": "/models/drafter", "num_speculative_tokens": 4} | own
     assert (found["trainer"]["nnodes"], found["trainer"]["v1"]["trainer_mode"]) == (2, "sync")
 
 
