@@ -17,8 +17,8 @@ class Site:
     """What `name` ("function" or "Class.function") of a file must have; an empty name is the whole file.
 
     `takes`: arguments, whatever their order. `does`: calls, assignments and imports as `ast.unparse` writes them, or
-    the function of a call alone; in this order. `says`: texts, such as a key or an option. `never`: calls and texts
-    that are not there.
+    the function of a call alone; in this order. `says`: texts, such as a key or an option. `names`: fields, whatever
+    their type. `never`: calls and texts that are not there.
     """
 
     file: str
@@ -26,6 +26,7 @@ class Site:
     takes: tuple[str, ...] = ()
     does: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
 
 
@@ -65,6 +66,9 @@ def gone(root: Path, site: Site) -> str:
     texts = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
     if lacks := [text for text in site.says if text not in texts]:
         return f"{where} has no {', '.join(map(repr, lacks))}"
+    fields = {ast.unparse(one.target) for one in ast.walk(node) if isinstance(one, ast.AnnAssign)}
+    if lacks := [name for name in site.names if name not in fields]:
+        return f"{where} has no field {', '.join(lacks)}"
     come = texts.union(done(node)).intersection(site.never)
     return f"{where} has {', '.join(sorted(come))} now" if come else ""
 
@@ -419,6 +423,79 @@ CONTRACTS: dict[str, Contract] = {
                     ("self.record_weight_version_after_update(recv_req.weight_version)",),
                 )
                 for name in (f"update_weights_from_{way}" for way in ("disk", "distributed", "tensor", "ipc"))
+            ),
+            *(
+                Site(f"{_SGLANG}/managers/io_struct.py", f"{name}ReqOutput", does=("success: bool",))
+                for name in (
+                    *("BeginWeightUpdate", "UpdateWeightFromDisk", "UpdateWeightsFromTensor"),
+                    *("UpdateWeightsFromDistributed", "UpdateWeightsFromIPC"),
+                )
+            ),
+            Site(
+                f"{_SGLANG}/arg_groups/fields/parallel.py",
+                says=("--attention-data-parallel-size", "--attention-context-parallel-size"),
+                names=("attn_dp_size", "attn_cp_size"),
+            ),
+            Site(
+                f"{_SGLANG}/arg_groups/fields/model.py", says=("serial", "overlap"), names=("startup_weight_load_mode",)
+            ),
+        ),
+    ),
+    "SGLang's scheduler": Contract(
+        "sglang",
+        "sglang",
+        "rl_hooks.engines.sglang.inside puts an order behind the requests that the first rank has received, and takes "
+        "it out on all ranks before they are dispatched. The draft's own runner loads the weights",
+        (
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/request_receiver.py",
+                "SchedulerRequestReceiver.recv_requests",
+                does=("recv_reqs = self._pull_raw_reqs()", "self._broadcast_reqs_across_ranks"),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/request_receiver.py",
+                "SchedulerRequestReceiver._broadcast_reqs_across_ranks",
+                ("recv_reqs",),
+                ("broadcast_pyobj",),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler.py",
+                "Scheduler.ingest_requests",
+                does=("self.request_receiver.recv_requests", "self.process_input_requests(recv_reqs)"),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler.py",
+                "Scheduler.process_input_requests",
+                ("recv_reqs",),
+                ("self._request_dispatcher(recv_req)",),
+            ),
+            Site(f"{_SGLANG}/managers/scheduler.py", "run_scheduler_process", does=("scheduler.run_event_loop()",)),
+            Site(f"{_SGLANG}/managers/scheduler.py", "Scheduler.run_event_loop"),
+            Site(f"{_SGLANG}/managers/scheduler.py", "Scheduler.get_internal_state", ("recv_req",)),
+            Site(f"{_SGLANG}/managers/tokenizer_manager.py", does=("_SCHEDULER_EXIT_TIMEOUT_SECS = 15",)),
+            Site(f"{_SGLANG}/speculative/base_spec_worker.py", "BaseSpecWorker.weight_update_runners"),
+            Site(
+                f"{_SGLANG}/speculative/eagle_worker_v2.py",
+                "EAGLEWorkerV2.__init__",
+                does=(
+                    "self.speculative_num_steps = get_spec().speculative_num_steps",
+                    "self.speculative_num_draft_tokens = get_spec().speculative_num_draft_tokens",
+                ),
+            ),
+            *(
+                Site(f"{_SGLANG}/model_executor/model_runner_components/weight_updater.py", f"WeightUpdater.{name}")
+                for name in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update")
+            ),
+            Site(
+                f"{_SGLANG}/model_executor/model_runner_components/weight_updater.py",
+                "WeightUpdater.update_weights_from_tensor",
+                ("named_tensors", "load_format"),
+                ("self.get_model().load_weights(named_tensors)",),
+            ),
+            Site(
+                f"{_SGLANG}/managers/scheduler_components/weight_updater.py",
+                "SchedulerWeightUpdaterManager",
+                does=("_session: Optional[_WeightUpdateSession]",),
             ),
         ),
     ),

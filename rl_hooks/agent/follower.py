@@ -24,10 +24,22 @@ from typing import Any
 
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryResult, CanaryRule
-from rl_hooks.agent.choice import UNREADABLE, ReleaseChoice, dump_release, load_release, rejected_in
 from rl_hooks.agent.download import cached_release, in_thread, is_intact
 from rl_hooks.agent.metrics import AgentMetrics
-from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, RivalClient, Seen, Since, between
+from rl_hooks.agent.process import (
+    UNREADABLE,
+    Between,
+    EngineProcess,
+    LoadedVersion,
+    ReleaseChoice,
+    RivalClient,
+    Seen,
+    Since,
+    between,
+    dump_release,
+    load_release,
+    rejected_in,
+)
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Counts, Ledger, Snapshot, VersionCounts
 from rl_hooks.engines.protocol import Engine, EngineState

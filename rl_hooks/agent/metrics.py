@@ -39,6 +39,7 @@ class AgentMetrics:
         """Set the version that `engine` has loaded (None: no drafter, or one without a name)."""
         previous = self._loaded.pop(engine, None)
         if previous is not None and previous != version:
+            self._info.labels(engine, previous).set(0)  # inside a SGLang that shows metrics, labels are not removed
             self._info.remove(engine, previous)
         if version is not None:
             self._loaded[engine] = version

@@ -12,14 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import uuid
-from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from rl_hooks.durable import at_home
 from rl_hooks.engines.tap import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink, hook, wait_for_cores
 from rl_hooks.engines.vllm.worker import RPC_METHODS, check_first_load
@@ -92,23 +87,9 @@ def link_of(core: Any, settings: ServiceSettings | None) -> CoreLink | None:
         config.parallel_config.world_size > 1
     ):
         raise ValueError("with an external launcher its ranks are engines of their own, which could not swap as one")
-    directory = drafter_directory(os.environ)
-    from rl_hooks.agent.in_process import InProcessAgent  # httpx is asked for only where an engine follows
+    from rl_hooks.agent.in_process import InProcessAgent, drafter_directory, engine_name  # it asks for httpx
 
-    agent = InProcessAgent(settings, directory, _name(core))
+    name = engine_name(config.parallel_config.data_parallel_index)
+    agent = InProcessAgent(settings, drafter_directory(os.environ), name)
     fraction = settings.sample_fraction if config.speculative_config.method == "eagle3" else 0.0
     return CoreLink(core, fraction, agent.begin, agent.stop, agent.join)
-
-
-def drafter_directory(environment: Mapping[str, str]) -> Path:
-    """Where published drafters are downloaded to; ranks on other machines must see the same directory."""
-    given, caches = environment.get("DRAFTALIGN_DRAFTER_DIR"), environment.get("XDG_CACHE_HOME")
-    cache = Path(caches) if caches else Path.home() / ".cache"
-    found = at_home(given) if given else cache / "draftalign"
-    return found.resolve()  # a home is a symbolic link on many a cluster
-
-
-def _name(core: Any) -> str:
-    rank = core.vllm_config.parallel_config.data_parallel_index
-    # A container that starts again has the same host name and process number, and another engine's counts.
-    return f"{socket.gethostname()[:60]} {os.getpid()} dp{rank} {uuid.uuid4().hex[:8]}"

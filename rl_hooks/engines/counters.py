@@ -22,13 +22,13 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Final, Self, TypeAlias
-
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 from rl_hooks.errors import MetricsError, cut
 from rl_hooks.wire import COUNTED_PROMPTS
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 ROUNDS: Final = "vllm:spec_decode_num_drafts_total"
 DRAFTED: Final = "vllm:spec_decode_num_draft_tokens_total"
@@ -329,6 +329,9 @@ def read_samples(text: str, names: tuple[str, ...]) -> dict[str, list[Sample]]:
                 f"/metrics: expected at most {_MAX_COUNTED} characters of the counters that are read, and {_MAX_LINE} "
                 f"of a line, found {size} and {len(lines[-1])}; is this the engine's own page?"
             )
+    # Here: an engine may have to say first where its processes share their counters, which this reads when imported.
+    from prometheus_client.parser import text_string_to_metric_families
+
     samples: dict[str, list[Sample]] = {}
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):

@@ -28,26 +28,29 @@ import logging
 import struct
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import numpy as np
-from prometheus_client.samples import Sample
 
 from rl_hooks import wire
 from rl_hooks.durable import replace_file
 from rl_hooks.engines.counters import Counts, Snapshot, per_position, read_samples, told, whole
-from rl_hooks.engines.protocol import TREES, EngineHttp, EngineState, counting_only
+from rl_hooks.engines.protocol import EngineHttp, EngineState, counting_only
 from rl_hooks.engines.sglang import rounds
 from rl_hooks.engines.sglang.direct import LOADER, mark_of
+from rl_hooks.engines.sglang.facts import FOLLOWS, drafting_of, internal, version_number
 from rl_hooks.engines.sglang.memory import RELEASED
 from rl_hooks.errors import EngineError, MetricsError, OtherBytesError, SwapRefusedError, cut
 from rl_hooks.format.drafter import CONFIG_FILE, MODEL_FILE, parse_drafter, parse_object
 from rl_hooks.format.eagle3 import DrafterError
 from rl_hooks.format.engines import limits
 from rl_hooks.release import Release
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 log = logging.getLogger("draftalign.agent")
 
@@ -110,9 +113,9 @@ class SGLangEngine(EngineHttp):
         if self._left is not None:
             await self._tidy()
         info, model = await self._object("GET", "/server_info"), await self._object("GET", "/model_info")
+        self._check_alone(info)
         self._depth = max(int(info.get("speculative_num_draft_tokens") or 1) - 1, 0)
-        policy = model.get("weight_version")
-        version = int(policy) if isinstance(policy, str) and policy.isdecimal() and len(policy) < 16 else None
+        version = version_number(model.get("weight_version"))
         algorithm = info.get("speculative_algorithm")
         self._is_swapped = False
         if str(algorithm).upper() != "EAGLE3":
@@ -123,17 +126,13 @@ class SGLangEngine(EngineHttp):
         depth = steps if type(steps) is int else None
         served, swaps = (loaded[1], loaded[2]) if loaded is not None and loaded[0] == started else (None, 0)
         self._is_swapped = served is not None
-        # By default it takes the most probable tokens, also where answers are sampled.
-        drafting = "probabilistic" if info.get("speculative_use_rejection_sampling") else "greedy"
-        if info.get("speculative_eagle_topk") not in (None, 1):
-            drafting = TREES
         return EngineState(
             served,
             served is not None,
             swaps,
             policy_version=version,
             depth=depth,
-            drafting=drafting,
+            drafting=drafting_of(info.get("speculative_use_rejection_sampling"), info.get("speculative_eagle_topk")),
             life=started,
         )
 
@@ -188,6 +187,7 @@ class SGLangEngine(EngineHttp):
         Returns the SHA-256 that the loader of every rank says it read.
         """
         info = await self._object("GET", "/server_info")
+        self._check_alone(info)
         at_once = mark_of(info) is not None
         check_server(info, takes=at_once or await self._has_sessions())
         check_release(release, info)
@@ -198,7 +198,8 @@ class SGLangEngine(EngineHttp):
         outcome.mkdir(parents=True)
         try:
             await (self._load if at_once else self._update)(release, outcome, ranks)
-            sha256 = self._judge(release, outcome, ranks)
+            said = [json.loads(path.read_text()) for path in sorted(outcome.glob("*.json"))]
+            sha256 = judged(self.url, release, said, ranks)
         finally:
             for path in outcome.iterdir():
                 path.unlink()
@@ -208,6 +209,10 @@ class SGLangEngine(EngineHttp):
         self._loaded, self._is_swapped = (started, release.version, swaps), True
         self._remember()
         return sha256
+
+    def _check_alone(self, info: Mapping[str, Any]) -> None:
+        if (says := internal(info, FOLLOWS)) is not None:
+            raise EngineError(f"{self.url} is left alone, and is not counted here: {cut(says)}")
 
     async def _is_released(self) -> bool:
         """Whether our plugin says that the weights are not in the server's memory. Without it nobody knows."""
@@ -313,27 +318,6 @@ class SGLangEngine(EngineHttp):
         document = {"engine": self.url, "loaded": self._loaded, "left": self._left}
         replace_file(self._memory, json.dumps(document).encode(), durable=False)
 
-    def _judge(self, release: Release, outcome: Path, ranks: int) -> str:
-        """Read the outcome that the loader of each rank has written; returns the digest that all of them read."""
-        said = [json.loads(path.read_text()) for path in sorted(outcome.glob("*.json"))]
-        other = [one["other_bytes"] for one in said if one.get("other_bytes")]
-        if other:
-            raise OtherBytesError(f"{self.url} did not load {release.version}: {other[0]}")
-        refused = [one["refused"] for one in said if one.get("refused")]
-        if refused:
-            raise SwapRefusedError(f"{self.url} refused {release.version}: {refused[0]}")
-        failed = [one["failed"] for one in said if one.get("failed")]
-        if failed or len(said) < ranks or not all(one.get("ok") for one in said):
-            silent = (
-                f"{len(said)} of {ranks} ranks wrote an outcome; see the server's log, and whether its "
-                f"DRAFTALIGN_DRAFTER_DIR holds {release.path}"
-            )
-            reason = failed[0] if failed else silent
-            raise EngineError(f"{self.url} did not load {release.version}: {reason}")
-        if len({one["sha256"] for one in said}) != 1:
-            raise EngineError(f"{self.url}: its ranks read different files for {release.version}")
-        return str(said[0]["sha256"])
-
     async def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> None:
         answer = await self._call("POST", path, json=dict(body), **options)
         try:
@@ -342,6 +326,27 @@ class SGLangEngine(EngineHttp):
             raise EngineError(f"{self.url}{path} did not answer JSON: {answer.text[:200]!r}") from error
         if isinstance(document, dict) and document.get("success") is False:
             raise EngineError(f"{self.url}{path}: {str(document.get('message'))[:300]}")
+
+
+def judged(url: str, release: Release, said: Sequence[Mapping[str, Any]], ranks: int) -> str:
+    """What became of a swap, by what the loader of each rank `said`: the digest that all of them read, or an error."""
+    other = [one["other_bytes"] for one in said if one.get("other_bytes")]
+    if other:
+        raise OtherBytesError(f"{url} did not load {release.version}: {other[0]}")
+    refused = [one["refused"] for one in said if one.get("refused")]
+    if refused:
+        raise SwapRefusedError(f"{url} refused {release.version}: {refused[0]}")
+    failed = [one["failed"] for one in said if one.get("failed")]
+    if failed or len(said) < ranks or not all(one.get("ok") for one in said):
+        silent = (
+            f"{len(said)} of {ranks} ranks wrote an outcome; see the server's log, and whether its "
+            f"DRAFTALIGN_DRAFTER_DIR holds {release.path}"
+        )
+        reason = failed[0] if failed else silent
+        raise EngineError(f"{url} did not load {release.version}: {reason}")
+    if len({one["sha256"] for one in said}) != 1:
+        raise EngineError(f"{url}: its ranks read different files for {release.version}")
+    return str(said[0]["sha256"])
 
 
 def check_server(info: Mapping[str, Any], *, takes: bool) -> None:

@@ -24,6 +24,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from rl_hooks.engines.sglang.facts import internal
+
 log = logging.getLogger("draftalign.sglang")
 
 #: `--custom-weight-loader` of the server, and `load_format` of an update that is ours.
@@ -95,10 +97,7 @@ def described(answer: Any, *_: Any, **__: Any) -> None:
 
 def mark_of(info: Mapping[str, Any]) -> str | None:
     """The mark in what `/server_info` answered; None where this plugin is not loaded, or not needed."""
-    states = info.get("internal_states")
-    first = states[0] if isinstance(states, list) and states else None
-    mark = first.get(MARK) if isinstance(first, dict) else None
-    return mark if isinstance(mark, str) else None
+    return internal(info, MARK)
 
 
 @_guarded
@@ -108,8 +107,11 @@ def launched(_: Any, batch: Any, *__: Any, **___: Any) -> None:
 
 
 def sends_nothing(*_: Any, **__: Any) -> None:
-    """A scheduler has started where features are asked for: it says that it has none. Other processes do not."""
-    log.warning("draftalign: this server sends no features: expected SGLang 0.5.23; use the trainer's hook")
+    """A scheduler has started that is to follow the service: it says that it does not. Other processes say nothing."""
+    log.warning(
+        "draftalign: this server sends no features, and swaps nothing by itself: expected SGLang 0.5.23; use the "
+        "trainer's hook, and an agent beside it"
+    )
 
 
 @_guarded

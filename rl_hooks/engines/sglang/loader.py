@@ -15,10 +15,11 @@ are changed in place, so CUDA graphs stay valid. Written against SGLang 0.5.23.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,22 +44,49 @@ log = logging.getLogger("draftalign.sglang")
 
 #: Name of the one tensor that carries the request.
 REQUEST: Final = "draftalign.request"
+_SAMPLED_ELEMENTS: Final = 1024
+
+
+class SwapOwner:
+    """Whether this process's server swaps its drafter by itself: then nobody else may."""
+
+    def __init__(self) -> None:
+        #: What it says to an agent that would swap; None: an agent may.
+        self.refusal: str | None = None
+
+
+#: This process's.
+OWNER: Final = SwapOwner()
 
 
 def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Load the drafter that the request names into SGLang's draft model. Never raises."""
     if not hasattr(getattr(model, "model", None), "fc"):  # every EAGLE-3 drafter has it, and no policy
         return
-    outcome: dict[str, Any] = {"ok": False, "refused": None, "other_bytes": None, "failed": None}
-    directory = None
-    try:
+    told: dict[str, Any] = {}
+
+    def load() -> dict[str, Any]:
         request = parse_request(named_tensors)
         home = _home()
-        directory = _inside(home, request["outcome"])
-        outcome["version"] = request["version"]
+        told["directory"] = _inside(home, request["outcome"])
+        told["version"] = request["version"]
+        _check_owner()
         _check_memory()
-        outcome |= _load(model, _inside(home, request["path"]), request["sha256"]) | {"ok": True}
+        weights, sha256 = read_drafter(model, _inside(home, request["path"]), request["sha256"])
+        place(model, weights)
         COUNTER.drafter_changed()
+        return {"sha256": sha256}
+
+    outcome = outcome_of(load)
+    if (directory := told.pop("directory", None)) is not None:
+        _write(directory / f"{os.getpid()}.json", outcome | told)
+
+
+def outcome_of(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What became of something that one rank does: `ok`, with what it returns, or why it is refused or has failed."""
+    outcome: dict[str, Any] = {"ok": False, "refused": None, "other_bytes": None, "failed": None}
+    try:
+        return outcome | {"ok": True} | act()
     except DrafterRefusedError as error:
         outcome["refused"] = str(error)
     except DigestMismatchError as error:
@@ -66,8 +94,7 @@ def load_drafter(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) 
     except Exception as error:  # an exception would end the scheduler and abort every request
         log.exception("draftalign: the drafter was not loaded")
         outcome["failed"] = f"{type(error).__name__}: {error}"
-    if directory is not None:
-        _write(directory / f"{os.getpid()}.json", outcome)
+    return outcome
 
 
 def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
@@ -83,6 +110,11 @@ def parse_request(named_tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]
     if not isinstance(document.get("sha256"), dict):
         raise ValueError("sha256 must give digests by file name")  # noqa: TRY004 - of what the request says
     return document
+
+
+def _check_owner() -> None:
+    if OWNER.refusal is not None:
+        raise DrafterRefusedError(OWNER.refusal)
 
 
 def _check_memory() -> None:
@@ -104,24 +136,52 @@ def _inside(home: Path, path: str) -> Path:
     return resolved
 
 
-def _load(model: nn.Module, directory: Path, expected: Mapping[str, str]) -> dict[str, Any]:
+def read_drafter(model: nn.Module, directory: Path, expected: Mapping[str, str]) -> tuple[dict[str, Tensor], str]:
+    """Read and check a drafter for SGLang's draft model: its weights on the host, and the SHA-256 of its model file.
+
+    `expected`: SHA-256 by file name. Touches nothing of the model's, and may run beside its steps. Raises
+    DrafterRefusedError, DigestMismatchError or OSError.
+    """
     running = running_drafter(model)
     d2t = running_d2t(model, running)
     check_config(directory, running, "sglang", expected.get(CONFIG_FILE))
     body, sha256 = read_file(directory / MODEL_FILE, most_bytes(running), expected.get(MODEL_FILE))
-    weights = read_candidate(body, running, d2t, _dtype(model))
+    return read_candidate(body, running, d2t, _dtype(model)), sha256
+
+
+def place(
+    model: nn.Module, weights: Mapping[str, Tensor], load: Callable[[list[tuple[str, Tensor]]], object] | None = None
+) -> Callable[[], None]:
+    """Load checked weights, or raise with the older ones back. Returns what puts the older ones back later.
+
+    `load`: what loads them; by default the model itself.
+    """
     own = _own_parameters(model)
     kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in own.items()}
-    try:
-        with torch.no_grad():
-            model.load_weights(iter(weights.items()))  # type: ignore[operator]
-        _check_arrived(own, weights)
-    except Exception:
+
+    def put_back() -> None:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(kept[name])
+
+    try:
+        with torch.no_grad():
+            (load or model.load_weights)(list(weights.items()))  # type: ignore[operator]
+        _check_arrived(own, weights)
+    except Exception:
+        put_back()
         raise
-    return {"sha256": sha256}
+    return put_back
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Digest of up to 1024 elements of each of the drafter's own parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in _own_parameters(model).items():
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)][:_SAMPLED_ELEMENTS]
+        digest.update(name.encode() + sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def running_drafter(model: nn.Module) -> DrafterConfig:

@@ -47,7 +47,9 @@ class ServedRun:
         joined: bool,
         split: bool = False,
     ) -> None:
-        self._served, self._version, self._run = served, version, settings.run
+        self._served, self._run = served, settings.run
+        #: Of the weights.
+        self.version = version
         policy = served()
         self._logit_map, self._split = policy.logit_map, split
         self._heads = HeadWatch(head_weight(policy), HEAD_TOLERANCE, -1 if joined else version)
@@ -81,9 +83,9 @@ class ServedRun:
 
     def turn(self, version: int | None, *, tainted: bool) -> None:
         """The weights are of this version now. `tainted`: they changed under requests, unannounced."""
-        if version is None or (version == self._version and self.tap.policy_version is not None):
+        if version is None or (version == self.version and self.tap.policy_version is not None):
             return
-        self._version = version
+        self.version = version
         if not tainted:
             self.tap.cut()
         job = self._head_job(version)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -28,6 +27,8 @@ from typing import Any, Final
 import torch
 
 from rl_hooks.engines.candidate import drafter_files
+from rl_hooks.engines.sglang.inside import WORKER, tp_group, unknown_ways, weight_version
+from rl_hooks.engines.sglang.memory import UPDATER
 from rl_hooks.engines.sglang.sending import ServedRun, captured_layers, keep_final_states, stats_text
 from rl_hooks.engines.sglang.split import SplitPolicy
 from rl_hooks.engines.sglang.steps import is_plain, prefill_step, request_of, round_step
@@ -36,42 +37,15 @@ from rl_hooks.engines.tap import MAX_TOKENS, ServiceSettings
 from rl_hooks.engines.vllm.policy import ServedPolicy
 from rl_hooks.engines.vllm.ranks import LayerRanks
 from rl_hooks.engines.vllm.steps import TapUnsupportedError
-from rl_hooks.sending.exchange import Origin, RunService
 from rl_hooks.sending.sampling import sampling_position
-from rl_hooks.sending.standing import newest_policy
 
 log = logging.getLogger("draftalign.sglang")
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 #: The classes that run the policy, a round, and a model; the class of a request.
 TARGET: Final = "sglang.srt.managers.tp_worker.TpModelWorker"
-WORKER: Final = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
 RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 REQUEST: Final = "sglang.srt.managers.schedule_batch.Req"
-_RETRY_SECONDS: Final = 5.0
-
-
-class RunQuestion:
-    """Asks the service for the run, in a thread, until it answers."""
-
-    def __init__(self, settings: ServiceSettings) -> None:
-        self._settings = settings
-        #: What it has answered: (newest policy version,), None in it for a new run.
-        self.newest: tuple[int | None] | None = None
-        threading.Thread(target=self._ask, name="draftalign-join", daemon=True).start()
-
-    def _ask(self) -> None:
-        settings, warned = self._settings, False
-        service = RunService(Origin.parse(settings.url), settings.run, settings.token or None)
-        pause = threading.Event()
-        while self.newest is None:
-            try:
-                self.newest = (newest_policy(service),)
-            except Exception as error:  # noqa: BLE001 - the service, or a certificate, may come later
-                if not warned:
-                    log.warning("draftalign: joining run %r: %s (asked again every 5 s)", settings.run, error)
-                warned = True
-                pause.wait(_RETRY_SECONDS)
 
 
 class SGLangTap:
@@ -82,13 +56,24 @@ class SGLangTap:
         self._worker: Any = None
         self._draws = False
         self._updates: PolicyUpdates | None = None
-        self._answer: RunQuestion | None = None
+        #: What the service has answered, on the first rank: (newest policy version,), None in it for a new run.
+        self.newest: tuple[int | None] | None = None
         self._waits = False
         self._split: SplitPolicy | None = None  # with tensor parallelism
         self._requests: dict[str, weakref.ref[Any]] = {}  # those that are collected
         self.run: ServedRun | None = None
         #: It has ended, or never begun: a fault of ours, or a server that cannot be tapped.
         self.ended = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it sends the run's registration, or cannot yet, or never will."""
+        return self.run is not None or self._waits or self.ended
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version of the weights as this tap numbers them; None where it does not."""
+        return None if self.run is None or self.ended else self.run.version
 
     # --- hooks: the server's start
     def made(self, _: Any, worker: Any, *__: Any, **___: Any) -> None:
@@ -99,12 +84,10 @@ class SGLangTap:
             keep_final_states(runner.model)
             device = torch.device(runner.device)
             self._draws = device.type == "cuda" and torch.version.hip is None
-            self._worker, ranks = worker, LayerRanks.of_group(_tp_group())  # from here on requests are marked
+            self._worker, ranks = worker, LayerRanks.of_group(tp_group())  # from here on requests are marked
             if ranks.size > 1:
                 self._split = SplitPolicy(lambda: _served(runner, ranks), ranks)
-            self._updates = PolicyUpdates(runner.model, _weight_version)
-            if ranks.first:
-                self._answer = RunQuestion(self._settings)
+            self._updates = PolicyUpdates(runner.model, weight_version)
         except Exception as error:  # noqa: BLE001 - the server must go on without its tap
             self._refuse(error)
 
@@ -220,8 +203,8 @@ class SGLangTap:
         updates = self._updates
         assert updates is not None  # noqa: S101 - it comes with the worker
         self._settle(updates)
-        if self.run is None and self._answer is not None and self._answer.newest is not None and updates.whole:
-            self._begin(self._answer.newest[0])
+        if self.run is None and self.newest is not None and updates.whole:
+            self._begin(self.newest[0])
         if self.run is None:
             return
         if self.run.sender.refused:
@@ -279,7 +262,7 @@ class SGLangTap:
 
         def served() -> ServedPolicy:
             if split is None:
-                return _served(runner, LayerRanks.of_group(_tp_group()))
+                return _served(runner, LayerRanks.of_group(tp_group()))
             assert split.whole is not None  # noqa: S101 - this is the first rank
             return split.whole
 
@@ -372,14 +355,6 @@ def _check(worker: Any) -> None:
     """Raise TapUnsupportedError for a server whose rows cannot be read."""
     args = worker.server_args
     facts = {
-        f"speculation by {args.speculative_algorithm} (only by EAGLE3)": args.speculative_algorithm != "EAGLE3",
-        "pipeline parallelism (--pp-size)": args.pp_size > 1,
-        "data parallelism (--dp-size, --attn-dp-size)": max(args.dp_size, getattr(args, "attn_dp_size", 1)) > 1,
-        "context parallelism (--attn-cp-size)": getattr(args, "attn_cp_size", 1) > 1,
-        "weights that come after the start (--startup-weight-load-mode overlap)": (
-            getattr(args, "startup_weight_load_mode", "serial") == "overlap"
-        ),
-        "prefill and decode in two servers (--disaggregation-mode)": args.disaggregation_mode != "null",
         "trees of drafts (--speculative-eagle-topk above 1)": worker.topk != 1,
         "thresholds that accept drafts beyond the policy's distribution (--speculative-accept-threshold-...)": (
             (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc) != (1.0, 1.0)
@@ -387,7 +362,7 @@ def _check(worker: Any) -> None:
         "made-up acceptance (SGLANG_SIMULATE_ACC_LEN)": float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or -1) > 0,
         "watermarks": bool(getattr(args, "enable_watermark", False)),
     }
-    if found := [name for name, there in facts.items() if there]:
+    if found := [*unknown_ways(args), *(name for name, there in facts.items() if there)]:
         raise TapUnsupportedError(f"not with {', '.join(found)}")
 
 
@@ -396,34 +371,8 @@ def _served(runner: Any, ranks: LayerRanks) -> ServedPolicy:
     return ServedPolicy.on(ranks, runner.model_config.hf_text_config, runner.model)
 
 
-def _tp_group() -> Any:
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel().tp_group
-
-
-def _weight_version() -> str | None:
-    from sglang.srt.runtime_context import get_serving
-
-    version = get_serving().weight_version
-    return None if version is None else str(version)
-
-
-def register(registry: Any, kinds: Any, processor: str) -> None:
-    """Put the hooks on SGLang's classes, where DRAFTALIGN_URL is set and some requests are sampled.
-
-    `processor`: the class that processes the results of a step.
-    """
-    try:
-        settings = ServiceSettings.read(os.environ)
-    except ValueError as error:
-        log.error("draftalign: this server sends no features: %s", error)
-        return
-    if settings is None or settings.sample_fraction == 0:
-        return
-    tap = SGLangTap(settings)
-    from rl_hooks.engines.sglang.memory import UPDATER
-
+def register(registry: Any, kinds: Any, processor: str, tap: SGLangTap) -> None:
+    """Put the hooks on SGLang's classes. `processor`: the class that processes the results of a step."""
     registry.register(f"{WORKER}.__init__", tap.made, kinds.AFTER)
     registry.register(f"{WORKER}.forward_batch_generation", tap.before_step, kinds.BEFORE)
     registry.register(f"{WORKER}.verify", tap.verified, kinds.AROUND)

@@ -28,10 +28,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, Final
 
 from rl_hooks.engines.counters import NO_VERSION, Snapshot
-from rl_hooks.engines.tap import MAX_TOKENS
+from rl_hooks.engines.tap import MAX_TOKENS, ServiceSettings
 from rl_hooks.engines.vllm import KNOWN_RELEASES
 from rl_hooks.engines.vllm.rounds import RoundCounter
 from rl_hooks.engines.vllm.steps import is_plain, leaves_out_truncated, sampling_of
@@ -205,6 +206,10 @@ class CoreLink:
             callbacks.append(lambda _: self.drain_harmless())
             queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
         return future
+
+    def join(self, settings: ServiceSettings, newest: int | None) -> Future[list[Any]]:
+        """Start tap and policy versions between two steps; `newest`: as for `follow`."""
+        return self.call("draftalign_follow", asdict(settings), newest)
 
     def snapshot(self) -> Snapshot | None:
         """Rounds so far, by drafter and policy version; None where this vLLM's scheduler is unknown."""

@@ -80,6 +80,47 @@ class _Bucket:
             self.by_prompt = None
 
 
+class RoundBooks:
+    """Rounds of one engine by drafter and policy version. `add` and `tell` are called by one thread, `read` by any."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[_Law, _Bucket] = {}
+        self._gone = Counts()  # sum of the buckets that were dropped beyond the bound
+        self._reading = threading.Lock()  # for both: `read` must not see a bucket twice, or miss it
+
+    def add(
+        self, law: _Law, drafted: int, accepted: Iterable[int], emitted: Sequence[int], prompts: Iterable[str | None]
+    ) -> None:
+        """Rounds that this drafter and this policy have made: drafts of all, and of each round drafts that were
+        accepted, tokens that were emitted, and the prompt.
+        """
+        with self._reading:
+            bucket = self._buckets.pop(law, None)
+            if bucket is None:
+                while len(self._buckets) >= _MAX_BUCKETS:
+                    self._gone += replace(self._buckets.pop(next(iter(self._buckets))).counts(), by_prompt={})
+                bucket = _Bucket()
+            self._buckets[law] = bucket  # last in order: most recently counted
+            bucket.drafted += drafted
+            bucket.accepted.update(accepted)
+            bucket.emitted += sum(emitted)
+            bucket.add(zip(prompts, emitted, strict=True))
+
+    def tell(self, law: _Law, finished: int, running: int) -> None:
+        """Requests that have ended since the last call, and those that run now."""
+        with self._reading:
+            if (bucket := self._buckets.get(law)) is not None:
+                bucket.finished += finished
+                bucket.running = running
+
+    def read(self, policy: int | None) -> Snapshot:
+        """Cumulative counts of each (drafter version, policy version). `policy`: the version that serves now."""
+        with self._reading:
+            exact = [(drafter, version, bucket.counts()) for (drafter, version), bucket in self._buckets.items()]
+            gone = self._gone
+        return Snapshot.of_exact(tuple(exact), gone, policy)
+
+
 class RoundCounter:
     """Counts the rounds of one scheduler. `serving` is the drafter and the policy of the steps from now on."""
 
@@ -87,9 +128,7 @@ class RoundCounter:
         self.serving: _Law = (None, None)
         #: A fault of ours has ended the counting; the scheduler's methods pass through.
         self.failed = False
-        self._buckets: dict[_Law, _Bucket] = {}
-        self._gone = Counts()  # sum of the buckets that were dropped beyond the bound
-        self._reading = threading.Lock()  # for both: `read` must not see a bucket twice, or miss it
+        self._books = RoundBooks()
         self._laws: dict[int, _Law] = {}  # of the steps under way, by their scheduler output
         #: Request -> drafter of its drafts, while some are of an older one; None: all are of the present one.
         self._makers: dict[str, str | None] | None = None
@@ -107,10 +146,7 @@ class RoundCounter:
 
     def read(self) -> Snapshot:
         """Cumulative counts of each (drafter version, policy version). Any thread."""
-        with self._reading:
-            exact = [(drafter, policy, bucket.counts()) for (drafter, policy), bucket in self._buckets.items()]
-            gone = self._gone
-        return Snapshot.of_exact(tuple(exact), gone, self.serving[1])
+        return self._books.read(self.serving[1])
 
     # --- called in the scheduler
     def _wrap(self, scheduler: Any) -> None:
@@ -141,7 +177,8 @@ class RoundCounter:
                 with self._guarded():
                     drafted -= (num_invalid_spec_tokens or {}).get(request_id, 0)
                     if request_id not in prompts:  # now: a request that ends in this step is not there after it
-                        prompts[request_id] = _prompt(self._scheduler.requests.get(request_id))
+                        request = self._scheduler.requests.get(request_id)
+                        prompts[request_id] = counted_prompt(getattr(request, "prompt_token_ids", None))
             append((request_id, drafted, num_accepted_tokens))
             return told(spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
 
@@ -183,10 +220,7 @@ class RoundCounter:
             ended = [one for one in self._prompts if one not in requests]
             for request in ended:
                 del self._prompts[request]
-            with self._reading:
-                if (bucket := self._buckets.get((drafter, policy))) is not None:
-                    bucket.finished += len(ended)
-                    bucket.running = len(self._prompts)
+            self._books.tell((drafter, policy), len(ended), len(self._prompts))
             self._step.clear()
         if self._makers is not None:
             self._makers |= dict.fromkeys(scheduler_output.num_scheduled_tokens, drafter)
@@ -197,23 +231,12 @@ class RoundCounter:
 
     def _book(self, law: _Law, rounds: Sequence[_Round], emitted: Mapping[str, int]) -> None:
         requests, drafted, accepted = zip(*rounds, strict=True)
-        with self._reading:
-            bucket = self._buckets.pop(law, None)
-            if bucket is None:
-                while len(self._buckets) >= _MAX_BUCKETS:
-                    self._gone += replace(self._buckets.pop(next(iter(self._buckets))).counts(), by_prompt={})
-                bucket = _Bucket()
-            self._buckets[law] = bucket  # last in order: most recently counted
-            bucket.drafted += sum(drafted)
-            bucket.accepted.update(accepted)
-            tokens = [emitted.get(request, 0) for request in requests]
-            bucket.emitted += sum(tokens)
-            bucket.add(zip(map(self._prompts.get, requests), tokens, strict=True))
+        tokens = [emitted.get(request, 0) for request in requests]
+        self._books.add(law, sum(drafted), accepted, tokens, map(self._prompts.get, requests))
 
 
-def _prompt(request: Any) -> str | None:
+def counted_prompt(tokens: Sequence[int] | None) -> str | None:
     """How a request's prompt is counted; None where its tokens are not there, or are none that a rollout may hold."""
-    tokens = getattr(request, "prompt_token_ids", None)
     try:
         return None if tokens is None else prompt_hash(tokens)[:COUNTED_DIGITS]
     except (OverflowError, TypeError, ValueError):

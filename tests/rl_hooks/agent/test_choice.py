@@ -13,10 +13,20 @@ import pytest
 from agent_fixtures import manifest
 
 from rl_hooks.agent.canary import CanaryResult, CanaryRule
-from rl_hooks.agent.choice import ReleaseChoice, dump_release, load_release
 from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics
-from rl_hooks.agent.process import Between, EngineProcess, LoadedVersion, RivalClient, Seen, Since, between
+from rl_hooks.agent.process import (
+    Between,
+    EngineProcess,
+    LoadedVersion,
+    ReleaseChoice,
+    RivalClient,
+    Seen,
+    Since,
+    between,
+    dump_release,
+    load_release,
+)
 from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState, SwapEngine
 from rl_hooks.release import Release, layers_of, parse_manifest

@@ -30,10 +30,10 @@ from rl_hooks.agent.agent import AgentConfig, SwapAgent
 from rl_hooks.agent.books import EngineBooks
 from rl_hooks.agent.canary import CanaryRule
 from rl_hooks.agent.follower import EngineFollower
-from rl_hooks.agent.in_process import InProcessAgent, InProcessEngine
+from rl_hooks.agent.in_process import InProcessAgent, InProcessEngine, drafter_directory, engine_name
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.process import Seen
-from rl_hooks.agent.vllm import _name, drafter_directory, link_of
+from rl_hooks.agent.vllm import link_of
 from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
 from rl_hooks.engines.tap import ServiceSettings
@@ -66,13 +66,9 @@ class Link:
             return False
         return True
 
-    def follow(self, _: dict[str, Any], newest: int | None) -> None:
+    def join(self, _: ServiceSettings, newest: int | None) -> Future[list[Any]]:
         self.followed.append(newest)
         self.joined.set()
-
-    def call(self, method: str, *args: Any) -> Any:
-        assert method == "draftalign_follow"
-        self.follow(*args)
         future: Future[list[Any]] = Future()
         future.set_result([])
         return future
@@ -364,8 +360,8 @@ def test_a_swap_that_waits_for_an_idle_engine_makes_way_for_a_newer_offer_and_ho
 
 def test_no_two_engines_go_by_one_name() -> None:
     """A container that starts again has the same host name and process number."""
-    assert _name(core()) != _name(core())
-    assert len(_name(core())) <= 90  # twice in a reporter's name, which the service takes up to 200 of
+    assert engine_name(0) != engine_name(0)
+    assert len(engine_name(0)) <= 90  # twice in a reporter's name, which the service takes up to 200 of
 
 
 def test_only_an_engine_that_could_follow_does(caplog: pytest.LogCaptureFixture) -> None:

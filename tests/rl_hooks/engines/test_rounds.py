@@ -18,7 +18,7 @@ from rounds_fixtures import Output, Scheduler
 
 from rl_hooks.engines.counters import Counts
 from rl_hooks.engines.vllm import KNOWN_RELEASES
-from rl_hooks.engines.vllm.rounds import CountingUnsupportedError, RoundCounter, _Bucket, _prompt
+from rl_hooks.engines.vllm.rounds import CountingUnsupportedError, RoundCounter, _Bucket, counted_prompt
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS, prompt_hash
 
 
@@ -95,9 +95,9 @@ def test_prompts_of_aborted_requests_are_forgotten() -> None:
 def test_a_request_without_tokens_counts_for_no_prompt() -> None:
     scheduler = Scheduler(0)
     counter = RoundCounter(scheduler)
-    for request in (None, SimpleNamespace(prompt_token_ids=None)):
+    for tokens in (None, [1 << 40]):
         scheduler.requests = {"r": SimpleNamespace(prompt_token_ids=[0])}
-        counter._prompts = {"r": _prompt(request)}
+        counter._prompts = {"r": counted_prompt(tokens)}
         scheduler.update_from_output(Output(num_scheduled_tokens={"r": 1}), {"r": "v1"})
     ((_, _, counts),) = counter.read().exact or ()
     assert (counts.rounds, counts.by_prompt) == (2, {})
@@ -213,7 +213,7 @@ def test_totals_never_fall_when_old_versions_leave_the_books() -> None:
         assert not counter.read().has_fallen(before)
         before = counter.read()
     assert before.counts.rounds == 100
-    assert counter._gone.by_prompt == {}, "prompts of versions that left the books take no room"
+    assert counter._books._gone.by_prompt == {}, "prompts of versions that left the books take no room"
     assert before.exact is not None
     assert len(before.exact) < 100
 

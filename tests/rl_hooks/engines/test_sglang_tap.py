@@ -407,7 +407,7 @@ def starting(
     engine, begun = Engine(monkeypatch), list[int]()
     run, engine.hooks.run, engine.updates._versions = engine.hooks.run, None, None
     engine.hooks._worker.server_args = SimpleNamespace(load_format=load_format)
-    setattr(engine.hooks, "_answer", SimpleNamespace(newest=(newest,)))  # noqa: B010 - a stand-in
+    engine.hooks.newest = (newest,)
 
     def served_run(version: int, **_: Any) -> Any:
         begun.append(version)
@@ -506,16 +506,13 @@ def test_a_run_that_is_another_policys_ends_the_tap(
     assert "the service has refused this policy" in caplog.text
 
 
-def test_a_service_that_is_not_there_is_asked_by_a_thread_and_no_step_waits(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_step_waits_for_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch)
     engine.hooks.run = None
-    engine.hooks._answer = module.RunQuestion(SETTINGS)
     engine.prefill(made())
     assert engine.hooks.run is None
     assert not engine.hooks.ended
-    engine.hooks._answer.newest = (None,)  # the thread ends
+    assert not engine.hooks.has_begun
 
 
 def test_only_requests_of_the_policys_own_distribution_are_marked_and_collected() -> None:
