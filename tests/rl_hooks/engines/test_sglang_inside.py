@@ -158,6 +158,7 @@ def test_a_drafter_is_read_beside_the_loop_and_loaded_in_one_turn_of_it(schedule
     digest = scheduler.swap(good, "v1")
     assert scheduler.has(good)
     assert scheduler.worker.updater.calls == ["begin", "update", "end"]
+    assert vars(inside)["COUNTER"]._changed_at is not None, "rounds that the older one had a part in are left out"
     state = scheduler.link.state()
     assert (state.version, state.loaded, state.swaps, state.sha256) == ("v1", True, 1, digest)
     assert (state.depth, state.drafting, state.takes) == (3, "greedy", "eagle3")

@@ -8,6 +8,7 @@ With DRAFTALIGN_TESTS_OVERLAP it overlaps schedules beside EAGLE-3, which it doe
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -50,6 +51,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(_Finder())
+# SGLang finds its schedulers by their titles when it ends. In a fork with another environment no title finds its place.
+importlib.import_module("setproctitle").getproctitle()
 
 
 def overlap_schedules() -> None:
