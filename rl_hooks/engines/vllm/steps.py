@@ -59,24 +59,40 @@ def named_arguments(function: Callable[..., Any], wanted: Sequence[str]) -> Call
 
 
 def is_plain(request: Any) -> bool:
-    """Whether a request, vLLM's own or the scheduler's, is drawn from the policy's plain distribution.
+    """Whether a request, vLLM's own or the scheduler's, is drawn from the policy's plain distribution."""
+    return not unlike_policy(request)
+
+
+def unlike_policy(request: Any) -> str:
+    """What makes a request draw from another distribution than the policy's plain one; "" where nothing does.
 
     Any sampling parameter that is not known to be harmless must have its default, because new vLLM releases add some.
     """
     params = request.sampling_params
-    if params is None or not request.prompt_token_ids or request.mm_features or request.lora_request is not None:
-        return False
-    if getattr(request, "prompt_embeds", None) is not None:
-        return False
+    if params is None:
+        return "no sampling parameters"
+    if not request.prompt_token_ids or getattr(request, "prompt_embeds", None) is not None:
+        return "a prompt of embeddings"
+    if request.mm_features:
+        return "images"
+    if request.lora_request is not None:
+        return "LoRA"
     unset = type(params)()
-    names = [name for name in params.__struct_fields__ if name not in _HARMLESS and not name.startswith("_")]
-    said = ((name, getattr(params, name)) for name in names)
-    return all(value == getattr(unset, name) or _means_nothing(name, value) for name, value in said)
+    for name in params.__struct_fields__:
+        if name in _HARMLESS or name.startswith("_"):
+            continue
+        value = getattr(params, name)
+        if value != getattr(unset, name) and not _means_nothing(name, value):
+            return name  # not its value, which may be a user's text
+    return ""
 
 
 def _means_nothing(name: str, value: Any) -> bool:
     if name == "extra_args":
         return set(value or ()) <= _TRANSFERS
+    if name == "min_tokens":
+        # 1 keeps the first token from being an end. No drafter drafts that token, so no round depends on it.
+        return bool(value <= 1)
     return name == "watermarking" and value is False  # vLLM resolves None to what this engine does
 
 

@@ -46,6 +46,7 @@ from rl_hooks.engines.vllm.steps import (
     leaves_out_truncated,
     named_arguments,
     request_of,
+    unlike_policy,
 )
 from rl_hooks.sending.jobs import Job
 from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, head_weight
@@ -285,6 +286,7 @@ class VllmTap:
             self.tap.end(scheduler_output.finished_req_ids)
             for new in scheduler_output.scheduled_new_reqs:
                 if (request := request_of(new)) is None:
+                    self._leave_out(new)
                     continue
                 if self._shares is not None and self._shares.leaves_out(request):
                     self.tap.tally.add("skipped_truncated")
@@ -294,6 +296,11 @@ class VllmTap:
                 self.tap.release()
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
             self.tap.note("reading the schedule", error)
+
+    def _leave_out(self, new: Any) -> None:
+        if why := unlike_policy(new):  # else it was preempted, and comes again
+            self.tap.tally.add("skipped_distribution")
+            self.tap.tally.warn(why, f"requests with {why} are not sent: these draw from another law than the policy's")
 
     def _tapped(self, runner: Any, propose: Callable[..., Any], read: Read, named: Named) -> Callable[..., Any]:
         def tapped(*args: Any, **kwargs: Any) -> Any:

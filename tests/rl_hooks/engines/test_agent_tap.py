@@ -438,7 +438,9 @@ def test_requests_that_are_not_drawn_from_the_plain_policy_are_left_out(changes:
     assert request_of(scheduled(**changes)) is None
 
 
-@pytest.mark.parametrize("changes", [{"watermarking": False}, {"extra_args": {"kv_transfer_params": {"a": 1}}}])
+@pytest.mark.parametrize(
+    "changes", [{"watermarking": False}, {"extra_args": {"kv_transfer_params": {"a": 1}}}, {"min_tokens": 1}]
+)
 def test_requests_whose_parameters_change_no_distribution_are_collected(changes: dict[str, Any]) -> None:
     assert request_of(scheduled(**changes)) is not None
 

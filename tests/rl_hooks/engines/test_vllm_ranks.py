@@ -120,6 +120,25 @@ def test_where_drafts_are_sampled_no_rank_scores_a_request_with_top_p(sampled: b
     tapped.tap.close(20)
 
 
+def test_requests_of_another_distribution_are_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Else nothing of a framework that asks for such in each request would arrive, and nothing would say why."""
+    tapped = VllmTap.__new__(VllmTap)
+    tapped.tap = FeatureTap(HEAD, lambda _: None, fraction=1.0, tokens_per_minute=10**6)
+    tapped._shares = None
+    resumed = scheduled(req_id="resumed", prefill_token_ids=[1, 2, 3])
+    others = [scheduled(req_id=name, min_tokens=4) for name in ("first", "second")]
+    new = [*others, scheduled(req_id="third", logit_bias={3: 1.0}), resumed, scheduled(req_id="plain")]
+    output = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new, num_scheduled_tokens={})
+    tapped._watch(lambda one: {"scheduler_output": one}, (output,), {})
+    assert list(tapped.tap._tracked) == ["plain"]
+    assert tapped.tap.tally["skipped_distribution"] == 3
+    said = [one.getMessage() for one in caplog.records]
+    assert [text.split(" are not sent")[0] for text in said] == [
+        f"draftalign: requests with {name}" for name in ("min_tokens", "logit_bias")
+    ]
+    tapped.tap.close(20)
+
+
 class Recorded(LayerRanks):
     """A rank whose others answer as told."""
 
