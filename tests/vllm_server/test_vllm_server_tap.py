@@ -141,7 +141,8 @@ def _check_service(service: RunningService, redis_url: str, counters: tuple[Any,
     """The files are taken, scored and trained on; replay α of the served drafter is what the engine counted."""
     eventually(lambda: service.client.get("/runs/live").status_code == 200, 30)
     files = eventually(lambda: [p for p in service.spooled() if "live" in p.parts], 30)
-    batch = load_batch(files[0])
+    # The newest: what is made before the service has answered the registration has all rows.
+    batch = load_batch(max(files, key=lambda path: path.stat().st_mtime_ns))
     assert bool(batch.last_hidden.isfinite().all())
     assert not batch.every_last_row, "the service wants the predicting rows only"
     with Redis.from_url(redis_url) as redis:

@@ -206,7 +206,7 @@ def check_refits(
         sums = replayed(number)
         live, again = tokens / live_rounds, sums["tokens"] / sums["rounds"]
         others = [policies[at][1] for at in numbers[max(place - 1, 0) : place + 2] if at != number]
-        own, nearest = _furthest(batches[number], model), min(_furthest(batches[number], other) for other in others)
+        own, nearest = furthest(batches[number], model), min(furthest(batches[number], other) for other in others)
         print(
             f"version {number} ({how}): {sum(b.rollouts for b in batches[number])} rollouts, α counted {live:.4f} in "
             f"{live_rounds} rounds, replayed {again:.4f} in {sums['rounds']:.0f}; log p off by {own:.1e} with its own "
@@ -234,7 +234,7 @@ def _batches(service: RunningService) -> dict[int, list[RolloutBatch]]:
 
 
 @torch.no_grad()
-def _furthest(batches: list[RolloutBatch], model: Any) -> float:
+def furthest(batches: list[RolloutBatch], model: Any) -> float:
     """Largest difference of a logged log-probability from this policy's own."""
     worst = 0.0
     for batch in batches:

@@ -57,6 +57,7 @@ def register() -> None:
         schedule_ahead()
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_once()
+        interpret_log1p()
 
 
 def patch_once() -> None:
@@ -77,6 +78,19 @@ def patch_once() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_new
+
+
+def interpret_log1p() -> None:
+    """Give Triton's interpreter a `log1p`: the device's gives None there, and vLLM up to 0.29 draws by it."""
+    import numpy as np
+    import triton.language as tl
+    from triton.language.extra import libdevice
+    from triton.runtime.interpreter import TensorHandle
+
+    def log1p(x: Any) -> Any:
+        return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
+
+    libdevice.log1p = log1p
 
 
 def take_gumbel_precision() -> None:
@@ -145,7 +159,7 @@ def plain_requests(_: Any) -> dict[str, Any]:
     same = [
         chat.to_sampling_params(8, {"top_k": 20, "top_p": 0.95}),
         SamplingParams(n=4, ignore_eos=True, stop_token_ids=[3], prompt_logprobs=1),
-        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, min_tokens=1),
     ]
     said: list[dict[str, Any]] = [
         {"thinking_token_budget": 64},
