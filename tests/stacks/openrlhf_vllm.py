@@ -59,7 +59,7 @@ class Trainer:
     """OpenRLHF's `ActorPPOTrainer` with its `Actor`, in a process of Ray's."""
 
     def __init__(self, policy: str, engines: list[Any]) -> None:
-        import openrlhf_vllm_plugin as stand_ins
+        import openrlhf_vllm_plugin as stand_ins  # type: ignore[import-not-found] # beside this file
         import torch
         from einops import rearrange
         from flash_attn_fixtures import stand_in, stand_in_for_packing
@@ -73,7 +73,8 @@ class Trainer:
 
         stand_ins.without_cuda()
         ppo_actor.stateless_init_process_group = stand_ins.Gloo
-        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        alone = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=alone)
         self.model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
         actor = Actor(self.model)
         actor.model = torch.nn.ModuleDict({"module": self.model})

@@ -103,7 +103,7 @@ def test_prime_rls_server_swaps_labels_and_sends_through_its_own_refits(
 
     def generate(step: int) -> tuple[int, int]:
         """Rounds and accepted drafts of one group of answers."""
-        more = {"top_k": -1, "min_p": 0.0, "cache_salt": str(step)}
+        more: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "cache_salt": str(step)}
         before = server.counters()
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda prompt: server.generate(prompt, temperature=1.0, **more), PROMPTS))

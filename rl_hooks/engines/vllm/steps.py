@@ -83,7 +83,7 @@ def unlike_policy(request: Any) -> str:
             continue
         value = getattr(params, name)
         if value != getattr(unset, name) and not _means_nothing(name, value):
-            return name  # not its value, which may be a user's text
+            return str(name)  # not its value, which may be a user's text
     return ""
 
 
