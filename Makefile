@@ -3,7 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # pip names each package as it comes, and shows a bar on a terminal; what is there already is not worth a line.
-PIP = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# setuptools warns of folders of data in an editable install, at length, and a new pip passes that on.
+NO_WARNINGS := -W ignore::UserWarning
+PIP = $(BIN)/python $(NO_WARNINGS) -m pip install --disable-pip-version-check -c constraints.txt
+# Python's own pip may be years old; this one finds a list of packages that fit together in half the time.
+NEW_PIP = -m pip install --quiet --disable-pip-version-check pip==26.3 || echo "no pip 26.3 here: the old one takes longer"
 ARGS ?=
 # Three processes run tests, on two cores too: most tests wait. Each holds one to three gigabytes, most of it torch.
 WORKERS ?= 3
@@ -20,6 +24,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt tests/peers_requirements.txt
 	  || { echo "draftalign needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "setting up $(VENV), once: one to three minutes on a quiet machine, up to fifteen on a busy one"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python $(NEW_PIP)
 	@echo "1 of 3: PyTorch, the largest part"
 	@$(PIP) torch
 	@echo "2 of 3: draftalign and what it needs, some 150 packages"

