@@ -1,8 +1,9 @@
 """`python -P forks_script.py SOCKET MODULE...` imports the modules once; each program asked for is a fork of it.
 
 Run by an engine's Python. It says a line when it is ready. Who connects to SOCKET sends a JSON object: the `program` (a
-module, or a file that ends in .py), its `arguments`, the whole `environment` and the `log`. The answer is the program's
-process id. It ends when its stdin does; the programs go on.
+module, or a file that ends in .py), its `arguments`, the whole `environment`, the `log` and its `stdin`. The answer is
+the program's process id. When that has ended, the file SOCKET.PID holds its exit code, as subprocess counts: of a
+signal, its number below zero. It ends when its stdin and the programs have.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -22,7 +24,7 @@ def main() -> None:
     place, *modules = sys.argv[1:]
     for name in modules:
         importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what has ended is nobody's to wait for
+    signal.signal(signal.SIGCHLD, lambda *_: note_ends(place, os.WNOHANG))
     with socket.create_server(place, family=socket.AF_UNIX) as server:
         print("ready", flush=True)
         while server in select.select([server, sys.stdin], [], [])[0]:
@@ -34,16 +36,34 @@ def main() -> None:
                     continue
             break
         else:
+            asked = None
+    if asked is None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        note_ends(place, 0)
+    else:
+        become(**asked)
+
+
+def note_ends(place: str, options: int) -> None:
+    """Write the exit code of each fork that has ended; of all of them with `options` 0, for which it waits."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, options)
+        except ChildProcessError:  # there is none
             return
-    become(**asked)
+        if not pid:
+            return
+        part = Path(f"{place}.{pid}.part")
+        part.write_text(str(os.waitstatus_to_exitcode(status)))
+        part.rename(f"{place}.{pid}")
 
 
-def become(program: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
+def become(program: str, arguments: list[str], environment: dict[str, str], log: str, stdin: str) -> None:
     """Run the program as a process of its own would, but for what is imported already."""
     os.setsid()  # one group: its own processes go when it is killed
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    nothing, written = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for number, file in enumerate((nothing, written, written)):
+    read, written = os.open(stdin, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number, file in enumerate((read, written, written)):
         os.dup2(file, number)
     os.environ.clear()
     os.environ.update(environment)

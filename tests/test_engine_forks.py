@@ -13,7 +13,7 @@ from pathlib import Path
 import made_once
 import pytest
 from agent_fixtures import eventually
-from engine_forks import Forks
+from engine_forks import Forks, written_to
 
 PROGRAM = """
 import json, os, sys, time
@@ -30,6 +30,14 @@ forks = Forks("stub", Path(sys.executable), ["wave"], dict(os.environ))
 for number in (1, 2):
     fork = forks.fork(sys.argv[1], ["0"], {"PYTHONPATH": "/nowhere"}, Path(sys.argv[2], f"{number}.log"))
     fork.wait(30)
+"""
+#: The same, which ends while its fork runs.
+BEGINS = """
+import os, sys
+from pathlib import Path
+from engine_forks import Forks
+forks = Forks("stub", Path(sys.executable), ["wave"], dict(os.environ))
+print(forks.fork(sys.argv[1], [], {"PYTHONPATH": "/nowhere"}, *map(Path, sys.argv[2:])).pid)
 """
 
 
@@ -64,15 +72,50 @@ def test_a_fork_has_its_own_environment_group_and_log_and_is_ended(program: Path
     assert time.monotonic() - began < 60
 
 
+ANSWERING = """
+import os, sys
+for line in sys.stdin:
+    print(line.strip(), flush=True)
+os.kill(os.getpid(), int(sys.argv[1])) if len(sys.argv) > 1 else sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [([], 3), (["9"], -9)], ids=["ended", "killed"])
+def test_a_fork_reads_what_it_is_written_and_its_exit_code_is_known(
+    arguments: list[str], expected: int, program: Path, tmp_path: Path
+) -> None:
+    program.write_text(ANSWERING)
+    log, stdin = tmp_path / "log", tmp_path / "stdin"
+    with written_to(stdin) as written:
+        fork = forks().fork(str(program), arguments, {"PYTHONPATH": "/nowhere"}, log, stdin)
+        written.write("one\n")
+        written.flush()
+        eventually(lambda: log.read_text() == "one\n")
+        assert fork.poll() is None
+    fork.wait(30)
+    assert fork.returncode == expected
+
+
+def test_what_forks_outlives_who_began_it_by_its_last_fork_whose_exit_code_is_known(
+    program: Path, tmp_path: Path
+) -> None:
+    program.write_text("import sys; sys.stdin.read(); sys.exit(5)")
+    stdin = tmp_path / "stdin"
+    with written_to(stdin):
+        pid = other_process(BEGINS, program, tmp_path / "log", stdin).stdout.strip()
+        assert len({*started(tmp_path)} - {int(pid)}) == 1
+    eventually((tmp_path / f"stub-forks.{pid}").exists)
+    assert (tmp_path / f"stub-forks.{pid}").read_text() == "5"
+    eventually(lambda: not started(tmp_path))
+
+
 def test_test_processes_share_one_and_begin_another_when_it_has_ended(program: Path, tmp_path: Path) -> None:
     ours = tmp_path / "ours.log"
     forks().fork(str(program), ["0"], {"PYTHONPATH": "/nowhere"}, ours).wait(30)
 
     def other(where: str) -> None:
         (tmp_path / where).mkdir()
-        path = {"PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))}
-        argv = [sys.executable, "-c", OTHER, str(program), str(tmp_path / where)]
-        subprocess.run(argv, env=os.environ | path, check=True, timeout=60)
+        other_process(OTHER, program, tmp_path / where)
         assert all(json.loads((tmp_path / where / f"{number}.log").read_text())[2] for number in (1, 2))
 
     begun = started(tmp_path)
@@ -82,7 +125,13 @@ def test_test_processes_share_one_and_begin_another_when_it_has_ended(program: P
     os.kill(begun[0], signal.SIGKILL)
     eventually(lambda: not started(tmp_path))
     other("alone")
-    assert started(tmp_path) == [], "it ends with the process that began it"
+    eventually(lambda: not started(tmp_path))  # it ends with the process that began it
+
+
+def other_process(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))}
+    argv = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(argv, env=os.environ | path, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
 
 
 def started(tmp_path: Path) -> list[int]:

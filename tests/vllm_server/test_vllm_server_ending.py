@@ -35,7 +35,7 @@ def test_an_engine_in_this_process_sends_its_last_requests_idle_or_collected_and
     """No step follows the last one of `generate`, and vLLM up to 0.30 does not shut such an engine down."""
     service = serve()
     environment = _follows(service, tmp_path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    llm = LlmProcess(tmp_path / "collected", drafters / "random", **environment)
+    llm = LlmProcess(tmp_path / "collected", drafters / "random", forked=True, **environment)
     try:
         llm.generate(_PROMPTS)
         eventually(lambda: _rollouts(service) == Counter({0: len(_PROMPTS)}), 60)
@@ -46,7 +46,7 @@ def test_an_engine_in_this_process_sends_its_last_requests_idle_or_collected_and
         llm.stop()
     assert llm.process.returncode == 0, llm.text()[-3000:]
 
-    llm = LlmProcess(tmp_path / "lost", drafters / "random", **environment)
+    llm = LlmProcess(tmp_path / "lost", drafters / "random", forked=True, **environment)
     try:
         llm.generate(_PROMPTS)
         eventually(lambda: _rollouts(service).total() == 3 * len(_PROMPTS), 60)

@@ -38,7 +38,7 @@ def start(
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             **dummy,
         }
-        return LlmProcess(tmp_path / name, drafters / "random", **environment)
+        return LlmProcess(tmp_path / name, drafters / "random", forked=True, **environment)
 
     return service, started
 

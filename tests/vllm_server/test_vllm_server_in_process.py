@@ -18,12 +18,13 @@ import pytest
 import torch
 from agent_fixtures import eventually
 from engine_fixtures import EOS_ID, base_policy, elicit_prompts
+from engine_forks import Fork, written_to
 from redis import Redis
 from safetensors.torch import load_file
 from server_load import publish
 from service_fixtures import RunningService
 from storage_fixtures import Store
-from vllm_server.vllm_process import AHEAD, DEPTH, PYTHON, cpu_environment, plugins
+from vllm_server.vllm_process import AHEAD, DEPTH, FORKED, PYTHON, cpu_environment, forks_for, plugins
 
 from drafter.model.eagle3 import Eagle3Drafter
 from examples.policy import BASE_POLICY
@@ -37,29 +38,36 @@ _PROMPTS = elicit_prompts(20, seed=3) + [[2 + i % 90 for i in range(140)] + [n] 
 
 
 class LlmProcess:
-    """`llm_script.py` in vLLM's environment; its commands are this object's methods."""
+    """`llm_script.py` in vLLM's environment; its commands are this object's methods.
 
-    def __init__(self, scratch: Path, drafter: Path, *, ranks: int = 1, **environment: str) -> None:
+    `forked`: it starts in a third of the time (`engine_forks.py`), in a session of its own. It may then be so much
+    faster than the service here that a swap which is to come while it answers comes too late.
+    """
+
+    def __init__(
+        self, scratch: Path, drafter: Path, *, ranks: int = 1, forked: bool = False, **environment: str
+    ) -> None:
         self.answers, self.log, self.number = scratch / "answers", scratch / "llm.log", 0
         self.answers.mkdir(parents=True)
-        script = Path(__file__).parent / "llm_script.py"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [str(PYTHON), str(script), str(self.answers), str(BASE_POLICY), str(drafter), str(DEPTH), str(ranks)],
-                env=cpu_environment(plugins(scratch / "plugin")) | environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        script = str(Path(__file__).parent / "llm_script.py")
+        arguments = [str(self.answers), str(BASE_POLICY), str(drafter), str(DEPTH), str(ranks)]
+        environment |= FORKED if forked else {}
+        variables = cpu_environment(plugins(scratch / "plugin")) | environment
+        self._stdin = written_to(scratch / "stdin")
+        self.process: subprocess.Popen[bytes] | Fork
+        if forked:
+            self.process = forks_for(environment).fork(script, arguments, variables, self.log, scratch / "stdin")
+        else:
+            with self.log.open("wb") as log, (scratch / "stdin").open("rb") as stdin:
+                argv = [str(PYTHON), script, *arguments]
+                self.process = subprocess.Popen(argv, env=variables, stdin=stdin, stdout=log, stderr=subprocess.STDOUT)
         self._answer(0)
 
     def ask(self, command: str, *arguments: Any) -> Any:
         """Run one command to its end."""
         self.number += 1
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([command, *arguments]) + "\n")
-        self.process.stdin.flush()
+        self._stdin.write(json.dumps([command, *arguments]) + "\n")
+        self._stdin.flush()
         return self._answer(self.number)
 
     def generate(self, prompts: list[list[int]] = _PROMPTS) -> list[list[int]]:
@@ -93,8 +101,7 @@ class LlmProcess:
 
     def stop(self) -> None:
         """Let it end by itself, as a script does."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._stdin.close()
         try:
             self.process.wait(300)
         finally:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ _START_SECONDS = 420.0
 #: vLLM's V2 model runner on a CPU, its Triton kernels in the interpreter (`plugin/sitecustomize.py`).
 V2_RUNNER: dict[str, Any] = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
-#: Its processes are forked, the server's own too (`engine_forks.py`): a third of the time of a start. vLLM spawns them,
-#: as those of the demo, and those of the LLM that a script attaches.
+#: Its processes are forked, the server's own too (`engine_forks.py`): a third of the time of a start. vLLM spawns those
+#: of the demo, and those of the LLM that a script attaches.
 FORKED: dict[str, Any] = {"DRAFTALIGN_TESTS_FORK": "1"}
-#: A server with one of these is a process that imports vLLM itself: libraries read them when they are imported.
-_READ_AT_IMPORT = ("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "PROMETHEUS_MULTIPROC_DIR")
+#: What has one of these is a process that imports vLLM itself: libraries read them when they are imported.
+_READ_AT_IMPORT = ("TORCHDYNAMO_DISABLE", "PROMETHEUS_MULTIPROC_DIR")
 _SERVER = "vllm.entrypoints.cli.main"
 
 #: Asynchronous scheduling, vLLM's default on GPUs, which it turns off on a CPU (`plugin/vllm_test_plugin.py`); and what
@@ -73,12 +73,20 @@ def cpu_environment(overlay: Path) -> dict[str, str]:
 
 
 @functools.cache
-def _forks() -> Forks:
-    """A process that has imported what a server does."""
-    modules = (_SERVER, "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server")
-    of_the_core = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
+def _forks(*, v2: bool) -> Forks:
+    """A process that has imported what a server does; another one for the V2 runner: Triton reads its variable then."""
+    modules = (_SERVER, "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.llm")
+    runner = "vllm.v1.worker.cpu.model_runner" if v2 else "vllm.v1.worker.cpu_model_runner"
+    of_the_core = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", runner)
     overlay = REPOSITORY  # none: it loads no plugins, its forks do
-    return Forks("vllm", PYTHON, (*modules, *of_the_core), cpu_environment(overlay) | FORKED)
+    variables = cpu_environment(overlay) | FORKED | (V2_RUNNER if v2 else {})
+    return Forks("vllm-v2" if v2 else "vllm", PYTHON, (*modules, *of_the_core), variables)
+
+
+def forks_for(environment: Mapping[str, str]) -> Forks:
+    """What forks a program with these variables."""
+    assert environment.keys().isdisjoint(_READ_AT_IMPORT), "it has to be a process that imports vLLM itself"
+    return _forks(v2="TRITON_INTERPRET" in environment)
 
 
 class VllmServer:
@@ -110,7 +118,7 @@ class VllmServer:
         arguments = [*self._arguments(policy, drafter, speculative, eager=eager), *options]
         self.process: subprocess.Popen[bytes] | Fork
         if environment.keys() >= FORKED.keys() and environment.keys().isdisjoint(_READ_AT_IMPORT):
-            self.process = _forks().fork(_SERVER, arguments, variables, self.log)
+            self.process = forks_for(environment).fork(_SERVER, arguments, variables, self.log)
             return
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
