@@ -634,9 +634,10 @@ def test_a_child_that_was_forked_while_a_thread_wrote_to_the_log_does_not_wait_f
         handler = logging.StreamHandler(stream)
         log.addHandler(handler)
         try:
-            writer = threading.Thread(target=stream.write, args=("x" * 100_000,), daemon=True)
+            writer = threading.Thread(target=stream.write, args=("x" * 1_000_000,), daemon=True)  # beyond any buffer
             writer.start()
-            writer.join(0.5)  # the pipe is full: it waits in `write`, with the stream's lock
+            writer.join(0.5)
+            assert writer.is_alive(), "the pipe is full: it waits in `write`, with the stream's lock"
             child = os.fork()
             if child == 0:
                 faulthandler.dump_traceback_later(20, exit=True)
@@ -645,11 +646,10 @@ def test_a_child_that_was_forked_while_a_thread_wrote_to_the_log_does_not_wait_f
             assert os.waitpid(child, 0)[1] == 0
         finally:
             log.removeHandler(handler)
-            os.set_blocking(read, False)
-            while writer.is_alive():
-                with contextlib.suppress(BlockingIOError):
-                    os.read(read, 65536)
-                writer.join(0.01)
+            reader = threading.Thread(target=lambda: [*iter(lambda: os.read(read, 65536), b"")], daemon=True)
+            reader.start()
+            writer.join(10)
+    reader.join(10)
     os.close(read)
     sender.close(0.0)
 
