@@ -25,6 +25,8 @@ OUR_DRAFTER: Final = "drafter"
 TREES: Final = "trees"
 #: Method of counts that an engine made with another client's drafter instead of the run's.
 ANOTHERS_DRAFTER: Final = "anothers-drafter"
+#: Follows the name of a replayed prompt whose answers have several turns. Engines take each turn for another prompt.
+TURNS_MARK: Final = "+"
 #: A reporter that is silent for longer is away, or its engine sleeps: what it drafts with meanwhile is not known.
 AWAY_SECONDS: Final = 180.0
 #: Two-sided 95 % quantile of the normal distribution.
@@ -96,8 +98,9 @@ class Replayed:
 
     `sums`: clustered by prompt, where other sums are clustered by rollout: `rollouts` and the second moments are those
     of prompts. `accepted[j]`: rounds that kept drafts 0..j. `reached[j]`: rounds that kept those before draft j and had
-    a draft j. `by_prompt`: tokens and rounds of each prompt, as engines count them; empty where the batch has many.
-    `by_share`: then those of 16 groups of prompts, which serve as clusters instead.
+    a draft j. `by_prompt`: tokens and rounds of each prompt, by the name that engines give it (with `TURNS_MARK` it is
+    no engine's); empty where the batch has many. `by_share`: then those of 16 groups of prompts, which serve as
+    clusters instead.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
@@ -139,10 +142,11 @@ class ScoreRecord:
     """What every drafter would have had on one batch, and what was done with it.
 
     `attempt`: the number of the trainer's attempt, which its session tells; None: readers guess it.
+    `segments`: stretches of tokens that were generated without others in between; each was a request to an engine.
     """
 
     __pydantic_config__: ClassVar = _CHECKED
-    absent: ClassVar = frozenset({*DRAFTERS, "replayed", "favour", "depth", "drafting", "attempt"})
+    absent: ClassVar = frozenset({*DRAFTERS, "replayed", "favour", "depth", "drafting", "attempt", "segments"})
     ngram: DrafterSums | None = None
     served: DrafterSums | None = None
     candidate: DrafterSums | None = None
@@ -152,6 +156,7 @@ class ScoreRecord:
     policy_version: int | None = None
     attempt: int | None = None
     rollouts: int | None = None
+    segments: int | None = None
     tokens: int | None = None
     best_version: str | None = None
     logprob_sum: float | None = None

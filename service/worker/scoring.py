@@ -30,7 +30,7 @@ from drafter.replay.ngram import ngram_replay
 from drafter.replay.replay import TOKENS_AT_ONCE, Drafting, replay
 from drafter.training.ranks import Ranks
 from rl_hooks.wire import COUNTED_DIGITS, COUNTED_PROMPTS
-from service.monitor.records import DrafterSums, Favour, Replayed, ScoreRecord
+from service.monitor.records import TURNS_MARK, DrafterSums, Favour, Replayed, ScoreRecord
 
 log = logging.getLogger("draftalign.worker")
 
@@ -247,7 +247,7 @@ def score(drafters: Mapping[str, tuple[str, DraftModel]], found: SharedScore) ->
     said = batch.input_ids[batch.loss_mask].cpu()
     rewards = batch.rewards or ()
     prompts = prompt_hashes(part)
-    told_apart = _in_one_piece(part)
+    told_apart = int(_segments(part).max()) <= 1
     unpublished = drafters["candidate"][0] if "candidate" in drafters else None
     sums: dict[str, Any] = {name: DrafterSums.of(one.tokens, one.rounds) for name, one in replays.items()}
     record = ScoreRecord(
@@ -257,6 +257,7 @@ def score(drafters: Mapping[str, tuple[str, DraftModel]], found: SharedScore) ->
         ),
         policy_version=batch.policy_version,
         rollouts=batch.rollouts,
+        segments=int(_segments(batch).sum()),
         tokens=int(batch.response_tokens),
         best_version=best_version,
         logprob_sum=float(response.double().sum()),
@@ -285,26 +286,32 @@ def _favour(ranks: Ranks, drafter: DraftModel, batch: RolloutBatch, policy: Poli
     return None if found is None else Favour(*found)
 
 
-def _in_one_piece(batch: RolloutBatch) -> bool:
-    """Whether no rollout goes on after other tokens (a tool's, a user's): an engine takes these for another prompt."""
+def _segments(batch: RolloutBatch) -> Tensor:
+    """Stretches of tokens [R] that each rollout generated.
+
+    What goes on after other tokens (a tool's, a user's) is another request to an engine, with another prompt.
+    """
     generated, starts = batch.loss_mask.cpu(), batch.cu_seqlens[:-1]
     begins = generated & ~generated.roll(1)
     begins[starts] = generated[starts]
     rollout = torch.repeat_interleave(torch.arange(batch.rollouts), batch.cu_seqlens.diff())
-    return int(torch.bincount(rollout[begins], minlength=1).max()) <= 1
+    return torch.bincount(rollout[begins], minlength=batch.rollouts)
 
 
 def _replayed(version: str, found: Replay, prompts: Sequence[str], *, told_apart: bool) -> Replayed:
     """What live counts are compared with, summed by prompt; a thousandth of a round is enough.
 
-    `told_apart`: whether engines count these prompts as they are here (`_in_one_piece`).
+    `told_apart`: whether engines count these prompts as they are here: no answer has several `_segments`.
     """
     accepted, reached = (tuple(counts.sum(axis=0).round(3).tolist()) for counts in (found.accepted, found.reached))
     tokens, rounds = _summed(prompts, found.tokens), _summed(prompts, found.rounds)
     sums = DrafterSums.of(tokens.values(), rounds.values())
-    if told_apart and len(tokens) <= COUNTED_PROMPTS:
+    if len(tokens) <= COUNTED_PROMPTS:
+        mark = "" if told_apart else TURNS_MARK
         by_prompt = {
-            name[:COUNTED_DIGITS]: (round(tokens[name], 3), round(r, 3)) for name, r in rounds.items() if r > 0
+            f"{name[:COUNTED_DIGITS]}{mark}": (round(tokens[name], 3), round(r, 3))
+            for name, r in rounds.items()
+            if r > 0
         }
         return Replayed(version, sums, accepted, reached, by_prompt)
     shares = [f"{zlib.crc32(prompt.encode()) % _SHARES:x}" for prompt in prompts]

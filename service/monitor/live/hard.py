@@ -35,17 +35,24 @@ class ReplayedPrompts:
     """The prompts that were replayed with the drafter that was served then.
 
     `apart`: tokens and rounds of each. `together`: sums of batches that do not tell prompts apart. `answers`: of all.
+    `requests`: of all; each turn of an answer is one.
     """
 
     apart: list[tuple[float, float]] = field(default_factory=list)
     together: list[DrafterSums] = field(default_factory=list)
     answers: float = 0.0
+    requests: float = 0.0
 
     @property
     def siblings(self) -> float:
         """Answers of a prompt, on average."""
         prompts = len(self.apart) + math.fsum(sums.rollouts for sums in self.together)
         return max(1.0, self.answers / prompts) if prompts and self.answers else _SIBLINGS
+
+    @property
+    def turns(self) -> float:
+        """Requests of an answer, on average."""
+        return max(1.0, self.requests / self.answers) if self.answers else 1.0
 
     @cached_property
     def _hardest_first(self) -> tuple[list[float], list[float]]:
@@ -56,13 +63,13 @@ class ReplayedPrompts:
     def hard_share(self, tokens: float, rounds: float) -> float:
         """Share of the prompts, or of their rounds if that is more, that accept as little as `tokens` in `rounds` may.
 
-        One more hard prompt is supposed than was seen.
+        One more hard prompt is supposed than was seen: it accepts nothing, so each of its tokens is a round.
         """
-        kept = max(tokens - rounds, 0.0)
-        most = 1.0 + _AS_HARD * (kept + _SIGMAS * math.sqrt(kept + 1.0)) / rounds
+        most = hard_up_to(tokens, rounds)
         alphas, rounds_up_to = self._hardest_first
         hard = bisect_right(alphas, most)
         prompts, all_rounds = float(len(alphas)), rounds_up_to[-1]
+        all_tokens = math.fsum(own for own, took in self.apart if took > 0)
         found, in_hard = float(hard), rounds_up_to[hard]
         for sums in self.together:
             # Each hard prompt is off by (α - most) in a round: the sum of squares bounds how many there are.
@@ -70,20 +77,30 @@ class ReplayedPrompts:
             few = min(sums.rollouts, max(sums.off_squared, 0.0) / off**2) if off > 0 else sums.rollouts
             found, in_hard = found + few, in_hard + few * sums.rounds / sums.rollouts
             prompts, all_rounds = prompts + sums.rollouts, all_rounds + sums.rounds
+            all_tokens += sums.tokens
         if not prompts:
             return _UNKNOWN_SHARE
-        mean = all_rounds / prompts
-        return max((found + 1.0) / (prompts + 1.0), (in_hard + mean) / (all_rounds + mean))
+        more = all_tokens / prompts
+        return max((found + 1.0) / (prompts + 1.0), (in_hard + more) / (all_rounds + more))
+
+
+def hard_up_to(tokens: float, rounds: float) -> float:
+    """Up to this α a prompt is hard, beside an engine that emitted `tokens` in `rounds`."""
+    kept = max(tokens - rounds, 0.0)
+    return 1.0 + _AS_HARD * (kept + _SIGMAS * math.sqrt(kept + 1.0)) / rounds
 
 
 @dataclass(slots=True)
 class PromptsBehind:
     """How many prompts stand behind an engine's newest blocks, one more block with each call of `add`.
 
-    Counted by prompt or, from the requests that ended and run, told by the `siblings` of a prompt.
+    Counted by prompt or, from the requests that ended and run, told by the `siblings` of a prompt and the `turns` of
+    each. An engine that counts by prompt takes each turn for a prompt of its own, so it is not asked where there are
+    several, if it tells requests.
     """
 
     siblings: float
+    turns: float
     blocks: Sequence[Block]  # all of the engine's, oldest first
     _rounds: dict[str, int] = field(default_factory=dict)
     _told: bool = True
@@ -103,11 +120,12 @@ class PromptsBehind:
     @property
     def prompts(self) -> float | None:
         """Prompts, each as much as it has rounds beside the others'; None: not known."""
-        if self._told and self._rounds:
+        if self._told and self._rounds and (self.turns == 1 or self._finished is None):
             return math.fsum(self._rounds.values()) ** 2 / math.fsum(n * n for n in self._rounds.values())
         if self._finished is None:
             return None
-        return (self._finished + (self.blocks[-1].running or 0)) / self.siblings
+        running = self.blocks[-1].running or 0  # of an answer, one request at a time
+        return max(running, (self._finished + running) / self.turns) / self.siblings
 
     @property
     def beside(self) -> float:

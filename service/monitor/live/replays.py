@@ -147,12 +147,15 @@ class Replays:
             for score in together:
                 for version, replay in _replayed(score):
                     found[version, score.policy_version].append(replay)
-                # No round emits the first token of an answer: the prefill does.
-                answered[score.policy_version] += max(0, (score.tokens or 0) - (score.rollouts or 0))
+                answers = score.rollouts or 0
+                requests = answers if score.segments is None else score.segments
+                # No round emits the first token that answers a request: the prefill does.
+                answered[score.policy_version] += max(0, (score.tokens or 0) - requests)
                 for one in score.replayed or ():
                     if one.version == score.drafter_version:  # pooled, for a batch may be of one prompt
                         own[one.version, score.policy_version] += one.sums
-                        self.prompts.answers += score.rollouts or 0
+                        self.prompts.answers += answers
+                        self.prompts.requests += requests
                         if not one.by_prompt and one.sums.rollouts > 0:  # none where each answer is one token
                             self.prompts.together.append(one.sums)
                         for prompt, (tokens, rounds) in one.by_prompt.items():
@@ -189,11 +192,12 @@ class Replays:
             for block in blocks:
                 emitted[block.policy_version] += block.tokens
                 parts[block.drafter_version, block.policy_version].append(block)
-            whole.append(self._paired([[reduce(add, of)] for of in parts.values()]))
-            apart.append(self._paired(parts.values()))
+            told = [of for of in parts.values() if any(block.by_prompt for block in of)]
+            whole.append(self._paired([reduce(add, of)] for of in told))
+            apart.append(self._paired(told))
         found = copy.copy(self)
-        told = [(spread, _outlier(a)) for a in map(_alike, (whole, apart)) if (spread := _spread(a, 1.0)) is not None]
-        found.paired = (max(s for s, _ in told), max(o for _, o in told)) if told else None
+        known = [(spread, _outlier(a)) for a in map(_alike, (whole, apart)) if (spread := _spread(a, 1.0)) is not None]
+        found.paired = (max(s for s, _ in known), max(o for _, o in known)) if known else None
         found.answered = self.answered.copy()
         for policy, tokens in emitted.items():
             found.answered[policy] = max(tokens, self.answered.get(policy, 0.0))

@@ -13,7 +13,8 @@ fault:
     lower in all engines, or falling while
       replay rises, or live above replay    trainer features  what is replayed and trained on is wrong
     lower, not lower than with the hardest
-      prompts, and not counted by prompt    lower             its prompts may be harder: no fault is named
+      prompts, or than a few hard ones may
+      do, and not compared by prompt        lower             its prompts may be harder: no fault is named
 
 The rule is sequential. The last blocks of rounds (`Block`) of each engine are kept. Each report tests every stretch
 that ends with the newest block, so that a change shows however old the engine is. The statistic of a stretch is
@@ -210,7 +211,7 @@ def _name_verdict(
         depth = depth_differs(found.blocks, rule, "harder prompts may be why it accepts less")
         if depth is not None:
             return "depth", f"{found.text}: {depth}"
-        why = "harder prompts may be why, for it does not count them one by one"
+        why = "harder prompts may be why (spread each prompt's answers over the engines to tell)"
         return "lower", f"{found.text}: {why}; if they are not, {blame}"
     return name, f"{found.text}: {blame}"
 

@@ -36,7 +36,7 @@ from service.worker.loop import RunWorker
 from service.worker.promotion import training
 from service.worker.promotion.evidence import Fresh
 from service.worker.promotion.gate import Contest, Gate
-from service.worker.scoring import Scores, _in_one_piece, some_siblings
+from service.worker.scoring import Scores, _replayed, _segments, some_siblings
 
 LENGTH, SIBLINGS = 20, 4
 SETTINGS: dict[str, Any] = {
@@ -181,11 +181,16 @@ def test_a_score_tells_replay_by_prompt_as_engines_count_it_where_prompts_are_no
             for prompt in set(prompts)
         }
     talk, pieces = batch.select([0, 1]), [0, *batch.cu_seqlens[1:3].tolist()]
-    assert _in_one_piece(talk)
+    assert _segments(talk).tolist() == [1, 1]
+    assert few.record.segments == batch.rollouts
     talk.loss_mask[pieces[1] - 2] = False  # a tool's answer, after which it goes on
-    assert not _in_one_piece(talk), "an engine counts what follows for another prompt"
+    assert _segments(talk).tolist() == [2, 1], "an engine counts what follows for another prompt"
     talk.loss_mask[pieces[1] :] = False
-    assert not _in_one_piece(talk), "a rollout without a response makes up for nothing"
+    assert _segments(talk).tolist() == [2, 0], "a rollout without a response makes up for nothing"
+    turns = _replayed("v", few.versions[replayed[0].version], prompts, told_apart=False)
+    assert turns == replace(
+        replayed[0], version="v", by_prompt={f"{prompt}+": counts for prompt, counts in replayed[0].by_prompt.items()}
+    ), "no engine has a prompt of that name"
     _, many = scored(bench, worker, "many", range(200, 300))
     assert [one.by_prompt for one in many.record.replayed or ()] == [{}] * len(replayed)
     assert [one.by_share for one in replayed] == [{}] * len(replayed)
