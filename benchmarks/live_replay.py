@@ -1,6 +1,6 @@
 """How soon is an engine that accepts otherwise than replay says named, and how often is a sound one? Simulated.
 
-    python -m benchmarks.live_replay --runs 8   # the tables of docs/reference/live_replay.md
+    python -m benchmarks.live_replay --runs 8   # the tables of docs/lab/live_replay.md
 
 The classes are the service's own: reports go through `counted`, replay through score records, verdicts come from
 `watch`. Drawn are prompts (8 rollouts each, alike), rollouts, and every round's accepted drafts by position. A policy
