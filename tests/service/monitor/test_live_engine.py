@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from live_fixtures import ALPHAS, RULE, VERSION, block, known, score, sound
 
 from service.monitor.live.blocks import Block
 from service.monitor.live.engine import (
@@ -29,40 +29,6 @@ from service.monitor.live.hard import PromptsBehind, chance_of_hard
 from service.monitor.live.replays import Replays, VersionReplay
 from service.monitor.live.watch import EngineVerdict, Watch
 from service.monitor.records import DrafterSums, Replayed, ScoreRecord
-
-VERSION, RULE = "v000001-0a1b2c3d", LiveRule()
-#: Tokens and rounds of 16 replayed prompts, in two batches of policy versions 1 and 2.
-ALPHAS = [2.6 + 0.05 * n for n in range(16)]
-
-
-def score(
-    policy: int, alphas: list[float], *, version: str = VERSION, parts: tuple[float, ...] = (4, 3, 2, 1), **more: Any
-) -> ScoreRecord:
-    each = {f"{policy:04x}{n:04x}": (100.0 * alpha, 100.0) for n, alpha in enumerate(alphas)}
-    sums = DrafterSums.of(*zip(*each.values(), strict=True))
-    kept = [(sums.tokens - sums.rounds) * part / sum(parts) for part in parts]
-    told = Replayed(version, sums, tuple(kept), (sums.rounds, *kept[:-1]), each)
-    rollouts = 8 * len(alphas)
-    record: dict[str, Any] = {"served": sums, "replayed": (told,), "drafter_version": version, "policy_version": policy}
-    record |= {"rollouts": rollouts, "tokens": round(sums.tokens) + rollouts, "entry_id": f"{policy}-0"}
-    return ScoreRecord(**record | more)
-
-
-def known(**more: Any) -> Replays:
-    return Replays([score(1, ALPHAS[:8], **more), score(2, ALPHAS[8:], **more)])
-
-
-def block(rounds: int, kept: tuple[int, ...], *, drafted: int | None = None, policy: int = 1, **more: Any) -> Block:
-    depth = len(kept) if drafted is None else drafted
-    given: dict[str, Any] = {"since": 0.0} | more
-    return Block(VERSION, policy, rounds, rounds + sum(kept), depth * rounds if depth else None, kept, **given)
-
-
-def sound(rounds: int, policy: int = 1, factor: float = 1.0, **more: Any) -> Block:
-    replay = known()._replays[VERSION, policy]
-    return block(
-        rounds, tuple(round(factor * rounds * k / replay.rounds) for k in replay.accepted), policy=policy, **more
-    )
 
 
 # --- the depth that both have
