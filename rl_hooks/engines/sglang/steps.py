@@ -63,8 +63,14 @@ def is_plain(request: Any, *, draws: bool) -> bool:
     if sampling.top_p < 1 and sampling.top_k:  # SGLang draws the first token of these by another rule than the others
         return False
     unset = type(params)()
-    said = ((getattr(params, name), getattr(unset, name)) for name in params.__struct_fields__ if name not in _HARMLESS)
-    return all(value == default or (not value and not default) for value, default in said)
+    for name in params.__struct_fields__:
+        value, default = getattr(params, name), getattr(unset, name)
+        if name in _HARMLESS or value == default or (not value and not default):
+            continue
+        if name == "min_new_tokens" and value == 1:  # the first token is no end; no drafter drafts that token
+            continue
+        return False
+    return True
 
 
 def sampling_of(params: Any) -> RequestSampling:

@@ -37,6 +37,7 @@ class Params:
     top_p: float = 1.0
     top_k: int = 1 << 30
     max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
     stop_token_ids: set[int] | None = None
     ignore_eos: bool = False
     min_p: float = 0.0
@@ -520,9 +521,11 @@ def test_only_requests_of_the_policys_own_distribution_are_marked_and_collected(
     hooks._worker, hooks._draws = object(), True
     others: tuple[dict[str, Any], ...] = (
         *({"min_p": 0.1}, {"logit_bias": {"5": 1.0}}, {"custom_params": {"x": 1}}, {"of_a_later_release": 1}),
-        *({"max_new_tokens": 0}, {"top_p": 0.9, "top_k": 5}),
+        *({"max_new_tokens": 0}, {"top_p": 0.9, "top_k": 5}, {"min_new_tokens": 2}),
     )
-    fine: tuple[dict[str, Any], ...] = ({}, {"custom_params": {}}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.3})
+    fine: tuple[dict[str, Any], ...] = (
+        *({}, {"custom_params": {}}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.3}, {"min_new_tokens": 1}),
+    )
     for changes in (*fine, *others):
         request = Req("r", [1, 2], Params(**changes))
         hooks.admitted(None, request)
