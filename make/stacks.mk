@@ -27,6 +27,7 @@ EXTRA_nemo_rl := nemo-automodel==0.4.0
 .venv-%/.ready: tests/stacks/%_requirements.txt pyproject.toml
 	@echo "setting up .venv-$* (once; some minutes, 1 to 2 GB)"
 	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python $(NEW_PIP)
 	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) \
 	  "$$(grep '^torch==' $<)" setuptools
 	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(STACKS_PIP_ARGS) -r $<

@@ -79,6 +79,8 @@ def _excess(drafter: DraftModel, batch: RolloutBatch, policy: Policy, policy_hea
     plan = drafter.plan(batch, 1).to(device)
     unrolled = drafter.unroll(plan, batch, policy, dtype=dtype)
     rows, pre = unrolled.rows[0], unrolled.pre[0]  # [U]: row t proposes x[t + 2], drawn by the policy's state at t + 1
+    drafted = batch.loss_mask[rows + 1]  # the first token that is generated is drawn without a draft, perhaps as no end
+    rows, pre = rows[drafted], pre[drafted]
     proposed = drafter.vocabulary.to_draft.to(device)[batch.input_ids[rows + 2]]  # [U], -1 outside the vocabulary
     rows, pre, proposed = rows[proposed >= 0], pre[proposed >= 0], proposed[proposed >= 0]
     sums = torch.zeros(2, dtype=torch.float64, device=device)

@@ -10,14 +10,14 @@
 # DRAFTALIGN_INITIAL_DRAFTER.
 set -euo pipefail
 : "${DRAFTALIGN_URL:?the service, as http://host:port}"
+export DRAFTALIGN_RUN="${DRAFTALIGN_RUN:-default}"
 
-MORE=""
-for name in DRAFTALIGN_TOKEN DRAFTALIGN_INITIAL_DRAFTER; do MORE+="${!name:+, \"${name}\": \"${!name}\"}"; done
+# In a file, because everybody on this machine may read a command's options.
+ENVIRONMENT="$(mktemp)"
+trap 'rm -f "${ENVIRONMENT}"' EXIT
+python3 -I -c 'import json, os, sys; print(json.dumps({"worker_process_setup_hook": sys.argv[1],
+  "env_vars": {n: os.environ[n] for n in sys.argv[2:] if n in os.environ}}))' rl_hooks.trainer.stacks.on_ray.install \
+  DRAFTALIGN_URL DRAFTALIGN_RUN DRAFTALIGN_TOKEN DRAFTALIGN_INITIAL_DRAFTER DRAFTALIGN_AUX_LAYERS >"${ENVIRONMENT}"
 
-ENVIRONMENT="{\"worker_process_setup_hook\": \"rl_hooks.trainer.stacks.on_ray.install\", \"env_vars\": {
-  \"DRAFTALIGN_URL\": \"${DRAFTALIGN_URL}\",
-  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"${MORE}
-}}"
-
-exec ray job submit --address="${RAY_ADDRESS:-http://127.0.0.1:8265}" --runtime-env-json="${ENVIRONMENT}" -- \
+ray job submit --address="${RAY_ADDRESS:-http://127.0.0.1:8265}" --runtime-env="${ENVIRONMENT}" -- \
   python3 -m openrlhf.cli.train_ppo_ray --ds.zero_stage 3 --ds.packing_samples "$@"

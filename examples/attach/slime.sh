@@ -7,22 +7,19 @@
 # All options of your script follow (scripts/run-qwen3-4B.sh of slime has some sixty). miles: the same options.
 set -euo pipefail
 : "${DRAFTALIGN_URL:?the service, as http://host:port}"
-
-MORE=""
-for name in DRAFTALIGN_TOKEN DRAFTALIGN_INITIAL_DRAFTER; do MORE+="${!name:+, \"${name}\": \"${!name}\"}"; done
+export DRAFTALIGN_RUN="${DRAFTALIGN_RUN:-default}" DRAFTALIGN_SAMPLE_FRACTION=0 CUDA_DEVICE_MAX_CONNECTIONS=1
 
 # Ray's workers get these from the job. slime's own image has Megatron-LM at that place, as its scripts say. Its SGLang
-# sends nothing (0), since the hook does.
-ENVIRONMENT="{\"env_vars\": {
-  \"PYTHONPATH\": \"${MEGATRON_SOURCE:-/root/Megatron-LM}\",
-  \"CUDA_DEVICE_MAX_CONNECTIONS\": \"1\",
-  \"DRAFTALIGN_URL\": \"${DRAFTALIGN_URL}\",
-  \"DRAFTALIGN_SAMPLE_FRACTION\": \"0\",
-  \"DRAFTALIGN_RUN\": \"${DRAFTALIGN_RUN:-default}\"${MORE}
-}}"
+# sends nothing (0), since the hook does. In a file, because everybody on this machine may read a command's options.
+ENVIRONMENT="$(mktemp)"
+trap 'rm -f "${ENVIRONMENT}"' EXIT
+PYTHONPATH="${MEGATRON_SOURCE:-/root/Megatron-LM}" python3 -I -c 'import json, os, sys; print(json.dumps(
+  {"env_vars": {n: os.environ[n] for n in sys.argv[1:] if n in os.environ}}))' \
+  PYTHONPATH CUDA_DEVICE_MAX_CONNECTIONS DRAFTALIGN_SAMPLE_FRACTION DRAFTALIGN_AUX_LAYERS \
+  DRAFTALIGN_URL DRAFTALIGN_RUN DRAFTALIGN_TOKEN DRAFTALIGN_INITIAL_DRAFTER >"${ENVIRONMENT}"
 HOOKS=rl_hooks.trainer.stacks.slime
 
-exec ray job submit --address="${RAY_ADDRESS:-http://127.0.0.1:8265}" --runtime-env-json="${ENVIRONMENT}" -- \
+ray job submit --address="${RAY_ADDRESS:-http://127.0.0.1:8265}" --runtime-env="${ENVIRONMENT}" -- \
   python3 train.py \
   --custom-megatron-before-log-prob-hook-path "${HOOKS}.before_log_prob" \
   --custom-megatron-before-train-step-hook-path "${HOOKS}.before_train_step" \

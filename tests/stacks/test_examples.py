@@ -39,19 +39,26 @@ def run(command: list[str], **variables: str) -> str:
 
 def submitted(tmp_path: Path, script: str, *options: str) -> tuple[dict[str, Any], list[str]]:
     """The runtime environment and the command of the job that a script submits to Ray."""
-    (tmp_path / "ray").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    keep = f"for one; do case $one in --runtime-env=*) cp -p ${{one#*=}} {tmp_path}/given;; esac; done"
+    (tmp_path / "ray").write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\"\n{keep}\n")
     (tmp_path / "ray").chmod(0o755)
     told = run([str(ATTACH / script), *options], PATH=f"{tmp_path}:{os.environ['PATH']}").split("\0")[:-1]
     assert told[:2] == ["job", "submit"]
-    (given,) = (one for one in told if one.startswith("--runtime-env-json="))
-    return json.loads(given.partition("=")[2]), told[told.index("--") + 1 :]
+    (given,) = (one for one in told if one.startswith("--runtime-env="))
+    assert not Path(given.partition("=")[2]).exists(), "a token may be in it"
+    assert (tmp_path / "given").stat().st_mode & 0o077 == 0
+    return yaml.safe_load((tmp_path / "given").read_text()), told[told.index("--") + 1 :]
 
 
 @pytest.mark.parametrize("script", ["openrlhf.sh", "skyrl.sh", "slime.sh"])
-def test_a_job_gets_token_and_first_drafter_where_they_are_set(
+def test_a_job_gets_token_first_drafter_and_layers_where_they_are_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    given = {"DRAFTALIGN_TOKEN": "secret-1", "DRAFTALIGN_INITIAL_DRAFTER": "/models/a drafter"}
+    given = {
+        "DRAFTALIGN_TOKEN": 'a"b\\n\t',
+        "DRAFTALIGN_INITIAL_DRAFTER": "/models/a drafter",
+        "DRAFTALIGN_AUX_LAYERS": "2,14,25",
+    }
     bare = submitted(tmp_path, script)[0]["env_vars"]
     for name, value in given.items():
         monkeypatch.setenv(name, value)

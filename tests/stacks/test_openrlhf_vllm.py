@@ -43,6 +43,9 @@ class Engine:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
+
+    def wait_until_ready(self) -> None:
+        """Wait for the engine, which starts Ray and vLLM."""
         self._answer(0)
 
     def ask(self, command: str, *arguments: Any) -> Any:
@@ -91,6 +94,7 @@ def _engine(service: RunningService, tmp_path: Path) -> Iterator[Engine]:
         **ALL_OF_THEM,
     )
     try:
+        made.wait_until_ready()
         yield made
     finally:
         made.stop()

@@ -72,7 +72,7 @@ def unlike_policy(request: Any) -> str:
     if params is None:
         return "no sampling parameters"
     if not request.prompt_token_ids or getattr(request, "prompt_embeds", None) is not None:
-        return "a prompt of embeddings"
+        return "a prompt that is not token ids"
     if request.mm_features:
         return "images"
     if request.lora_request is not None:
@@ -99,15 +99,20 @@ def _means_nothing(name: str, value: Any) -> bool:
 def request_of(new: Any) -> Request | None:
     """A request of the scheduler's, if it can be collected from its beginning."""
     params = new.sampling_params
-    if not is_plain(new):
-        return None
-    # V2 resumes a preempted request as a new one, with what it has generated: older weights may have drawn that.
-    if len(getattr(new, "prefill_token_ids", None) or ()) > len(new.prompt_token_ids):
+    if is_resumed(new) or not is_plain(new):
         return None
     stop = frozenset(params.stop_token_ids or ()) if params.ignore_eos else frozenset(params.all_stop_token_ids)
     if not params.ignore_eos and params.eos_token_id is not None:
         stop |= {params.eos_token_id}
     return Request(new.req_id, new.prompt_token_ids, sampling_of(params), stop, params.max_tokens)
+
+
+def is_resumed(new: Any) -> bool:
+    """Whether the scheduler brings a preempted request again, with what it has generated, as V2 does.
+
+    Older weights may have drawn that.
+    """
+    return len(getattr(new, "prefill_token_ids", None) or ()) > len(new.prompt_token_ids or ())
 
 
 def sampling_of(params: Any) -> RequestSampling:

@@ -43,6 +43,7 @@ from rl_hooks.engines.vllm.steps import (
     Read,
     TapUnsupportedError,
     drafter_call,
+    is_resumed,
     leaves_out_truncated,
     named_arguments,
     request_of,
@@ -298,9 +299,11 @@ class VllmTap:
             self.tap.note("reading the schedule", error)
 
     def _leave_out(self, new: Any) -> None:
-        if why := unlike_policy(new):  # else it was preempted, and comes again
+        if not is_resumed(new) and (why := unlike_policy(new)):
             self.tap.tally.add("skipped_distribution")
-            self.tap.tally.warn(why, f"requests with {why} are not sent: these draw from another law than the policy's")
+            self.tap.tally.warn(
+                why, f"requests with {why} are not sent: only the policy's own distribution, of text, is"
+            )
 
     def _tapped(self, runner: Any, propose: Callable[..., Any], read: Read, named: Named) -> Callable[..., Any]:
         def tapped(*args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def test_the_sums_are_those_of_their_definition(
     known = 0
     for row, z in zip(first.rows, first.logits, strict=True):
         token = int(w.batch.input_ids[row + 2])
-        if token in kept:
+        if token in kept and w.batch.loss_mask[row + 1]:  # else it was drawn without a draft
             q = (z / temperature).softmax(-1)
             p = (w.head[kept] @ w.batch.last_hidden[row + 1] / temperature).softmax(-1)
             excess += float(q[kept.index(token)] - p @ q)
