@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from service.monitor.live.blocks import Block
-from service.monitor.live.hard import PromptsBehind, chance_of_hard, hard_up_to
+from service.monitor.live.hard import PromptsBehind, chance_of_hard
 from service.monitor.live.replays import Replays, VersionReplay
 
 #: The variance of a log ratio is never taken to be lower.
@@ -22,8 +22,6 @@ _UNDRAFTED: Final = 80.0
 DEAD_ROUNDS: Final = 1536
 #: An engine is not dead where all of its prompts are as hard as that by a chance above this.
 _RARE: Final = 2e-5
-#: Prompts, each as much as it has rounds, by which an engine that counts by prompt is judged.
-_TWO: Final = 2.0
 #: Standard errors beyond which a single comparison is not chance. A scan makes many, and asks for `LiveRule.certain`.
 SIGMAS: Final = 3.0
 
@@ -135,7 +133,7 @@ class Scan:
 
     def __init__(self, replays: Replays, *, outliers: bool = True) -> None:
         self._replays, self._outliers = replays, outliers
-        self.rounds, self.all_paired = 0.0, True
+        self.rounds = 0.0
         self._tokens = self._expected = 0.0
         self._squares = self._outlier = 0.0  # variance of the tokens; tokens that one prompt may be off
         self._of: defaultdict[int, float] = defaultdict(float)
@@ -156,7 +154,6 @@ class Scan:
         self._tokens += matched.tokens
         self._expected += matched.expected
         self.rounds += matched.rounds
-        self.all_paired = self.all_paired and matched.paired
         ratio = max(self._tokens, 1.0) / self._expected
         variance = (self._squares + (self._outlier / SIGMAS) ** 2) / self._expected**2
         rounds, error = self.rounds, math.sqrt(max(variance, _LEAST))
@@ -257,8 +254,6 @@ def find_difference(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -
             return Finding("depth", depth, stretch, tuple(about))
         return Finding("healthy", f"{_evidence(stretch)}: they agree", stretch, tuple(about))
     by_prompts = explained_by_prompts(reversed(about), replays, rule, suffixes=True)
-    if kind == "low" and not by_prompts:
-        by_prompts = _a_few_prompts_explain(about, blocks, replays, stretch)
     return Finding(kind, _evidence(stretch), stretch, tuple(about), tuple(matched[:begin]), explained=by_prompts)
 
 
@@ -279,22 +274,27 @@ def _change(
 ) -> tuple[int, Literal["healthy", "low", "above"], Stretch]:
     """Where the newest stretch that differs begins, how, and the stretch. Healthy: from there on nothing differs.
 
-    A stretch has `min_rounds`. One that is known by prompt has rounds of more than one: the last ones of a prompt are
-    those of its longest answers.
+    A stretch has `min_rounds`. Where its prompts are known it is low only if it is so with all rounds of these
+    (`_with_rounds_before`): the last ones are those of the longest answers.
     """
     begin = 0
     while True:
-        scan, stretches, told, behind = Scan(replays), list[Stretch](), list[int](), PromptsBehind(1.0, 1.0, ())
+        scan, stretches, told = Scan(replays), list[Stretch](), list[int]()
         for at, one in enumerate(reversed(matched[begin:])):
             stretches.append(scan.add(one))
-            behind.add(one.block)
-            if scan.rounds >= rule.min_rounds and not (scan.all_paired and (behind.prompts or 0.0) < _TWO):
+            if scan.rounds >= rule.min_rounds:
                 told.append(at)
         if not told:
             return begin, "healthy", stretches[-1]
-        low = min(told, key=lambda i: stretches[i].errors_above(-rule.dead_band))
+        fallen = [
+            i
+            for i in told
+            if _is_low(stretches[i], rule)
+            and _is_low(_with_rounds_before(matched, len(matched) - 1 - i, replays), rule)
+        ]
+        low = min(fallen, key=lambda i: stretches[i].errors_above(-rule.dead_band), default=None)
         high = max(told, key=lambda i: stretches[i].errors_above(rule.above_band))
-        if stretches[low].errors_above(-rule.dead_band) < -rule.certain:
+        if low is not None:
             at, sign, kind = low, 1.0, "low"
         elif stretches[high].errors_above(rule.above_band) > rule.certain:
             at, sign, kind = high, -1.0, "above"
@@ -305,6 +305,31 @@ def _change(
         if not over:
             return len(matched) - 1 - at, "low" if kind == "low" else "above", stretches[at]
         begin = len(matched) - 1 - over[-1]
+
+
+def _is_low(stretch: Stretch, rule: LiveRule) -> bool:
+    return stretch.errors_above(-rule.dead_band) < -rule.certain
+
+
+def _with_rounds_before(matched: Sequence[Matched], begin: int, replays: Replays) -> Stretch:
+    """The stretch from `begin` on, with what the blocks before it have of its prompts, where these are known.
+
+    Replay of a prompt is of all its answers. Those that accept little take more rounds, and run when the others have
+    ended: the last rounds of a sound engine lie below replay, and its first ones above, in all prompts alike.
+    """
+    scan, asked = Scan(replays), defaultdict[int, set[str]](set)
+    for one in reversed(matched[begin:]):
+        stretch = scan.add(one)
+        if one.paired:
+            asked[id(one.replay)].update(one.block.by_prompt)
+    for one in reversed(matched[:begin]):
+        known = asked[id(one.replay)] & one.replay.by_prompt.keys() if one.paired else ()
+        own = {prompt: counts for prompt, counts in one.block.by_prompt.items() if prompt in known}
+        of_them = replace(one.block, rounds=sum(rounds for _, rounds in own.values()), by_prompt=own)
+        if pairs := one.replay.on_prompts_of(of_them):
+            tokens, expected, rounds, replayed = (math.fsum(column) for column in zip(*pairs, strict=True))
+            stretch = scan.add(replace(one, rounds=int(rounds), tokens=tokens, expected=expected, replayed=replayed))
+    return stretch
 
 
 def _find_dead(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Finding | None:
@@ -346,33 +371,12 @@ def _find_dead(blocks: Sequence[Block], replays: Replays, rule: LiveRule) -> Fin
     return Finding("unknown", f"{text}: a hard prompt may do that") if hidden else None
 
 
-def _may_be_hard(behind: PromptsBehind, replays: Replays, tokens: int, rounds: int, part: float = 1.0) -> bool:
-    """Whether this `part` of the prompts behind these rounds may be hard. False where their number is not known."""
+def _may_be_hard(behind: PromptsBehind, replays: Replays, tokens: int, rounds: int) -> bool:
+    """Whether all prompts behind these rounds may be hard ones. False where their number is not known."""
     prompts = behind.prompts
     if prompts is None:
         return False
-    share, beside = replays.prompts.hard_share(tokens, rounds), behind.beside + (1.0 - part) * prompts
-    return chance_of_hard(part * prompts, beside, share) > _RARE
-
-
-def _a_few_prompts_explain(
-    about: Sequence[Matched], blocks: Sequence[Block], replays: Replays, stretch: Stretch
-) -> bool:
-    """Whether the engine accepts so little as if most of its prompts were hard, and so many of them may be.
-
-    Standard errors do not say that: a rare prompt is farther off than any that was replayed. Of prompts that accept
-    nothing are as many as make it so. Of prompts that were replayed themselves (`paired`) nothing need be supposed.
-    """
-    behind = PromptsBehind(replays.siblings, replays.prompts.turns, blocks)
-    for matched in reversed(about):
-        if matched.paired:
-            return False
-        behind.add(matched.block)
-    tokens, rounds = round(stretch.live_alpha * stretch.rounds), stretch.rounds
-    if hard_up_to(tokens, rounds) >= stretch.replay_alpha:
-        return False
-    part = (stretch.replay_alpha - stretch.live_alpha) / (stretch.replay_alpha - 1.0)
-    return _may_be_hard(behind, replays, tokens, rounds, min(part, 1.0))
+    return chance_of_hard(prompts, behind.beside, replays.prompts.hard_share(tokens, rounds)) > _RARE
 
 
 def _evidence(stretch: Stretch) -> str:

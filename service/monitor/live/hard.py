@@ -26,6 +26,8 @@ _AS_HARD: Final = 3.0
 _SIGMAS: Final = 3.0
 #: The share where no prompt was replayed.
 _UNKNOWN_SHARE: Final = 0.1
+#: Turns of an answer, on average, from which on prompts are not counted as an engine tells them.
+_SEVERAL: Final = 1.05
 #: Answers of a prompt, where no batch says it.
 _SIBLINGS: Final = 8.0
 
@@ -60,6 +62,10 @@ class ReplayedPrompts:
         ordered = sorted((own / took, took) for own, took in self.apart if took > 0)
         return [alpha for alpha, _ in ordered], [0.0, *accumulate(took for _, took in ordered)]
 
+    @cached_property
+    def _tokens_apart(self) -> float:
+        return math.fsum(own for own, took in self.apart if took > 0)
+
     def hard_share(self, tokens: float, rounds: float) -> float:
         """Share of the prompts, or of their rounds if that is more, that accept as little as `tokens` in `rounds` may.
 
@@ -69,7 +75,7 @@ class ReplayedPrompts:
         alphas, rounds_up_to = self._hardest_first
         hard = bisect_right(alphas, most)
         prompts, all_rounds = float(len(alphas)), rounds_up_to[-1]
-        all_tokens = math.fsum(own for own, took in self.apart if took > 0)
+        all_tokens = self._tokens_apart
         found, in_hard = float(hard), rounds_up_to[hard]
         for sums in self.together:
             # Each hard prompt is off by (α - most) in a round: the sum of squares bounds how many there are.
@@ -120,7 +126,7 @@ class PromptsBehind:
     @property
     def prompts(self) -> float | None:
         """Prompts, each as much as it has rounds beside the others'; None: not known."""
-        if self._told and self._rounds and (self.turns == 1 or self._finished is None):
+        if self._told and self._rounds and (self.turns < _SEVERAL or self._finished is None):
             return math.fsum(self._rounds.values()) ** 2 / math.fsum(n * n for n in self._rounds.values())
         if self._finished is None:
             return None

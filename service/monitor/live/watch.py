@@ -13,8 +13,7 @@ fault:
     lower in all engines, or falling while
       replay rises, or live above replay    trainer features  what is replayed and trained on is wrong
     lower, not lower than with the hardest
-      prompts, or than a few hard ones may
-      do, and not compared by prompt        lower             its prompts may be harder: no fault is named
+      prompts, and not counted by prompt    lower             its prompts may be harder: no fault is named
 
 The rule is sequential. The last blocks of rounds (`Block`) of each engine are kept. Each report tests every stretch
 that ends with the newest block, so that a change shows however old the engine is. The statistic of a stretch is

@@ -337,17 +337,15 @@ def test_how_far_one_prompt_may_be_off_widens_what_hard_prompts_explain() -> Non
         assert found.text.endswith("a hard prompt may do that")
 
 
-@pytest.mark.parametrize("part", [0.4, 0.5, 0.9, 1.0])
-def test_a_part_of_the_prompts_may_be_hard(part: float) -> None:
+def test_all_prompts_behind_the_rounds_may_be_hard() -> None:
     replays, held = known(), set()
     share = replays.prompts.hard_share(1550, 1536)
     for requests in range(8, 4000, 8):
         newest = block(1536, (14, 0, 0, 0), drafted=4, finished=requests, running=0, most_running=16)
         behind = PromptsBehind(8.0, 1.0, [newest])
         behind.add(newest)
-        prompts = requests / 8
-        chance = chance_of_hard(part * prompts, 2.0 + (1 - part) * prompts, share)
-        assert _may_be_hard(behind, replays, 1550, 1536, part) == (chance > 2e-5)
+        chance = chance_of_hard(requests / 8, 2.0, share)
+        assert _may_be_hard(behind, replays, 1550, 1536) == (chance > 2e-5)
         held.add(chance > 2e-5)
     assert held == {True, False}
 
@@ -390,22 +388,41 @@ def test_a_difference_begins_with_its_first_block_and_ends_when_newer_ones_say_s
     assert (again.kind, len(again.blocks)) == (kind, 4)
 
 
-def test_a_stretch_of_few_rounds_or_of_one_prompt_is_not_judged() -> None:
-    """The last rounds of a prompt are those of its longest answers, which accept less."""
+def part(rounds: int, alpha: float, *prompts: int, policy: int = 1) -> Block:
+    """Rounds of these prompts, equally many of each, which `known` has up to the eighth."""
+    each = {f"{policy:04x}{n:04x}": (round(rounds * alpha / len(prompts)), rounds // len(prompts)) for n in prompts}
+    return sound(rounds, factor=(alpha - 1) / 1.775, by_prompt=each)
+
+
+def test_a_stretch_of_few_rounds_is_not_judged() -> None:
     replays = known()
     replays.paired = (3.0, 0.0)
-
-    def part(rounds: int, alpha: float, *prompts: int) -> Block:
-        each = {f"0001{n:04x}": (round(rounds * alpha / len(prompts)), rounds // len(prompts)) for n in prompts}
-        return sound(rounds, factor=(alpha - 1) / 1.775, by_prompt=each)
-
-    before = [replace(part(600, 2.7, 0, 1, 2, 3), finished=4) for _ in range(3)]
+    before = [replace(part(600, 2.8, 4, 5, 6, 7), finished=4) for _ in range(3)]
     assert told(*before, replays=replays)[0] == "healthy"
     assert told(*before, part(190, 1.6, 0, 1), replays=replays)[0] == "healthy", "too few rounds"
     assert told(*before, part(200, 1.6, 0, 1), replays=replays)[0] == "low"
-    assert told(*before, part(300, 1.6, 0), replays=replays)[0] == "healthy", "one prompt"
-    assert told(*before, part(150, 1.6, 0), part(150, 1.6, 1), replays=replays)[0] == "low"
-    assert told(part(300, 1.6, 0), replays=replays)[0] == "healthy"
+
+
+@pytest.mark.parametrize(("alpha", "kind"), [(1.08, "low"), (1.6, "low"), (2.775, "healthy"), (4.9, "above")])
+def test_an_engine_at_one_prompt_or_mostly_at_one_is_judged_by_it(alpha: float, kind: str) -> None:
+    replays = known()
+    replays.paired = (3.0, 0.0)
+    assert told(*[part(2048, alpha, 0)] * 8, replays=replays)[0] == kind
+    assert told(*[part(2048, alpha, 0) + part(300, alpha, 1)] * 8, replays=replays)[0] == kind
+
+
+def test_the_last_rounds_of_some_prompts_are_low_only_together_with_their_first_ones() -> None:
+    """Answers that accept little end last: what they emit less than replay, the others emitted more before."""
+    replays = known()
+    replays.paired = (0.3, 0.0)
+    last = part(600, 2.0, 0, 1, 2, 3)
+    assert told(last, replays=replays)[0] == "low"
+    assert told(part(800, 3.15, 0, 1, 2, 3), last, replays=replays)[0] == "healthy"
+    assert told(part(800, 2.65, 0, 1, 2, 3), last, replays=replays)[0] == "low", "the first ones were as in replay"
+    assert told(part(1600, 3.3, 4, 5, 6, 7), last, replays=replays)[0] == "low", "those were other prompts"
+    both = part(800, 3.15, 0, 1, 2, 3) + part(800, 2.8, 4, 5, 6, 7)
+    assert told(both, last, replays=replays)[0] == "healthy"
+    assert told(part(800, 3.15, 0, 1, 2, 3, policy=9), last, replays=replays)[0] == "low", "no replay has those"
 
 
 def test_it_was_sound_before_if_it_was_less_than_half_as_low() -> None:
