@@ -569,7 +569,7 @@ class Link:
             return False
         return True
 
-    def call(self, *_: Any) -> Any:
+    def join(self, *_: Any) -> Any:
         return SimpleNamespace(result=lambda: [], cancel=lambda: None)
 
     def snapshot(self) -> Snapshot:
