@@ -98,11 +98,12 @@ class SGLangEngine(EngineHttp):
         self._memory = self._directory / f"sglang-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
         self._loaded: tuple[str, str, int] | None = None  # identity of the process, version, swaps
         self._left: str | None = None  # how an interrupted swap left the server: "paused", or paused with a "session"
+        self._left_in: str | None = None  # identity of the process that it was in
         self._depth = 0
         self._is_swapped = False  # this process of the server has taken a drafter
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             document = json.loads(self._memory.read_text())  # of an earlier agent; else the newest is loaded once more
-            self._left = document.get("left")
+            self._left, self._left_in = document.get("left"), document.get("left_in")
             started, version, swaps = document["loaded"]
             self._loaded = (str(started), str(version), int(swaps))
             self._is_swapped = True  # until `state` says that it is another process
@@ -110,10 +111,11 @@ class SGLangEngine(EngineHttp):
     # --- called by the follower
     async def state(self) -> EngineState:
         """The drafter that this agent has swapped in since the server started; SGLang does not tell."""
-        if self._left is not None:
-            await self._tidy()
-        info, model = await self._object("GET", "/server_info"), await self._object("GET", "/model_info")
+        info = await self._object("GET", "/server_info")
         self._check_alone(info)
+        if self._left is not None:
+            await self._tidy(process_identity(info) if "startup_time" in info else None)
+        model = await self._object("GET", "/model_info")
         self._depth = max(int(info.get("speculative_num_draft_tokens") or 1) - 1, 0)
         version = version_number(model.get("weight_version"))
         algorithm = info.get("speculative_algorithm")
@@ -191,9 +193,10 @@ class SGLangEngine(EngineHttp):
         at_once = mark_of(info) is not None
         check_server(info, takes=at_once or await self._has_sessions())
         check_release(release, info)
-        ranks = _ranks(info)
+        ranks, started = _ranks(info), process_identity(info)
         if await self._is_released():  # pausing alone would be undone by our own `continue_generation`
             raise EngineError(f"{self.url} has released the memory of its weights; it is asked again")
+        self._left_in = started
         outcome = self._directory / f"swap-{uuid.uuid4().hex}"
         outcome.mkdir(parents=True)
         try:
@@ -204,7 +207,7 @@ class SGLangEngine(EngineHttp):
             for path in outcome.iterdir():
                 path.unlink()
             outcome.rmdir()
-        before, started = self._loaded, process_identity(info)
+        before = self._loaded
         swaps = before[2] + 1 if before is not None and before[0] == started else 1
         self._loaded, self._is_swapped = (started, release.version, swaps), True
         self._remember()
@@ -301,11 +304,15 @@ class SGLangEngine(EngineHttp):
             else:
                 return
 
-    async def _tidy(self) -> None:
-        """After a swap that was killed, or whose session could not be closed: close it, and let generation go on."""
-        if self._left == "session":
-            await self._end()
-        await self._post("/continue_generation", {"torch_empty_cache": False})
+    async def _tidy(self, life: str | None) -> None:
+        """After a swap that was killed, or whose session could not be closed: close it, and let generation go on.
+
+        `life`: identity of the process that serves now. In another one there is nothing of ours to tidy.
+        """
+        if self._left_in in (None, life):
+            if self._left == "session":
+                await self._end()
+            await self._post("/continue_generation", {"torch_empty_cache": False})
         self._mark(None)
 
     def _mark(self, left: str | None) -> None:
@@ -315,7 +322,7 @@ class SGLangEngine(EngineHttp):
 
     def _remember(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        document = {"engine": self.url, "loaded": self._loaded, "left": self._left}
+        document = {"engine": self.url, "loaded": self._loaded, "left": self._left, "left_in": self._left_in}
         replace_file(self._memory, json.dumps(document).encode(), durable=False)
 
     async def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> None:

@@ -109,8 +109,8 @@ def launched(_: Any, batch: Any, *__: Any, **___: Any) -> None:
 def sends_nothing(*_: Any, **__: Any) -> None:
     """A scheduler has started that is to follow the service: it says that it does not. Other processes say nothing."""
     log.warning(
-        "draftalign: this server sends no features, and swaps nothing by itself: expected SGLang 0.5.23; use the "
-        "trainer's hook, and an agent beside it"
+        "draftalign: this server sends no features, and swaps nothing by itself: expected SGLang 0.5.23 or newer; use "
+        "the trainer's hook, and an agent beside it"
     )
 
 

@@ -20,6 +20,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ FAULTS: Final = "draftalign:spec_decode_rounds_faults_total"
 PROCESSOR: Final = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 #: The class that loads a model in it, the drafter's too.
 RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
+#: The oldest release that was run following the service by itself.
+FIRST_TO_FOLLOW: Final = (0, 5, 23)
 #: No draft is longer.
 _MAX_DEPTH: Final = 64
 
@@ -201,10 +204,16 @@ def check_first_load(runner: Any, model_config: Any = None, *_: Any, **_named: A
         check_receipt(Path(path))
 
 
+def can_follow(version: str) -> bool:
+    """Whether a SGLang of this version is 0.5.23 or newer; not where it does not know its version."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return numbers is not None and tuple(map(int, numbers.groups())) >= FIRST_TO_FOLLOW
+
+
 def register() -> str | None:
     """Have SGLang count, and tell when memory is released. Returns the class that processes a step's results.
 
-    None in a release without weight-update sessions, which cannot follow the service by itself.
+    None in a release that cannot follow the service by itself.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -218,6 +227,13 @@ def register() -> str | None:
     older = direct.register()
     if not older:
         HookRegistry.register(f"{updater}.begin_weight_update", MEMORY.begun, HookType.AROUND)
-    if os.environ.get("DRAFTALIGN_URL") and older:
+    follows = not older and can_follow(_version())
+    if os.environ.get("DRAFTALIGN_URL") and not follows:
         HookRegistry.register(f"{direct.SCHEDULER}.__init__", direct.sends_nothing, HookType.AFTER)
-    return None if older else processor
+    return processor if follows else None
+
+
+def _version() -> str:
+    from sglang.version import __version__
+
+    return str(__version__)

@@ -38,6 +38,7 @@ from rl_hooks.engines.candidate import DrafterRefusedError
 from rl_hooks.engines.protocol import TREES
 from rl_hooks.engines.sglang import direct, rounds
 from rl_hooks.engines.sglang.adapter import SGLangEngine, process_identity, request_payload
+from rl_hooks.engines.sglang.facts import FOLLOWS
 from rl_hooks.engines.sglang.loader import (
     entered_layers,
     load_drafter,
@@ -361,10 +362,16 @@ def test_that_an_older_server_sends_no_features_is_said_where_its_scheduler_star
     monkeypatch.setattr(direct, "register", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setenv("DRAFTALIGN_URL", "http://127.0.0.1:9")
-    rounds.register()  # in each process of a server
+    assert rounds.register() is None  # in each process of a server
     assert "sends no features" not in caplog.text
     hooks[f"{direct.SCHEDULER}.__init__"](None)
     assert "sends no features" in caplog.text
+    monkeypatch.setattr(direct, "register", lambda: False)  # it has sessions
+    for version, follows in (("0.5.22.post1", False), ("0.5.23", True), ("0.6.0rc1", True), ("0.0.0.dev0", False)):
+        hooks.clear()
+        monkeypatch.setattr(rounds, "_version", lambda version=version: version)
+        assert (rounds.register() is not None) is follows
+        assert (f"{direct.SCHEDULER}.__init__" in hooks) is not follows
 
 
 def test_the_process_is_named_in_what_its_scheduler_says_and_the_mark_is_a_text() -> None:
@@ -627,6 +634,7 @@ def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangServer,
     async def run() -> None:
         async with httpx.AsyncClient() as client:
             killed = SGLangEngine(server.url, client, home / "default")
+            killed._left_in = process_identity(server.info)
             killed._mark(left)
             server.paused, server.session = True, "draft" if left == "session" else None
             successor = SGLangEngine(server.url, client, home / "default")
@@ -638,6 +646,35 @@ def test_what_a_killed_agent_left_is_tidied_up_by_the_next(server: SGLangServer,
 
     asyncio.run(run())
     assert (server.session, server.paused, server.violations) == (None, False, [])
+
+
+@pytest.mark.parametrize("now", ["another process", "follows by itself"])
+def test_what_a_killed_agent_left_is_not_tidied_up_where_it_is_gone_or_not_ours(
+    server: SGLangServer, home: Path, now: str
+) -> None:
+    """A continue would let a server generate that its trainer has paused, and an end closes the trainer's session."""
+
+    async def run() -> None:
+        async with httpx.AsyncClient() as client:
+            killed = SGLangEngine(server.url, client, home / "default")
+            killed._left_in = process_identity(server.info)
+            killed._mark("session")
+            if now == "another process":
+                server.restart()
+            else:
+                server.info["internal_states"] = [{FOLLOWS: "this server follows run 'live' by itself"}]
+            server.paused, server.session = True, "target"
+            successor = SGLangEngine(server.url, client, home / "default")
+            if now == "another process":
+                assert not (await successor.state()).loaded
+                assert SGLangEngine(server.url, client, home / "default")._left is None
+            else:
+                with pytest.raises(EngineError, match="by itself"):
+                    await successor.state()
+
+    asyncio.run(run())
+    assert (server.calls, server.session, server.paused) == ([], "target", True)
+    server.session, server.paused = None, False  # a trainer's
 
 
 def test_an_agent_stopped_while_it_pauses_lets_generation_go_on(server: SGLangServer, home: Path) -> None:
