@@ -439,6 +439,12 @@ CONTRACTS: dict[str, Contract] = {
             Site(
                 f"{_SGLANG}/arg_groups/fields/model.py", says=("serial", "overlap"), names=("startup_weight_load_mode",)
             ),
+            Site(
+                f"{_SGLANG}/arg_groups/fields/spec.py",
+                names=("speculative_adaptive", "speculative_draft_model_quantization"),
+            ),
+            Site(f"{_SGLANG}/layers/quantization/unquant.py", "UnquantizedLinearMethod"),
+            Site(f"{_SGLANG}/layers/quantization/unquant.py", "UnquantizedEmbeddingMethod"),
         ),
     ),
     "SGLang's scheduler": Contract(
@@ -490,7 +496,7 @@ CONTRACTS: dict[str, Contract] = {
                 f"{_SGLANG}/model_executor/model_runner_components/weight_updater.py",
                 "WeightUpdater.update_weights_from_tensor",
                 ("named_tensors", "load_format"),
-                ("self.get_model().load_weights(named_tensors)",),
+                ("self.get_model().load_weights(named_tensors)",),  # by one tensor at a time
             ),
             Site(
                 f"{_SGLANG}/managers/scheduler_components/weight_updater.py",

@@ -48,7 +48,7 @@ def register() -> None:
     if settings.sample_fraction == 0:
         inside.register(HookRegistry, HookType, inside.SchedulerLink(settings, agent))
         return
-    feature_tap = tap.SGLangTap(settings)
+    feature_tap = tap.SGLangTap(settings, lambda: served.rank is not None)
 
     def tell(newest: int | None) -> None:
         feature_tap.newest = (newest,)

@@ -6,11 +6,11 @@ takes it out again before SGLang looks at them. So all ranks do it in the same t
 
 A swap is two such orders, as in vLLM. `stage` starts a thread on each rank that reads and checks the files. `apply`
 loads them: the ranks first tell each other whether they can, and again whether they have; where one has not, all put
-the older drafter back. Nothing is loaded while memory is released or a trainer's weight-update session is open. A step
-under way is waited for on the device. No failure of ours reaches the scheduler.
+the older drafter back. Nothing is read or loaded while memory is released or a trainer's weight-update session is open.
+A step under way is waited for on the device. No failure of ours reaches the scheduler.
 
-All ranks need this plugin and the same environment. Written against 0.5.23; tests/contract_fixtures.py has what it
-reads. GPUs: read, not run.
+All ranks need this plugin and the same environment: the first agreement waits for all. Written against 0.5.23;
+tests/contract_fixtures.py has what it reads. GPUs: read, not run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ RECEIVER: Final = "sglang.srt.managers.scheduler_components.request_receiver.Sch
 _WRITTEN: Final = (
     *("end_weight_update", "update_weights_from_disk", "update_weights_from_ipc", "resume_memory_occupation"),
 )
+#: How often to look whether all ranks have read; each question to the others doubles it, up to the second.
 _POLL_SECONDS: Final = 0.02
+_MAX_POLL_SECONDS: Final = 1.0
 _STAGE_TIMEOUT_SECONDS: Final = 600.0
 #: What a server that ends waits for the last report. SGLang kills its schedulers after 15 s.
 _END_SECONDS: Final = 3.5
@@ -103,16 +105,22 @@ class RankDrafter:
         self.loaded = True
         self._marks = fingerprint(runner.model)
         self.staged: ReadDrafter | None = None
+        #: What does not change while the server lives, as fields of `EngineState`.
+        self.facts = _facts(worker, runner.model)
 
     @property
     def model(self) -> Any:
         """SGLang's draft model."""
         return self._runner.model
 
-    def stage(self, order: SwapOrder) -> None:
-        """Begin to read and check. A later call replaces an earlier one."""
+    def stage(self, order: SwapOrder, manager: Any) -> list[Outcome]:
+        """Begin to read and check; returns why not, where nothing may be loaded now. It replaces an earlier one."""
+        self.staged = None
+        if (hindered := _hindered(manager)) is not None:  # each try would read the whole drafter for nothing
+            return [_not_now(hindered)]
         self.staged = ReadDrafter(order)
         threading.Thread(target=self._read, args=(self.staged,), name="draftalign-stage", daemon=True).start()
+        return []
 
     def _read(self, staged: ReadDrafter) -> None:
         def read() -> Outcome:
@@ -124,9 +132,14 @@ class RankDrafter:
         staged.done.set()
 
     def apply(self, version: str, manager: Any) -> list[Outcome]:
-        """Load what is staged on all ranks, or on none; returns what became of it on each."""
+        """Load what is staged on all ranks, or on none; returns what became of it on each.
+
+        What is refused is dropped; while a rank still reads, all keep what they have.
+        """
         said = self._tell(outcome_of(lambda: self._readiness(version, manager)))
         if not all(one["ok"] for one in said) or len({one["sha256"] for one in said}) > 1:
+            if not any(one.get("reading") for one in said):
+                self.staged = None
             return said
         assert self.staged is not None  # noqa: S101 - it is ready
         began, staged, self.staged = time.perf_counter(), self.staged, None
@@ -157,11 +170,8 @@ class RankDrafter:
             return {"ok": False, "reading": True}
         if not staged.outcome["ok"]:
             return staged.outcome
-        if MEMORY.released:
-            return _not_now(REFUSAL)
-        if manager._session is not None:
-            return _not_now("a trainer's weight-update session is open; it is asked again")
-        return staged.outcome
+        hindered = _hindered(manager)
+        return staged.outcome if hindered is None else _not_now(hindered)
 
     def _load(self, staged: ReadDrafter, put_back: list[Callable[[], None]]) -> Outcome:
         updater = self._runner.weight_updater
@@ -169,9 +179,10 @@ class RankDrafter:
         updater.begin_weight_update()
 
         def load(weights: list[tuple[str, Tensor]]) -> None:
-            done, message = updater.update_weights_from_tensor(named_tensors=weights)
-            if not done:
-                _fail(message)
+            for one in weights:  # SGLang first copies all of a call to the device
+                done, message = updater.update_weights_from_tensor(named_tensors=[one])
+                if not done:
+                    _fail(message)
 
         put_back.append(place(self.model, staged.weights, load))
         return {"sha256": staged.outcome["sha256"]}
@@ -195,6 +206,15 @@ class RankDrafter:
         said: list[Any] = [None] * self._ranks.size
         dist.all_gather_object(said, outcome, group=self._ranks.group.cpu_group)
         return said
+
+
+def _hindered(manager: Any) -> str | None:
+    """Why nothing may be loaded now; None: it may."""
+    if MEMORY.released:
+        return REFUSAL
+    if manager._session is not None:
+        return "a trainer's weight-update session is open; it is asked again"
+    return None
 
 
 def _not_now(text: str) -> Outcome:
@@ -241,26 +261,35 @@ class SchedulerLink:
         self._sent: deque[Future[list[Outcome]]] = deque()
         self._joining: Future[None] | None = None
         self._touched = False
-        self._facts: dict[str, Any] = {}
+        self._refused = False  # whether the log says why this server does not follow
 
     # --- hooks
     def made(self, _: Any, worker: Any, *__: Any, **___: Any) -> None:
-        """SGLang has loaded policy and drafter."""
+        """SGLang has loaded policy and drafter. All ranks follow, or none: also where the agent cannot be made."""
         try:
             ranks = LayerRanks.of_group(tp_group())
             with ranks.together():
-                if found := unknown_ways(worker.server_args):
+                if found := [*unknown_ways(worker.server_args), *quantized(worker)]:
                     _fail(f"not with {', '.join(found)}")
                 rank = RankDrafter(worker, ranks)
-                self._facts = _facts(worker, rank.model)
+                agent = self._make_agent() if ranks.first else None
         except Exception as error:  # noqa: BLE001 - the server must go on
+            self._refused = True
             log.error("draftalign: this server does not follow the service: %s", error)
             return
-        self.rank = rank
+        self.rank, self._agent = rank, agent
         OWNER.refusal = f"this server follows run {self._settings.run!r} by itself (DRAFTALIGN_URL): end this agent"
-        if ranks.first:
-            self._agent = self._make_agent()
+        if agent is not None:
             COUNTER.served = ServedRounds(self.law, max(worker.speculative_num_draft_tokens - 1, 0))
+
+    def workers_made(self, *_: Any, **__: Any) -> None:
+        """SGLang has made its workers: where none of them was one that can follow, the log says so."""
+        if self.rank is None and not self._refused:
+            self._refused = True
+            log.warning(
+                "draftalign: DRAFTALIGN_URL is set, and this server does not follow the service: it does not speculate "
+                "with EAGLE-3 in SGLang's EAGLEWorkerV2"
+            )
 
     def started(self, *_: Any, **__: Any) -> None:
         """The scheduler is about to run its loop."""
@@ -283,12 +312,13 @@ class SchedulerLink:
 
     def received(self, scheduler: Any, requests: list[Any], *_: Any, **__: Any) -> None:
         """All ranks have received the same requests."""
+        if self._agent is not None and (self._touched or self._joining is not None):
+            # First: after a swap that fails, what another has written would be taken for what was there.
+            self._guarded("looking at the drafter", self._turn, scheduler.weight_updater)
         if ours := [one for one in requests if isinstance(one, SwapOrder)]:
             requests[:] = [one for one in requests if not isinstance(one, SwapOrder)]
         for order in ours:
             self._do(order, scheduler.weight_updater)
-        if self._agent is not None and (self._touched or self._joining is not None):
-            self._guarded("looking at the drafter", self._turn, scheduler.weight_updater)
 
     def written(self, *_: Any, **__: Any) -> None:
         """Weights may have been written, or are back in their memory."""
@@ -315,7 +345,7 @@ class SchedulerLink:
             elif order.apply:
                 said = self.rank.apply(order.version, manager)
             else:
-                self.rank.stage(order)
+                said = self.rank.stage(order, manager)
         except Exception as error:
             log.exception("draftalign: a swap failed; the server goes on")
             failure = error
@@ -375,7 +405,7 @@ class SchedulerLink:
         rank = self.rank
         assert rank is not None  # noqa: S101 - it follows
         return EngineState(
-            rank.version, rank.loaded, rank.swaps, policy_version=self.law()[1], sha256=rank.sha256, **self._facts
+            rank.version, rank.loaded, rank.swaps, policy_version=self.law()[1], sha256=rank.sha256, **rank.facts
         )
 
 
@@ -393,7 +423,9 @@ class SchedulerEngine:
         """Swap between two steps, of all ranks alike; returns the SHA-256 of what they read."""
         order = SwapOrder(release.version, str(release.path), dict(release.sha256s))
         apply, deadline = SwapOrder(*_fields(order), apply=True), time.monotonic() + _STAGE_TIMEOUT_SECONDS
-        await self._ask(order)
+        if said := await self._ask(order):
+            return judged("this server", release, said, len(said))
+        seconds = _POLL_SECONDS
         while True:
             rank = self._served.rank
             staged = None if rank is None else rank.staged
@@ -401,9 +433,10 @@ class SchedulerEngine:
                 said = await self._ask(apply)
                 if not any(one.get("reading") for one in said):
                     return judged("this server", release, said, len(said))
+                seconds = min(2 * seconds, _MAX_POLL_SECONDS)  # each question stops the schedulers of all ranks
             if time.monotonic() > deadline:
                 raise EngineError(f"reading {release.version} took over {_STAGE_TIMEOUT_SECONDS:.0f} s")
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(seconds)
 
     async def _ask(self, order: SwapOrder) -> list[Outcome]:
         try:
@@ -454,9 +487,24 @@ def unknown_ways(args: Any) -> list[str]:
         "weights that come after the start (--startup-weight-load-mode overlap)": (
             getattr(args, "startup_weight_load_mode", "serial") == "overlap"
         ),
+        "drafts whose number changes (--speculative-adaptive)": bool(getattr(args, "speculative_adaptive", False)),
         "prefill and decode in two servers (--disaggregation-mode)": args.disaggregation_mode != "null",
     }
     return [name for name, there in facts.items() if there]
+
+
+def quantized(worker: Any) -> list[str]:
+    """How SGLang has quantized the drafter, by default as the policy: it cannot load what is published into that."""
+    option = "--speculative-draft-model-quantization"
+    method = getattr(worker.server_args, "speculative_draft_model_quantization", None)
+    if method not in (None, "unquant"):
+        return [f"a quantized drafter ({option} {method})"]
+    ((_, runner),) = worker.weight_update_runners()
+    for name, module in runner.model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and not type(method).__name__.startswith("Unquantized"):
+            return [f"a quantized drafter ({type(method).__name__} in {name}; {option} unquant leaves it as it is)"]
+    return []
 
 
 def tp_group() -> Any:
@@ -478,6 +526,7 @@ def register(registry: Any, kinds: Any, served: SchedulerLink) -> None:
     """Put the hooks on SGLang's classes; before those of the tap, which numbers a step's weights first."""
     registry.register(f"{WORKER}.__init__", served.made, kinds.AFTER)
     registry.register(f"{WORKER}.forward_batch_generation", COUNTER.launched, kinds.BEFORE)
+    registry.register(f"{SCHEDULER}.init_model_worker", served.workers_made, kinds.AFTER)
     registry.register(f"{SCHEDULER}.run_event_loop", served.started, kinds.BEFORE)
     registry.register(f"{SCHEDULER}.run_event_loop", served.ended, kinds.AFTER)
     registry.register(f"{RECEIVER}._pull_raw_reqs", served.pulled, kinds.AFTER)

@@ -249,7 +249,7 @@ def _check_arrived(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor
         )
         if theirs is None or theirs.shape != weight.shape:
             continue
-        if not torch.equal(theirs.detach().cpu(), weight.to(theirs.dtype)):
+        if not torch.equal(theirs.detach(), weight.to(theirs.device, theirs.dtype)):  # on the device: a swap waits
             raise RuntimeError(f"{name} did not arrive; this SGLang is unknown to the loader")
         arrived += 1
     if arrived < 4:  # fc and three norms are never stacked nor sharded

@@ -49,10 +49,13 @@ REQUEST: Final = "sglang.srt.managers.schedule_batch.Req"
 
 
 class SGLangTap:
-    """The tap of one scheduler's process. All methods are hooks of SGLang's, on its thread."""
+    """The tap of one scheduler's process. All methods are hooks of SGLang's, on its thread.
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        self._settings = settings
+    `follows`: whether this server follows the service, once its workers are made; what that answers begins the tap.
+    """
+
+    def __init__(self, settings: ServiceSettings, follows: Callable[[], bool] = lambda: True) -> None:
+        self._settings, self._follows = settings, follows
         self._worker: Any = None
         self._draws = False
         self._updates: PolicyUpdates | None = None
@@ -93,8 +96,13 @@ class SGLangTap:
 
     def started(self, *_: Any, **__: Any) -> None:
         """SGLang has made its workers."""
-        if self._worker is None and not self.ended:
+        if self.ended:
+            return
+        if self._worker is None:
             self._refuse("this server does not speculate with EAGLE-3 in SGLang's EAGLEWorkerV2")
+        elif not self._follows():
+            self._worker = None  # on all ranks alike: no request is marked
+            self._refuse("this server does not follow the service, so nobody would say when to begin")
 
     def admitted(self, _: Any, request: Any, *__: Any, **___: Any) -> None:
         """SGLang has made a request: one that will be sampled gets a prefix cache of its own.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from drafter.model.eagle3 import Eagle3Drafter
 from rl_hooks.engines.counters import NO_VERSION
 from rl_hooks.engines.protocol import TREES
 from rl_hooks.engines.sglang import inside, loader
-from rl_hooks.engines.sglang.adapter import SGLangEngine, request_payload
+from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.engines.sglang.inside import Outcome, RankDrafter, SchedulerEngine, SchedulerLink, SwapOrder
 from rl_hooks.engines.sglang.memory import MEMORY
 from rl_hooks.engines.sglang.rounds import ServedRounds, StepCounter
@@ -62,7 +63,9 @@ class Updater:
         self.calls.append("begin")
 
     def update_weights_from_tensor(self, named_tensors: list[tuple[str, Tensor]]) -> tuple[bool, str]:
-        self.calls.append("update")
+        (_,) = named_tensors  # all of a call are on the device at once
+        if self.calls[-1] != "update":
+            self.calls.append("update")
         self.model.load_weights(named_tensors)
         return True, "Success"
 
@@ -188,7 +191,14 @@ def test_a_drafter_that_does_not_fit_is_refused_and_the_old_one_stays(scheduler:
 def test_nothing_is_loaded_in_a_trainers_session_nor_into_released_memory(
     scheduler: Scheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = drafter_in(tmp_path / "1", 1)
+    """Nor read: each try would read the whole drafter on all ranks, and keep it in memory."""
+    good, read = drafter_in(tmp_path / "1", 1), list[Path]()
+
+    def reads(model: nn.Module, directory: Path, sha256s: Mapping[str, str]) -> tuple[dict[str, Tensor], str]:
+        read.append(directory)
+        return loader.read_drafter(model, directory, sha256s)
+
+    monkeypatch.setattr(inside, "read_drafter", reads)
     scheduler.weight_updater._session = SimpleNamespace(selector="target")
     with pytest.raises(EngineError, match="session is open"):
         scheduler.swap(good, "v1")
@@ -196,8 +206,18 @@ def test_nothing_is_loaded_in_a_trainers_session_nor_into_released_memory(
     monkeypatch.setattr(MEMORY, "released", True)
     with pytest.raises(EngineError, match="released"):
         scheduler.swap(good, "v1")
-    assert scheduler.worker.updater.calls == []
+    assert (read, scheduler.rank.staged) == ([], None)
     monkeypatch.setattr(MEMORY, "released", False)
+    order = SwapOrder("v1", str(good), {})
+    assert scheduler.rank.stage(order, scheduler.weight_updater) == []
+    assert scheduler.rank.staged is not None
+    assert scheduler.rank.staged.done.wait(20)
+    scheduler.weight_updater._session = SimpleNamespace(selector="target")  # opened while the files were read
+    (said,) = scheduler.rank.apply("v1", scheduler.weight_updater)
+    assert "session is open" in said["failed"]
+    assert scheduler.rank.staged is None
+    assert scheduler.worker.updater.calls == []
+    scheduler.weight_updater._session = None
     scheduler.swap(good, "v1")
     assert scheduler.has(good)
 
@@ -241,9 +261,10 @@ def test_all_ranks_load_or_none(
     bad = drafter_in(tmp_path / "2", 2, not_finite)
     workers, exchange = [Worker(initial), Worker(initial)], Exchange()
     ranks = [RankDrafter(worker, LayerRanks.of_group(ALONE)) for worker in workers]
+    manager = SimpleNamespace(_session=None)
     for number, rank in enumerate(ranks):
         monkeypatch.setattr(rank, "_tell", exchange.tell(number))
-        rank.stage(SwapOrder("v1", str(bad if fault == "read" and number else good), {}))
+        rank.stage(SwapOrder("v1", str(bad if fault == "read" and number else good), {}), manager)
         assert rank.staged is not None
         assert rank.staged.done.wait(20)
     if fault == "load":
@@ -251,7 +272,6 @@ def test_all_ranks_load_or_none(
     elif fault == "not read yet":
         assert ranks[1].staged is not None
         ranks[1].staged.done.clear()
-    manager = SimpleNamespace(_session=None)
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda rank: rank.apply("v1", manager), ranks))
     assert said[0] == said[1], "all know what became of all"
@@ -260,6 +280,7 @@ def test_all_ranks_load_or_none(
     assert all(torch.equal(worker.model.lm_head.weight, heads) for worker in workers)
     assert [rank.version for rank in ranks] == [None, None]
     assert all(rank.loaded for rank in ranks)
+    assert {rank.staged is not None for rank in ranks} == {fault == "not read yet"}, "no memory for what is refused"
     if fault == "not read yet":
         assert ranks[1].staged is not None
         ranks[1].staged.done.set()
@@ -292,6 +313,44 @@ def test_a_drafter_that_another_has_written_over_is_no_versions_until_it_is_swap
     assert scheduler.has(good)
 
 
+def test_a_swap_that_fails_does_not_hide_that_another_has_written(scheduler: Scheduler, tmp_path: Path) -> None:
+    """The order comes with the turn that would have looked."""
+    first, second = drafter_in(tmp_path / "1", 1), drafter_in(tmp_path / "2", 2)
+    scheduler.swap(first, "v1")
+    scheduler.rank.stage(SwapOrder("v2", str(second), {}), scheduler.weight_updater)
+    assert scheduler.rank.staged is not None
+    assert scheduler.rank.staged.done.wait(20)
+    with torch.no_grad():
+        scheduler.worker.model.model.fc.weight.zero_()
+    scheduler.link.written()
+    scheduler.worker.model.break_after = 5
+    said = scheduler.link.ask(SwapOrder("v2", str(second), {}, apply=True))
+    scheduler.turn()
+    assert "half-way" in said.result(0)[0]["failed"]
+    assert scheduler.link.law() == (NO_VERSION, None)
+
+
+def test_the_ranks_are_asked_less_and_less_often_while_one_of_them_reads(
+    scheduler: Scheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, pauses, sleep = [{"ok": False, "reading": True}] * 8, list[float](), asyncio.sleep
+
+    async def slept(seconds: float) -> None:
+        if len(reading) < 8:  # before that this rank reads
+            pauses.append(seconds)
+        await sleep(0.001)
+
+    def tell(outcome: Outcome) -> list[Outcome]:
+        return [outcome, reading.pop() if reading else outcome]
+
+    monkeypatch.setattr(scheduler.rank, "_tell", tell)
+    monkeypatch.setattr(asyncio, "sleep", slept)
+    good = drafter_in(tmp_path / "1", 1)
+    scheduler.swap(good, "v1")
+    assert scheduler.has(good)
+    assert pauses == [0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
+
+
 def test_what_nobody_waits_for_any_more_is_not_sent_and_a_fault_ends_no_turn(
     scheduler: Scheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -322,6 +381,56 @@ def test_a_server_that_runs_another_way_follows_nothing_and_says_so(
     scheduler.link.ended()
     assert scheduler.agent.calls == []
     assert loader.OWNER.refusal is None, "an agent beside it may swap"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"speculative_adaptive": True},
+        {"speculative_draft_model_quantization": "fp8"},
+        {"quantization": "fp8"},  # the drafter is then quantized as the policy
+    ],
+)
+def test_a_drafter_that_cannot_take_what_is_published_is_not_followed_with(
+    tmp_path: Path, way: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    initial = drafter_in(tmp_path / "0", 0)
+    if "quantization" in way:
+        quantized = Worker(initial)
+        quantized.model.model.fc.quant_method = type("Fp8LinearMethod", (), {})()
+        monkeypatch.setattr(sys.modules[__name__], "Worker", lambda *_, **__: quantized)
+    scheduler = Scheduler(initial, **way)
+    assert scheduler.link.rank is None
+    assert "does not follow the service: not with " in caplog.text
+    assert ("--speculative-adaptive" if "speculative_adaptive" in way else "a quantized drafter") in caplog.text
+
+
+def test_what_sglang_leaves_as_it_is_is_not_quantized(tmp_path: Path) -> None:
+    worker = Worker(drafter_in(tmp_path / "0", 0), speculative_draft_model_quantization="unquant")
+    worker.model.model.fc.quant_method = type("UnquantizedLinearMethod", (), {})()
+    assert inside.quantized(worker) == []
+
+
+def test_where_its_agent_cannot_be_made_a_server_starts_and_an_agent_beside_it_may_swap(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_agent() -> Agent:
+        raise ModuleNotFoundError("No module named 'httpx'")
+
+    link = SchedulerLink(SETTINGS, no_agent)
+    link.made(None, Worker(drafter_in(tmp_path / "0", 0)))
+    assert link.rank is None
+    assert (loader.OWNER.refusal, vars(inside)["COUNTER"].served) == (None, None)
+    link.workers_made()
+    link.started()
+    link.ended()
+    assert caplog.text.count("does not follow the service") == 1
+    assert "No module named 'httpx'" in caplog.text
+
+
+def test_a_server_without_eagle_3_says_that_it_does_not_follow(caplog: pytest.LogCaptureFixture) -> None:
+    SchedulerLink(SETTINGS, Agent).workers_made()  # nothing that can follow was made
+    assert "this server does not follow the service: it does not speculate with EAGLE-3" in caplog.text
 
 
 def test_the_agent_lives_as_long_as_the_loop_and_joins_a_new_run_when_the_tap_has_begun(tmp_path: Path) -> None:
@@ -381,7 +490,6 @@ def test_an_agent_beside_it_reads_that_it_is_not_wanted_and_our_loader_refuses(
             asyncio.run(asked(lambda engine: engine.swap(offered)))
     finally:
         server.down()
-    assert request_payload({}), "what it would have sent"
 
 
 class Request:
@@ -443,8 +551,6 @@ def test_rounds_are_kept_by_the_law_of_their_steps_launch_and_by_prompt() -> Non
 def test_hooks_are_put_on_all_that_is_needed_also_where_nothing_is_sampled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import sys
-
     from rl_hooks.agent import sglang
     from rl_hooks.engines.sglang import rounds
 

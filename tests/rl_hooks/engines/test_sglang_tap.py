@@ -577,6 +577,19 @@ def test_a_server_whose_rows_cannot_be_read_says_so_and_goes_on(
     assert caplog.text.count("no features are captured") == 1
 
 
+def test_a_server_that_does_not_follow_marks_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    """A marked request has no other's prefix cache, and nobody would begin to send."""
+    hooks = SGLangTap(SETTINGS, lambda: False)
+    hooks._worker, hooks._draws = object(), True
+    hooks._split = SplitPolicy(served, LayerRanks.of_group(SimpleNamespace(world_size=1)))
+    hooks.started()
+    request = Req("r", [1, 2])
+    hooks.admitted(None, request)
+    assert request.extra_key is None
+    assert hooks.ended
+    assert "this server does not follow the service" in caplog.text
+
+
 def test_a_server_that_does_not_speculate_says_that_nothing_is_captured(caplog: pytest.LogCaptureFixture) -> None:
     hooks = SGLangTap(SETTINGS)
     hooks.started()
