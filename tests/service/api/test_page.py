@@ -37,8 +37,6 @@ from service.monitor.metrics import RunSnapshot
 from service.monitor.records import DrafterSums, LaneGauges
 from service.monitor.worth import AtBatch, Worth, step_speedup
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian package chromium)")
-
 
 class Document(HTMLParser):
     """Text by id, and the elements that the tests count."""
@@ -77,6 +75,8 @@ class Document(HTMLParser):
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One Chromium for all pages here."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine (Debian package chromium)")
     with running_browser(tmp_path_factory.mktemp("chromium") / "profile") as started:
         yield started
 
@@ -107,7 +107,6 @@ def test_each_metric_that_the_page_reads_exists() -> None:
     assert read <= known
 
 
-@needs_browser
 def test_a_script_that_got_into_the_page_does_not_run(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = "<script>document.body.dataset.stolen = 'yes'</script><img src='data:,' onerror=\"document.title = 'no'\">"
     monkeypatch.setattr(page_fixtures, "page_html", lambda: page_html().replace("</body>", mine + "</body>"))
@@ -119,7 +118,6 @@ def test_a_script_that_got_into_the_page_does_not_run(browser: Browser, monkeypa
     assert "tokens per round" in Document(dom).texts["headline"], "its own script ran"
 
 
-@needs_browser
 def test_a_run_is_drawn_with_its_series_marks_and_headline(browser: Browser) -> None:
     snapshot = sample_run(60)
     page = show(snapshot, browser)
@@ -149,7 +147,6 @@ def test_a_run_is_drawn_with_its_series_marks_and_headline(browser: Browser) -> 
     assert page.texts["connection"] == "live"
 
 
-@needs_browser
 def test_drafters_are_compared_on_rollouts_that_all_were_scored_on(browser: Browser) -> None:
     """The worker passed over the newest policy versions, on which the served drafter is far better than before."""
     snapshot = sample_run(30)
@@ -190,7 +187,6 @@ def of_versions(ratio: float, served: str = "v2") -> RunSnapshot:
     return replace(stored((), worker={"heartbeat": time.time()}, latest=latest), scores=best)
 
 
-@needs_browser
 def test_rounds_saved_have_an_interval_and_none_are_said_where_that_holds_none(browser: Browser) -> None:
     better = of_versions(1.25)
     now = better.current
@@ -208,7 +204,6 @@ def test_rounds_saved_have_an_interval_and_none_are_said_where_that_holds_none(b
     assert "Publication lag–not compared yet" in replaced
 
 
-@needs_browser
 @pytest.mark.parametrize(("ratio", "words"), [(0.8, "behind v1; chance alone makes up to"), (0.99, "no more than")])
 def test_a_publication_lag_stands_beside_what_chance_makes(ratio: float, words: str, browser: Browser) -> None:
     snapshot = of_versions(ratio)
@@ -221,7 +216,6 @@ def test_a_publication_lag_stands_beside_what_chance_makes(ratio: float, words: 
     assert f"{chance:.2f}" in tile.partition("Headroom")[0]
 
 
-@needs_browser
 def test_a_published_version_says_what_was_promised_and_what_was_realised(browser: Browser) -> None:
     gate = {"gain": 0.14, "promised": 0.12, "low": 0.02}
     event = {"policy_version": 1, "version": "v000002-bb", "sequence": 2, "time": 10.0}
@@ -245,7 +239,6 @@ def test_a_published_version_says_what_was_promised_and_what_was_realised(browse
     assert "realised" not in unknown
 
 
-@needs_browser
 def test_charts_are_described_in_words_and_reachable_by_keyboard(browser: Browser) -> None:
     page = show(sample_run(12), browser)
     charts = [a for tag, a in page.elements if tag == "svg" and a.get("role") == "img"]
@@ -256,7 +249,6 @@ def test_charts_are_described_in_words_and_reachable_by_keyboard(browser: Browse
     assert all(a.get("aria-pressed") == "true" for tag, a in page.elements if tag == "button" and "aria-pressed" in a)
 
 
-@needs_browser
 @pytest.mark.parametrize("policies", [1, 3, 500])
 def test_few_and_many_policy_versions_are_drawn_without_nonsense(policies: int, browser: Browser) -> None:
     page = show(sample_run(policies), browser)
@@ -268,7 +260,6 @@ def test_few_and_many_policy_versions_are_drawn_without_nonsense(policies: int, 
     assert len(page.elements) < 3000
 
 
-@needs_browser
 def test_before_the_first_rollout_it_says_how_to_begin(browser: Browser) -> None:
     page = show(sample_run(0), browser)
     assert page.texts["headline"] == "Waiting for the first rollouts."
@@ -278,7 +269,6 @@ def test_before_the_first_rollout_it_says_how_to_begin(browser: Browser) -> None
     assert not page.hidden("empty")
 
 
-@needs_browser
 def test_a_dead_drafter_is_the_headline(browser: Browser) -> None:
     sums = DrafterSums.of([38.0, 41.0], [10.0, 10.0])
     snapshot = stored(
@@ -300,7 +290,6 @@ def test_a_dead_drafter_is_the_headline(browser: Browser) -> None:
     assert page.having("id", "headline")[0]["data-tone"] == "bad"
 
 
-@needs_browser
 def test_a_drift_alarm_is_the_headline(browser: Browser) -> None:
     sums = DrafterSums.of([30.0, 31.0], [10.0, 10.0])
     scores = [{"policy_version": 4, "served": sums, "frozen": sums, "created": 1.0}]
@@ -310,7 +299,6 @@ def test_a_drift_alarm_is_the_headline(browser: Browser) -> None:
     assert "fast lane at 116 %" in page.texts["tiles"]
 
 
-@needs_browser
 def test_a_drift_alarm_says_what_fell_below_what(browser: Browser) -> None:
     """Also of a drafter far above the frozen one: not that it is below the level that the run began with."""
     sample = sample_run(20)
@@ -321,7 +309,6 @@ def test_a_drift_alarm_says_what_fell_below_what(browser: Browser) -> None:
     assert "began with" not in page.texts["main"]
 
 
-@needs_browser
 def test_missing_numbers_are_dashes_and_never_zero(browser: Browser) -> None:
     served = DrafterSums.of([30.0, 31.0], [10.0, 10.0])
     page = show(stored(scores=[{"policy_version": 0, "served": served}]), browser)
@@ -331,7 +318,6 @@ def test_missing_numbers_are_dashes_and_never_zero(browser: Browser) -> None:
     assert {a["data-series"] for a in page.having("data-series")} == {"served"}
 
 
-@needs_browser
 def test_names_and_reasons_from_outside_stay_text(browser: Browser) -> None:
     hostile = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     snapshot = sample_run(3)
@@ -341,7 +327,6 @@ def test_names_and_reasons_from_outside_stay_text(browser: Browser) -> None:
     assert not [a for tag, a in page.elements if tag == "img"]
 
 
-@needs_browser
 def test_a_service_that_wants_a_token_is_asked_for_politely(browser: Browser) -> None:
     page = show(sample_run(3), browser, status=401)
     assert not page.hidden("token")
@@ -349,7 +334,6 @@ def test_a_service_that_wants_a_token_is_asked_for_politely(browser: Browser) ->
     assert "a token with the scope read is needed" in page.texts["connection"]
 
 
-@needs_browser
 def test_another_run_is_chosen_by_the_address_and_offered_in_the_picker(browser: Browser) -> None:
     with serving({"default": sample_run(3), "second": sample_run(5, seed=4)}) as url:
         page = browse(f"{url}/?run=second", browser)
@@ -358,7 +342,6 @@ def test_another_run_is_chosen_by_the_address_and_offered_in_the_picker(browser:
     assert "policy 4" in page.texts["tiles"]
 
 
-@needs_browser
 def test_the_picker_says_which_of_many_runs_is_in_trouble(browser: Browser) -> None:
     silent = sample_run(5)
     worker = silent.worker.model_copy(update={"heartbeat": time.time() - 7200})
@@ -373,7 +356,6 @@ def test_the_picker_says_which_of_many_runs_is_in_trouble(browser: Browser) -> N
     assert picked.texts["headline"].startswith("Worker silent")
 
 
-@needs_browser
 def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(browser: Browser) -> None:
     asked: list[str] = []
     with serving({"mine": sample_run(3)}, asked=asked) as url:
@@ -388,7 +370,6 @@ def test_without_a_default_run_it_shows_the_one_there_is_or_how_to_begin(browser
         assert gone.texts["detail"] == "No run has been registered yet."
 
 
-@needs_browser
 def test_who_asks_for_a_run_that_is_not_there_is_offered_those_that_are(browser: Browser) -> None:
     with serving({"mine": sample_run(3)}) as url:
         page = browse(f"{url}/?run=mnie", browser)
@@ -398,7 +379,6 @@ def test_who_asks_for_a_run_that_is_not_there_is_offered_those_that_are(browser:
     assert not page.hidden("picker")
 
 
-@needs_browser
 def test_engines_that_draft_by_other_methods_are_compared(browser: Browser) -> None:
     snapshot = sample_run(40, others={"ngram": 1.31, "mtp": 1.78})
     page = show(snapshot, browser)
@@ -417,7 +397,6 @@ def test_engines_that_draft_by_other_methods_are_compared(browser: Browser) -> N
     assert "live mtp" in page.texts["legend"]
 
 
-@needs_browser
 def test_each_engine_says_how_it_compares_with_replay_and_what_speculation_brings(browser: Browser) -> None:
     found = sample_run(20)
     sick = EngineVerdict("engine-0", "stale weights", "live α 1.20 over 4,000 rounds: it began in the middle")
@@ -432,7 +411,6 @@ def test_each_engine_says_how_it_compares_with_replay_and_what_speculation_bring
     assert unknown.hidden("worth-card")
 
 
-@needs_browser
 def test_what_speculation_is_worth_is_shown_at_each_batch_size(browser: Browser) -> None:
     batches = (AtBatch(1, 3, 2.0, 1.9), AtBatch(8, 2, 1.5, 1.25), AtBatch(64, 0, 1.0, 0.8))
     worth = Worth(None, 3, batches, 64, ((1, 8, 3), (9, 64, 0)))
@@ -455,7 +433,6 @@ def test_what_speculation_is_worth_is_shown_at_each_batch_size(browser: Browser)
     assert partial.texts["worth-text"] == "No list for vLLM: a batch size in between is unknown."
 
 
-@needs_browser
 def test_without_engines_nothing_is_compared(browser: Browser) -> None:
     assert show(sample_run(5, live=False), browser).hidden("servers-card")
 
@@ -469,7 +446,6 @@ def came(entry: int, policy_version: int, alpha: float, **more: Any) -> dict[str
     return {**served, "entry_id": f"{entry}-0", "created": entry / 1000, "rollouts": 2, **more}
 
 
-@needs_browser
 def test_tiles_and_headline_follow_a_trainer_that_went_back(browser: Browser) -> None:
     scores = [came(1000 + v, v, 3.0) for v in range(8)] + [came(2003, 3, 1.5), came(2004, 4, 1.7)]
     page = show(stored(scores), browser)
@@ -479,7 +455,6 @@ def test_tiles_and_headline_follow_a_trainer_that_went_back(browser: Browser) ->
     assert [a["data-now"] for a in page.having("data-now")] == ["4"]
 
 
-@needs_browser
 def test_one_absurd_policy_version_leaves_room_for_the_others_in_the_chart(browser: Browser) -> None:
     scores = [came(1000 + v, v, 3.0 + v / 10) for v in range(8)]
     scores += [came(2000, 999_999_999_999_999, 2.0), came(2001, 8, 3.9)]
@@ -494,14 +469,12 @@ def test_one_absurd_policy_version_leaves_room_for_the_others_in_the_chart(brows
     assert across == sorted(across)
 
 
-@needs_browser
 def test_live_alpha_is_not_shown_on_few_rounds(browser: Browser) -> None:
     few = {"reporter": "e", "policy_version": 4, "rounds": 9, "accepted_tokens": 11, "created": time.time()}
     page = show(stored([came(1000, 4, 3.0)], [few]), browser)
     assert "Live in engines–9 rounds: too few" in page.texts["tiles"]
 
 
-@needs_browser
 def test_what_a_person_does_with_a_version_is_drawn_where_the_run_was_then(browser: Browser) -> None:
     event = {
         "event": "rolled_back",
@@ -526,7 +499,6 @@ def test_what_a_person_does_with_a_version_is_drawn_where_the_run_was_then(brows
     assert "v000005 released at policy 7" in page.texts["events"]
 
 
-@needs_browser
 def test_attempts_of_a_trainer_are_shown_one_at_a_time(browser: Browser) -> None:
     first, again = ([came(start + v, v, alpha) for v in range(40)] for start, alpha in ((1000, 3.0), (2000, 2.0)))
     events = [
@@ -554,7 +526,6 @@ def test_attempts_of_a_trainer_are_shown_one_at_a_time(browser: Browser) -> None
     assert show(stored(first), browser).hidden("attempts"), "one needs no choice"
 
 
-@needs_browser
 def test_an_attempt_without_events_does_not_say_that_nothing_was_ever_published(browser: Browser) -> None:
     first, again = ([came(start + v, v, 3.0) for v in range(30)] for start in (1000, 2000))
     event = {"event": "published", "time": 1.01, "version": "v000001-aaaaaaaa", "sequence": 1, "policy_version": 3}
@@ -566,7 +537,6 @@ def test_an_attempt_without_events_does_not_say_that_nothing_was_ever_published(
     assert "Nothing published or refused yet." in show(stored(first), browser).texts["events"]
 
 
-@needs_browser
 def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_old(browser: Browser) -> None:
     with serving({"default": sample_run(30)}, answers=2) as url:
         page = browse(url, browser, seconds=20)
@@ -578,7 +548,6 @@ def test_a_service_that_is_gone_is_the_headline_and_what_is_shown_is_marked_as_o
     assert not page.hidden("full")
 
 
-@needs_browser
 def test_a_service_that_was_never_there_is_not_waited_for_in_green(browser: Browser) -> None:
     with serving({"default": sample_run(3)}, answers=0) as url:
         page = browse(url, browser, seconds=20)
@@ -593,7 +562,6 @@ def tone(page: Document) -> tuple[str, str]:
     return page.having("id", "headline")[0]["data-tone"], page.having("id", "connection")[0]["data-state"]
 
 
-@needs_browser
 def test_a_stopped_worker_is_the_headline_and_nothing_is_green(
     bench: Bench,
     serve: Callable[..., RunningService],
@@ -620,7 +588,6 @@ def test_a_stopped_worker_is_the_headline_and_nothing_is_green(
     assert "Workersilent" in page.texts["tiles"]
 
 
-@needs_browser
 def test_why_the_worker_refuses_a_run_is_the_headline(
     bench: Bench, serve: Callable[..., RunningService], browser: Browser, tmp_path: Path
 ) -> None:
@@ -635,7 +602,6 @@ def test_why_the_worker_refuses_a_run_is_the_headline(
     assert tone(page) == ("bad", "bad")
 
 
-@needs_browser
 def test_a_run_whose_batches_all_died_says_why(
     bench: Bench, serve: Callable[..., RunningService], browser: Browser
 ) -> None:
@@ -654,7 +620,6 @@ def test_a_run_whose_batches_all_died_says_why(
     assert page.hidden("empty")
 
 
-@needs_browser
 def test_a_run_from_scratch_says_how_many_tokens_its_vocabulary_waits_for(
     bench: Bench, serve: Callable[..., RunningService], browser: Browser, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -678,7 +643,6 @@ def test_a_run_from_scratch_says_how_many_tokens_its_vocabulary_waits_for(
     assert "draftalign_vocabulary" not in httpx.get(f"{api.url}/metrics").text
 
 
-@needs_browser
 @pytest.mark.parametrize(("password", "drawn"), [("engine-secret", True), ("wrong", False)])
 def test_behind_tokens_a_password_opens_the_page_and_alpha_is_drawn(
     serve: Callable[..., RunningService], redis_client: Redis, browser: Browser, password: str, drawn: bool
@@ -697,7 +661,6 @@ def test_behind_tokens_a_password_opens_the_page_and_alpha_is_drawn(
         assert not page.hidden("full")
 
 
-@needs_browser
 def test_a_page_that_stays_open_reads_what_changed_and_shows_all(
     serve: Callable[..., RunningService], redis_client: Redis, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
