@@ -168,3 +168,15 @@ def test_a_service_that_is_away_costs_no_request(
         assert len(server.generate([1, 5, 9])) > 0
         eventually(lambda: "joining run 'live' failed" in server.log_end(), 30)
         assert len(server.generate([1, 5, 9])) > 0
+
+
+def test_where_its_agent_cannot_be_made_no_rank_follows_and_all_start(
+    serve: Callable[..., RunningService], drafters: Path, tmp_path: Path
+) -> None:
+    variables = {"DRAFTALIGN_PUBLIC_KEYS": "", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with following(serve(), drafters, tmp_path, "--tp-size", "2", **variables) as server:
+        assert len(server.generate([1, 5, 9])) > 0
+        said = server.log.read_text(errors="replace")
+        assert said.count("this server does not follow the service: ") == 2, "once on each rank"
+        assert said.count("draftalign: no features are captured: ") == 2
+        assert "draftalign_follows" not in server.client.get("/server_info").text
