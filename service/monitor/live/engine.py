@@ -133,8 +133,7 @@ class Scan:
 
     def __init__(self, replays: Replays, *, outliers: bool = True) -> None:
         self._replays, self._outliers = replays, outliers
-        self.rounds = 0.0
-        self._tokens = self._expected = 0.0
+        self._tokens = self._expected = self._rounds = 0.0
         self._squares = self._outlier = 0.0  # variance of the tokens; tokens that one prompt may be off
         self._of: defaultdict[int, float] = defaultdict(float)
 
@@ -153,10 +152,10 @@ class Scan:
         self._outlier = max(self._outlier, outlier * self._outliers)
         self._tokens += matched.tokens
         self._expected += matched.expected
-        self.rounds += matched.rounds
+        self._rounds += matched.rounds
         ratio = max(self._tokens, 1.0) / self._expected
         variance = (self._squares + (self._outlier / SIGMAS) ** 2) / self._expected**2
-        rounds, error = self.rounds, math.sqrt(max(variance, _LEAST))
+        rounds, error = self._rounds, math.sqrt(max(variance, _LEAST))
         return Stretch(int(rounds), self._tokens / rounds, self._expected / rounds, math.log(ratio), error)
 
 
@@ -279,11 +278,9 @@ def _change(
     """
     begin = 0
     while True:
-        scan, stretches, told = Scan(replays), list[Stretch](), list[int]()
-        for at, one in enumerate(reversed(matched[begin:])):
-            stretches.append(scan.add(one))
-            if scan.rounds >= rule.min_rounds:
-                told.append(at)
+        scan = Scan(replays)
+        stretches = [scan.add(one) for one in reversed(matched[begin:])]
+        told = [i for i, stretch in enumerate(stretches) if stretch.rounds >= rule.min_rounds]
         if not told:
             return begin, "healthy", stretches[-1]
         fallen = [
