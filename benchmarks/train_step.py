@@ -214,7 +214,7 @@ def _status(field: str) -> int:
 
 
 def _gpu(cell: dict[str, Any], response: float, timed: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """Response tokens per second on one GPU, and its share of 790 TFLOP/s by the count of docs/lab/performance.md.
+    """Response tokens per second on one GPU, and its share of 790 TFLOP/s by the count of docs/lab/gpu.md.
 
     `timed` is `_timed`: what a test without a GPU replaces.
     """

@@ -43,7 +43,7 @@ NO_SUCH_RUN: Final = "urn:draftalign:no-such-run"
 #: Problem types that last until a person acts. Such a request is sent again, at this interval.
 _TAKES_A_PERSON: Final = ("urn:draftalign:too-many-runs", "urn:draftalign:run-damaged")
 _PERSON_SECONDS: Final = 60.0
-#: A smaller file costs the API less if the API itself takes it: docs/lab/performance.md.
+#: A smaller file costs the API less if the API itself takes it: docs/lab/uploads.md.
 _SMALLEST_DIRECT_BYTES: Final = 8 << 20
 #: How long files go through the API after the store could not be used.
 _STORE_AWAY_SECONDS: Final = 300.0

@@ -28,8 +28,8 @@ from service.monitor.worth import step_speedup
 from service.settings import Settings
 
 Basis = Literal["arithmetic", "measured on two cores", "measured on one H200", "assumed"]
-#: Measured on two shared cores (docs/lab/performance.md): CPU seconds of the API for a GiB, a post, a report of an
-#: engine, a push to one; idle.
+#: Measured on two shared cores (docs/lab/uploads.md, docs/lab/events.md): CPU seconds of the API for a GiB, a post, a
+#: report of an engine, a push to one; idle.
 INGEST_CPU: Final = 1.0
 POST_CPU: Final = 0.0025
 IDLE_CPU: Final = 0.003

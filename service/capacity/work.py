@@ -14,7 +14,7 @@ from rl_hooks.format.eagle3 import DrafterConfig, tensor_shapes
 from service.capacity.sizes import DIRECT_BYTES, GIB, Deployment, batches, sent_file
 from service.settings import Settings
 
-#: What a GPU does of a training's operations in a worker: one H200 (docs/lab/performance.md, "The whole worker").
+#: What a GPU does of a training's operations in a worker: one H200 (docs/lab/gpu.md, "The whole worker").
 GPU_TFLOPS: Final = 470.0
 #: Of that rate, what it does of scoring: files are read and checked in that time.
 _SCORING: Final = 0.35
@@ -31,7 +31,7 @@ MOST_RANKS: Final = 64
 #: judges, packs, writes checkpoints (docs/lab/machines.md, "Several GPUs").
 _ALONE: Final = 0.24
 #: Seconds of a processor for a GiB that the worker brings from an object store: its SHA-256, as the sender computes it
-#: (docs/lab/performance.md, "Rollouts by an object store").
+#: (docs/lab/uploads.md, "Rollouts by an object store").
 DIGEST_CPU: Final = 0.58
 
 

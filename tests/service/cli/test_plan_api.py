@@ -53,7 +53,7 @@ def test_from_the_size_on_from_which_a_hook_uses_the_store_the_plan_does() -> No
 
 @pytest.mark.parametrize(("tokens", "measured_ms"), [(1024, 19.1), (64, 7.9)])
 def test_a_file_costs_the_api_what_was_measured(tokens: int, measured_ms: float) -> None:
-    """docs/lab/performance.md, "Rollouts by an object store": 64 MiB by the store, 4 MiB through the API."""
+    """docs/lab/uploads.md, "Rollouts by an object store": 64 MiB by the store, 4 MiB through the API."""
     file = traffic(replace(GIVEN, tokens=tokens), **STORE)
     assert file.file_cpu * 1000 == pytest.approx(measured_ms, rel=0.25)
 
@@ -62,7 +62,7 @@ def test_a_file_costs_the_api_what_was_measured(tokens: int, measured_ms: float)
 def test_a_head_costs_the_api_what_was_measured(
     mib: int, alone_ms: float, in_a_store_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/lab/performance.md, "What the plan takes a head and a download for"; this and the next test."""
+    """docs/lab/uploads.md, "What the plan takes a head and a download for"; this and the next test."""
     monkeypatch.setattr("service.capacity.estimate.head_bytes", lambda _: mib << 20)
     given = replace(GIVEN, head_share=1.0)
     planned = [traffic(given, **urls).head_cpu * 1000 for urls in ({}, STATE)]
