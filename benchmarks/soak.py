@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak --minutes 60 --rate 640 [--tokens 200] [--json soak.json] [--plot soak.png]
     python -m benchmarks.soak --bounded                                     all that is bounded is full after minutes
-    python -m benchmarks.soak --table soak.json --plot soak.png                 draw and judge a run that was kept
+    python -m benchmarks.soak --table soak.json --plot soak.png             draw and judge a run that was kept
 
 `--rate` rollouts a minute come in files of 8 rollouts of `--tokens` tokens, on a clock: a POST that is late counts from
 when it was due. Beside them one reader asks for /metrics, /alpha and /drafters every 5 s, and an engine reports. Every
