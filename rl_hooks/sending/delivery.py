@@ -7,6 +7,7 @@
 | nothing: a body raises `WrongTargetError` | nothing more is sent, all of it counts as dropped |
 | `run-closed` to anything | a person drains or archived the run: the same |
 | `no-such-run` after the registration was refused | nobody else has registered the run: the same |
+| `no-such-run` after it was accepted | dropped; `lost` asks for another registration |
 | 429, 5xx, no connection, not HTTP | retried after a backoff with jitter or after Retry-After, while patience lasts |
 | 401, 403, and any refusal by a proxy, of a job with `keep` | the same without an end: a person may mend it |
 | `too-many-runs`, `run-damaged` | a person has to act: the same, but after a minute |
@@ -50,6 +51,7 @@ _STORE_AWAY_SECONDS: Final = 300.0
 _THROUGH: Final = "Rollouts go through the service's API for five minutes, then it is tried again"
 _STOPPED: Final = "This process sends nothing until it is attached again; its own work goes on"
 _AGAIN: Final = "It is tried again, and training goes on"
+_GONE: Final = "This process had registered it: it was deleted since, or the service has another state directory"
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: the trainer's draws must stay as they are
 
 
@@ -102,12 +104,14 @@ class ServiceClient:
     refused: bool = False
     #: The service has answered the registration: the run existed.
     joined: bool = False
+    #: The run that was registered from here is there no more.
+    lost: bool = False
     #: What the run's next files may be.
     wanted: FilesWanted = FilesWanted()
     #: Why the worker refused the newest dead batch of the run.
     last_dead_reason: str = field(init=False, default="")
-    #: Why the service refused to register the run; empty while it has not.
-    _not_registered: str = field(init=False, default="")
+    #: Why the service refused to register the run; empty: it took it; None: it has not answered yet.
+    _not_registered: str | None = field(init=False, default=None)
     _dead_total: int | None = field(init=False, default=None)  # of the newest answer
     _store_away_until: float = field(init=False, default=-math.inf)  # monotonic
 
@@ -181,7 +185,7 @@ class ServiceClient:
         if 200 <= reply.status < 300:
             fields = reply.fields
             if registers:
-                self._not_registered = ""  # an earlier try was refused
+                self._not_registered, self.lost = "", False  # an earlier try was refused
                 self.joined = reply.status == 200
             warning = fields.get("warning")
             if isinstance(warning, str) and warning:
@@ -204,7 +208,11 @@ class ServiceClient:
         if self.refused or (reply.status == 409 and (registers or kind == _CLOSED)):
             self.refused = True
             text += f". {_STOPPED}"
-        passes = not self.refused and _may_pass(job, reply.status, kind)
+        gone = kind == NO_SUCH_RUN and self._not_registered == ""
+        if gone:
+            self.lost = True
+            text += f". {_GONE}"
+        passes = not self.refused and not gone and _may_pass(job, reply.status, kind)
         if passes and kind == NO_SUCH_RUN:
             text += ". It is tried again: rank 0 registers the run in its first forward"
         elif passes:

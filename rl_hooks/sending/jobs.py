@@ -48,6 +48,10 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self.waiting) + (self._sending is not None)
 
+    def has(self, path: str) -> bool:
+        """Whether a job of this path waits, or is being sent."""
+        return any(job is not None and job.path == path for job in (*self.waiting, self._sending))
+
     def put(self, job: Job) -> int:
         """Add a job, which must fit into an empty queue; returns how many rollouts were dropped to make room."""
         dropped = 0

@@ -22,7 +22,7 @@ from urllib.parse import quote
 from rl_hooks import wire
 from rl_hooks.sending.delivery import ServiceClient
 from rl_hooks.sending.exchange import Origin, RunService
-from rl_hooks.sending.jobs import Job, JobQueue, Parts
+from rl_hooks.sending.jobs import Job, JobQueue, Parts, run_path
 from rl_hooks.sending.standing import Standing
 from rl_hooks.sending.tally import Tally, log_warning
 
@@ -114,6 +114,12 @@ class RolloutSender:
     def refused(self) -> bool:
         """Whether the service answered that the run is another policy's, closed or missing: nothing more is sent."""
         return self._delivery.refused
+
+    @property
+    def lost(self) -> bool:
+        """Whether the run that was registered from here is there no more, and no queued job registers it again."""
+        with self._guard():
+            return self._delivery.lost and not self._queue.has(run_path(self.run))
 
     @property
     def file_bytes(self) -> int:

@@ -191,8 +191,9 @@ class DrafterHook(TrainerHook):
         self._looked_for_dropout = False
         features = FeatureCapture(model, told.aux_layers, layers_path=told.layers_path, norm_path=told.norm_path)
         layers = features.aux_layers
+        register = partial(self._registration, model, layers, told.logit_map)
         try:
-            run = self._registration(model, layers, told.logit_map)
+            run = register()
         except BaseException:
             features.close()
             raise
@@ -203,11 +204,10 @@ class DrafterHook(TrainerHook):
             self.sender, self.tally, self.session, told, run.fingerprint, layers, run.logit_map, agreement
         )
         # Rank 0 registers the run, and sends the head for all.
-        registrar = (
-            None if told.rank else Registrar(model, run, self.sender, self.tally, self.session, told.head_tolerance)
-        )
+        about = (self.sender, self.tally, self.session, told.head_tolerance)
+        self._registrar = None if told.rank else Registrar(model, register, run, *about)
         self._reader = ForwardReader(
-            model, features, agreement, self._staging, registrar, own_log_probs=told.own_log_probs
+            model, features, agreement, self._staging, self._registrar, own_log_probs=told.own_log_probs
         )
 
     @property
@@ -230,6 +230,8 @@ class DrafterHook(TrainerHook):
             yield
             return
         self.session.saw(version)
+        if self._registrar is not None:
+            self.guard(self._registrar.renew, version)
         plan = self.guard(plan_batch, self.ids, self._choice, arguments)
         # Copied before the forward, because a copy inside would make the device wait.
         targets = None if plan is None else self.guard(self._staging.targets, plan, arguments.input_ids.device)

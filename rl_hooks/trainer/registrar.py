@@ -11,7 +11,7 @@ for. Where the verdict is bad, no rollout of this hook is sent. What an engine's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -67,25 +67,38 @@ class Registrar:
     def __init__(
         self,
         model: nn.Module,
+        make: Callable[[], RunRegistration],
         registration: RunRegistration,
         sender: RolloutSender,
         tally: Tally,
         session: Session,
         tolerance: float,
     ) -> None:
+        """`registration`: what `make` has returned; it is called again where the service has lost the run."""
         #: None once it is queued, because it holds the embedding, the head and the initial drafter.
-        self._registration: RunRegistration | None = registration
+        self._registration: RunRegistration | None = None
+        self._model, self._make = model, make
         self._sender = sender
         self._tally = tally
         self._tolerance = tolerance
         self._session = session
         self._updates: HeadUpdates | None = None
         self._embedding: WholeWeight[None] | None = None
+        self._begin(registration, int(registration.metadata["policy_version"]))
+
+    def renew(self, policy_version: int) -> None:
+        """Register the run again, with the weights of now, if it was registered and is there no more."""
+        if self._registration is None and self._sender.lost:
+            self._begin(self._make(), policy_version)
+            self._tally.warn("renewed", "the service has lost the run: it is registered again")
+
+    def _begin(self, registration: RunRegistration, policy_version: int) -> None:
+        self._registration, self._updates = registration, None
         if registration.complete:
-            self._register(registration, head_weight(model), int(registration.metadata["policy_version"]))
+            self._register(registration, head_weight(self._model), policy_version)
         elif "embed_tokens" not in registration.tensors:
-            inner: Any = unwrap(model)
-            self._embedding = WholeWeight(partial(embedding_weight, model), [inner.get_input_embeddings()])
+            inner: Any = unwrap(self._model)
+            self._embedding = WholeWeight(partial(embedding_weight, self._model), [inner.get_input_embeddings()])
 
     def wants(self, policy_version: int) -> bool:
         """Whether it needs this version's head: to register the run, or because the head may have moved."""
@@ -111,7 +124,6 @@ class Registrar:
         if (waiting := self._registration) is not None:
             waiting.add_head(head_VH)
             if waiting.complete:
-                waiting.metadata["policy_version"] = str(policy_version)
                 self._register(waiting, head_VH, policy_version)
                 self.close()
             return
@@ -131,6 +143,6 @@ class Registrar:
 
     def _register(self, complete: RunRegistration, head_VH: Tensor, policy_version: int) -> None:
         self._updates = HeadUpdates(head_VH, self._tolerance, policy_version)
-        complete.metadata |= self._session.of_run()
+        complete.metadata |= {"policy_version": str(policy_version), **self._session.of_run()}
         self._sender.submit_job(complete.job(self._sender.run))
         self._registration = None

@@ -333,6 +333,30 @@ def test_a_trainer_that_begins_while_a_run_of_its_name_is_deleted_waits_for_the_
     assert (stats["sent"], stats["dropped_error"]) == (2, 0), "its registration and a batch"
 
 
+def test_a_run_that_the_service_has_lost_is_registered_again_by_the_trainer_that_goes_on(
+    serve: Callable[..., RunningService], bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, model = serve(), tiny(tied=False)
+    with attaching(service.url) as attach:
+        hook = attach(model)
+        step(hook, model, 0)
+        assert service.client.delete("/runs/default").status_code == 204
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        step(hook, model, 1)  # tells the hook; its rollouts are lost
+        assert not service.client.get("/runs").json()["runs"]
+        for version in (2, 3):
+            step(hook, model, version)
+        stats = hook.stats()
+    run = service.client.get("/runs/default").json()
+    assert (run["policy_version"], run["rollouts"]["waiting"]) == (2, 2)
+    # The registration has the head of version 2, so nothing more was sent of it.
+    assert (stats["sent"], stats["dropped_error"], stats["failures"]) == (2 + 3, 2, 0), stats
+    assert said(caplog, "was deleted since, or the service has another state") == 2
+    bench.drain(bench.worker())
+    assert largest_gap(bench) < 0.02
+
+
 def test_an_initial_drafter_that_comes_too_late_is_named_in_the_trainers_log(
     attach: Attach, bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 import torch
 from capture_fixtures import LENGTHS, TEMPERATURE, gathered, inputs, logprob_gap, run_once, sent_file
-from hooks_fixtures import HIDDEN, VOCAB, Padded, Receiver, as_float, mapped, names_of, padded_batch
+from hooks_fixtures import HIDDEN, VOCAB, Answer, Padded, Received, Receiver, as_float, mapped, names_of, padded_batch
 from hooks_fixtures import tiny_qwen3 as tiny
 from ports import free_port
 from torch import nn
@@ -25,6 +25,7 @@ import rl_hooks
 from rl_hooks import trl, wire
 from rl_hooks.errors import RolloutError
 from rl_hooks.hook import DrafterHook
+from rl_hooks.sending.delivery import NO_SUCH_RUN
 from rl_hooks.sending.sampling import sampling_position
 from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.base import COUNTERS, HookKeywords, HookOptions
@@ -624,6 +625,31 @@ def test_a_head_that_is_whole_only_while_it_runs_is_read_then(service: Receiver,
     # The weights are those of the first captured forward, and so of its version.
     assert puts[1].header.metadata["policy_version"] == ("0" if early else "3")
     hook.close()
+
+
+def test_a_run_that_was_lost_is_registered_again_where_the_head_is_whole_only_while_it_runs(
+    service: Receiver, tmp_path: Path
+) -> None:
+    model, batch, there = tiny(tied=False), padded_batch(LENGTHS), set[str]()
+
+    def answer(request: Received) -> Answer:
+        if request.method == "PUT":
+            there.add(request.path)
+        return (202, {}, {}) if "/runs/r" in there else (404, {}, {"type": NO_SUCH_RUN})
+
+    service.answer = answer
+    gathered(model, model.lm_head.weight.data)
+    with DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), strict=True) as hook:
+        for version in range(4):
+            if version == 1:
+                there.clear()
+            run_once(hook, model, batch, version)
+            assert hook.flush(20)
+    puts = [mapped(one, tmp_path) for one in service.requests if one.path == "/runs/r"]
+    assert [one.header.metadata["policy_version"] for one in puts] == ["0", "2"]
+    for name in ("lm_head", "embed_tokens"):
+        assert np.array_equal(puts[0].array(name), puts[1].array(name))
+    assert hook.stats()["dropped_error"] == 2, "the head of version 1 and its rollouts"
 
 
 def test_a_head_that_is_never_whole_costs_one_warning_and_asks_for_log_probabilities(
