@@ -11,10 +11,12 @@ for. Where the verdict is bad, no rollout of this hook is sent. What an engine's
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -25,6 +27,10 @@ from rl_hooks.sending.tally import Tally
 from rl_hooks.trainer.plan import VersionOrder
 from rl_hooks.trainer.session import Session
 from rl_hooks.trainer.whole import WholeWeight
+
+#: A run is not registered again within this time: it takes a copy of the weights, and two services behind one address,
+#: each with a state of its own, would lose it at every step.
+_RENEW_SECONDS: Final = 300.0
 
 
 class HeadUpdates:
@@ -84,11 +90,14 @@ class Registrar:
         self._session = session
         self._updates: HeadUpdates | None = None
         self._embedding: WholeWeight[None] | None = None
+        self._renewed = -math.inf  # monotonic
         self._begin(registration, int(registration.metadata["policy_version"]))
 
     def renew(self, policy_version: int) -> None:
         """Register the run again, with the weights of now, if it was registered and is there no more."""
-        if self._registration is None and self._sender.lost:
+        now = time.monotonic()
+        if self._registration is None and now - self._renewed >= _RENEW_SECONDS and self._sender.lost:
+            self._renewed = now
             self._begin(self._make(), policy_version)
             self._tally.warn("renewed", "the service has lost the run: it is registered again")
 
