@@ -8,6 +8,8 @@ Invariants
 - Only an armed forward is captured: generation, evaluation and reference forwards run through the same modules.
 - Of each hook the first firing in an armed forward counts; of the norm, the first one after the chosen layers. Some
   frameworks' activation checkpointing runs a module again in the backward pass. That second firing is ignored.
+- Of several forwards the first counts, if it has gradients. One that has none may be of a reference (an adapter that is
+  off), so `pop` raises.
 - Hooks never raise into the forward. `pop` raises the first error of a hook.
 - Register the hooks before `torch.compile`. A hook that is added to a compiled model never fires, and `pop` says so.
 
@@ -136,6 +138,8 @@ class _Forward:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     boundaries: dict[str, Tensor | None] = field(default_factory=dict)
     errors: list[Exception] = field(default_factory=list)
+    gradients: bool = False  # whether it has them
+    again: bool = False  # another forward came after it
 
 
 class FeatureCapture(Hooked):
@@ -203,6 +207,11 @@ class FeatureCapture(Hooked):
         if forward.errors:
             # Not bound to a name: the traceback would keep this frame alive, and so the trainer's.
             raise forward.errors.pop(0)
+        if forward.again and not forward.gradients:
+            raise RolloutError(
+                "several forwards ran inside `capture`, and the first had no gradients: it may be of the reference "
+                "model, or without the adapter. Let `capture` hold the policy's forward alone"
+            )
         wanted = [f"layer {index}" for index in self.aux_layers]
         missed = [name for name in [*wanted, "norm"] if name not in forward.states]
         if missed:
@@ -224,9 +233,15 @@ class FeatureCapture(Hooked):
             self._take(name, args[0] if args else kwargs.get("hidden_states"), kwargs)
 
     def _normed(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        forward = self._forward
         # NanoChat's norm also runs on the embedding, before any layer. The last state comes after the layers.
-        if self._armed and "norm" not in self._forward.states and len(self._forward.states) == len(self.aux_layers):
-            self._take("norm", output)
+        if not self._armed or len(forward.states) < len(self.aux_layers):
+            return
+        if "norm" in forward.states:
+            forward.again = True
+            return
+        forward.gradients = torch.is_grad_enabled()
+        self._take("norm", output)
 
     def _take(self, name: str, state: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         # Dynamo traces through hooks, and a clock would break its graph.
