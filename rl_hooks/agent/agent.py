@@ -55,6 +55,7 @@ log = logging.getLogger("draftalign.agent")
 #: At least this long between two polls: a service or proxy may answer a long poll at once.
 _MIN_POLL_SECONDS: Final = 0.5
 _CANCEL_AGAIN_SECONDS: Final = 0.5
+_JITTER: Final = random.Random()  # noqa: S311 - not the global generator: an engine may be in a trainer's process
 #: vLLM and SGLang close a connection that was idle for 5 seconds, and the agent asks them every 5 seconds. A request on
 #: a connection that the engine is closing fails, so idle connections are given up earlier.
 _LIMITS: Final = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
@@ -113,7 +114,7 @@ def pause_seconds(failures: int, limit_seconds: float) -> float:
 
     By chance up to half of it is left out, so that a fleet of agents does not return all at once.
     """
-    return min(limit_seconds, 0.125 * 2.0 ** min(failures, 30)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+    return min(limit_seconds, 0.125 * 2.0 ** min(failures, 30)) * _JITTER.uniform(0.5, 1.0)
 
 
 @dataclass(slots=True)
