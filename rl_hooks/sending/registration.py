@@ -335,7 +335,9 @@ class RunRegistration:
             except DrafterError as error:
                 raise UnsupportedModelError(f"{directory}: {error}") from error
         for ours, theirs in names.items():
-            self.tensors[f"drafter.{ours}"] = wire.Tensor.of(file.array(theirs), file.header.tensors[theirs].dtype)
+            # A copy: a file that is cut short while it waits to be sent would end the trainer by SIGBUS.
+            held = file.array(theirs).copy()
+            self.tensors[f"drafter.{ours}"] = wire.Tensor.of(held, file.header.tensors[theirs].dtype)
         self.metadata["drafter_config"] = json.dumps(document)
 
     def encode(self) -> list[bytes | memoryview]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from hooks_fixtures import HIDDEN, VOCAB, tiny_qwen3
 from torch import nn
 
 from drafter.policy import _kept_mass
+from rl_hooks import wire
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending import features, registration
@@ -221,6 +225,18 @@ def test_in_a_run_that_existed_the_head_is_sent_once_however_little_it_has_moved
 
     answered_late = HeadWatch(head, 0.01, policy_version=0)
     assert [answered_late.is_due(head, v, joined=v > 1) for v in (0, 1, 2)] == [False, False, True]
+
+
+def test_an_initial_drafter_that_is_written_over_while_it_waits_is_sent_as_it_was(tmp_path: Path) -> None:
+    """The trainer would be ended by SIGBUS if it read from a mapped file that was cut short meanwhile."""
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"norm.weight": np.ones(4, np.float32)}, path)
+    (tmp_path / "config.json").write_text("{}")
+    registration = RunRegistration(tiny_qwen3(), aux_layers=(1, 2, 3), initial_drafter=tmp_path)
+    path.write_bytes(path.read_bytes().replace(np.float32(1).tobytes(), np.float32(2).tobytes()))
+    sent = tmp_path / "sent"
+    sent.write_bytes(b"".join(registration.encode()))
+    assert wire.MappedFile(sent).array("drafter.norm.weight").tolist() == [1.0] * 4
 
 
 def test_a_missing_initial_drafter_is_named() -> None:
