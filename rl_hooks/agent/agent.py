@@ -48,7 +48,7 @@ from rl_hooks.release import (
     parse_manifest,
 )
 from rl_hooks.sending.delivery import NO_SUCH_RUN
-from rl_hooks.sending.exchange import trusted
+from rl_hooks.sending.exchange import clean_token, trusted
 
 log = logging.getLogger("draftalign.agent")
 
@@ -90,6 +90,8 @@ class AgentConfig:
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
+        for name, variable in (("token", "DRAFTALIGN_TOKEN"), ("engine_token", "DRAFTALIGN_ENGINE_TOKEN")):
+            object.__setattr__(self, name, clean_token(getattr(self, name), variable))
         reached = [url for url in self.engine_urls if not url.startswith(IN_PROCESS)]
         for url in (self.service_url, *reached):
             if not url.startswith(("http://", "https://")):

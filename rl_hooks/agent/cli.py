@@ -67,8 +67,8 @@ def agent(
             metrics_host=metrics_host,
             engine_kind=engine,  # type: ignore[arg-type]
             canary=CanaryRule() if canary_rounds is None else CanaryRule(rounds=canary_rounds),
-            token=_token("DRAFTALIGN_TOKEN"),
-            engine_token=_token("DRAFTALIGN_ENGINE_TOKEN"),
+            token=os.environ.get("DRAFTALIGN_TOKEN"),
+            engine_token=os.environ.get("DRAFTALIGN_ENGINE_TOKEN"),
             public_keys=PublicKeys.of_environment(os.environ),
         )
     except ValueError as error:
@@ -80,13 +80,6 @@ def agent(
     except (OSError, AgentError) as error:
         typer.echo(f"draftalign agent: {error}", err=True)
         raise typer.Exit(1) from error
-
-
-def _token(variable: str) -> str | None:
-    token = os.environ.get(variable)
-    if token is not None and not (token.isascii() and token.isprintable()):
-        raise ValueError(f"{variable} has a character that is not printable ASCII; tokens have none")
-    return token
 
 
 def main() -> None:

@@ -155,7 +155,7 @@ class InProcessAgent:
     def newest_policy(self) -> int | None:
         """The newest policy version of the run that the service has seen; None for a new run. Raises OSError."""
         settings = self._settings
-        return newest_policy(RunService(Origin.parse(settings.url), settings.run, settings.token or None))
+        return newest_policy(RunService(Origin.parse(settings.url), settings.run, self._config.token))
 
 
 def drafter_directory(environment: Mapping[str, str]) -> Path:

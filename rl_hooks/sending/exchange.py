@@ -150,6 +150,17 @@ def exchange(
         connection.close()
 
 
+def clean_token(token: str | None, named: str) -> str | None:
+    """The token without the white space around it, which secrets and files often have; None for none.
+
+    Raises ValueError, which names it as `named` and does not tell it, for one that no header can hold.
+    """
+    token = (token or "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(f"{named} has a character that is not printable ASCII; tokens have none")
+    return token or None
+
+
 @dataclass(frozen=True, slots=True)
 class RunService:
     """The service of one run, and the token for it."""

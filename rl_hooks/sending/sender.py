@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from rl_hooks import wire
 from rl_hooks.sending.delivery import ServiceClient
-from rl_hooks.sending.exchange import Origin, RunService
+from rl_hooks.sending.exchange import Origin, RunService, clean_token
 from rl_hooks.sending.jobs import Job, JobQueue, Parts, run_path
 from rl_hooks.sending.standing import Standing
 from rl_hooks.sending.tally import Tally, log_warning
@@ -74,9 +74,7 @@ class RolloutSender:
         `token`: of scope write. None: that of the environment (DRAFTALIGN_TOKEN), if there is one.
         """
         self.run = run
-        token = (os.environ.get("DRAFTALIGN_TOKEN") if token is None else token) or None
-        if token is not None and not ((token := token.strip()).isascii() and token.isprintable()):
-            raise ValueError("the token (token=, DRAFTALIGN_TOKEN) holds characters that are no printable ASCII")
+        token = clean_token(os.environ.get("DRAFTALIGN_TOKEN") if token is None else token, "DRAFTALIGN_TOKEN (token=)")
         self._asks = asks
         self._retry_statuses = retry_statuses
         self._queue = JobQueue(queue_bytes)

@@ -28,7 +28,7 @@ def refused(directory: Path, *words: str, **environment: str) -> str:
     ("variable", "value", "words"),
     [
         ("DRAFTALIGN_TOKEN", "\N{LATIN SMALL LETTER E WITH ACUTE}", "not printable ASCII"),
-        ("DRAFTALIGN_ENGINE_TOKEN", "s3cret\n", "not printable ASCII"),
+        ("DRAFTALIGN_ENGINE_TOKEN", "s3\ncret", "not printable ASCII"),
         ("DRAFTALIGN_LOG_LEVEL", "loud", "must be DEBUG, INFO, WARNING or ERROR, got 'LOUD'"),
     ],
 )
@@ -36,7 +36,7 @@ def test_a_variable_that_cannot_be_used_is_named(variable: str, value: str, word
     line = refused(tmp_path, **{variable: value})
     assert line.startswith(f"draftalign agent: {variable} ")
     assert words in line
-    assert "s3cret" not in line
+    assert "cret" not in line
 
 
 def test_service_and_run_are_the_environments_unless_they_are_given(tmp_path: Path) -> None:

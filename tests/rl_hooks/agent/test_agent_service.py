@@ -208,7 +208,7 @@ def test_a_token_that_may_read_and_report_is_all_an_agent_needs(
     service.client.headers["Authorization"] = "Bearer a"
     assert service.register().status_code == 201
     version = _publish(service, 1)
-    with start_agent(service.url, engine, cache=tmp_path / "cache", token="r"):
+    with start_agent(service.url, engine, cache=tmp_path / "cache", token=" r\n"):  # as files and secrets have it
         eventually(lambda: engine.version == version)
         settle(engine)
         engine.play(10, 2)
