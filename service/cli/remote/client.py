@@ -63,11 +63,12 @@ def client_of(service: str, **more: Any) -> httpx.Client:
     """A client of the service, with the token and the authorities that the environment names."""
     import httpx
 
-    from rl_hooks.sending.exchange import trusted
+    from rl_hooks.sending.exchange import clean_token, trusted
 
-    token = os.environ.get("DRAFTALIGN_TOKEN")
-    if token is not None and not (token.isascii() and token.isprintable()):
-        raise ConfigurationError("DRAFTALIGN_TOKEN has a character that is not printable ASCII; tokens have none")
+    try:
+        token = clean_token(os.environ.get("DRAFTALIGN_TOKEN"), "DRAFTALIGN_TOKEN")
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     tls = trusted(os.environ.get("DRAFTALIGN_CA_FILE"))
     try:

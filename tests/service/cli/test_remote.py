@@ -138,7 +138,7 @@ def test_a_refusal_says_what_helps(
     assert said.endswith(" (set DRAFTALIGN_TOKEN)")
     monkeypatch.setenv("DRAFTALIGN_TOKEN", "stranger")
     assert "this token is not known; send a known one as `Auth" in refused("state")
-    monkeypatch.setenv("DRAFTALIGN_TOKEN", "boss")
+    monkeypatch.setenv("DRAFTALIGN_TOKEN", " boss\n")  # as files and secrets have it
     said = refused("state", "--run", "other")
     assert said.endswith("a trainer's hook or an engine registers it (`draftalign runs` lists those that are)")
     service.client.headers["Authorization"] = "Bearer boss"
