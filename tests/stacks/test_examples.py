@@ -17,6 +17,8 @@ import pytest
 import yaml
 from stacks_fixtures import ROOT, Stack, environment, in_environment
 
+from rl_hooks.trainer.stacks.environment import VARIABLES
+
 ATTACH = ROOT / "examples/attach"
 URL = "http://127.0.0.1:8400"
 AREAL = Stack("areal", "areal_example.py", "AReaL's example")
@@ -51,15 +53,13 @@ def submitted(tmp_path: Path, script: str, *options: str) -> tuple[dict[str, Any
 
 
 @pytest.mark.parametrize("script", ["openrlhf.sh", "skyrl.sh", "slime.sh"])
-def test_a_job_gets_token_first_drafter_and_layers_where_they_are_set(
+def test_a_job_gets_all_that_trainers_and_engines_read_where_it_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    given = {
-        "DRAFTALIGN_TOKEN": 'a"b\\n\t',
-        "DRAFTALIGN_INITIAL_DRAFTER": "/models/a drafter",
-        "DRAFTALIGN_AUX_LAYERS": "2,14,25",
-    }
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     bare = submitted(tmp_path, script)[0]["env_vars"]
+    given = {name: f'of {name}: a"b\\n\t' for name in VARIABLES if name not in bare}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert submitted(tmp_path, script)[0]["env_vars"] == bare | given

@@ -21,8 +21,12 @@ _OWN_VARIABLE: Final = {
     "initial_drafter": "DRAFTALIGN_INITIAL_DRAFTER",
     "aux_layers": "DRAFTALIGN_AUX_LAYERS",
 }
-#: What a trainer's processes need of it.
-VARIABLES = (*_OWN_VARIABLE.values(), "DRAFTALIGN_HOOK_OPTIONS", ENGINES_SHARE)
+#: What a trainer's processes read of it, and those of its engines.
+VARIABLES = (
+    *_OWN_VARIABLE.values(),
+    *("DRAFTALIGN_HOOK_OPTIONS", "DRAFTALIGN_CA_FILE", ENGINES_SHARE),
+    *("DRAFTALIGN_TOKENS_PER_MINUTE", "DRAFTALIGN_DRAFTER_DIR", "DRAFTALIGN_PUBLIC_KEYS"),
+)
 #: Those that the adapter gives, or that no JSON can.
 _NOT_OURS: Final = {"rank", "world_size", "own_log_probs", "drafter_version", "logit_map"}
 _log = logging.getLogger("rl_hooks")
