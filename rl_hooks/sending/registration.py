@@ -250,13 +250,14 @@ def refuse_model_parallel(model: nn.Module) -> None:
 def is_sharded(weight: Tensor) -> bool:
     """Whether this rank holds only a part of a matrix now.
 
-    A DTensor (FSDP2, tensor parallel); empty, or still on its way (ZeRO-3); flat or without storage (FSDP1).
+    A DTensor (FSDP2, tensor parallel); empty, or still on its way (ZeRO-3); flat or without storage (FSDP1); on the
+    device `meta`, until the trainer loads it.
     """
     # ZeRO-3 gives a parameter its full shape while the gather that fills it is still under way.
     status = getattr(getattr(weight, "ds_status", None), "name", "AVAILABLE")
     if status != "AVAILABLE" or hasattr(weight, "to_local") or weight.numel() == 0 or weight.ndim != 2:
         return True
-    return weight.untyped_storage().nbytes() == 0
+    return weight.is_meta or weight.untyped_storage().nbytes() == 0
 
 
 def snapshot(weight: Tensor) -> Tensor:

@@ -627,6 +627,26 @@ def test_a_head_that_is_whole_only_while_it_runs_is_read_then(service: Receiver,
     hook.close()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_whose_weights_are_loaded_after_attaching_is_registered_in_its_first_captured_forward(
+    service: Receiver, tmp_path: Path, tied: bool
+) -> None:
+    whole, batch = tiny(tied=tied), padded_batch(LENGTHS)
+    model = tiny(tied=tied).to("meta")
+    with DrafterHook(model, service.url, run="r", aux_layers=(1, 2, 3), strict=True) as hook:
+        model.to_empty(device="cpu").tie_weights()
+        model.load_state_dict(whole.state_dict())
+        for name, buffer in whole.named_buffers():  # those of the rotary positions are in no checkpoint
+            model.get_buffer(name).copy_(buffer)
+        run_once(hook, model, batch)
+        file = sent_file(service, hook, tmp_path)
+    run = mapped(service.requests[0], tmp_path)
+    assert run.header.metadata["policy_version"] == "3"
+    assert torch.equal(as_float(run, "embed_tokens"), whole.model.embed_tokens.weight)
+    assert torch.equal(as_float(run, "embed_tokens" if tied else "lm_head"), whole.lm_head.weight)
+    assert logprob_gap(file, whole.lm_head.weight, TEMPERATURE) < 0.05
+
+
 def test_a_run_that_was_lost_is_registered_again_where_the_head_is_whole_only_while_it_runs(
     service: Receiver, tmp_path: Path
 ) -> None:
