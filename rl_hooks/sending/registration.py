@@ -285,7 +285,9 @@ class RunRegistration:
         draft_vocab_size: int | None = None,
         initial_drafter: Path | str | None = None,
         logit_map: wire.LogitMap | None = None,
+        registers: bool = True,
     ) -> None:
+        """`registers`: whether this process does; else nothing is copied, and only the facts are of use."""
         self.config = target_config(model)
         self.logit_map = known_logit_map(model, self.config) if logit_map is None else logit_map
         self.fingerprint = wire.target_fingerprint(self.config, aux_layers)
@@ -300,13 +302,13 @@ class RunRegistration:
         if draft_vocab_size is not None:
             self.metadata["draft_vocab_size"] = str(draft_vocab_size)
         self.tensors: dict[str, wire.Tensor] = {}
-        if initial_drafter is not None:
+        if initial_drafter is not None and registers:
             self._embed_drafter(Path(initial_drafter))
         head, embedding = head_weight(model), embedding_weight(model)
         self._head_name = "embed_tokens" if tied(model) else "lm_head"
-        if not is_sharded(embedding):
+        if registers and not is_sharded(embedding):
             self.add_embedding(embedding)
-        if not is_sharded(head):
+        if registers and not is_sharded(head):
             self.add_head(head)
 
     @property

@@ -150,8 +150,9 @@ class TrainerHook(Closing):
             aux_layers=aux_layers,
             policy_version=options.policy_version,
             draft_vocab_size=options.draft_vocab_size,
-            initial_drafter=None if options.rank else options.initial_drafter,  # no other node needs the folder
+            initial_drafter=options.initial_drafter,
             logit_map=logit_map,
+            registers=not options.rank,  # no other node needs the drafter's folder
         )
         registration.metadata |= self.session.of_run()
         return registration
