@@ -260,13 +260,15 @@ def is_sharded(weight: Tensor) -> bool:
     return weight.is_meta or weight.untyped_storage().nbytes() == 0
 
 
+def _dtype_of_copy(weight: Tensor) -> torch.dtype:
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedModelError(f"weights must be float32, float16 or bfloat16, got {weight.dtype}")
+    return torch.bfloat16 if weight.dtype == torch.float32 and weight.numel() * 4 > _EXACT_BYTES else weight.dtype
+
+
 def snapshot(weight: Tensor) -> Tensor:
     """A contiguous copy on the host that later training steps cannot change."""
-    dtype = weight.dtype
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UnsupportedModelError(f"weights must be float32, float16 or bfloat16, got {dtype}")
-    if dtype == torch.float32 and weight.numel() * 4 > _EXACT_BYTES:
-        dtype = torch.bfloat16
+    dtype = _dtype_of_copy(weight)
     return weight.detach().to("cpu", dtype, copy=True).contiguous()
 
 
@@ -305,6 +307,8 @@ class RunRegistration:
         if initial_drafter is not None and registers:
             self._embed_drafter(Path(initial_drafter))
         head, embedding = head_weight(model), embedding_weight(model)
+        for weight in (head, embedding):
+            _dtype_of_copy(weight)  # refused on every rank alike
         self._head_name = "embed_tokens" if tied(model) else "lm_head"
         if registers and not is_sharded(embedding):
             self.add_embedding(embedding)

@@ -247,6 +247,8 @@ def test_a_missing_initial_drafter_is_named() -> None:
 def test_only_rank_0_reads_the_initial_drafter_and_copies_weights() -> None:
     """It alone registers the run: other nodes need not have the folder, nor the memory."""
     assert not RunRegistration(tiny_qwen3(), aux_layers=(1, 2), registers=False).tensors
+    with pytest.raises(UnsupportedModelError, match=r"got torch\.float64"):  # what is refused, all ranks refuse
+        RunRegistration(tiny_qwen3().double(), aux_layers=(1, 2), registers=False)
     facts: dict[str, Any] = {"aux_layers": (1, 2), "initial_drafter": "/on/the/first/node/only", "world_size": 2}
     DrafterHook(tiny_qwen3(), "http://127.0.0.1:9", rank=1, **facts).close()
     with pytest.raises(FileNotFoundError):
