@@ -6,8 +6,9 @@ The classes are the service's own: reports go through `counted`, replay through 
 `watch`. Drawn are prompts (8 rollouts each, alike), rollouts, and every round's accepted drafts by position. A policy
 version is one step; its replay is known when the step is over, as in a service. In `WORLDS` engines answer other
 prompts than are replayed, in `SHARED` these very ones, and count their rounds by prompt; in `UNCOUNTED` they do not.
-In `UNEVEN` they do not either, and prompts are shared out unevenly; the rule was not made on these worlds. `restarted`
-has engines that begin again, and pass what they had reported before between two reports.
+In `UNEVEN` they do not either, and prompts are shared out unevenly; the rule was not made on these worlds. In
+`SELECTED` the trainer sends a part of the prompts, chosen by what became of them. `restarted` has engines that begin
+again, and pass what they had reported before between two reports.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class World:
     kinds: tuple[tuple[float, float], ...] = ()
     very_hard: float = 0.0  # share of the prompts that are three lower in log odds
     silent: tuple[int, ...] = ()  # engines that report nothing
+    dropped: float = 0.0  # share of the prompts that the trainer does not send: mostly the hardest
 
 
 WORLDS = (
@@ -116,6 +118,13 @@ UNEVEN = (
     World("the easiest quarter reports alone", routing="by difficulty", silent=(0, 1, 2), **_SUMS, **UNLIKE),
     World("5 % very hard", routing="whole", **_SUMS, **_LONG),
     World("5 % very hard, at one engine", routing="by difficulty", **_SUMS, **_LONG),
+)
+
+#: Of the hardest prompts all answers fail, and are not sent: a correlation of 0.7 between that and α.
+_DROPPED: dict[str, Any] = {"dropped": 0.6, "routing": "whole", "rounds_per_step": 1024, **UNLIKE}
+SELECTED = (
+    World("60 % of the prompts are not sent", **_DROPPED),
+    World("60 % of the prompts are not sent, not counted by prompt", counted=False, **_DROPPED),
 )
 
 
@@ -356,11 +365,15 @@ class Simulation:
 
     def _replay(self, step: int, shares: Floats) -> ScoreRecord:
         """Replay of what the engines answered, or of a part of each prompt's answers."""
-        chosen = slice(0, self._world.siblings)
-        found = odds(self._case.replay(step, shares), self._odds[:, chosen].reshape(-1, 1))
-        tokens = self._tokens[:, chosen].reshape(-1).astype(float)
-        scored = self._scored(step, found, tokens, self._world.siblings, self._names if len(self._names) <= 64 else [])
-        return replace(scored, tokens=int(self._tokens.sum()))
+        sent, chosen = np.arange(len(self._names)), slice(0, self._world.siblings)
+        if self._world.dropped:
+            seen = self._odds.mean(axis=1) + self._random.normal(0.0, self._world.prompt_spread, len(sent))
+            sent = np.sort(seen.argsort()[int(self._world.dropped * len(sent)) :])
+        found = odds(self._case.replay(step, shares), self._odds[sent, chosen].reshape(-1, 1))
+        tokens = self._tokens[sent, chosen].reshape(-1).astype(float)
+        names = [self._names[prompt] for prompt in sent]
+        scored = self._scored(step, found, tokens, self._world.siblings, names if len(names) <= 64 else [])
+        return replace(scored, tokens=int(self._tokens[sent].sum()))
 
     def _scored(self, step: int, found: Floats, tokens: Floats, siblings: int, names: Sequence[str]) -> ScoreRecord:
         survived = np.cumprod(found, axis=1)
@@ -469,7 +482,7 @@ def main() -> None:
     rule = LiveRule()
     print("sound engines (simulated): ever called sick, or `lower`, which blames nobody\n")
     print("| world | engines | reports | called sick | lower | runs held |\n|---|---|---|---|---|---|")
-    for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED, *UNEVEN)):
+    for number, world in enumerate((*WORLDS, *SHARED, *UNCOUNTED, *UNEVEN, *SELECTED)):
         engines = asked.engines if world is WORLDS[0] else max(4, asked.engines // 5)
         called, reports, holds, names = false_names(world, engines, asked.steps, 1000 * number, rule)
         lower = names.pop("lower")

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from service.monitor.live.blocks import Block
 from service.monitor.live.hard import PromptsBehind, chance_of_hard
-from service.monitor.live.replays import Replays, VersionReplay
+from service.monitor.live.replays import COVERED, Replays, VersionReplay
 
 #: The variance of a log ratio is never taken to be lower.
 _LEAST: Final = 1e-8
@@ -96,11 +96,20 @@ def at_common_depth(
         if not block.accepted:
             return None
         tokens, depth = block.rounds + sum(block.accepted[:ours]), None
-    elif replays.paired and (depth is None or depth > ours - 0.01) and (pairs := replay.on_prompts_of(block)):
-        emitted, expected, rounds, replayed = (math.fsum(column) for column in zip(*pairs, strict=True))
-        return Matched(block, replay, int(rounds), emitted, expected, replayed, paired=True)
+    elif (own := _on_replayed_prompts(block, replay, replays, rule)) and own.rounds >= COVERED * block.rounds:
+        return own
     alpha = replay.alpha(depth if depth is not None and depth < ours - 0.01 else None)
     return None if alpha is None else Matched(block, replay, block.rounds, tokens, alpha * block.rounds, replay.rounds)
+
+
+def _on_replayed_prompts(block: Block, replay: VersionReplay, replays: Replays, rule: LiveRule) -> Matched | None:
+    """What a block has of the prompts that were replayed; None: nothing is known, or it was drafted otherwise."""
+    depth, ours = _drafted_depth(block, replay), len(replay.accepted) or rule.depth
+    alike = replays.paired is not None and (depth is None or abs(depth - ours) <= 0.01)
+    if not (alike and (pairs := replay.on_prompts_of(block))):
+        return None
+    emitted, expected, rounds, replayed = (math.fsum(column) for column in zip(*pairs, strict=True))
+    return Matched(block, replay, int(rounds), emitted, expected, replayed, paired=True)
 
 
 def compared_depth(matched: Matched, rule: LiveRule) -> float:
@@ -195,13 +204,31 @@ class _PromptBounds:
 
 def explained_by_prompts(newest_first: Iterable[Matched], replays: Replays, rule: LiveRule, *, suffixes: bool) -> bool:
     """Whether the choice of prompts can explain the difference. `suffixes`: also of every stretch up to the newest."""
+    blocks = list(newest_first)
+    if _agrees_on_replayed_prompts(blocks, replays, rule):
+        return True
     scan, prompts, stretch = Scan(replays), _PromptBounds(replays), None
-    for one in newest_first:
+    for one in blocks:
         stretch = scan.add(one)
         prompts.add(one)
         if suffixes and not prompts.hold(stretch, rule):
             return False
     return stretch is None or prompts.hold(stretch, rule)
+
+
+def _agrees_on_replayed_prompts(newest_first: Sequence[Matched], replays: Replays, rule: LiveRule) -> bool:
+    """Whether the prompts that were replayed agree, and lie clearly on replay's side of half of the difference.
+
+    A trainer may drop prompts before it sends, such as those of which all answers failed.
+    """
+    found = (_on_replayed_prompts(one.block, one.replay, replays, rule) for one in newest_first)
+    own, overall = stretch_over((one for one in found if one is not None), replays), stretch_over(newest_first, replays)
+    if own is None or overall is None or own.rounds < rule.min_rounds:
+        return False
+    half = overall.log_ratio / 2
+    if half < 0:
+        return own.errors_above(half) > SIGMAS and own.errors_above(-rule.dead_band) > -SIGMAS
+    return own.errors_above(half) < -SIGMAS and own.errors_above(rule.above_band) < SIGMAS
 
 
 def stretch_over(newest_first: Iterable[Matched], replays: Replays) -> Stretch | None:

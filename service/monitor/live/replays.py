@@ -27,7 +27,7 @@ _DESIGN_EFFECT: Final = 4.0
 _USUAL: Final = 3.0
 #: A block is compared on its replayed prompts if they have this share of its rounds. Prompts that make this share of
 #: all tokens count as all.
-_COVERED: Final = 0.95
+COVERED: Final = 0.95
 #: Where the spreads of `_ENGINES_TOLD` engines are known, an engine counts only up to so many times their median.
 _SCATTERS: Final = 6.0
 _ENGINES_TOLD: Final = 3
@@ -68,11 +68,11 @@ class VersionReplay:
 
     def hardest_ratio(self, share: float) -> float:
         """α of the hardest prompts, which make this `share` of the tokens, over α of all; 1 if that is nearly all."""
-        return 1.0 if share >= _COVERED else self._hardest(share)
+        return 1.0 if share >= COVERED else self._hardest(share)
 
     def easiest_ratio(self, share: float) -> float:
         """The same of the easiest prompts: those that remain without the hardest ones, which make the other tokens."""
-        if share >= _COVERED:
+        if share >= COVERED:
             return 1.0
         rounds = 1.0 - (1.0 - share) / self._hardest(1.0 - share)
         return share / rounds if rounds > share / _MOST else _MOST
@@ -84,7 +84,7 @@ class VersionReplay:
         """
         known = [one for one in self.by_prompt.values() if min(one) > 0]
         tokens, rounds = math.fsum(own for own, _ in known), 0.0
-        if tokens < _COVERED * self.tokens:
+        if tokens < COVERED * self.tokens:
             off = math.sqrt(max(self.sums.off_squared, 0.0) * self.sums.rollouts * share * (1.0 - share))
             return 1.0 / (1.0 + off / (share * self.tokens))
         left = share * tokens
@@ -96,17 +96,13 @@ class VersionReplay:
         return share * tokens / rounds * self.rounds / self.tokens
 
     def on_prompts_of(self, block: Block) -> list[tuple[float, float, int, float]]:
-        """For each prompt of the block that was replayed: tokens, tokens that replay expects, rounds, rounds replayed.
-
-        Empty where these prompts have less than `_COVERED` of the block's rounds: they may be of another kind, such as
-        first turns.
-        """
+        """Of each of its prompts that were replayed: tokens, tokens that replay expects, rounds, rounds replayed."""
         pairs = list[tuple[float, float, int, float]]()
         for prompt, (tokens, rounds) in block.by_prompt.items():
             replayed = self.by_prompt.get(prompt)
             if replayed is not None and min(rounds, *replayed) > 0:
                 pairs.append((tokens, rounds * replayed[0] / replayed[1], rounds, replayed[1]))
-        return pairs if sum(pair[2] for pair in pairs) >= _COVERED * block.rounds else []
+        return pairs
 
     @property
     def flips(self) -> float:

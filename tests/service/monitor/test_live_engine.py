@@ -425,6 +425,32 @@ def test_the_last_rounds_of_some_prompts_are_low_only_together_with_their_first_
     assert told(part(800, 3.15, 0, 1, 2, 3, policy=9), last, replays=replays)[0] == "low", "no replay has those"
 
 
+@pytest.mark.parametrize(
+    ("rounds", "own", "others", "spread", "found"),
+    [
+        (800, 2.775, 1.3, 0.1, ("low", True)),
+        (800, 1.3, 1.3, 0.1, ("low", False)),
+        (800, 2.3, 1.3, 0.1, ("low", False)),
+        (800, 2.3, 1.3, 20.0, ("low", False)),
+        (192, 2.775, 1.3, 0.1, ("low", False)),
+        (1600, 2.775, 4.99, 0.1, ("above", True)),
+        (1600, 4.9, 4.99, 0.1, ("above", False)),
+        (1600, 3.35, 4.99, 0.1, ("above", False)),
+        (1600, 3.35, 4.99, 20.0, ("above", False)),
+    ],
+)
+def test_prompts_that_were_not_sent_explain_a_difference_that_the_others_do_not_have(
+    rounds: int, own: float, others: float, spread: float, found: tuple[str, bool]
+) -> None:
+    """A trainer drops prompts of which all answers failed. The others must agree, and not for want of rounds."""
+    replays = known()
+    replays.paired = (spread, 0.0)
+    replays.answered = {1: 100.0}  # the engine answers all
+    sent, unsent = part(rounds, own, *range(8)), part(2000, others, 90, 91, 92)
+    one = find_difference([sent + unsent], replays, RULE)
+    assert (one.kind, one.explained) == found
+
+
 def test_it_was_sound_before_if_it_was_less_than_half_as_low() -> None:
     replays = known()
     for factor, was in ((1.0, True), (0.8, True), (0.654, True), (0.45, False)):

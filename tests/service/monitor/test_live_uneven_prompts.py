@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.live_replay import (
+    SELECTED,
     UNCOUNTED,
     UNEVEN,
     WORLDS,
@@ -75,6 +76,16 @@ def test_sick_engines_do_not_hold_publishing_where_the_policy_moves_fast(seed: i
 
 def test_features_that_no_engine_has_hold_publishing_where_the_policy_moves_fast() -> None:
     assert readings_held(NAMED["policy moves fast"], poisoned(4), 5005, RULE, 20) > 5
+
+
+def test_prompts_that_a_trainer_does_not_send_hold_nothing_where_engines_count_by_prompt() -> None:
+    """By the sums all engines are a fifth below replay, of which the hardest prompts are missing."""
+    called, _, holds, names = false_names(SELECTED[0], 4, 10, 900, RULE)
+    assert (called, holds) == (0, 0), names
+    assert names["lower"] > 0, "else this shows nothing"
+    low = next(case for case in cases() if case.name == "all engines low")
+    rounds, _, _ = until_named(SELECTED[0], low, 900, RULE)
+    assert max(n or math.inf for n in rounds) <= 8192
 
 
 # --- what the hardest prompts give
