@@ -84,7 +84,7 @@ CASES = (
     Case("calm", None, alarm=False),
     Case("moved", "policy moved", head=moved),
     Case("sharpened", "policy sharpened", head=sharpened),
-    Case("aux-swapped", "features", change=swapped),
+    Case("aux-swapped", "features or selection", change=swapped),
     Case("aux-swapped-no-engines", "features or policy", change=swapped, live=False),
     Case("other-prompts", "prompts", alarm=False, short_answers=True),
     Case("other-prompts-untagged", "policy moved, or prompts", short_answers=True, tagged=False),

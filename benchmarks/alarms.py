@@ -310,7 +310,7 @@ TROUBLES: dict[str, tuple[Trouble, set[str | None]]] = {
     "policy moved": (Trouble(policy=0.9, entropy=0.95), {"policy moved"}),
     "policy sharpened": (Trouble(policy=0.9, entropy=0.6), {"policy sharpened"}),
     "policy flattened": (Trouble(policy=0.9, entropy=1.5), {"policy flattened"}),
-    "aux layers swapped": (Trouble(features=0.7), {"features"}),
+    "aux layers swapped": (Trouble(features=0.7), {"features or selection"}),
     "harder prompts": (Trouble(points=0.3), {"prompts"}),
     "damaged drafter, 10 %": (Trouble(version=0.9), {"drafter"}),
     "damaged drafter, 7 %": (Trouble(version=0.93), {"drafter"}),
@@ -321,7 +321,7 @@ TROUBLES: dict[str, tuple[Trouble, set[str | None]]] = {
     "drafter 8 %, policy 3 %": (Trouble(policy=0.97, version=0.92), {"drafter"}),
     "policy 10 %, harder prompts": (Trouble(policy=0.9, points=0.2), {"policy moved"}),
     "policy 15 %, better drafter 5 %": (Trouble(policy=0.85, version=1.05), {"policy moved"}),
-    "features 20 %, policy 5 %": (Trouble(features=0.8, policy=0.95), {"features"}),
+    "features 20 %, policy 5 %": (Trouble(features=0.8, policy=0.95), {"features or selection"}),
 }
 
 

@@ -7,8 +7,8 @@ since the fall began. A CUSUM dates that to the last tick at which its statistic
     prompts   other shares of the strata, each stratum at its level of the baseline
     drafter   another version is served. Old and new are replayed on the same rollouts when they change (`Succession`)
     policy    the rest: the same version on the same strata. A version never changes, so the rollouts did
-    features  the part of the rest that engines do not see. A trainer that sends other aux states than the engine has
-              moves every drafter's replay α, and no live α
+    features  the part of the rest that engines do not see. A trainer that sends other aux states than the engine has,
+              or begins to send a selection of the answers, moves every drafter's replay α, and no live α
     engine    the change of live over replay α
 
 The frozen drafter is no reference for what the policy did. If it fits worse than the served drafter, it has less to
@@ -180,7 +180,8 @@ def cause_of(change: Change, engine: Estimate | None = None) -> Cause:
         return Cause(
             None, "no part of the change is a fall beyond chance", None, change.rollouts, terms, change.entropy
         )
-    name = _policy_name(change, engine) if worst == "policy" else worst
+    together = {"policy": _policy_name(change, engine), "features": "features or selection"}
+    name = together.get(worst, worst)
     fell = falls[worst]
     said = [f"{name} {_percent(fell.value)} ({_percent(fell.high)} to {_percent(fell.low)})"]
     said += [

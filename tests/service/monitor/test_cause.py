@@ -44,7 +44,7 @@ def fell(held: float = 0.0, drafter: float = 0.0, **more: Estimate | bool | None
 def test_what_engines_do_not_lose_are_the_features() -> None:
     live = Estimate(0.4, SMALL)  # live over replay rose, because replay alone fell
     why = cause_of(fell(held=-0.4), live)
-    assert why.cause == "features"
+    assert why.cause == "features or selection"
     assert why.terms["features"].value == pytest.approx(-0.4)
     assert why.terms["policy"].value == pytest.approx(0.0)
     assert why.terms["engine"].value == pytest.approx(0.0)

@@ -390,7 +390,7 @@ def test_the_engines_part_of_a_cause_is_of_the_trainers_last_attempt() -> None:
     assert (len(both), len(last.scores)) == (1, 6)
     mixed, own = snapshot.with_engine(both[0], both[0].scores).cause, snapshot.with_engine(last, last.scores).cause
     assert mixed is not None
-    assert mixed.cause == "features"
+    assert mixed.cause == "features or selection"
     assert own is not None
     assert own.cause == "policy moved, or prompts"
     assert own.terms["engine"].value == pytest.approx(0.0)
