@@ -268,7 +268,7 @@ def commit_run(
     *,
     refused: FileId = None,
 ) -> bool:
-    """Register a run durably, the target first and `run.json` last. False if the run exists by then. Blocks.
+    """Register a run durably, `run.json` last. False if the run exists by then. Blocks.
 
     `forget` deletes what an earlier run of this name left in Redis. It is called only if the run does not exist, under
     the lock or with a number (`Layout.fenced`), so it never deletes keys of this run. `refused`: id of the target file
@@ -278,7 +278,7 @@ def commit_run(
     run = record.run
     layout.make_run(run)
     upload.sync()
-    record = record.model_copy(update={"crc32": crc32_of(upload.path)})
+    text = record.model_copy(update={"crc32": crc32_of(upload.path)}).model_dump_json(indent=1).encode()
     layout.announce(run, upload.path)
 
     def work(now: Layout) -> bool:
@@ -287,15 +287,15 @@ def commit_run(
         if not is_there(now.run_json(run)):
             now.fenced(forget)
         elif refused is not None and refused == now.target_id(run) and untouched(now, run):
-            # Until the new run.json exists the run is not registered, and no rollouts are accepted for it.
-            now.run_json(run).unlink()
             for head in now.heads(run).glob("*.safetensors"):
                 delete_head(head)  # of the replaced target
+            # The record first: who dies before the rename leaves the refused file, which the next PUT replaces.
+            replace_file(now.run_json(run), text)
         else:
             check_same(now, load_run(now, run), record, MappedFile(upload.path).header)
             return False
         now.own(upload.path).rename(now.target(run))
-        replace_file(now.run_json(run), record.model_dump_json(indent=1).encode())
+        replace_file(now.run_json(run), text)
         return True
 
     return layout.change(run, work)

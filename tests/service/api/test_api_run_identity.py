@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from attacks.runs import SIZES, drafter_tensors
+from death_fixtures import Stopped, die_in
 from record_fixtures import gauges
 from redis import Redis
 from service_fixtures import (
@@ -25,6 +28,7 @@ from service_fixtures import (
     VOCAB,
     RunningService,
     f32,
+    head_file,
     i32,
     joined,
     rollout_file,
@@ -34,8 +38,9 @@ from service_fixtures import (
 from drafter.files.checkpoint import export_config
 from rl_hooks import wire
 from rl_hooks.sending.features import as_wire
+from service.storage import runs
 from service.storage.reports.store import Store
-from service.storage.runs import commit_run, read_run_header
+from service.storage.runs import commit_run, crc32_of, load_run, read_run_header
 from service.storage.spool import Spool
 from service.worker.target import Target
 
@@ -354,6 +359,31 @@ def test_a_run_whose_file_was_replaced_while_another_one_came_is_not_replaced_ag
         with Spool(service.layout).upload() as upload:
             upload.write(body)
             assert commit_run(service.layout, record, upload, refused=refused) is expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "calls"),
+    [(runs, "delete_head", 1), (runs, "replace_file", 1), (Path, "rename", 1), (runs, "replace_file", 2)],
+)
+def test_what_is_queued_stays_where_the_process_dies_while_it_replaces_a_refused_file(
+    service: RunningService, redis_client: Redis, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: int
+) -> None:
+    assert service.post(rollout_file()).status_code == 202
+    assert service.client.put("/runs/default/head", content=head_file(3), headers=HEADERS).status_code == 201
+    refuse(service, redis_client)
+    body = run_file(metadata={"draft_vocab_size": "20"})
+    record = read_run_header("default", wire.parse_header(body))
+    refused = service.layout.target_id("default")
+    with Spool(service.layout).upload() as upload, monkeypatch.context() as patch, contextlib.suppress(Stopped):
+        upload.write(body)
+        die_in(patch, owner, name, calls=calls)
+        commit_run(service.layout, record, upload, refused=refused)
+    reply = service.client.put("/runs/default", content=body, headers=HEADERS)
+    assert (reply.is_success, reply.json()["draft_vocab_size"]) == (True, 20), reply.text
+    assert service.layout.target("default").read_bytes() == body
+    assert crc32_of(service.layout.target("default")) == load_run(service.layout, "default").crc32
+    assert service.client.get("/rollouts/a").json()["state"] == "queued"
+    assert [path.name.endswith(".safetensors") for path in service.spooled()] == [True]
 
 
 def test_a_refused_run_may_turn_out_to_be_of_another_target(service: RunningService, redis_client: Redis) -> None:
