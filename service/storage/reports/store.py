@@ -48,7 +48,10 @@ NEWEST_REPORTS: Final = 8
 _IN_A_MILLISECOND: Final = 4096
 #: Records that are read at once.
 _AT_ONCE: Final = 256
+#: Keys that are deleted at once: a run may have a million, and nothing else is answered meanwhile.
+_KEYS_AT_ONCE: Final = 1000
 _FOLLOW: Final = lua("follow")
+_FORGET: Final = lua("forget")
 #: The worker's gauges, with the time of Redis: hosts' clocks differ. HDEL comes first because Redis may be full
 #: (docs/reference/state.md, "Scripts").
 _SET_WORKER: Final = """
@@ -338,12 +341,19 @@ class AsyncStore:
         `fence`: the number of the change in which that is done (`Layout.fenced`). If a later change has done it
         already, nothing is deleted, and None is returned.
         """
-        found = [key async for key in self._redis.scan_iter(match=f"{glob_escape(self._keys.prefix)}*", count=1000)]
-        if fence is None:
-            return int(await self._redis.delete(*found)) if found else 0
-        keys = [self._keys.fence, *(key for key in found if _text(key) != self._keys.fence)]
-        gone = int(await self._redis.eval(lua("forget"), len(keys), *keys, fence))
-        return None if gone < 0 else gone
+        pattern, gone = f"{glob_escape(self._keys.prefix)}*", 0
+        found = [key async for key in self._redis.scan_iter(match=pattern, count=_KEYS_AT_ONCE)]
+        for first in range(0, len(found) or 1, _KEYS_AT_ONCE):  # once without any: the number is noted
+            some = found[first : first + _KEYS_AT_ONCE]
+            if fence is not None:
+                keys = [self._keys.fence, *(key for key in some if _text(key) != self._keys.fence)]
+                deleted = int(await self._redis.eval(_FORGET, len(keys), *keys, fence))
+                if deleted < 0:
+                    return None
+                gone += deleted
+            elif some:
+                gone += int(await self._redis.delete(*some))
+        return gone
 
     async def note_head(self, policy_version: int, *, went_back: bool = False, session: str = "") -> None:
         """Note that a head was received. The last counts, not the highest: trainers go back, or name nonsense.

@@ -563,3 +563,16 @@ def test_a_reporter_that_loses_its_memory_again_and_again_is_counted_once(redis_
     ]
     sums = book(redis_url, *reports)
     assert sums[-1][0] == sum(30 + life for life in range(20))
+
+
+@pytest.mark.parametrize(("fence", "command"), [(None, "del"), (2, "eval")])
+def test_a_run_of_very_many_keys_is_forgotten_by_many_commands(
+    redis_url: str, redis_client: Redis, fence: int | None, command: str
+) -> None:
+    """One that names a million keys would stop this process and Redis for seconds."""
+    redis_client.mset({KEYS.rollout(str(number)): "" for number in range(10_000)} | {"da:{other}:held": ""})
+    redis_client.config_resetstat()
+    assert with_store(redis_url, lambda store: store.forget(fence)) == 10_000
+    assert redis_client.info("commandstats")[f"cmdstat_{command}"]["calls"] >= 10
+    left = set(redis_client.keys())
+    assert left == {b"da:{other}:held"} | (set() if fence is None else {KEYS.fence.encode()})
