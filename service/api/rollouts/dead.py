@@ -116,7 +116,7 @@ async def retry_dead(
         log.warning("%s: batch %s is put back into the queue; it was dead: %s", run, batch_id, batch["reason"])
     else:
         response.status_code = 200
-        if outcome.state == "skipped":
+        if batch["state"] == "dead" and outcome.state == "skipped":
             context.disk.spool.delete(run, batch["blob"])
     put_back = outcome.outcome == "accepted"
     facts = {"run": run, "batch_id": batch_id, "state": outcome.state, "known_rollouts": outcome.known}

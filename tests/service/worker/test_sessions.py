@@ -642,6 +642,8 @@ def test_a_duplicate_of_a_session_that_was_followed_is_a_duplicate(bench: Bench,
     assert (second.status_code, second.json()["state"], second.json()["duplicate"]) == (200, "skipped", True)
     found = service.client.get(f"/rollouts/{first.json()['batch_id']}").json()
     assert (found["state"], found["reason"]) == ("skipped", "it came after a later start of the trainer had begun")
+    retried = service.client.post(f"/runs/default/dead/{first.json()['batch_id']}/retry")
+    assert (retried.status_code, retried.json()["state"], retried.json()["put_back"]) == (200, "skipped", False)
     counters = bench.queue.counters()
     assert (counters["accepted_total"], counters["acked_total"], counters["skipped_total"]) == (3, 1, 1)
     assert len(bench.spooled()) == 2
