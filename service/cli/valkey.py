@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
@@ -65,7 +66,7 @@ class EmbeddedValkey:
     @property
     def url(self) -> str:
         """URL for redis-py."""
-        return f"unix://{self.socket}"
+        return f"unix://{quote(str(self.socket))}"
 
     def argv(self) -> list[str]:
         """Make the directories and build the command line."""

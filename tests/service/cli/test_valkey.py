@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ from redis.retry import Retry
 from valkey_fixtures import OwnValkey
 
 from service.cli import valkey as valkey_module
+from service.cli.checks import checked_redis
 from service.cli.valkey import find_binary
 from service.errors import ValkeyError
+from service.storage.ready import connect, write_test
 
 
 @contextlib.contextmanager
@@ -56,6 +59,20 @@ def test_it_starts_answers_and_stops(tmp_path: Path) -> None:
         server.stop()
     assert not server.ping()
     server.stop()
+
+
+def test_a_state_directory_may_have_any_name() -> None:
+    """As in a home directory that is named by an address."""
+    with tempfile.TemporaryDirectory(prefix="alice@corp #1?%41") as name:  # so short that the socket lies in it
+        server = OwnValkey(Path(name))
+        server.start()
+        try:
+            assert server.socket.is_relative_to(name)
+            checked_redis(server.url)
+            with connect(server.url) as client:
+                write_test(client)
+        finally:
+            server.stop()
 
 
 @pytest.mark.chaos
