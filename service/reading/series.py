@@ -165,9 +165,9 @@ class Series:
         found = None if self._cursor is None else await self._store.changes(self._cursor)
         if found is not None:
             moved = await asyncio.to_thread(self._apply, found.changed) if found.changed else False
-            self._cursor = found.cursor
             if moved:
                 await asyncio.to_thread(self._order, await self._store.returns())
+            self._cursor = found.cursor  # only now: what failed in between is followed again
             if found.sizes == (len(self._batches), self._counts.reports()):
                 return
         await self._read_all()
@@ -182,8 +182,8 @@ class Series:
         found = await self._store.changes(cursor)  # while they were read
         if found is not None:
             await asyncio.to_thread(self._apply, found.changed)
-            self._cursor = found.cursor
         await asyncio.to_thread(self._order, await self._store.returns())
+        self._cursor = None if found is None else found.cursor
 
     def _apply(self, changed: Iterable[Change]) -> bool:
         """Take changes in; returns whether batches are among them."""

@@ -18,6 +18,7 @@ import redis.asyncio
 from pydantic import SecretStr
 from record_fixtures import acceptance, gauges, score
 from redis import Redis
+from redis.exceptions import ResponseError
 from service_fixtures import publish
 from storage_fixtures import Store
 
@@ -26,6 +27,7 @@ from service.api.snapshot import read_followed, read_headline, read_now, read_sn
 from service.monitor.events import Moves, read_event
 from service.monitor.metrics import RunSnapshot, render
 from service.reading import quiet
+from service.reading.series import Series
 from service.settings import Settings
 from service.storage.queue.keys import Keys
 from service.storage.registry import Registry
@@ -264,3 +266,31 @@ def test_the_answers_equal_those_computed_from_all_records(
         return attempts
 
     assert asyncio.run(main()) >= 2
+
+
+def test_a_redis_that_fails_in_the_middle_of_a_look_leaves_no_batch_out_of_the_next(
+    redis_url: str, redis_client: Redis
+) -> None:
+    """A key of another kind fails one command, as a Redis that restarts between two of them does."""
+    worker = Store(redis_client, "default")
+
+    def scored(number: int) -> None:
+        fields = {"entry_id": f"{number}-0", "policy_version": number // 2, "rollouts": 8, "tokens": 9}
+        worker.put_score(f"{number:032x}", score(fields | {"created": START + number}))
+
+    async def look(series: Series) -> dict[int, bytes]:
+        await series.refresh()
+        return series.points
+
+    async def main() -> None:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            series = Series(AsyncStore(client, "default"), None)
+            for number in range(6):
+                scored(number)
+                redis_client.set(KEYS.returns, "")
+                with pytest.raises(ResponseError):
+                    await series.refresh()
+                redis_client.delete(KEYS.returns)
+                assert await look(series) == await look(Series(AsyncStore(client, "default"), None)), number
+
+    asyncio.run(main())
