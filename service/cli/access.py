@@ -43,7 +43,8 @@ def token(
         entry = TokenEntry.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigurationError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigurationError(f"{where}: {first['msg']}, got {first['input']!r}") from None
     append_entry(path, entry)
     typer.echo(f"added to {path}; the token is printed only now:", err=True)
     typer.echo(secret)

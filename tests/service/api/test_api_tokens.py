@@ -304,7 +304,9 @@ def test_the_command_adds_a_token_that_works_at_once_and_prints_it_once(
     headers = {"Authorization": f"Bearer {secret}"}
     assert [one["run"] for one in guarded.client.get("/runs", headers=headers).json()["runs"]] == [OWN]
     for wrong in (command, ["token", "x", "--scope", "fly"], ["token", "x", "--scope", "read", "--run", "../y"]):
-        assert isinstance(CliRunner().invoke(command_line, wrong).exception, ConfigurationError)
+        error = CliRunner().invoke(command_line, wrong).exception
+        assert isinstance(error, ConfigurationError)
+        assert repr("new" if wrong is command else wrong[-1]) in str(error), "what came"
     monkeypatch.delenv("DRAFTALIGN_TOKEN_FILE")
     done = CliRunner().invoke(command_line, ["token", "x", "--scope", "read"])
     assert "DRAFTALIGN_TOKEN_FILE" in str(done.exception)
