@@ -184,6 +184,8 @@ class Tokens:
             self._check_apart(path, found)
         except (ConfigurationError, OSError) as error:
             self._keep(path, str(error) if isinstance(error, ConfigurationError) else f"token file {path}: {error}")
+            if isinstance(error, OSError):  # of this moment, maybe: too many files are open. The next request reads it
+                self._seen = None
             return
         if changed and self._of_file and not found:
             self._believed_at = now + _REWRITE_SECONDS
@@ -203,6 +205,8 @@ class Tokens:
                 )
 
     def _keep(self, path: Path, trouble: str) -> None:
+        if trouble == self.trouble:
+            return
         self.trouble = trouble
         if self._of_file:
             log.error("%s; the tokens that were valid before it changed stay valid", trouble)

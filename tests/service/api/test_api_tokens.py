@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -220,6 +221,24 @@ def test_a_broken_file_keeps_the_tokens_before_it_and_says_so(
         assert str(tokens.path) in said[0]
         tokens.path.write_bytes(good)
         assert not broken()
+
+
+def test_a_file_that_could_not_be_read_for_a_moment_is_read_at_the_next_request(
+    tokens: TokenFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a token that was taken back while too many files were open would stay valid until somebody writes again."""
+    tokens.add("boss", "admin")
+    known, secret = Tokens(Settings(token_file=tokens.path)), tokens.secrets["boss"].encode()
+    tokens.remove("boss")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        assert all(known.find(secret) is not None for _ in range(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caplog.text.count("Too many open files") == 1
+    assert known.find(secret) is None
+    assert known.trouble is None
 
 
 def test_a_file_that_is_rewritten_in_place_refuses_nobody_and_one_that_stays_empty_everybody(
