@@ -86,7 +86,9 @@ async def retry_dead(
     request: Request,
     response: Response,
     context: Context,
-    letter_id: str | None = Query(None, max_length=64, description="Of the death that you saw, as `dead` lists it."),
+    letter_id: str | None = Query(
+        None, min_length=1, max_length=64, description="Of the death that you saw, as `dead` lists it."
+    ),
 ) -> PutBack:
     """Put a dead batch back into the queue. Rollouts that came again are left out.
 

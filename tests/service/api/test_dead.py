@@ -452,6 +452,8 @@ def test_who_saw_an_earlier_death_does_not_put_it_back_after_the_next(bench: Ben
     assert [ask(letter_id=first), ask(letter_id=first)] == [True, False]
     bench.drain(bench.worker())
     assert bench.state(batch_id) == "dead"
+    none = httpx.post(f"{service.url}{DEAD}/{batch_id}/retry", params={"letter_id": ""})
+    assert none.status_code == 422, "to the queue that would be a new upload, of a damaged file's batch say"
     assert [ask(letter_id=first), ask(letter_id=letter()), ask()] == [False, True, False]
     assert check_ledger(bench)["put_back_total"] == 2
 
