@@ -280,10 +280,10 @@ class Settings(BaseSettings):
             table[secret] = frozenset(SCOPES) if "admin" in scopes else scopes
         return table
 
-    @property
-    def scheme(self) -> str:
-        """What the API's address begins with."""
-        return "http" if self.tls_cert is None else "https"
+    def url(self, port: int) -> str:
+        """The API's address, at the port that it has."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.tls_cert is None else 'https'}://{host}:{port}/"
 
     @property
     def binds_loopback(self) -> bool:

@@ -238,10 +238,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log where: with port 0 only this process knows the port."""
         await super().startup(sockets)
-        settings = self._context.settings
         for listener in self.servers[:1] if self.started else ():  # uvicorn 0.34 goes on where the lifespan failed
             port = listener.sockets[0].getsockname()[1]
-            log.info("process %d serves %s://%s:%d/", os.getpid(), settings.scheme, settings.host, port)
+            log.info("process %d serves %s", os.getpid(), self._context.settings.url(port))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop."""

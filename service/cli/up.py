@@ -93,5 +93,5 @@ def run_up(settings: Settings) -> None:
     alone = environment | {"WORLD_SIZE": "1"}  # a trainer's rank that started `up` has another one
     children.append(Child("worker", worker_argv(settings.worker_ranks), alone, patience_seconds=45.0))
     if settings.port:  # else the API says which one it took
-        log.info("page and API at %s://%s:%d/", settings.scheme, settings.host, settings.port)
+        log.info("page and API at %s", settings.url(settings.port))
     Supervisor(children).run()

@@ -31,3 +31,11 @@ from service.settings import Settings
 def test_a_setting_that_makes_no_sense_is_refused_by_its_name(name: str, value: Any) -> None:
     with pytest.raises(ValidationError, match=name):
         Settings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:8400/"), ("::1", "http://[::1]:8400/"), ("node3", "http://node3:8400/")],
+)
+def test_the_address_is_one_that_a_browser_opens(host: str, url: str) -> None:
+    assert Settings(host=host).url(8400) == url
