@@ -39,7 +39,7 @@ _STORE_SECONDS: Final = 3.0
 
 
 class CheckpointResponse(FileResponse):
-    """A published file in pieces of 1 MiB: a third of the processor time that the default 64 KiB takes."""
+    """A file in pieces of 1 MiB: a third of the processor time that the default 64 KiB takes."""
 
     chunk_size = 1 << 20
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from starlette.responses import FileResponse
 
 from rl_hooks.wire import CONTENT_TYPE
 from service.api.context.answers import DeadPage, PutBack
 from service.api.context.audited import audit
 from service.api.context.context import Context, ServiceContext
+from service.api.drafters import CheckpointResponse
 from service.api.problems import Problem
 from service.api.rollouts.batches import queue_full
 from service.storage.layout import BATCH_ID
@@ -55,10 +55,10 @@ async def get_dead(
 
 @router.get(
     "/runs/{run}/dead/{batch_id}/file",
-    response_class=FileResponse,
+    response_class=CheckpointResponse,
     responses={409: {"description": "The batch is not dead."}, 410: {"description": "The file is not kept any more."}},
 )
-async def get_dead_file(run: str, batch_id: str, context: Context) -> FileResponse:
+async def get_dead_file(run: str, batch_id: str, context: Context) -> CheckpointResponse:
     """Download the rollout file of a dead batch, as it came."""
     batch = await _batch(context, run, batch_id)
     if batch["state"] != "dead":
@@ -66,9 +66,11 @@ async def get_dead_file(run: str, batch_id: str, context: Context) -> FileRespon
     path = context.disk.spool.path(run, batch["blob"])
     if context.kept is not None and not path.exists():
         await asyncio.to_thread(_bring, context, run, batch)
-    if not path.exists():
-        raise _gone(run, batch_id)
-    return FileResponse(path, media_type=CONTENT_TYPE, filename=f"{batch_id}.safetensors")
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise _gone(run, batch_id) from None
+    return CheckpointResponse(path, media_type=CONTENT_TYPE, filename=f"{batch_id}.safetensors", stat_result=found)
 
 
 @router.post(

@@ -84,6 +84,8 @@ def test_a_dead_batch_is_listed_downloaded_put_back_once_and_trained(bench: Benc
     assert letter["rollout_ids"] == [f"bad/{i}" for i in range(8)]
     assert abs(letter["died"] - time.time()) < 60
     assert service.client.get(f"{DEAD}/{batch_id}/file").content == body
+    odd = service.client.get(f"{DEAD}/{batch_id}/file", headers={"Range": "bytes=x"})
+    assert (odd.status_code, odd.json()["type"]) == (400, "urn:draftalign:bad-range")
     assert f'draftalign_dead_file_bytes{{run="default"}} {float(len(body))}' in service.client.get("/metrics").text
     first, again = (service.client.post(f"{DEAD}/{batch_id}/retry") for _ in range(2))
     assert (first.status_code, first.json()["put_back"], first.json()["state"]) == (202, True, "queued")
@@ -434,6 +436,18 @@ def test_many_who_put_it_back_at_once_put_it_back_once(bench: Bench, serve: Serv
         thread.join(30)
     assert sorted(one["put_back"] for one in answers) == [False] * 7 + [True]
     assert check_ledger(bench)["items"] == 1
+
+
+def test_a_file_that_is_deleted_while_it_is_asked_for_is_gone(
+    bench: Bench, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serve()
+    bench.begin()
+    (batch_id,) = die(bench, service, "bad")
+    (kept,) = service.spooled()
+    kept.unlink()
+    monkeypatch.setattr(Path, "exists", lambda _: True)  # a moment ago it was
+    assert service.client.get(f"{DEAD}/{batch_id}/file").status_code == 410
 
 
 def test_who_saw_an_earlier_death_does_not_put_it_back_after_the_next(bench: Bench, serve: Serve) -> None:
