@@ -24,7 +24,7 @@ from service.api.context.context import Context, NamedRun, RunQuery, ServiceCont
 from service.api.problems import Problem, ProblemResponse
 from service.api.runs import check_room
 from service.api.uploads import FILE_BODY, check_announcement, json_body, parse_body, receive_file
-from service.errors import ObjectStoreError
+from service.errors import ObjectStoreError, RunDamaged
 from service.reading.pointer import Latest, Pointer
 from service.storage.admission.sent import admit, read_sent_header
 from service.storage.drafters.versions import MANIFEST, Manifest
@@ -175,7 +175,12 @@ async def get_file(
         return Response(status_code=304, headers=headers)
     if not direct and sha256 is not None and (url := await _object_url(context, run, manifest, file)) is not None:
         return Response(status_code=307, headers={"Location": url, "Cache-Control": "no-store"})
-    return CheckpointResponse(path, media_type="application/octet-stream", headers=headers)
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        context.registry.get(run, version)  # raises where it was pruned just now
+        raise RunDamaged(run, path, error) from error
+    return CheckpointResponse(path, media_type="application/octet-stream", headers=headers, stat_result=found)
 
 
 async def _object_url(context: ServiceContext, run: str, manifest: Manifest, name: str) -> str | None:

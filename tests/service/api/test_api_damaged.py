@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from service_fixtures import HEADERS, RunningService, head_file, publish, rollout_file, run_file
 
 from rl_hooks.wire import MappedFile
+from service.api import drafters as drafters_api
 
 Damage = Callable[[Path], None]
 ROUTES = [
@@ -130,6 +132,26 @@ def test_a_served_version_that_is_gone_is_damage_and_not_a_run_without_drafters(
         reply = service.client.get(route)
         assert (reply.status_code, reply.json()["type"]) == (500, "urn:draftalign:run-damaged"), route
         assert "manifest.json of run 'damaged' is damaged: it is gone" in reply.json()["detail"]
+
+
+def test_a_file_of_a_version_that_is_gone_is_damage_unless_the_version_is_gone_with_it(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(service, "damaged")
+    (version,) = service.registry.versions("damaged")
+    directory, where = service.layout.drafter("damaged", version), f"/drafter/{version}/model.safetensors?run=damaged"
+    (directory / "model.safetensors").unlink()
+    reply = service.client.get(where)
+    assert (reply.status_code, reply.json()["type"]) == (500, "urn:draftalign:run-damaged")
+    assert "model.safetensors of run 'damaged' is damaged" in reply.json()["detail"]
+    found = drafters_api.matches
+
+    def pruned(*asked: str | None) -> bool:  # while it is asked for
+        shutil.rmtree(directory)
+        return found(*asked)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(drafters_api, "matches", pruned)
+    assert service.client.get(where).status_code == 404
 
 
 @pytest.mark.parametrize("damage", [emptied, no_text, a_list])
