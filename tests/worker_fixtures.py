@@ -328,6 +328,8 @@ class Bench:
             header.policy_version,
             header.policy_version_max,
             header.rollout_ids,
+            header.session,
+            header.session_began,
         )
 
     async def _enqueue(self, run: str, batch: Batch) -> str:

@@ -93,6 +93,7 @@ class ArrivedVersions:
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque([0], maxlen=RECENT_BATCHES)
+        self._attempt = 0  # the latest that a session told of
         self._first_seen: list[tuple[float, int]] = []  # (arrival in Unix seconds, version), ascending
 
     def note(self, entry: Entry) -> None:
@@ -100,6 +101,9 @@ class ArrivedVersions:
         if entry.belated:
             return
         arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
+        if (entry.attempt or 0) > self._attempt:
+            self._attempt = entry.attempt or 0
+            self._recent.clear()  # of an earlier start of the trainer
         self._recent.append(entry.policy_version_max)
         if self._first_seen and self.newest < self._first_seen[-1][1]:
             self._first_seen = []  # the trainer went back to an earlier checkpoint
@@ -242,7 +246,7 @@ class Inbox:
             self._end_dead(entry, _OF_ANOTHER, "blob_missing", keep_file=False)
             return None
         lag = None if entry.put_back else self._settings.max_policy_lag
-        if lag is not None and (behind := self._newest_policy() - entry.policy_version_max) > lag:
+        if lag is not None and (behind := self._newest_policy(entry) - entry.policy_version_max) > lag:
             if self._acknowledge(entry, "skipped", f"{behind} policy versions old; limit {lag}"):
                 path.unlink(missing_ok=True)  # not where another worker ended it: it may have been put back since
             return None
@@ -288,9 +292,9 @@ class Inbox:
             return False  # another worker, whose lease ran out, fetched it meanwhile
         return True
 
-    def _newest_policy(self) -> int:
-        """The newest policy version of the last batches, and of those that still wait in the queue."""
-        return max(self.versions.newest, self._queue.newest_policy() or 0)
+    def _newest_policy(self, entry: Entry) -> int:
+        """The newest policy version of the last batches, and of those in the queue that came after this one."""
+        return max(self.versions.newest, self._queue.newest_policy(after=entry.entry_id) or 0)
 
     def newest_waiting(self, after: Loaded) -> int | None:
         """The newest policy version in the queue behind this batch. None: nothing waits there."""

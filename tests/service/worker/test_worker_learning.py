@@ -254,6 +254,34 @@ def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_is_listened_to(bench:
     assert states == ["skipped"] * 7 + ["trained"] * 5
 
 
+def test_what_waits_for_a_checkpoint_makes_no_batch_stale_that_came_after_it(bench: Bench) -> None:
+    """A trainer went back. Batches of before stay in the queue until a checkpoint, or while they are put off."""
+    bench.begin()
+    worker = bench.worker(max_policy_lag=2, checkpoint_seconds=1e6)
+    bench.post("before", policy_version=500)
+    bench.drain(worker)
+    batches = []
+    for number in range(12):
+        batches.append(bench.post(f"after{number}", policy_version=450 + number))
+        bench.drain(worker)
+    worker.save()
+    states = [bench.state(b) for b in batches]
+    assert states == ["skipped"] * 7 + ["trained"] * 5
+
+
+def test_no_batch_is_stale_by_those_of_an_earlier_start_of_its_trainer(bench: Bench) -> None:
+    bench.begin()
+    worker = bench.worker(max_policy_lag=2, checkpoint_seconds=1e6)
+    starts = [("before", "1" * 32, 500), ("after0", "2" * 32, 450), ("after1", "2" * 32, 451), ("late", "2" * 32, 447)]
+    batches = []
+    for name, session, version in starts:
+        told = {"session": session, "session_began": "500" if name == "before" else "450"}
+        batches.append(bench.post(name, policy_version=version, extra=told))
+        bench.drain(worker)
+    worker.save()
+    assert [bench.state(b) for b in batches] == ["trained", "trained", "trained", "skipped"]
+
+
 def test_who_asks_a_worker_to_stop_does_not_wait_for_all_passes(bench: Bench) -> None:
     bench.begin()
     batch = bench.post("a")
