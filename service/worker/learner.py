@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from redis.exceptions import RedisError
 
 from drafter.batch import RolloutBatch
 from drafter.device import is_device_fault, is_out_of_memory
@@ -224,9 +225,12 @@ class Learner:
         def ends() -> bool:
             if isolated:  # a part of a training cannot show that the batch is sound
                 return False
-            if time.monotonic() - began > LONGEST_CLAIM_SECONDS and self._others_wait():
+            try:
+                if time.monotonic() - began > LONGEST_CLAIM_SECONDS and self._others_wait():
+                    return True
+                return not overdue and newer_waits()  # an overdue training is done whole
+            except RedisError:  # raised, it would have the same rollouts come again, for a candidate that has seen them
                 return True
-            return not overdue and newer_waits()  # an overdue training is done whole
 
         share, undisturbed = self._train_on(scored, decision, fates, ends, isolated)
         self.scorer.keeps_up = share == 1.0 and not overdue
@@ -291,11 +295,11 @@ class Learner:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
             ) from error
-        self._finish(scored, fates, decision, seconds)
         undisturbed = trained and not isolated and not self._stopping()
         if trained:
             known = seconds if undisturbed and share else None  # others do not show how long one takes
             self.gate.trained(known, scored[-1][0].batch.policy_version, share)
+        self._finish(scored, fates, decision, seconds)
         return share, undisturbed
 
     def _decide(self, scored: Sequence[Scored], held: str | None, version_seconds: float | None) -> Decision:

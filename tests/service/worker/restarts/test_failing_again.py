@@ -22,6 +22,7 @@ from drafter.training.trainer import DrafterTrainer
 from service.storage.queue.deliveries import MAX_DELIVERIES
 from service.storage.queue.lease import Leases
 from service.worker.claim import ClaimScorer
+from service.worker.inbox import Inbox, Loaded
 from service.worker.learner import TrainingStopped
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
@@ -82,6 +83,37 @@ def test_a_disk_that_fails_in_each_training_is_not_laid_to_the_batch(
                 bench.worker().cycle()
     bench.drain(bench.worker())
     assert states(bench) == ["trained"], bench.reason(bench.posted[0])
+
+
+def test_a_redis_that_goes_away_amid_a_training_has_no_rollout_trained_on_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between steps the worker asks whether newer rollouts wait. A candidate that is half trained must not go on."""
+    bench.begin()
+    worker = bench.worker(train_passes=8.0)
+    bench.post("a")
+    bench.drain(worker)
+    trainer = worker.learner.lineage.needed_trainer
+    ask, steps = Inbox.newest_waiting, trainer.windows
+
+    def failing(self: Inbox, after: Loaded) -> int | None:
+        if trainer.windows > steps + 2:
+            raise RedisConnectionError("away")
+        return ask(self, after)
+
+    bench.post("b")
+    with monkeypatch.context() as patch:
+        patch.setattr(Inbox, "newest_waiting", failing)
+        patch.setattr(Store, "put_score", fails_with(RedisConnectionError("away")))
+        with pytest.raises(RedisConnectionError):
+            worker.cycle()
+    trained = trainer.windows
+    assert trained == steps + 3
+    assert worker.learner.gate.training.is_part, "the next training goes on with it"
+    bench.drain(worker)
+    assert trainer.windows == trained
+    assert states(bench) == ["trained"] * 2
+    assert set(bench.store.scores()) == set(bench.posted)
 
 
 @pytest.mark.parametrize("when", ["opened", "worked on"])
