@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from drafter.device import has_triton, to_device
+from drafter.device import has_triton
 from drafter.model.draft_model import DraftModel
 from drafter.model.matmul import add_times_wide, times, times_wide
 from drafter.model.pointwise import rms_norm, take_rows
@@ -216,38 +216,3 @@ def _fold(
         scale = scale[:, None]
         torch.mul(q, scale * mass[:, None], out=logits).addcmul_(p, scale, value=-1)
     return kl, acceptance
-
-
-@torch.no_grad()
-def token_logprobs(
-    drafter: DraftModel,
-    unrolled: Unrolled,
-    input_ids: Tensor,
-    temperature: float,
-    *,
-    chunk_elements: int | None = None,
-) -> list[tuple[Tensor, Tensor]]:
-    """Per step, for every active row: log q of the emitted token x[row+2+j], and the target id of the drafter's argmax.
-
-    log q is at `temperature` (0 counts as 1), in at least float32, -inf outside the draft vocabulary. No gradients.
-    Holds logits of at most `chunk_elements` (default: what suits the device).
-    """
-    weights, divisor = unrolled.weights, temperature or 1.0
-    wide = torch.promote_types(weights.lm_head.dtype, torch.float32)
-    to_draft = to_device(drafter.vocabulary.to_draft, input_ids.device)
-    limit = max(1, (chunk_elements or chunk_size(input_ids.device)) // weights.lm_head.shape[0])
-    results = []
-    for step, (rows, pre) in enumerate(zip(unrolled.rows, unrolled.pre, strict=True)):
-        drafted = to_draft[input_ids[rows + 2 + step]]
-        logq = torch.full(rows.shape, -torch.inf, dtype=wide, device=pre.device)
-        best = torch.zeros_like(rows)
-        for begin in range(0, rows.numel(), limit):
-            part = slice(begin, begin + limit)
-            h = rms_norm(pre[part], weights.norm, drafter.config.rms_norm_eps)
-            logits = F.linear(h, weights.lm_head).to(wide).div_(divisor)
-            ids = drafted[part]
-            chosen = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0] - logits.logsumexp(-1)
-            logq[part] = torch.where(ids < 0, -torch.inf, chosen)
-            best[part] = drafter.to_target(logits.argmax(-1))
-        results.append((logq, best))
-    return results

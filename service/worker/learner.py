@@ -6,7 +6,8 @@ Invariants
 * A training ends early when rollouts of a newer policy wait. These judge the candidate as it stands, which is trained
   on them next. So a long training is published in parts, and each part is judged on rollouts that came after it. The
   gate has one budget for all looks at one served drafter, however many there are.
-* A training also ends early when it takes long and another run has work.
+* A training also ends early when it takes long and another run has work, or when Redis cannot say. What was done of it
+  stays, and its batches are done with: the candidate has seen them.
 * What is published, and when: `service.worker.promotion.judge`.
 """
 
@@ -229,7 +230,7 @@ class Learner:
                 if time.monotonic() - began > LONGEST_CLAIM_SECONDS and self._others_wait():
                     return True
                 return not overdue and newer_waits()  # an overdue training is done whole
-            except RedisError:  # raised, it would have the same rollouts come again, for a candidate that has seen them
+            except RedisError:  # not raised: the batches would come again, to a candidate that has seen them
                 return True
 
         share, undisturbed = self._train_on(scored, decision, fates, ends, isolated)

@@ -1,4 +1,4 @@
-"""The fused loss: chunking, memory, true probabilities, and the log-probabilities that replay needs."""
+"""The fused loss: chunking, memory, and true probabilities."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_reference import reference_steps
 from drafter_worlds import SHAPES, VOCAB, World, cast, expected, gradients, ours, world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.errors import TargetHeadError
 from drafter.model.eagle3_unroll import unroll
 from drafter.policy import TargetHead
-from drafter.training.loss import draft_loss, token_logprobs
+from drafter.training.loss import draft_loss
 from drafter.training.target import draft_target
 from drafter.unroll.plan import make_plan
 from drafter.unroll.unrolled import Unrolled
@@ -126,35 +125,6 @@ def test_without_gradients_the_figures_are_the_same() -> None:
         quiet = ours(w, 3)
     assert not quiet.loss.requires_grad
     assert torch.equal(quiet.kl_sums, ours(w, 3).kl_sums)
-
-
-# --- what replay reads ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-@pytest.mark.parametrize("chunk", [1, 1 << 20])
-def test_token_logprobs_equal_the_reference(temperature: float, chunk: int) -> None:
-    w = world(AWKWARD)
-    u = unrolled(w, 3)
-    results = token_logprobs(w.drafter, u, w.batch.input_ids, temperature, chunk_elements=chunk)
-    weights = {n: p.detach() for n, p in w.drafter.named_parameters()}
-    ids = w.drafter.vocabulary.ids.tolist()
-    reference = reference_steps(
-        weights, w.drafter.config, w.embed_tokens, ids, w.documents, 3, w.head, w.batch.temperature
-    )
-    outside = 0
-    for step, (logq, best) in enumerate(results):
-        got = dict(zip(u.rows[step].tolist(), zip(logq.tolist(), best.tolist(), strict=True), strict=True))
-        for row, z in zip(reference[step].rows, reference[step].logits, strict=True):
-            token = int(w.batch.input_ids[row + 2 + step])
-            assert got[row][1] == ids[int(z.argmax())]
-            if token in ids:
-                want = torch.log_softmax(z / (temperature or 1.0), -1)[ids.index(token)].item()
-                assert got[row][0] == pytest.approx(want, rel=1e-10)
-            else:
-                outside += 1
-                assert got[row][0] == float("-inf")
-    assert outside  # the world does hold tokens that cannot be drafted
 
 
 # --- the target's head ----------------------------------------------------------------------------------------------
