@@ -292,15 +292,15 @@ class Learner:
             trained = decision.action is not Action.IDLE and bool(newest)
             older = [] if isolated else self.recent.but(newest)
             seconds, share = self.train(newest, older, ends) if trained else (0.0, 1.0)
+            undisturbed = trained and not isolated and not self._stopping()
+            if trained:
+                known = seconds if undisturbed and share else None  # others do not show how long one takes
+                self.gate.trained(known, scored[-1][0].batch.policy_version, share)
+            self._finish(scored, fates, decision, seconds)
         except OSError as error:
             raise TrainingStopped(
                 f"training stopped half way: {error}; it is done again from the last checkpoint"
             ) from error
-        undisturbed = trained and not isolated and not self._stopping()
-        if trained:
-            known = seconds if undisturbed and share else None  # others do not show how long one takes
-            self.gate.trained(known, scored[-1][0].batch.policy_version, share)
-        self._finish(scored, fates, decision, seconds)
         return share, undisturbed
 
     def _decide(self, scored: Sequence[Scored], held: str | None, version_seconds: float | None) -> Decision:
@@ -337,9 +337,9 @@ class Learner:
 
     def _finish(self, scored: Sequence[Scored], fates: Fates, decision: Decision, seconds: float = 0.0) -> None:
         """Finish batches and record their scores. `seconds`: of the training."""
+        latest = self.lineage.served_version()  # first: it may raise, and what is finished does not come again
         for loaded, _ in scored:
             fates.finish(loaded)
-        latest = self.lineage.served_version()
         self.journal.record([(loaded.entry, scores) for loaded, scores in scored], decision, seconds, latest=latest)
 
     def train(

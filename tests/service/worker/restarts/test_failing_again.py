@@ -24,6 +24,7 @@ from service.storage.queue.lease import Leases
 from service.worker.claim import ClaimScorer
 from service.worker.inbox import Inbox, Loaded
 from service.worker.learner import TrainingStopped
+from service.worker.lineage import Lineage
 from service.worker.loop import RunWorker
 from service.worker.process.worker import Worker
 from service.worker.recent import RecentRollouts
@@ -114,6 +115,32 @@ def test_a_redis_that_goes_away_amid_a_training_has_no_rollout_trained_on_again(
     assert trainer.windows == trained
     assert states(bench) == ["trained"] * 2
     assert set(bench.store.scores()) == set(bench.posted)
+
+
+def test_a_disk_that_fails_right_after_a_training_costs_no_score_and_trains_nothing_twice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.begin()
+    worker = bench.worker()
+    bench.post("a")
+    bench.drain(worker)
+    bench.post("b")
+    trainer, ask = worker.learner.lineage.needed_trainer, Lineage.served_version
+    steps = trainer.windows
+
+    def failing(self: Lineage) -> str | None:
+        if trainer.windows > steps:
+            raise OSError(5, "Input/output error")
+        return ask(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lineage, "served_version", failing)
+        with pytest.raises(TrainingStopped):  # the worker drops the run for that, and opens it again
+            worker.cycle()
+    bench.drain(bench.worker())
+    assert states(bench) == ["trained"] * 2
+    assert set(bench.store.scores()) == set(bench.posted)
+    assert bench.trainer_counts()["windows"] == trainer.windows
 
 
 @pytest.mark.parametrize("when", ["opened", "worked on"])
