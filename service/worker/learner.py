@@ -292,9 +292,10 @@ class Learner:
             trained = decision.action is not Action.IDLE and bool(newest)
             older = [] if isolated else self.recent.but(newest)
             seconds, share = self.train(newest, older, ends) if trained else (0.0, 1.0)
+            trained = trained and share > 0.0  # not where all of the newest are too long
             undisturbed = trained and not isolated and not self._stopping()
             if trained:
-                known = seconds if undisturbed and share else None  # others do not show how long one takes
+                known = seconds if undisturbed else None  # others do not show how long one takes
                 self.gate.trained(known, scored[-1][0].batch.policy_version, share)
             self._finish(scored, fates, decision, seconds)
         except OSError as error:

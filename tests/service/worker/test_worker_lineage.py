@@ -33,9 +33,10 @@ from service.storage.reports.store import AsyncStore
 from service.storage.runs import delete_run, withdraw_run
 from service.worker import inbox
 from service.worker.lineage import Lineage
-from service.worker.loop import RunWorker
+from service.worker.loop import RunWorker, Suspicion
 from service.worker.process.worker import Worker
 from service.worker.promotion.outcomes import Outcomes
+from service.worker.recent import LengthLimit
 from service.worker.target import Target
 
 OPEN: dict[str, Any] = {"gate_min_gain": 0.0, "recent_tokens": 100_000, "learning_rate": 5e-3}
@@ -147,6 +148,19 @@ def test_random_layers_are_not_published_before_they_were_trained(bench: Bench) 
     assert bench.state(bench.posted[0]) == "trained"
     assert [trial["looks"] for trial in worker.learner.gate.state["trials"].values()] == [0]
     assert Registry(bench.layout).latest("default") is None
+
+
+def test_random_layers_are_not_published_where_all_rollouts_were_too_long_to_train_on(bench: Bench) -> None:
+    bench.register()
+    suspicion = Suspicion(limit=LengthLimit(tokens=5, trainings=64))
+    chosen = bench.settings.model_copy(update=OPEN)
+    worker = RunWorker(chosen, bench.layout, bench.queue, bench.store, "default", suspicion=suspicion)
+    for name in "abcdefgh":
+        bench.post(name, rollouts=64)
+        bench.drain(worker)
+    assert worker.learner.lineage.needed_trainer.windows == 0
+    assert Registry(bench.layout).latest("default") is None
+    assert worker.learner.gate.training.trained_to is None
 
 
 # --- an initial drafter
