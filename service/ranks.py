@@ -93,7 +93,7 @@ class FollowedRun:
         task = with_normalisers(self._ranks, task)
         for window in windows(task.drawn(), trainer, self._target):
             trainer.step(window)
-            if self._ranks.shared(str):
+            if self._ranks.shared(bool):
                 break
 
     def _follow(self, config: Mapping[str, Any]) -> DrafterTrainer:

@@ -360,15 +360,15 @@ class Learner:
             seed=self._settings.seed * 1_000_003 + self.journal.totals.batches,
             longest=self.recent.limit.tokens,
         )
-        whole, done, cut = task.tokens, 0, False  # tokens
+        whole, done = task.tokens, 0  # tokens
         if not whole:  # all of the newest are too long
             self.recent.limit.trained()  # else the limit would never be lifted
             return 0.0, 0.0
 
-        def verdict() -> str:
+        def over() -> bool:
             if self._stopping():  # the candidate keeps what it has learnt so far
-                return "stop"
-            return "cut" if _LEAST_PART * whole <= done < whole and ends() else ""
+                return True
+            return _LEAST_PART * whole <= done < whole and ends()
 
         ranks = trainer.ranks
         try:
@@ -381,8 +381,7 @@ class Learner:
                     if report.skipped is None:
                         self.journal.totals.trained_tokens += report.response_tokens
                     done += report.tokens
-                    if ended := ranks.shared(verdict):
-                        cut = ended == "cut"
+                    if ranks.shared(over):
                         break
         except Exception as error:
             if is_out_of_memory(error) and not is_device_fault(error):
@@ -391,7 +390,7 @@ class Learner:
         self.recent.limit.trained()
         seconds = time.perf_counter() - started
         self.journal.totals.train_seconds += seconds
-        return seconds, done / whole if cut else 1.0
+        return seconds, min(done / whole, 1.0)
 
     def forget_heads(self, newest_policy: int) -> None:
         """Delete heads that no kept batch and no batch still to come can need."""
