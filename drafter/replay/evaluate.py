@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from drafter.batch import RolloutBatch, screen
+from drafter.batch import RolloutBatch, prompt_hashes, screen
 from drafter.errors import DrafterError
 from drafter.model.draft_model import DraftModel
 from drafter.policy import Policy
 from drafter.replay.acceptance import Ints, Replay
 from drafter.replay.ngram import ngram_replay
-from drafter.replay.replay import Drafting, prompt_groups, replay
+from drafter.replay.replay import Drafting, numbered, replay
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +44,7 @@ class Evaluation:
         }
         return {
             "rollouts": self.drafter.rollouts,
-            "prompts": int(torch.unique(torch.from_numpy(self.groups)).numel()),
+            "prompts": len(set(self.groups.tolist())),
             "tokens": self.tokens,
             "tokens_by_rounds": float(self.drafter.tokens.sum()),
             "policy_versions": list(self.policy_versions),
@@ -68,37 +66,23 @@ def evaluate(
 
     Raises `BatchRejected` for features that give no probabilities, `DrafterError` where a batch is of another target.
     """
-    own, ngram, texts = [], [], []
+    own, ngram, prompts, versions, tokens = [], [], list[str](), [], 0
     for batch in batches:
         screen(batch)
-        texts.append(_text_only(batch))
+        prompts += prompt_hashes(batch)
+        versions.append(batch.policy_version)
+        tokens += batch.tokens
         policy = policy_at(batch.policy_version)
         own.append(replay(drafter, batch, policy, depth=depth, drafting=drafting))
         ngram.append(ngram_replay(batch, depth=depth))
-    if not texts:
+    if not versions:
         raise DrafterError("expected at least one batch of rollouts to evaluate on")
-    versions = [batch.policy_version for batch in texts]
     return Evaluation(
         drafter=Replay.concat(own),
         ngram=Replay.concat(ngram),
-        groups=prompt_groups(RolloutBatch.concat(texts)),
+        groups=numbered(prompts),
         policy_versions=(min(versions), max(versions)),
-        tokens=sum(batch.tokens for batch in texts),
-    )
-
-
-def _text_only(batch: RolloutBatch) -> RolloutBatch:
-    """What prompts are told apart by; features and sampling are left out, so that any batches can be pooled."""
-    return replace(
-        batch,
-        aux_hidden=batch.aux_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
-        last_hidden=batch.last_hidden.new_zeros(batch.tokens, 0, dtype=torch.float32),
-        aux_scale=None,
-        last_scale=None,
-        aux_rows=None,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
+        tokens=tokens,
     )
 
 

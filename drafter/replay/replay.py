@@ -15,7 +15,7 @@ Legend: T tokens, R rollouts, N tokens emitted by rounds, K depth, D draft vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -103,8 +103,13 @@ def conditional_acceptance(
 
 def prompt_groups(batch: RolloutBatch) -> Ints:
     """Number the rollouts by prompt, int64[R]: those of one prompt share all that precedes the first response token."""
+    return numbered(prompt_hashes(batch))
+
+
+def numbered(prompts: Sequence[str]) -> Ints:
+    """The number of each prompt, int64[R], in the order in which they come first."""
     numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(h, len(numbers)) for h in prompt_hashes(batch)], dtype=np.int64)
+    return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
 
 
 def _replay_group(drafter: DraftModel, batch: RolloutBatch, policy: Policy, depth: int, *, greedy: bool) -> Replay:
