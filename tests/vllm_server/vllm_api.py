@@ -166,7 +166,7 @@ NAMES: Final = (
     ),
     ("model_executor/layers/fused_moe/routed_experts.py", "RoutedExperts", ("quant_method",)),
     ("config/speculative.py", "", ("glm4_moe_mtp", "deepseek_mtp")),
-    ("config/speculative.py", "SpeculativeConfig", ("enable_adaptive_verification",)),
+    ("config/speculative.py", "SpeculativeConfig", ("enable_adaptive_verification", "rejection_sample_method")),
     ("model_executor/layers/fused_moe/unquantized_fused_moe_method.py", "", ("moe_kernel",)),
     (_V2, "GPUModelRunner", ("speculator",)),
     (

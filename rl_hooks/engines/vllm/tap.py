@@ -257,6 +257,8 @@ class VllmTap:
             raise TapUnsupportedError("this server does not speculate with EAGLE-3, so no states reach a drafter")
         if getattr(speculative, "enable_adaptive_verification", False):
             raise TapUnsupportedError("with adaptive verification only the device knows which rows are whose")
+        if getattr(speculative, "rejection_sample_method", None) == "synthetic":
+            raise TapUnsupportedError("this server accepts drafts at made-up rates, so its tokens are not the policy's")
         if getattr(worker.vllm_config, "watermark_config", None) is not None:
             # vLLM 0.30 and 0.31 do not say which requests are: `watermarking` is True in an engine that never does.
             raise TapUnsupportedError("this engine watermarks, so tokens are not drawn from the policy's distribution")

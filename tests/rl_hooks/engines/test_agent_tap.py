@@ -608,6 +608,7 @@ def test_an_unknown_signature_turns_the_tap_off_and_leaves_the_engine_as_it_was(
         ({"speculative_config": None}, "EAGLE-3"),
         ({"speculative_config": SimpleNamespace(method="ngram")}, "EAGLE-3"),
         ({"speculative_config": SimpleNamespace(method="eagle3", enable_adaptive_verification=True)}, "adaptive"),
+        ({"speculative_config": SimpleNamespace(method="eagle3", rejection_sample_method="synthetic")}, "made-up"),
         ({"watermark_config": object()}, "watermarks"),
     ],
 )
