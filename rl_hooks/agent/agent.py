@@ -24,7 +24,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 import httpx
 from prometheus_client import start_http_server
@@ -35,8 +35,8 @@ from rl_hooks.agent.follower import EngineFollower
 from rl_hooks.agent.metrics import AgentMetrics
 from rl_hooks.agent.reports import MAX_LOGGED, SERVICE, Reports
 from rl_hooks.engines.bounded import Answer, ask
-from rl_hooks.engines.kinds import EngineKind, connect
-from rl_hooks.engines.protocol import Engine
+from rl_hooks.engines.protocol import Engine, SwapEngine
+from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.errors import AgentError, EngineError, ManifestError, NoRoomError, SignatureError, cut
 from rl_hooks.release import (
     PLAIN_NAME,
@@ -56,6 +56,9 @@ log = logging.getLogger("draftalign.agent")
 _MIN_POLL_SECONDS: Final = 0.5
 _CANCEL_AGAIN_SECONDS: Final = 0.5
 _JITTER: Final = random.Random()  # noqa: S311 - not the global generator: an engine may be in a trainer's process
+#: An engine does not tell its kind. `protocol`: anything with draftalign's two calls. `vllm`: that, from the plugin.
+#: `sglang`: SGLang's own calls.
+EngineKind = Literal["protocol", "vllm", "sglang"]
 #: vLLM and SGLang close a connection that was idle for 5 seconds, and the agent asks them every 5 seconds. A request on
 #: a connection that the engine is closing fails, so idle connections are given up earlier.
 _LIMITS: Final = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
@@ -210,18 +213,17 @@ class SwapAgent:
 
     def _follower(self, url: str, client: httpx.AsyncClient) -> EngineFollower:
         cache = self.config.cache_dir.absolute() / self.config.run
-        engine = self._engine or connect(
-            self.config.engine_kind,
-            url,
-            client,
-            cache=cache,
-            token=self.config.engine_token,
-            swap_timeout_seconds=self.config.swap_timeout_seconds,
-        )
+        engine = self._engine or self._adapter(url, client, cache)
         follower = EngineFollower(engine, self.config.canary, self.metrics, cache, self._download)
         self.followers[url] = follower
         self._offered[url] = asyncio.Event()
         return follower
+
+    def _adapter(self, url: str, client: httpx.AsyncClient, cache: Path) -> Engine:
+        token, seconds = self.config.engine_token, self.config.swap_timeout_seconds
+        if self.config.engine_kind == "sglang":
+            return SGLangEngine(url, client, cache, token=token, swap_timeout_seconds=seconds)
+        return SwapEngine(url, client, token=token, swap_timeout_seconds=seconds)
 
     async def _repeat(self, peer: str, step: Callable[[], Awaitable[None]], limit_seconds: float) -> None:
         """Repeat `step`, after a pause where it failed.

@@ -20,7 +20,7 @@ from rl_hooks.agent.download import IN_PROCESS
 from rl_hooks.durable import at_home
 from rl_hooks.engines.counters import Snapshot
 from rl_hooks.engines.protocol import Engine, EngineState, engine_state, failure
-from rl_hooks.engines.tap import ServiceSettings
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper, SwapProblem
 from rl_hooks.errors import MetricsError

@@ -24,11 +24,11 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from rl_hooks.engines.settings import ServiceSettings
     from rl_hooks.engines.sglang import (  # torch and all that they need are loaded only where they are wanted
         inside,
         tap,
     )
-    from rl_hooks.engines.tap import ServiceSettings
 
     try:
         settings = ServiceSettings.read(os.environ)

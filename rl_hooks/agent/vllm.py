@@ -15,7 +15,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from rl_hooks.engines.tap import ServiceSettings
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink, hook, wait_for_cores
 from rl_hooks.engines.vllm.worker import RPC_METHODS, check_first_load
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from rl_hooks.engines.candidate import vocabulary_digest
 from rl_hooks.engines.counters import NO_VERSION, Snapshot
 from rl_hooks.engines.protocol import EngineState
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang.adapter import judged
 from rl_hooks.engines.sglang.facts import FOLLOWS, drafting_of, version_number
 from rl_hooks.engines.sglang.loader import (
@@ -46,7 +47,6 @@ from rl_hooks.engines.sglang.loader import (
 )
 from rl_hooks.engines.sglang.memory import MEMORY, REFUSAL, UPDATER
 from rl_hooks.engines.sglang.rounds import COUNTER, ServedRounds
-from rl_hooks.engines.tap import ServiceSettings
 from rl_hooks.engines.vllm.ranks import LayerRanks
 from rl_hooks.errors import EngineError, MetricsError
 from rl_hooks.format import drafter

@@ -20,10 +20,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_hooks.engines.collected import Request, RequestSampling
 from rl_hooks.engines.rows import Head, Ints, Step, as_told
+from rl_hooks.engines.vllm.steps import TapUnsupportedError
 from rl_hooks.sending.copies import HostCopies, to_device
 from rl_hooks.sending.features import score_logits
 
@@ -139,6 +140,29 @@ def _placed(rows: Ints, copies: HostCopies, count: int) -> Tensor:
     placed = torch.full((2, count), torch.nan)
     placed[:, torch.from_numpy(rows)] = copies.wait()["scores"]
     return placed
+
+
+def captured_layers(model: nn.Module) -> tuple[int, ...]:
+    """The layers whose input SGLang's policy hands to the drafter, in the order in which it packs them."""
+    for module in model.modules():
+        layers = getattr(module, "layers_to_capture", None)
+        if isinstance(layers, list | tuple) and layers:
+            return tuple(sorted(int(layer) for layer in layers))
+    raise TapUnsupportedError(f"{type(model).__name__} does not say which layers it hands to the drafter")
+
+
+def keep_final_states(model: nn.Module) -> None:
+    """Have the policy's `LogitsProcessor` return the final states of all rows, beside the auxiliary ones.
+
+    Must be called before CUDA graphs are captured: then SGLang makes them an output of its graphs.
+    """
+    kept = [module for module in model.modules() if hasattr(module, "keep_last_hidden_states")]
+    if not kept:
+        raise TapUnsupportedError(
+            "this SGLang's LogitsProcessor cannot return the final states beside the auxiliary ones (0.5.23 can)"
+        )
+    for module in kept:
+        module.keep_last_hidden_states = True  # type: ignore[assignment]
 
 
 def prefill_step(batch: Any, result: Any, wanted: Container[str]) -> Step | None:

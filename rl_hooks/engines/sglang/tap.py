@@ -27,15 +27,22 @@ from typing import Any, Final
 import torch
 
 from rl_hooks.engines.candidate import drafter_files
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang.inside import WORKER, tp_group, unknown_ways, weight_version
 from rl_hooks.engines.sglang.memory import UPDATER
-from rl_hooks.engines.sglang.sending import ServedRun, captured_layers, keep_final_states, stats_text
 from rl_hooks.engines.sglang.split import SplitPolicy
-from rl_hooks.engines.sglang.steps import is_plain, prefill_step, request_of, round_step
+from rl_hooks.engines.sglang.steps import (
+    captured_layers,
+    is_plain,
+    keep_final_states,
+    prefill_step,
+    request_of,
+    round_step,
+)
 from rl_hooks.engines.sglang.updates import UPDATES, WRITTEN, PolicyUpdates
-from rl_hooks.engines.tap import MAX_TOKENS, ServiceSettings
-from rl_hooks.engines.vllm.policy import ServedPolicy
+from rl_hooks.engines.tap import MAX_TOKENS
 from rl_hooks.engines.vllm.ranks import LayerRanks
+from rl_hooks.engines.vllm.served import ServedPolicy, ServedRun
 from rl_hooks.engines.vllm.steps import TapUnsupportedError
 from rl_hooks.sending.sampling import sampling_position
 
@@ -46,6 +53,8 @@ _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 TARGET: Final = "sglang.srt.managers.tp_worker.TpModelWorker"
 RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 REQUEST: Final = "sglang.srt.managers.schedule_batch.Req"
+#: What a process that ends waits for what was collected, and a second more.
+_CLOSE_SECONDS: Final = 6.0
 
 
 class SGLangTap:
@@ -180,9 +189,10 @@ class SGLangTap:
         self._guarded("a weight version", self._change, lambda updates: updates.name())
 
     def close(self) -> None:
-        """The process ends: send what was collected, for some seconds at most."""
+        """The process ends: send what was collected, for some seconds at most. Weights are not read any more."""
         if self.run is not None:
-            self.run.close()
+            self.run.tap.drop()
+            self.run.close(_CLOSE_SECONDS)
 
     # --- own
     def _guarded(self, what: str, call: Callable[..., None], *arguments: Any) -> None:
@@ -198,7 +208,7 @@ class SGLangTap:
         self._requests.clear()
         log.error("draftalign: no features are captured any more, the server goes on: %s failed", what, exc_info=error)
         if self.run is not None:
-            self.run.abandon()
+            self.run.tap.drop()
 
     def _change(self, change: Callable[[PolicyUpdates], None]) -> None:
         assert self._updates is not None  # noqa: S101 - it comes with the worker
@@ -215,9 +225,9 @@ class SGLangTap:
             self._begin(self.newest[0])
         if self.run is None:
             return
-        if self.run.sender.refused:
+        if self.run.refused:
             self._refuse("the service has refused this policy for the run, or the run is closed")
-            self.run.abandon()
+            self.run.tap.drop()
             return
         if batch.forward_mode.is_extend():
             self._admit(batch)
@@ -231,8 +241,8 @@ class SGLangTap:
         if not updates.due:
             return
         version, tainted = updates.settle()
-        if self.run is not None:
-            self.run.turn(version, tainted=tainted)
+        if self.run is not None and version is not None:
+            self.run.settled(version, tainted=tainted)
             self._requests = {rid: one for rid, one in self._requests.items() if rid in self.run.tap.collected}
 
     def _begin(self, newest: int | None) -> None:
@@ -264,26 +274,30 @@ class SGLangTap:
 
     def _served_run(self, version: int, *, joined: bool) -> ServedRun:
         assert self._updates is not None  # noqa: S101 - it comes with the worker
-        runner, args = self._worker.target_worker.model_runner, self._worker.server_args
-        drafter = drafter_files(args.speculative_draft_model_path, args.speculative_draft_model_revision)
-        layers, split = captured_layers(runner.model), self._split
+        runner, args, split = self._worker.target_worker.model_runner, self._worker.server_args, self._split
+        alone = LayerRanks.of_group(None)
 
-        def served() -> ServedPolicy:
+        def policy() -> ServedPolicy:
             if split is None:
-                return _served(runner, LayerRanks.of_group(tp_group()))
+                return _served(runner, alone)
             assert split.whole is not None  # noqa: S101 - this is the first rank
             return split.whole
 
-        return ServedRun(
-            served,
-            layers,
-            drafter,
+        run = ServedRun(
             self._settings,
-            self._updates,
+            policy,
+            alone,
+            captured_layers(runner.model),
+            lambda: drafter_files(args.speculative_draft_model_path, args.speculative_draft_model_revision),
+            self._updates.weights,
             version,
+            self._updates.notice,
             joined=joined,
-            split=split is not None,
+            answers_only=split is not None,
         )
+        self._updates.changing, self._updates.leaving = run.tap.cut, run.tap.flush
+        run.send_head()
+        return run
 
     def _refuse(self, error: Exception | str) -> None:
         self.ended = True
@@ -356,7 +370,7 @@ class SGLangTap:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the rows were copied on another stream; nothing runs there now
             run.tap.release()
-            log.debug("draftalign: %s", stats_text(run.counts()))
+            log.debug("draftalign: %s", {name: value for name, value in run.counts().items() if value})
 
 
 def _check(worker: Any) -> None:

@@ -51,9 +51,9 @@ class LayerRanks:
 
     @classmethod
     def of_group(cls, group: Any) -> Self:
-        """The ranks of a group of SGLang's, whose class was vLLM's once."""
+        """The ranks of a group of SGLang's, whose class was vLLM's once; None: one alone."""
         ranks = cls.__new__(cls)
-        ranks.size = int(group.world_size)
+        ranks.size = 1 if group is None else int(group.world_size)
         ranks.group = group if ranks.size > 1 else None
         return ranks
 

@@ -18,9 +18,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-import time
-import uuid
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,13 +28,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rl_hooks.engines.collected import Batcher, Collected, Request, rollout_file
+from rl_hooks.engines.collected import Request
 from rl_hooks.engines.policy_watch import PolicyWatch
-from rl_hooks.engines.rows import Head, Step, labelled_rows, rows_of
-from rl_hooks.engines.tap import HEAD_TOLERANCE, FeatureTap, ServiceSettings
+from rl_hooks.engines.rows import Step, labelled_rows, rows_of
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm.draft import started_with
-from rl_hooks.engines.vllm.policy import ServedPolicy
 from rl_hooks.engines.vllm.ranks import Joiner, LayerRanks, Shard
+from rl_hooks.engines.vllm.served import ServedPolicy, ServedRun
 from rl_hooks.engines.vllm.steps import (
     Named,
     Read,
@@ -49,10 +46,8 @@ from rl_hooks.engines.vllm.steps import (
     request_of,
     unlike_policy,
 )
-from rl_hooks.sending.jobs import Job
-from rl_hooks.sending.registration import HeadWatch, RunRegistration, head_job, head_weight
+from rl_hooks.sending.registration import head_weight
 from rl_hooks.sending.sampling import sampling_position
-from rl_hooks.sending.sender import RolloutSender
 
 log = logging.getLogger("vllm.draftalign")
 
@@ -144,109 +139,39 @@ class VllmTap:
         *,
         joined: bool,
     ) -> None:
-        self._worker, self._weights, self._ranks = worker, watch, ranks
-        version = self._turned_to = watch.version or 0
+        self._weights = watch
         with ranks.together():
             self._check(worker)
             drafter_call(worker.model_runner)
-            self._logit_map = self._policy().logit_map
-            self._heads = HeadWatch(head_weight(self._policy()), HEAD_TOLERANCE, -1 if joined else version)
-        whole = self._policy().whole(ranks)
-        self._run = settings.run
-        self.sender: RolloutSender | None = None
-        with ranks.together():
-            if whole is not None:
-                registration = RunRegistration(
-                    whole,
-                    aux_layers=aux_layers,
-                    policy_version=version,
-                    initial_drafter=started_with(worker),
-                    logit_map=self._logit_map,
-                )
-                self._file = functools.partial(
-                    rollout_file,
-                    run=settings.run,
-                    target_fingerprint=registration.fingerprint,
-                    aux_layers=tuple(aux_layers),
-                    source=uuid.uuid4().hex,
-                )
-                self.sender = RolloutSender(settings.url, run=settings.run, token=settings.token)
-                self.sender.submit_job(registration.job(settings.run))
-        sender = self.sender
-        bounds = (math.inf, math.inf) if sender is None else (sender.file_bytes, sender.rollout_bytes)
-        self.batcher = Batcher(self._send, file_bytes=bounds[0], rollout_bytes=bounds[1])
-        self.tap = FeatureTap(
-            self._score_head(),
-            self.batcher.add,
-            fraction=settings.sample_fraction if self.sender else 0.0,
-            tokens_per_minute=settings.tokens_per_minute,
-            weights=watch.weights,
-            policy_version=version,
-            moved=lambda: watch.noticed(),  # noqa: PLW0108 - it is set later
+        config, runner = worker.vllm_config.model_config.hf_text_config, worker.model_runner
+        self.run = ServedRun(
+            settings,
+            lambda: ServedPolicy.on(ranks, config, runner.get_model()),
+            ranks,
+            aux_layers,
+            functools.partial(started_with, worker),
+            watch.weights,
+            watch.version or 0,
+            lambda: watch.noticed(),  # noqa: PLW0108 - it is set later
+            joined=joined,
         )
-        self.batcher.tally = self.tap.tally
+        self.tap = self.run.tap
         self._shares: _SplitScores | None = None
         if ranks.size > 1:
             joiner = Joiner.of(ranks, self.tap.tally)
             whole_only = leaves_out_truncated(worker.vllm_config)
             self._shares = _SplitScores(joiner, settings.sample_fraction, lambda: watch.version, whole_only=whole_only)
-        self._wrap(worker.model_runner)
+        self._wrap(runner)
         watch.changing, watch.leaving = self.tap.cut, self.tap.flush
-        if (job := self._head_job(version)) is not None and self.sender is not None:
-            self.sender.submit_job(job)
-
-    @property
-    def refused(self) -> bool:
-        """Whether the run is another policy's, closed or not there, as the service said."""
-        return self.sender is not None and self.sender.refused
+        self.run.send_head()
 
     def settled(self, *, tainted: bool) -> None:
-        """The weights are those of the watch's version now. `tainted`: they changed under requests, unannounced.
-
-        Ranks gather a head that has moved here: all of them call this, whatever the service has said to the first.
-        """
-        if self.refused:
-            self.tap.cut()  # for good
-            if self._ranks.size == 1:
-                return
-        version = self._weights.version or 0
-        if version == self._turned_to:
-            return
-        self._turned_to = version
-        if not tainted:
-            self.tap.cut()
-        job = self._head_job(version)
-        if not self.refused:
-            self.tap.turn(version, self._score_head(), lambda: self._turned(job))
-
-    def _turned(self, head: Job | None) -> None:
-        # In the tap's thread: rollouts of older policies are queued first, because none of them needs this head.
-        self.batcher.flush()
-        if head is not None and self.sender is not None:
-            self.sender.submit_job(head)
-
-    def _head_job(self, version: int) -> Job | None:
-        with self._ranks.together():
-            weight = head_weight(self._policy())
-            due = self._heads.is_due(weight, version)
-        if self._ranks.all_agree(ok=not due):
-            return None
-        self._heads.mark(weight)
-        policy = self._policy().whole(self._ranks)
-        return None if policy is None else head_job(self._run, head_weight(policy), version)
-
-    def _score_head(self) -> Head:
-        if self._ranks.size == 1:
-            return Head(head_weight(self._policy()), self._logit_map)
-        return Head(torch.empty(0), self._logit_map)  # never read: the steps bring scores
-
-    def _policy(self) -> ServedPolicy:
-        """The policy with what this rank holds of its matrices."""
-        config = self._worker.vllm_config.model_config.hf_text_config
-        return ServedPolicy.on(self._ranks, config, self._worker.model_runner.get_model())
+        """The weights are those of the watch's version now. `tainted`: they changed under requests, unannounced."""
+        self.run.settled(self._weights.version or 0, tainted=tainted)
 
     def _shard(self) -> Shard:
-        return Shard(head_weight(self._policy()), self._policy().head.begin, self._logit_map)
+        policy = self.run.policy()
+        return Shard(head_weight(policy), policy.head.begin, self.run.logit_map)
 
     @staticmethod
     def _check(worker: Any) -> None:
@@ -326,25 +251,10 @@ class VllmTap:
             return read(self.tap.collected) if self.tap.collected else None
         return None if self._shares.joiner.gone else self._shares.scored(read, self._shard)
 
-    def _send(self, batch: Sequence[Collected]) -> None:
-        assert self.sender is not None  # noqa: S101 - other ranks collect nothing
-        parts, _ = self._file(batch, last_rows=self.sender.last_rows)
-        self.sender.submit(parts)
-
     def rest(self, ended: Sequence[str]) -> None:
         """No request is under way any more, these have ended: they are sent within some second."""
-        self.tap.rest(ended, self.batcher.soon)
+        self.tap.rest(ended, self.run.batcher.soon)
 
     def close(self) -> None:
-        """Send what was collected, for `_CLOSE_SECONDS` and a second at most. The log says how much was not."""
-        began = time.monotonic()
-        parts = (self.tap, None if self._shares is None else self._shares.joiner, self.batcher, self.sender)
-        for part in parts:
-            if part is not None:
-                part.close(max(0.0, began + _CLOSE_SECONDS - time.monotonic()))
-
-    def stats(self) -> dict[str, Any]:
-        """Counters of the tap and of its sender."""
-        stats = {} if self.sender is None else self.sender.stats()
-        sender = {f"sender_{name}": value for name, value in stats.items()}
-        return {**self.tap.tally.counts(), **sender}
+        """Send what was collected, for `_CLOSE_SECONDS` and a second at most."""
+        self.run.close(_CLOSE_SECONDS, None if self._shares is None else self._shares.joiner)

@@ -29,7 +29,7 @@ from rl_hooks.engines.candidate import (
     vocabulary_digest,
 )
 from rl_hooks.engines.policy_watch import PolicyWatch, before_call
-from rl_hooks.engines.tap import ServiceSettings
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm.draft import RunningDraft, draft_model
 from rl_hooks.engines.vllm.modules import float32_weights
 from rl_hooks.engines.vllm.ranks import LayerRanks
@@ -138,7 +138,7 @@ class DrafterSwap:
             "sha256": self.weights.served.sha256,
             "last_stall_seconds": self.weights.stall_seconds,
             "problem": self.weights.broken,
-            "tap": None if self.tap is None or self.tap.refused else self.tap.stats(),
+            "tap": None if self.tap is None or self.tap.run.refused else self.tap.run.counts(),
             "takes": None,
         }
         if self.draft is not None:

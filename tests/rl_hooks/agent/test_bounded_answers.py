@@ -26,9 +26,9 @@ from rl_hooks.agent.download import fetch_release
 from rl_hooks.agent.in_process import InProcessAgent
 from rl_hooks.engines.bounded import MAX_ANSWER_BYTES, MAX_PAGE_BYTES
 from rl_hooks.engines.counters import Counts, Snapshot
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.engines.sglang.direct import LOADER
-from rl_hooks.engines.tap import ServiceSettings
 from rl_hooks.errors import DigestError, EngineError, ManifestError
 from rl_hooks.format.drafter import MAX_CONFIG_BYTES, most_bytes, parse_drafter
 from rl_hooks.release import PublicKeys, new_key, parse_manifest

@@ -36,7 +36,7 @@ from rl_hooks.agent.process import Seen
 from rl_hooks.agent.vllm import link_of
 from rl_hooks.engines.counters import Counts, Snapshot
 from rl_hooks.engines.protocol import EngineState
-from rl_hooks.engines.tap import ServiceSettings
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm.core import CoreLink
 from rl_hooks.engines.vllm.swapper import Swapper
 from rl_hooks.release import Release, VerifiedManifest

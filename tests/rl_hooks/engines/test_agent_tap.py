@@ -22,7 +22,8 @@ from tap_fixtures import AUX, HEAD, HIDDEN, PLAIN, STOP, VOCAB, Script, schedule
 from rl_hooks import wire
 from rl_hooks.engines.collected import Batcher, Collected, Request, RequestSampling, assemble, rollout_file
 from rl_hooks.engines.rows import Step
-from rl_hooks.engines.tap import FeatureTap, ServiceSettings
+from rl_hooks.engines.settings import ServiceSettings
+from rl_hooks.engines.tap import FeatureTap
 from rl_hooks.engines.vllm.steps import (
     V1_ARGUMENTS,
     V2_ARGUMENTS,

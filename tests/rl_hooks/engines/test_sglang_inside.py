@@ -25,12 +25,12 @@ from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import Eagle3Drafter
 from rl_hooks.engines.counters import NO_VERSION
 from rl_hooks.engines.protocol import TREES
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang import inside, loader
 from rl_hooks.engines.sglang.adapter import SGLangEngine
 from rl_hooks.engines.sglang.inside import Outcome, RankDrafter, SchedulerEngine, SchedulerLink, SwapOrder
 from rl_hooks.engines.sglang.memory import MEMORY
 from rl_hooks.engines.sglang.rounds import ServedRounds, StepCounter
-from rl_hooks.engines.tap import ServiceSettings
 from rl_hooks.engines.vllm.ranks import LayerRanks
 from rl_hooks.errors import EngineError, OtherBytesError, SwapRefusedError
 from rl_hooks.release import Release, VerifiedManifest

@@ -16,14 +16,15 @@ from torch import nn
 
 from rl_hooks import wire
 from rl_hooks.engines.collected import Collected, rollout_file
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.sglang import tap as module
 from rl_hooks.engines.sglang.split import SplitPolicy
 from rl_hooks.engines.sglang.steps import is_plain, request_of, sampling_of
 from rl_hooks.engines.sglang.tap import SGLangTap
 from rl_hooks.engines.sglang.updates import PolicyUpdates
-from rl_hooks.engines.tap import FeatureTap, ServiceSettings
-from rl_hooks.engines.vllm.policy import Matrix, ServedPolicy
+from rl_hooks.engines.tap import FeatureTap
 from rl_hooks.engines.vllm.ranks import LayerRanks
+from rl_hooks.engines.vllm.served import Matrix, ServedPolicy
 
 DEPTH = 3
 SETTINGS = ServiceSettings("http://127.0.0.1:9", sample_fraction=1.0)
@@ -107,13 +108,13 @@ class Engine:
             self.hooks._split = SplitPolicy(served, LayerRanks.of_group(SimpleNamespace(world_size=1)))
         self.updates.changing, self.updates.leaving = self.tap.cut, self.tap.flush
         self.turned: list[tuple[int | None, bool]] = []
-        facts: dict[str, Any] = {"turn": self.turn, "abandon": self.tap.drop, "counts": dict, "close": dict}
-        self.sender = SimpleNamespace(refused=False)
-        setattr(self.hooks, "run", SimpleNamespace(tap=self.tap, sender=self.sender, **facts))  # noqa: B010 - a stand-in
+        facts: dict[str, Any] = {"settled": self.settled, "counts": dict, "close": lambda _: None}
+        self.run = SimpleNamespace(tap=self.tap, refused=False, **facts)
+        setattr(self.hooks, "run", self.run)  # noqa: B010 - a stand-in
         self.draw = random.Random(0)
         monkeypatch.setattr(module, "sampling_position", lambda *_: 0.0)
 
-    def turn(self, version: int | None, *, tainted: bool) -> None:
+    def settled(self, version: int | None, *, tainted: bool) -> None:
         if version is None or version == self.tap.policy_version:
             return
         self.turned.append((version, tainted))
@@ -500,7 +501,7 @@ def test_a_run_that_is_another_policys_ends_the_tap(
 ) -> None:
     engine = Engine(monkeypatch)
     engine.prefill(made())
-    engine.sender.refused = True
+    engine.run.refused = True
     engine.prefill(made("b"))
     assert engine.hooks.ended
     assert engine.tap.tally["rows"] == 0

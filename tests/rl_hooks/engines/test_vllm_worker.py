@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from target_families import tiny
 from torch import Tensor, nn
 
 from rl_hooks.engines.candidate import DrafterRefusedError
-from rl_hooks.engines.tap import ServiceSettings
+from rl_hooks.engines.policy_watch import PolicyVersions, WeightSample
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
-from rl_hooks.engines.vllm.tap import VllmTap
+from rl_hooks.engines.vllm.ranks import LayerRanks
+from rl_hooks.engines.vllm.served import ServedPolicy, ServedRun
 from rl_hooks.engines.vllm.weights import LoadedDrafter
 from rl_hooks.engines.vllm.worker import DrafterSwap, Staged
 
@@ -57,16 +60,12 @@ class Worker:
 class Tap:
     """Notes when it began."""
 
-    refused = False
-
     def __init__(self, _worker: Any, _settings: Any, _layers: Any, watch: Any, _ranks: Any, *, joined: bool) -> None:
         self.begun = (watch.version, joined)
+        self.run = SimpleNamespace(refused=False, counts=dict)
 
     def settled(self, *, tainted: bool) -> None:
         pass
-
-    def stats(self) -> dict[str, Any]:
-        return {}
 
 
 @pytest.fixture
@@ -243,14 +242,36 @@ def test_a_run_that_is_another_policys_gets_nothing_more(loads: list[Any]) -> No
     swap.follow(SETTINGS, None, None)
     tap: Any = swap.tap
     assert swap.state()["tap"] == {}
-    tap.refused = True
+    tap.run.refused = True
     assert swap.state()["tap"] is None
     ended: list[bool] = []
-    real = VllmTap.__new__(VllmTap)
+    real = ServedRun.__new__(ServedRun)
     parts: Any = {"sender": SimpleNamespace(refused=True), "tap": SimpleNamespace(cut=lambda: ended.append(True))}
     vars(real).update(parts | {"_ranks": SimpleNamespace(size=1)})
-    real.settled(tainted=False)
+    real.settled(3, tainted=False)
     assert ended == [True]
+
+
+def test_weights_that_are_named_as_the_ones_before_were_counted_are_collected() -> None:
+    """A trainer's first name may come with its second update, and be the number that the first one was given."""
+    versions = PolicyVersions.start(None, 0)
+    assert [versions.next(None, moved=True), versions.next("1", moved=True)] == [1, 1]
+    model, alone = tiny("granite"), LayerRanks.of_group(None)
+    run = ServedRun(
+        ServiceSettings("http://127.0.0.1:9", sample_fraction=1.0),
+        lambda: ServedPolicy.on(alone, model.config, model),
+        alone,
+        (0, 1),
+        lambda: None,
+        WeightSample(model),
+        1,
+        lambda: None,
+        joined=True,
+    )
+    run.tap.cut()  # as the second update is announced
+    run.settled(1, tainted=False)
+    assert run.tap.policy_version == 1
+    run.close(1.0)
 
 
 SETTINGS = asdict(ServiceSettings("http://s"))

@@ -16,7 +16,7 @@ from hooks_fixtures import padded_batch, receiver
 from openrlhf_fixtures import Actor
 
 from rl_hooks import wire
-from rl_hooks.engines.tap import ServiceSettings
+from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.trainer.stacks import on_ray
 
 MODULE = "openrlhf.utils.deepspeed.deepspeed"

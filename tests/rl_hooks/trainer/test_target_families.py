@@ -22,8 +22,8 @@ from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.unroll.plan import make_plan
 from drafter.vocabulary import DraftVocabulary
 from rl_hooks import wire
-from rl_hooks.engines.vllm.policy import ServedPolicy
 from rl_hooks.engines.vllm.ranks import LayerRanks
+from rl_hooks.engines.vllm.served import ServedPolicy
 from rl_hooks.errors import UnsupportedModelError
 from rl_hooks.hook import DrafterHook
 from rl_hooks.sending.features import Captured, score_rows
