@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -108,14 +109,12 @@ def tap_milliseconds(names: list[str], accepted: list[int], share: float) -> flo
     """What the tap adds to a step."""
     rows = len(names) * (DEPTH + 1)
     runner = SimpleNamespace(
-        input_batch=SimpleNamespace(req_ids=names),
+        input_batch=SimpleNamespace(req_id_to_index={name: place for place, name in enumerate(names)}),
+        query_start_loc=SimpleNamespace(np=np.arange(len(names) + 1, dtype=np.int32) * (DEPTH + 1)),
         input_ids=torch.zeros(rows, dtype=torch.int32),
         positions=torch.arange(rows),
     )
-    scheduled = SimpleNamespace(
-        num_scheduled_tokens=dict.fromkeys(names, DEPTH + 1),
-        scheduled_spec_decode_tokens=dict.fromkeys(names, [1] * DEPTH),
-    )
+    scheduled = SimpleNamespace(scheduled_spec_decode_tokens=dict.fromkeys(names, [1] * DEPTH))
     sampled = torch.tensor([[1] * (n + 1) + [-1] * (DEPTH - n) for n in accepted])
     hidden = torch.randn(rows, HIDDEN)
     given = dict(zip(V1_ARGUMENTS, (scheduled, sampled, hidden, [hidden] * 3), strict=True))

@@ -17,6 +17,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, Self
 
 import torch
@@ -193,29 +194,34 @@ class WeightSample:
 
         return unchanged
 
-    def _choose(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+    def _choose(self) -> list[tuple[Callable[[nn.Module], Any], torch.Size, torch.dtype]]:
         # Experts move between GPUs while a policy stays the same.
         found = [(name, p) for name, p in self._model.named_parameters() if _readable(p) and "experts" not in name]
         if not found:
             log.warning("draftalign: no weight of the policy can be read: only updates that are announced are noticed")
         last = len(found) - 1
         chosen = {round(i * last / (_PARAMETERS - 1)) for i in range(_PARAMETERS)} if found else set()
-        return [(found[i][0], found[i][1].shape, found[i][1].dtype) for i in sorted(chosen)]
+        # Each is looked up anew by every look, as it may be another object: `get_parameter` takes five times as long.
+        return [(attrgetter(found[i][0]), found[i][1].shape, found[i][1].dtype) for i in sorted(chosen)]
 
     @torch.inference_mode()
     def _take(self) -> Tensor | None:
         """uint8 [bytes]; None where a parameter is gone, on another device, or of another layout than at first."""
-        parts = []
-        for name, shape, dtype in self._chosen:
+        parts: dict[torch.dtype, list[Tensor]] = {}
+        for named, shape, dtype in self._chosen:
             try:
-                parameter = self._model.get_parameter(name)
+                parameter = named(self._model)
             except AttributeError:
                 return None
             if not _readable(parameter) or (parameter.shape, parameter.dtype) != (shape, dtype):
                 return None
-            flat = parameter.detach().view(-1)
-            parts.append(flat[:: max(1, flat.numel() // _ELEMENTS)][:_ELEMENTS].contiguous().view(torch.uint8))
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+            size = parameter.numel()
+            some = parameter.as_strided(
+                (min(size, _ELEMENTS),), (max(1, size // _ELEMENTS),), parameter.storage_offset()
+            )
+            parts.setdefault(dtype, []).append(some)
+        whole = [torch.cat(one).view(torch.uint8) for one in parts.values()]
+        return torch.cat(whole) if whole else torch.empty(0, dtype=torch.uint8)
 
 
 def on_reload(worker: Any, changes: Callable[[str], None]) -> None:

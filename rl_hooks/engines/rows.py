@@ -78,7 +78,8 @@ class Gathered:
 
 def gather(step: Step, chosen: Sequence[int]) -> Gathered:
     """Start to copy the rows of the requests at these places, on the device."""
-    rows, places, device = rows_of(step, chosen), np.asarray(chosen), step.last.device
+    places, device = np.asarray(chosen), step.last.device
+    rows = rows_of(step, places)
     rows_N = to_device(device, rows)
     whole = len(places) == len(step.request_ids)
     return Gathered(
@@ -95,26 +96,27 @@ def gather(step: Step, chosen: Sequence[int]) -> Gathered:
     )
 
 
-def rows_of(step: Step, chosen: Sequence[int]) -> Ints:
+def rows_of(step: Step, places: Ints) -> Ints:
     """[N]: the rows of the requests at these places."""
-    counts = step.row_counts[np.asarray(chosen)]
-    begins = np.cumsum(counts) - counts
-    rows: Ints = np.arange(int(counts.sum())) + np.repeat(step.first_rows[np.asarray(chosen)] - begins, counts)
+    counts = step.row_counts[places]
+    ends = np.cumsum(counts)
+    rows: Ints = np.arange(ends[-1]) + np.repeat(step.first_rows[places] - ends + counts, counts)
     return rows
 
 
-def labelled_rows(step: Step, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+def labelled_rows(step: Step, places: Ints) -> tuple[Tensor, Tensor]:
     """(rows [N], labels [N]) of the requests at these places. A label is the row's next token, -1 at a rejected row."""
-    places = np.asarray(chosen)
-    on_device, rows_N = (to_device(step.last.device, indices) for indices in (places, rows_of(step, chosen)))
+    on_device, rows_N = (to_device(step.last.device, indices) for indices in (places, rows_of(step, places)))
     told, input_ids = step.told.index_select(0, on_device), step.input_ids.index_select(0, rows_N)
     return rows_N, _labels(input_ids, step.row_counts[places], told, step.drafted[places], step.outcomes)
 
 
 def labels_of(parts: Sequence[Gathered]) -> Tensor:
     """The labels [N] of these steps' rows, one step after the other."""
-    width = max(part.told.shape[1] for part in parts)  # a step without drafts may be narrower
-    told = [pad(part.told, (0, width - part.told.shape[1]), value=_NOTHING) for part in parts]
+    widths = [part.told.shape[1] for part in parts]
+    told = [part.told for part in parts]
+    if len({*widths}) > 1:  # a step without drafts may be narrower
+        told = [pad(one, (0, max(widths) - width), value=_NOTHING) for one, width in zip(told, widths, strict=True)]
     counts, drafted = (np.concatenate([getattr(part, name) for part in parts]) for name in ("counts", "drafted"))
     return _labels(joined([part.input_ids for part in parts]), counts, joined(told), drafted, parts[0].outcomes)
 

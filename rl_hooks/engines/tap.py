@@ -48,8 +48,6 @@ log = logging.getLogger("draftalign.tap")
 MAX_TOKENS: Final = 8192
 #: Rows wait on the device to be scored for this number of steps at most.
 _STEPS: Final = 16
-#: The same once a request has ended, while others go on: of a large batch one ends in each step.
-_STEPS_OF_ENDED: Final = 4
 #: Rows that wait at most; the rows of one step are not split. They are 32 MiB of an 8B policy.
 _ROWS: Final = 1024
 #: What is taken of rows: tokens [N, 3] (position, input id, label), scores [N, 2] (logsumexp, log p of the label).
@@ -245,9 +243,13 @@ class FeatureTap:
         """Whether `release` has something to do."""
         return bool(self._ended or self._unscored.parts)
 
+    def samples(self, request_id: str) -> bool:
+        """Whether a request of that name is among those that are sampled."""
+        return sampling_position(request_id, "tap") < self.fraction
+
     def begin(self, request: Request) -> None:
         """A request was admitted; decide whether to collect it."""
-        if request.request_id in self._tracked or sampling_position(request.request_id, "tap") >= self.fraction:
+        if request.request_id in self._tracked or not self.samples(request.request_id):
             return
         if self.policy_version is None:
             self.tally.add("skipped_update")
@@ -298,14 +300,14 @@ class FeatureTap:
     def release(self) -> None:
         """Send the ended requests if the weights are unchanged. Call it when a forward is about to read the weights.
 
-        Does nothing before the `_STEPS`-th call, or the `_STEPS_OF_ENDED`-th if a request has ended, unless none is
-        under way: in a session's first step all of the last session go out. Then it scores what waits.
+        Does nothing before the `_STEPS`-th call after the last time, unless no request is under way: in a session's
+        first step all of the last session go out. Then it scores what waits.
         """
         if not self.pending:
             return
         self._unscored.steps += 1
         under_way = any(tracked.rows for tracked in self._tracked.values())  # the oldest one comes first
-        if under_way and self._unscored.steps < (_STEPS_OF_ENDED if self._ended else _STEPS):
+        if under_way and self._unscored.steps < _STEPS:
             return
         self._send_ended()
 
@@ -409,8 +411,8 @@ class FeatureTap:
             elif tracked.rows > 4 * self.max_tokens:  # as many as may wait, rejected drafts included
                 long.append(name)
         self.tally.add("rows", count)  # before anything is scored: a failure frees the rows of its requests
-        if self._unscored.rows + count > _ROWS:
-            self._score()
+        if self._unscored.parts and self._unscored.rows + count > _ROWS:
+            self._send_ended()  # else `release` would soon score what little has come since
         self._unscored.parts.append(_UnscoredStep(gathered, owners))
         self._unscored.rows += count
         if self._unscored.rows >= _ROWS:

@@ -153,10 +153,17 @@ NAMES: Final = (
     (
         _V1,
         "GPUModelRunner",
-        ("input_batch", "input_ids", "positions", "effective_drafter_max_model_len", "max_model_len"),
+        (
+            "input_batch",
+            "input_ids",
+            "positions",
+            "query_start_loc",
+            "effective_drafter_max_model_len",
+            "max_model_len",
+        ),
     ),
-    ("v1/worker/gpu_input_batch.py", "InputBatch", ("req_ids",)),
-    ("v1/utils.py", "CpuGpuBuffer", ("gpu",)),
+    ("v1/worker/gpu_input_batch.py", "InputBatch", ("req_id_to_index",)),
+    ("v1/utils.py", "CpuGpuBuffer", ("gpu", "np")),
     ("distributed/parallel_state.py", "GroupCoordinator", ("cpu_group", "ranks", "rank_in_group")),
     ("model_executor/layers/vocab_parallel_embedding.py", "VocabParallelEmbedding", ("shard_indices",)),
     (

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,7 +38,7 @@ V2_ARGUMENTS: Final = ("input_batch", "last_hidden_states", "aux_hidden_states",
 
 Named = Callable[..., dict[str, Any]]
 #: (model runner, arguments of the drafter's call, requests that are wanted) -> the step of those.
-Read = Callable[[Any, Mapping[str, Any], Container[str]], Step | None]
+Read = Callable[[Any, Mapping[str, Any], Collection[str]], Step | None]
 
 
 class TapUnsupportedError(Exception):
@@ -145,19 +144,21 @@ def drafter_call(runner: Any) -> tuple[Any, str, Read, tuple[str, ...]]:
     raise TapUnsupportedError(f"{type(runner).__name__} calls its drafter in a way that the tap does not know")
 
 
-def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> Step | None:
+def step_v1(runner: Any, given: Mapping[str, Any], wanted: Collection[str]) -> Step | None:
     """Read a step from V1_ARGUMENTS of `propose_draft_token_ids`; None without a `wanted` request.
 
     sampled_token_ids is a tensor [requests, drafts + 1] padded with -1, or a list of lists.
     """
     scheduled, sampled, hidden, aux = (given[name] for name in V1_ARGUMENTS)
     drafts = scheduled.scheduled_spec_decode_tokens
-    names = runner.input_batch.req_ids
-    places = _places(names, wanted)
-    if aux is None or not len(places):
+    # By the names that are wanted: those of all that run are many.
+    found = runner.input_batch.req_id_to_index
+    placed = sorted((found[name], name) for name in wanted if name in found)
+    if aux is None or not placed:
         return None
-    counts = np.fromiter(map(scheduled.num_scheduled_tokens.__getitem__, names), np.int64, len(names))
-    chosen, device = [names[i] for i in places], hidden.device
+    chosen, device = [name for _, name in placed], hidden.device
+    places = np.array([place for place, _ in placed])
+    begins = runner.query_start_loc.np
     if isinstance(sampled, Tensor):
         told = sampled.index_select(0, to_device(device, places))  # [requests, drafts + 1]
     else:
@@ -166,8 +167,8 @@ def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> St
         told = torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in lists], device=device)
     return Step(
         request_ids=chosen,
-        first_rows=(np.cumsum(counts) - counts)[places],
-        row_counts=counts[places],
+        first_rows=begins[places].astype(np.int64),
+        row_counts=(begins[places + 1] - begins[places]).astype(np.int64),
         input_ids=getattr(runner.input_ids, "gpu", runner.input_ids),
         positions=getattr(runner.positions, "gpu", runner.positions),
         aux=aux,
@@ -178,11 +179,11 @@ def step_v1(runner: Any, given: Mapping[str, Any], wanted: Container[str]) -> St
     )
 
 
-def step_v2(_: Any, given: Mapping[str, Any], wanted: Container[str]) -> Step | None:
+def step_v2(_: Any, given: Mapping[str, Any], wanted: Collection[str]) -> Step | None:
     """Read a step from V2_ARGUMENTS of `speculator.propose`, where `last_sampled` is by request state; else as V1."""
     batch, hidden, aux, rejected, last_sampled = (given[name] for name in V2_ARGUMENTS)
     names = batch.req_ids[: batch.num_reqs]
-    places = _places(names, wanted)
+    places = np.flatnonzero(np.fromiter(map(wanted.__contains__, names), np.bool_, len(names)))
     if aux is None or not len(places):
         return None
     begins = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
@@ -200,7 +201,3 @@ def step_v2(_: Any, given: Mapping[str, Any], wanted: Container[str]) -> Step | 
         told=torch.stack([rejected[on_device].long(), last.reshape(len(places)).long()], dim=1),
         outcomes=as_told,
     )
-
-
-def _places(names: Sequence[str], wanted: Container[str]) -> npt.NDArray[np.int64]:
-    return np.flatnonzero(np.fromiter(map(wanted.__contains__, names), np.bool_, len(names)))

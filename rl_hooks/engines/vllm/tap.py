@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Final
@@ -88,7 +88,7 @@ class _SplitScores:
         self._rows = sum(n for name, n in counts.items() if name in self._temperatures)
 
     @torch.inference_mode()
-    def scored(self, read: Callable[[Container[str]], Step | None], head: Callable[[], Shard]) -> Step | None:
+    def scored(self, read: Callable[[Collection[str]], Step | None], head: Callable[[], Shard]) -> Step | None:
         """The step with its scores; None where none of its requests is sampled.
 
         A rank that cannot read or score it contributes NaN, and then raises.
@@ -100,10 +100,10 @@ class _SplitScores:
         try:
             step = read(self._temperatures)
             if step is not None:
-                chosen = list(range(len(step.request_ids)))
-                rows, (rows_N, labels_N) = rows_of(step, chosen), labelled_rows(step, chosen)
-                each = torch.tensor([self._temperatures[step.request_ids[i]] for i in chosen])
-                temperature_N = each.repeat_interleave(torch.from_numpy(step.row_counts[chosen])).to(step.last.device)
+                places = np.arange(len(step.request_ids))
+                rows, (rows_N, labels_N) = rows_of(step, places), labelled_rows(step, places)
+                each = torch.tensor([self._temperatures[name] for name in step.request_ids])
+                temperature_N = each.repeat_interleave(torch.from_numpy(step.row_counts)).to(step.last.device)
                 own_2N = head().partial(step.last[rows_N], labels_N.clamp(min=0), temperature_N)
         except Exception as error:  # noqa: BLE001 - raised once this rank has contributed
             problem = error
@@ -213,6 +213,8 @@ class VllmTap:
             # These ended in the step before. They are ended first: a new request of this step may have the same name.
             self.tap.end(scheduler_output.finished_req_ids)
             for new in scheduler_output.scheduled_new_reqs:
+                if not self.tap.samples(new.req_id):  # first: to read a request takes ten times as long
+                    continue
                 if (request := request_of(new)) is None:
                     self._leave_out(new)
                     continue
@@ -246,7 +248,7 @@ class VllmTap:
 
         return tapped
 
-    def _step(self, read: Callable[[Container[str]], Step | None]) -> Step | None:
+    def _step(self, read: Callable[[Collection[str]], Step | None]) -> Step | None:
         if self._shares is None:
             return read(self.tap.collected) if self.tap.collected else None
         return None if self._shares.joiner.gone else self._shares.scored(read, self._shard)

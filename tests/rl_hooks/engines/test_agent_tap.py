@@ -459,12 +459,10 @@ def test_steps_of_both_model_runners_say_the_same(as_lists: bool) -> None:
     if as_lists:
         sampled = [[t for t in row if t >= 0] for row in sampled.tolist()]
     hidden, aux = torch.randn(16, HIDDEN), [torch.randn(16, HIDDEN)]
-    output = SimpleNamespace(
-        num_scheduled_tokens={"a": 5, "b": 4, "c": 4},
-        scheduled_spec_decode_tokens={"b": [-1, -1, -1], "c": [1, 2, 3]},
-    )
+    output = SimpleNamespace(scheduled_spec_decode_tokens={"b": [-1, -1, -1], "c": [1, 2, 3]})
     runner = SimpleNamespace(
-        input_batch=SimpleNamespace(req_ids=["a", "b", "c"]),
+        input_batch=SimpleNamespace(req_id_to_index={"b": 1, "c": 2, "a": 0}),
+        query_start_loc=SimpleNamespace(np=np.array([0, 5, 9, 13, 13], dtype=np.int32)),  # it has room for more
         input_ids=SimpleNamespace(gpu=tokens),
         positions=torch.arange(16),
     )
@@ -508,9 +506,10 @@ def test_a_prompt_that_is_computed_in_parts_is_collected_in_either_form(as_lists
     for tokens, first, kept, thrown in (([2, 3], 0, [], [9]), ([4, 5], 2, [6], []), ([6, 7], 4, [STOP], [-1])):
         sampled: Any = [kept] if as_lists else torch.tensor([kept + thrown])
         drafts = {"r": [7]} if first == 4 else {}
-        output = SimpleNamespace(num_scheduled_tokens={"r": 2}, scheduled_spec_decode_tokens=drafts)
+        output = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
         runner = SimpleNamespace(
-            input_batch=SimpleNamespace(req_ids=["r"]),
+            input_batch=SimpleNamespace(req_id_to_index={"r": 0}),
+            query_start_loc=SimpleNamespace(np=np.array([0, 2], dtype=np.int32)),
             input_ids=torch.tensor(tokens),
             positions=torch.tensor([first, first + 1]),
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tap_fixtures import HEAD, Script, scheduled, step
@@ -87,7 +88,7 @@ def test_a_rollout_takes_the_joined_scores_and_is_dropped_and_counted_where_ther
     tap = FeatureTap(HEAD, delivered.append, fraction=1.0, tokens_per_minute=10**6)
 
     def known(one: Step) -> Callable[[], Tensor]:
-        rows_N, labels_N = labelled_rows(one, [0])
+        rows_N, labels_N = labelled_rows(one, np.array([0]))
         placed = torch.full((2, len(one.last)), torch.nan)
         placed[:, rows_N] = torch.stack(HEAD.score(one.last[rows_N], labels_N, torch.ones(len(rows_N))))
         return lambda: placed
