@@ -1,15 +1,15 @@
-"""What the vLLM plugin takes of the engine's own thread in one step, by the number of requests in it.
+"""What the plugins take of the engine's own thread in one step, by the number of requests in it.
 
-    python -m benchmarks.engine_step    # half a minute; needs no vLLM
+    python -m benchmarks.engine_step    # half a minute; needs no engine
 
 No engine runs: a stand-in for vLLM's scheduler tells the round counter what vLLM tells, and the tap reads a step of
-random states. Every request has four drafts and takes 100 steps (some 300 tokens at α 3), and another takes its place.
-So the figures are Python and the launches of small torch operations, which a GPU's host has as well; the product with
-lm_head and the copies, which a device does, hardly count.
+random states, as vLLM's V1 runner or a round of SGLang's has them. Every request has four drafts and takes 100 steps
+(some 300 tokens at α 3), and another takes its place. So the figures are Python and the launches of small torch
+operations, which a GPU's host has as well; the product with lm_head and the copies, which a device does, hardly count.
 
 * `counter`: `RoundCounter`, over the same stand-in without it;
-* `tap, P %`: reading the step, and taking and scoring the rows of that share of the requests, one at least. 0 %: a
-  trainer's hook sends the features.
+* `tap, P %`, and `SGLang's`: reading the step, and taking and scoring the rows of that share of the requests, one at
+  least. 0 %: a trainer's hook sends the features.
 
 Milliseconds of processor time of that thread a step: the median of five means of 32 steps, because the tap scores every
 sixteenth.
@@ -26,7 +26,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -36,7 +36,8 @@ from torch import nn
 
 from rl_hooks.engines.collected import Collected, Request, RequestSampling
 from rl_hooks.engines.policy_watch import WeightSample
-from rl_hooks.engines.rows import Head
+from rl_hooks.engines.rows import Head, Step
+from rl_hooks.engines.sglang.steps import round_step
 from rl_hooks.engines.tap import FeatureTap
 from rl_hooks.engines.vllm.rounds import RoundCounter
 from rl_hooks.engines.vllm.steps import V1_ARGUMENTS, step_v1
@@ -105,8 +106,8 @@ def _update(scheduler: Scheduler) -> None:
     scheduler.update_from_output(scheduler.schedule())
 
 
-def tap_milliseconds(names: list[str], accepted: list[int], share: float) -> float:
-    """What the tap adds to a step."""
+def vllm_step(names: list[str], accepted: list[int]) -> Callable[[Collection[str]], Step | None]:
+    """Reads a step of the V1 runner with all of these requests."""
     rows = len(names) * (DEPTH + 1)
     runner = SimpleNamespace(
         input_batch=SimpleNamespace(req_id_to_index={name: place for place, name in enumerate(names)}),
@@ -118,6 +119,24 @@ def tap_milliseconds(names: list[str], accepted: list[int], share: float) -> flo
     sampled = torch.tensor([[1] * (n + 1) + [-1] * (DEPTH - n) for n in accepted])
     hidden = torch.randn(rows, HIDDEN)
     given = dict(zip(V1_ARGUMENTS, (scheduled, sampled, hidden, [hidden] * 3), strict=True))
+    return functools.partial(step_v1, runner, given)
+
+
+def sglang_step(names: list[str], accepted: list[int]) -> Callable[[Collection[str]], Step | None]:
+    """Reads a round of SGLang's with all of these requests."""
+    rows = len(names) * (DEPTH + 1)
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid=name) for name in names])
+    chains = SimpleNamespace(
+        draft_token_num=DEPTH + 1, draft_token=torch.zeros(rows, dtype=torch.int64), positions=torch.arange(rows)
+    )
+    states = SimpleNamespace(hidden_states=torch.randn(rows, 3 * HIDDEN), last_hidden_states=torch.randn(rows, HIDDEN))
+    lengths = torch.tensor(accepted, dtype=torch.int32) + 1
+    result = SimpleNamespace(accept_lens=lengths, next_token_ids=torch.ones(rows).int(), logits_output=states)
+    return functools.partial(round_step, batch, chains, result)
+
+
+def tap_milliseconds(names: list[str], read: Callable[[Collection[str]], Step | None], share: float) -> float:
+    """What the tap adds to a step."""
     weights = WeightSample(nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(40)))  # looked at before it sends
     head = Head(torch.randn(HIDDEN, HIDDEN))
     tap = FeatureTap(head, _throw_away, fraction=1.0, tokens_per_minute=10**9, weights=weights)
@@ -136,15 +155,15 @@ def tap_milliseconds(names: list[str], accepted: list[int], share: float) -> flo
         tap.end(ended)
         begin(ended)
         tap.release()
-        read = step_v1(runner, given, tap.collected) if tap.collected else None
-        if read is not None:
-            tap.step(read)
+        found = read(tap.collected) if tap.collected else None
+        if found is not None:
+            tap.step(found)
 
-    found = milliseconds(step)
+    taken = milliseconds(step)
     if tap.tally["failures"]:
         raise RuntimeError(f"expected every step to be taken, {tap.tally['failures']} failed: {tap.tally.last_error}")
     tap.close(10.0)
-    return found
+    return taken
 
 
 def _throw_away(_: Collected) -> None:
@@ -157,12 +176,15 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # as vLLM does when it has started
     print(f"load {os.getloadavg()[0]:.1f}; torch {torch.__version__}; Python {sys.version.split()[0]}\n")
-    print("| requests | counter | " + " | ".join(f"tap, {100 * share:.0f} %" for share in SHARES) + " |")
-    print("|---" * (2 + len(SHARES)) + "|")
+    kinds = [("tap", vllm_step, SHARES), ("SGLang's", sglang_step, SHARES[1:])]
+    heads = [f"{name}, {100 * share:.0f} %" for name, _, shares in kinds for share in shares]
+    print("| requests | counter | " + " | ".join(heads) + " |")
+    print("|---" * (2 + len(heads)) + "|")
     for requests in REQUESTS:
         draw = random.Random(0)
         names, accepted = [f"request-{i}" for i in range(requests)], [draw.randint(0, DEPTH) for _ in range(requests)]
-        cells = [counter_milliseconds(names, accepted), *(tap_milliseconds(names, accepted, s) for s in SHARES)]
+        cells = [counter_milliseconds(names, accepted)]
+        cells += [tap_milliseconds(names, of(names, accepted), share) for _, of, shares in kinds for share in shares]
         print(f"| {requests} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |", flush=True)
 
 

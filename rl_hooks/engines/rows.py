@@ -138,6 +138,12 @@ def as_told(told: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     return rejected, last_sampled
 
 
+def of_counted(told: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
+    """`Outcomes` of how many tokens hold, and the tokens: [S, 1 + width]."""
+    held = told[:, :1].long()
+    return drafted + 1 - held[:, 0], told.gather(1, held)[:, 0].long()
+
+
 def of_tokens(told: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
     """`Outcomes` of the tokens that hold, [S, width], -1 behind them."""
     accepted = (told != _NOTHING).sum(dim=1)

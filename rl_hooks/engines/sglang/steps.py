@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_hooks.engines.collected import Request, RequestSampling
-from rl_hooks.engines.rows import Head, Ints, Step, as_told
+from rl_hooks.engines.rows import Head, Ints, Step, of_counted
 from rl_hooks.engines.vllm.steps import TapUnsupportedError
 from rl_hooks.sending.copies import HostCopies, to_device
 from rl_hooks.sending.features import score_logits
@@ -185,8 +185,8 @@ def prefill_step(batch: Any, result: Any, wanted: Container[str]) -> Step | None
         aux=(result.logits_output.hidden_states,),
         last=last,
         drafted=np.zeros(len(places), np.int64),
-        told=torch.stack([torch.zeros_like(sampled), sampled], dim=1),
-        outcomes=as_told,
+        told=torch.stack([torch.ones_like(sampled), sampled], dim=1),
+        outcomes=of_counted,
     )
 
 
@@ -198,9 +198,7 @@ def round_step(batch: Any, chains: Any, result: Any, wanted: Container[str]) -> 
     R, K = len(batch.reqs), int(chains.draft_token_num)
     last = _last(result, R * K)
     on_device = to_device(last.device, places)
-    accepted = result.accept_lens.index_select(0, on_device).long()
-    tokens_RK = result.next_token_ids.view(R, K).index_select(0, on_device).long()
-    newest = tokens_RK.gather(1, (accepted - 1)[:, None])[:, 0]
+    tokens_RK = result.next_token_ids.view(R, K).index_select(0, on_device)
     return Step(
         request_ids=[batch.reqs[i].rid for i in places],
         first_rows=places * K,
@@ -210,8 +208,8 @@ def round_step(batch: Any, chains: Any, result: Any, wanted: Container[str]) -> 
         aux=(result.logits_output.hidden_states,),
         last=last,
         drafted=np.full(len(places), K - 1, np.int64),
-        told=torch.stack([K - accepted, newest], dim=1),
-        outcomes=as_told,
+        told=torch.cat([result.accept_lens.index_select(0, on_device)[:, None], tokens_RK], dim=1),
+        outcomes=of_counted,
     )
 
 
@@ -227,4 +225,4 @@ def _last(result: Any, rows: int) -> Tensor:
 
 def places_of(requests: Sequence[Any], wanted: Container[str]) -> Ints:
     """Where in a batch the `wanted` requests are."""
-    return np.flatnonzero(np.fromiter((one.rid in wanted for one in requests), np.bool_, len(requests)))
+    return np.array([place for place, one in enumerate(requests) if one.rid in wanted], np.int64)

@@ -140,6 +140,18 @@ def test_requests_of_another_distribution_are_counted_and_named_once(caplog: pyt
     tapped.tap.close(20)
 
 
+def test_a_request_that_is_not_sampled_is_not_read() -> None:
+    """Most are not, and to read one takes ten times as long as to know that."""
+    tapped = VllmTap.__new__(VllmTap)
+    tapped.tap = FeatureTap(HEAD, lambda _: None, fraction=0.0, tokens_per_minute=10**6)
+    tapped._shares = None
+    unread = SimpleNamespace(req_id="r")  # to read more of it would fail
+    output = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[unread], num_scheduled_tokens={})
+    tapped._watch(lambda: {"scheduler_output": output}, (), {})
+    assert tapped.tap.tally.counts() == {}
+    tapped.tap.close(20)
+
+
 class Recorded(LayerRanks):
     """A rank whose others answer as told."""
 
