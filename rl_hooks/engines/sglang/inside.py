@@ -66,6 +66,7 @@ _WRITTEN: Final = (
 _POLL_SECONDS: Final = 0.02
 _MAX_POLL_SECONDS: Final = 1.0
 _STAGE_TIMEOUT_SECONDS: Final = 600.0
+_FOLLOWING: Final = "following the service at all"
 #: What a server that ends waits for the last report. SGLang kills its schedulers after 15 s.
 _END_SECONDS: Final = 3.5
 
@@ -261,7 +262,7 @@ class SchedulerLink:
         self._sent: deque[Future[list[Outcome]]] = deque()
         self._joining: Future[None] | None = None
         self._touched = False
-        self._refused = False  # whether the log says why this server does not follow
+        self._said: set[str] = set()  # what has failed, as the log says once
 
     # --- hooks
     def made(self, _: Any, worker: Any, *__: Any, **___: Any) -> None:
@@ -274,7 +275,7 @@ class SchedulerLink:
                 rank = RankDrafter(worker, ranks)
                 agent = self._make_agent() if ranks.first else None
         except Exception as error:  # noqa: BLE001 - the server must go on
-            self._refused = True
+            self._said.add(_FOLLOWING)
             log.error("draftalign: this server does not follow the service: %s", error)
             return
         self.rank, self._agent = rank, agent
@@ -284,8 +285,8 @@ class SchedulerLink:
 
     def workers_made(self, *_: Any, **__: Any) -> None:
         """SGLang has made its workers: where none of them was one that can follow, the log says so."""
-        if self.rank is None and not self._refused:
-            self._refused = True
+        if self.rank is None and _FOLLOWING not in self._said:
+            self._said.add(_FOLLOWING)
             log.warning(
                 "draftalign: DRAFTALIGN_URL is set, and this server does not follow the service: it does not speculate "
                 "with EAGLE-3 in SGLang's EAGLEWorkerV2"
@@ -314,11 +315,11 @@ class SchedulerLink:
         """All ranks have received the same requests."""
         if self._agent is not None and (self._touched or self._joining is not None):
             # First: after a swap that fails, what another has written would be taken for what was there.
-            self._guarded("looking at the drafter", self._turn, scheduler.weight_updater)
+            self._guarded("looking at the drafter", self._turn, scheduler)
         if ours := [one for one in requests if isinstance(one, SwapOrder)]:
             requests[:] = [one for one in requests if not isinstance(one, SwapOrder)]
         for order in ours:
-            self._do(order, scheduler.weight_updater)
+            self._do(order, scheduler)
 
     def written(self, *_: Any, **__: Any) -> None:
         """Weights may have been written, or are back in their memory."""
@@ -336,10 +337,11 @@ class SchedulerLink:
         except Exception:  # an exception here would end the scheduler
             log.exception("draftalign: %s failed; the server goes on", what)
 
-    def _do(self, order: SwapOrder, manager: Any) -> None:
+    def _do(self, order: SwapOrder, scheduler: Any) -> None:
         said: list[Outcome] = []
         failure: Exception | None = None
         try:
+            manager = scheduler.weight_updater
             if self.rank is None:
                 _fail("this rank has no drafter that can be swapped")
             elif order.apply:
@@ -357,8 +359,9 @@ class SchedulerLink:
         else:
             future.set_exception(failure)
 
-    def _turn(self, manager: Any) -> None:
-        if self._touched and not MEMORY.released and manager._session is None and self.rank is not None:
+    def _turn(self, scheduler: Any) -> None:
+        session = scheduler.weight_updater._session
+        if self._touched and not MEMORY.released and session is None and self.rank is not None:
             self._touched = False
             self.rank.look()
         if self._joining is not None and self._has_begun():
@@ -376,11 +379,13 @@ class SchedulerLink:
         return rank.version if rank.loaded else NO_VERSION, number
 
     def guard(self, what: str, act: Callable[[], None]) -> bool:
-        """Call `act`; returns whether it worked."""
+        """Call `act`; returns whether it worked. A failure is logged once per `what`: it is tried again."""
         try:
             act()
-        except Exception as error:  # noqa: BLE001 - it is tried again
-            log.warning("draftalign: %s failed; the server goes on without: %r", what, error)
+        except Exception as error:  # noqa: BLE001 - as everywhere
+            if what not in self._said:
+                self._said.add(what)
+                log.warning("draftalign: %s failed; the server goes on without: %r", what, error)
             return False
         return True
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from agent_fixtures import eventually
 from formats_fixtures import ENGINES_CONFIG, ENGINES_VOCABULARY
 from safetensors.torch import load_file, save_file
 from sglang_contract import DraftModel, SGLangServer
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from drafter.files.checkpoint import write_drafter
 from drafter.model.eagle3 import Eagle3Drafter
+from rl_hooks.agent.in_process import InProcessAgent
 from rl_hooks.engines.counters import NO_VERSION
 from rl_hooks.engines.protocol import TREES
 from rl_hooks.engines.settings import ServiceSettings
@@ -365,8 +367,32 @@ def test_what_nobody_waits_for_any_more_is_not_sent_and_a_fault_ends_no_turn(
         scheduler.swap(drafter_in(tmp_path / "2", 2), "v2")
     scheduler.link.written()
     scheduler.turn("request")
+    del scheduler.weight_updater
+    asked = scheduler.link.ask(SwapOrder("v2", str(good), {}))
+    scheduler.link.written()
+    scheduler.turn("request")
+    assert "weight_updater" in str(asked.exception(0))
     assert "the server goes on" in caplog.text
     assert scheduler.has(good)
+
+
+def test_while_the_service_is_away_the_log_says_so_once(
+    scheduler: Scheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server may wait for it for hours, and asks every five seconds."""
+    monkeypatch.setattr("rl_hooks.agent.in_process._RETRY_SECONDS", 0.01)
+    agent, asked = InProcessAgent(SETTINGS, tmp_path / "cache", "host 1 dp0"), list[bool]()
+
+    def away() -> None:
+        asked.append(True)
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr(agent, "newest_policy", away)
+    agent.start(scheduler.link)
+    eventually(lambda: len(asked) > 4)
+    agent.stop()
+    agent.join(10)
+    assert caplog.text.count("joining run 'live' failed") == 1
 
 
 def test_a_server_that_runs_another_way_follows_nothing_and_says_so(
