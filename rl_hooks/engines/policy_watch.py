@@ -201,7 +201,7 @@ class WeightSample:
             log.warning("draftalign: no weight of the policy can be read: only updates that are announced are noticed")
         last = len(found) - 1
         chosen = {round(i * last / (_PARAMETERS - 1)) for i in range(_PARAMETERS)} if found else set()
-        # Each is looked up anew by every look, as it may be another object: `get_parameter` takes five times as long.
+        # Every look asks for each again, as it may be another object: `get_parameter` takes five times as long.
         return [(attrgetter(found[i][0]), found[i][1].shape, found[i][1].dtype) for i in sorted(chosen)]
 
     @torch.inference_mode()
