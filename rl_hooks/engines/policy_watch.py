@@ -39,6 +39,8 @@ _MAX_DIGITS: Final = 15
 #: sample could miss it. A change of one weight in a thousand misses all of 16384 with probability e^-16.
 _PARAMETERS: Final = 32
 _ELEMENTS: Final = 512
+#: Elements are compared as these, by their bytes: a device may not know how to join those of 8 bits.
+_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)

@@ -146,6 +146,17 @@ def a_layer_gone(model: Model) -> None:
     del model.lm_head
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float64, torch.bool])
+def test_weights_of_any_width_are_compared_by_their_bytes(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_parameter("plain", nn.Parameter(torch.randn(700)))
+    model.register_parameter("other", nn.Parameter(torch.randn(700).to(dtype), requires_grad=False))
+    sample = WeightSample(model)
+    assert sample.look()()
+    model.get_parameter("other").view(torch.uint8)[dtype.itemsize - 1] ^= 1
+    assert not sample.look()()
+
+
 @pytest.mark.parametrize("change", [a_few_weights, the_head_alone, another_tensor, a_layer_under_way, a_layer_gone])
 def test_weights_that_nobody_announced_are_found_by_looking(change: Callable[[Model], None]) -> None:
     model = Model()
