@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from target_families import tiny
 from torch import Tensor, nn
 
 from rl_hooks.engines.candidate import DrafterRefusedError
@@ -19,7 +18,7 @@ from rl_hooks.engines.settings import ServiceSettings
 from rl_hooks.engines.vllm import worker as module
 from rl_hooks.engines.vllm.draft import RunningDraft
 from rl_hooks.engines.vllm.ranks import LayerRanks
-from rl_hooks.engines.vllm.served import ServedPolicy, ServedRun
+from rl_hooks.engines.vllm.served import Matrix, ServedPolicy, ServedRun
 from rl_hooks.engines.vllm.weights import LoadedDrafter
 from rl_hooks.engines.vllm.worker import DrafterSwap, Staged
 
@@ -256,10 +255,12 @@ def test_weights_that_are_named_as_the_ones_before_were_counted_are_collected() 
     """A trainer's first name may come with its second update, and be the number that the first one was given."""
     versions = PolicyVersions.start(None, 0)
     assert [versions.next(None, moved=True), versions.next("1", moved=True)] == [1, 1]
-    model, alone = tiny("granite"), LayerRanks.of_group(None)
+    sizes = {"model_type": "llama", "hidden_size": 4, "num_hidden_layers": 2, "vocab_size": 8}
+    config: Any = SimpleNamespace(**sizes, to_dict=lambda: sizes)
+    model, alone, matrix = Model(), LayerRanks.of_group(None), Matrix.of(torch.randn(8, 4), 8)
     run = ServedRun(
         ServiceSettings("http://127.0.0.1:9", sample_fraction=1.0),
-        lambda: ServedPolicy.on(alone, model.config, model),
+        lambda: ServedPolicy.named(config, model)(config, matrix, matrix),
         alone,
         (0, 1),
         lambda: None,
@@ -271,7 +272,7 @@ def test_weights_that_are_named_as_the_ones_before_were_counted_are_collected() 
     run.tap.cut()  # as the second update is announced
     run.settled(1, tainted=False)
     assert run.tap.policy_version == 1
-    run.close(1.0)
+    run.close(0.1)
 
 
 SETTINGS = asdict(ServiceSettings("http://s"))
