@@ -85,7 +85,8 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 def retensor(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
     tensors = load_file(directory / MODEL_FILE)
     change(tensors)
-    save_file(tensors, directory / MODEL_FILE)
+    save_file(tensors, directory / "new")
+    (directory / "new").replace(directory / MODEL_FILE)  # who mapped the old file keeps it
     return directory
 
 

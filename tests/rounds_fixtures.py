@@ -27,6 +27,7 @@ class Scheduler:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.requests: dict[str, Any] = {}
+        self.named = 0  # no name comes twice: vLLM makes each its own
         self.unfinished = 0
         self.drafts: dict[str, str | None] = {}  # request -> who made the drafts that it has now
         self.drafter: str | None = None
@@ -43,8 +44,9 @@ class Scheduler:
 
     def schedule(self, _throttle: bool = False) -> Output:
         for _ in range(self.draw.randint(0, 2)):
-            name = f"r{len(self.drafts) + self.draw.randrange(10**6)}"
-            self.requests[name] = SimpleNamespace(prompt_token_ids=[self.draw.randrange(self.prompts)])
+            self.named += 1
+            prompt = self.draw.randrange(self.prompts)
+            self.requests[f"request {self.named}"] = SimpleNamespace(prompt_token_ids=[prompt])
         output = Output(policy=self.policy)
         for request in list(self.requests):
             if self.draw.random() < 0.7:

@@ -95,7 +95,7 @@ def test_prompts_of_aborted_requests_are_forgotten() -> None:
 def test_a_request_without_tokens_counts_for_no_prompt() -> None:
     scheduler = Scheduler(0)
     counter = RoundCounter(scheduler)
-    for tokens in (None, [1 << 40]):
+    for tokens in (None, [1 << 70]):
         scheduler.requests = {"r": SimpleNamespace(prompt_token_ids=[0])}
         counter._prompts = {"r": counted_prompt(tokens)}
         scheduler.update_from_output(Output(num_scheduled_tokens={"r": 1}), {"r": "v1"})
