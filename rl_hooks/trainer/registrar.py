@@ -132,10 +132,10 @@ class Registrar:
         """Register the run with the captured forward's whole head, or send the head if it has moved."""
         if (waiting := self._registration) is not None:
             waiting.add_head(head_VH)
-            if not waiting.complete:
-                return
-            self._register(waiting, head_VH, policy_version)
-            self.close()
+            if waiting.complete:
+                self._register(waiting, head_VH, policy_version)
+                self.close()
+            return
         updates = self._updates
         if updates is None or not updates.wants(policy_version):
             return
