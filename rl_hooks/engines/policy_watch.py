@@ -213,15 +213,17 @@ class WeightSample:
         for named, shape, dtype in self._chosen:
             try:
                 parameter = named(self._model)
-            except AttributeError:
+                same = _readable(parameter) and (parameter.shape, parameter.dtype) == (shape, dtype)
+            except AttributeError:  # it is gone, or no tensor any more
                 return None
-            if not _readable(parameter) or (parameter.shape, parameter.dtype) != (shape, dtype):
+            if not same:
                 return None
             size = parameter.numel()
             some = parameter.as_strided(
                 (min(size, _ELEMENTS),), (max(1, size // _ELEMENTS),), parameter.storage_offset()
             )
-            parts.setdefault(dtype, []).append(some)
+            words = _WORDS.get(dtype.itemsize, dtype)
+            parts.setdefault(words, []).append(some.view(words))
         whole = [torch.cat(one).view(torch.uint8) for one in parts.values()]
         return torch.cat(whole) if whole else torch.empty(0, dtype=torch.uint8)
 

@@ -411,8 +411,8 @@ class FeatureTap:
             elif tracked.rows > 4 * self.max_tokens:  # as many as may wait, rejected drafts included
                 long.append(name)
         self.tally.add("rows", count)  # before anything is scored: a failure frees the rows of its requests
-        if self._unscored.parts and self._unscored.rows + count > _ROWS:
-            self._send_ended()  # else `release` would soon score what little has come since
+        if self._unscored.rows + count > _ROWS:
+            self._score()
         self._unscored.parts.append(_UnscoredStep(gathered, owners))
         self._unscored.rows += count
         if self._unscored.rows >= _ROWS:

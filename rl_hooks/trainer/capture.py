@@ -8,8 +8,8 @@ Invariants
 - Only an armed forward is captured: generation, evaluation and reference forwards run through the same modules.
 - Of each hook the first firing in an armed forward counts; of the norm, the first one after the chosen layers. Some
   frameworks' activation checkpointing runs a module again in the backward pass. That second firing is ignored.
-- Of several forwards the first counts, if it has gradients. One that has none may be of a reference (an adapter that is
-  off), so `pop` raises.
+- Of several forwards the first counts. Where it has no gradients and a later one has, it may be of a reference (an
+  adapter that is off), so `pop` raises.
 - Hooks never raise into the forward. `pop` raises the first error of a hook.
 - Register the hooks before `torch.compile`. A hook that is added to a compiled model never fires, and `pop` says so.
 
@@ -139,7 +139,7 @@ class _Forward:
     boundaries: dict[str, Tensor | None] = field(default_factory=dict)
     errors: list[Exception] = field(default_factory=list)
     gradients: bool = False  # whether it has them
-    again: bool = False  # another forward came after it
+    again: bool = False  # another one with gradients came after it
 
 
 class FeatureCapture(Hooked):
@@ -209,8 +209,8 @@ class FeatureCapture(Hooked):
             raise forward.errors.pop(0)
         if forward.again and not forward.gradients:
             raise RolloutError(
-                "several forwards ran inside `capture`, and the first had no gradients: it may be of the reference "
-                "model, or without the adapter. Let `capture` hold the policy's forward alone"
+                "several forwards ran inside `capture`, and the first had no gradients, but a later one had: it may be "
+                "of the reference model, or without the adapter. Let `capture` hold the policy's forward alone"
             )
         wanted = [f"layer {index}" for index in self.aux_layers]
         missed = [name for name in [*wanted, "norm"] if name not in forward.states]
@@ -238,7 +238,7 @@ class FeatureCapture(Hooked):
         if not self._armed or len(forward.states) < len(self.aux_layers):
             return
         if "norm" in forward.states:
-            forward.again = True
+            forward.again |= torch.is_grad_enabled()
             return
         forward.gradients = torch.is_grad_enabled()
         self._take("norm", output)

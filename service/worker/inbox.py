@@ -93,14 +93,16 @@ class ArrivedVersions:
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque([0], maxlen=RECENT_BATCHES)
+        self._arrived = 0.0
         self._attempt = 0  # the latest that a session told of
         self._first_seen: list[tuple[float, int]] = []  # (arrival in Unix seconds, version), ascending
 
     def note(self, entry: Entry) -> None:
         """Take in the arrival of a batch, unless it is belated."""
-        if entry.belated:
-            return
         arrival = float(entry.entry_id.partition("-")[0]) / 1000.0  # stream ids begin with Unix milliseconds
+        if entry.belated or arrival < self._arrived:  # delivered again: it was noted, or another worker had it
+            return
+        self._arrived = arrival
         if (entry.attempt or 0) > self._attempt:
             self._attempt = entry.attempt or 0
             self._recent.clear()  # of an earlier start of the trainer

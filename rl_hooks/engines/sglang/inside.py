@@ -379,12 +379,12 @@ class SchedulerLink:
         return rank.version if rank.loaded else NO_VERSION, number
 
     def guard(self, what: str, act: Callable[[], None]) -> bool:
-        """Call `act`; returns whether it worked. A failure is logged once per `what`: it is tried again."""
+        """Call `act`; returns whether it worked. It is tried again: each kind of failure is logged once per `what`."""
         try:
             act()
         except Exception as error:  # noqa: BLE001 - as everywhere
-            if what not in self._said:
-                self._said.add(what)
+            if (kind := f"{what}: {type(error).__name__}") not in self._said:
+                self._said.add(kind)
                 log.warning("draftalign: %s failed; the server goes on without: %r", what, error)
             return False
         return True

@@ -242,7 +242,7 @@ class SGLangTap:
             return
         version, tainted = updates.settle()
         if self.run is not None and version is not None:
-            self.run.settled(version, tainted=tainted)
+            self.run.settled(version, tainted=tainted, again=True)
             self._requests = {rid: one for rid, one in self._requests.items() if rid in self.run.tap.collected}
 
     def _begin(self, newest: int | None) -> None:

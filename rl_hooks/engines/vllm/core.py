@@ -171,12 +171,12 @@ class CoreLink:
         self._take(self._rpc("draftalign_follow", settings, self._named(), newest))
 
     def guard(self, what: str, act: Callable[[], None]) -> bool:
-        """Call `act`; returns whether it worked. A failure is logged once per `what`."""
+        """Call `act`; returns whether it worked. Each kind of failure is logged once per `what`."""
         try:
             act()
         except Exception as error:  # noqa: BLE001 - the engine must not feel this
-            if what not in self._warned:
-                self._warned.add(what)
+            if (kind := f"{what}: {type(error).__name__}") not in self._warned:
+                self._warned.add(kind)
                 log.warning("draftalign: %s failed; the engine goes on without: %r", what, error)
             return False
         return True

@@ -200,8 +200,11 @@ class ServedRun:
         """Whether the run is another policy's, closed or not there, as the service said."""
         return self.sender is not None and self.sender.refused
 
-    def settled(self, version: int, *, tainted: bool) -> None:
+    def settled(self, version: int, *, tainted: bool, again: bool = False) -> None:
         """The weights are of this version now. `tainted`: they changed under requests, unannounced.
+
+        `again`: collect again after a cut, although the number is the same. Else another policy may have it: vLLM's
+        weights may be counted as the number by which later ones are named.
 
         Ranks gather a head that has moved here: all of them call this, whatever the service has said to the first.
         """
@@ -209,8 +212,7 @@ class ServedRun:
             self.tap.cut()  # for good
             if self._ranks.size == 1:
                 return
-        # One that nobody renumbered begins again after a cut; not with several ranks, of which one alone may have cut.
-        if version == self.version and (self._ranks.size > 1 or self.tap.policy_version is not None):
+        if version == self.version and not (again and self.tap.policy_version is None):
             return
         self.version = version
         if not tainted:

@@ -274,22 +274,6 @@ def test_a_request_that_begins_in_a_sleep_reads_no_weights_at_the_update_that_fo
     assert (tap.tally["failures"], tap.tally["cut"]) == (0, 2)
 
 
-def test_a_request_that_has_ended_goes_with_the_rows_that_are_too_many_to_wait() -> None:
-    """Else the next look would score what little has come since."""
-    _, _, tap, collected = attached()
-    short, long = Script("short", [2, 3], [4, STOP]), Script("long", [2], [])
-    for script in (short, long):
-        tap.begin(script.request())
-    tap.step(step([(short, 0, [2, 3, 4], 0, STOP), (long, 0, [2], 0, 4)]))
-    tap.end(["short"])
-    for begin in (1, 601):
-        tap.release()
-        tap.step(step([(long, begin, [3] * 600, 0, 4)]))
-    eventually(lambda: [one.request.request_id for one in collected] == ["short"])
-    assert tap._unscored.rows == 600
-    tap.close(5.0)
-
-
 def test_of_many_requests_one_look_at_the_weights_serves_those_that_end_within_sixteen_steps() -> None:
     """A look reads 32 parameters, and of a large batch one request ends in each step."""
     _, watch, tap, collected = attached()

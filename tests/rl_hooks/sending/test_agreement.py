@@ -296,10 +296,8 @@ def test_a_sound_policy_is_sent_however_its_forward_is_called(
     model = tiny_qwen3(tied=False).to(dtype)
     model.resize_token_embeddings(64, pad_to_multiple_of=64, mean_resizing=False)
     hook = DrafterHook(model, service.url, aux_layers=(1, 2, 3), strict=True)
-    several = forward is backbone_first  # of several forwards the first counts where it has gradients
     for version in range(2):
-        told = inputs(BATCH) | {"policy_version": version, "temperature": TEMPERATURE}
-        with torch.set_grad_enabled(several), hook.capture(**told):
+        with torch.no_grad(), hook.capture(**inputs(BATCH), policy_version=version, temperature=TEMPERATURE):
             forward(model)
     assert hook.flush(20)
     assert len(service.rollouts()) == 2, hook.stats()

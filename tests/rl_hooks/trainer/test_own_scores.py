@@ -111,8 +111,7 @@ def sent(service: Receiver, hook: DrafterHook, model: nn.Module, ways: list[Forw
         before = hook.stats()["captured_rollouts"]
         model.way = way  # type: ignore[assignment]
         told = inputs(BATCH) | {"policy_version": version, "temperature": TEMPERATURE} | changes
-        several = way in (twice, fused_of_others)  # of several forwards the first counts where it has gradients
-        with torch.set_grad_enabled(several), hook.capture(**told):
+        with torch.no_grad(), hook.capture(**told):
             model(BATCH)
         counts.append(hook.stats()["captured_rollouts"] - before)
     assert hook.flush(20), hook.stats()

@@ -208,6 +208,18 @@ def test_the_time_between_policy_versions_starts_again_with_a_trainer_that_went_
     assert (versions.newest, versions.seconds_per_version) == (110, 10.0)
 
 
+def test_a_batch_that_is_delivered_again_is_no_new_arrival() -> None:
+    """One that is put off comes again for an hour; it may be of an earlier start, whose versions were higher."""
+    versions = ArrivedVersions()
+    old = Entry("1000-0", "old", "old", 1, 1, 1, 500, 500, 1, attempt=1)
+    versions.note(old)
+    for number in range(3):
+        name = f"new{number}"
+        versions.note(Entry(f"{2000 + number}-0", name, name, 1, 1, 1, 450 + number, 450 + number, 1, attempt=2))
+        versions.note(old)
+        assert versions.newest == 450 + number
+
+
 @pytest.mark.parametrize("apart", [1, 4, 1000])
 def test_how_far_labels_lie_apart_says_nothing_of_the_time_between_them(apart: int) -> None:
     """A trainer may count optimizer steps."""
