@@ -114,7 +114,8 @@ class Engine:
         self.draw = random.Random(0)
         monkeypatch.setattr(module, "sampling_position", lambda *_: 0.0)
 
-    def settled(self, version: int | None, *, tainted: bool) -> None:
+    def settled(self, version: int | None, *, tainted: bool, again: bool) -> None:
+        assert again
         if version is None or version == self.tap.policy_version:
             return
         self.turned.append((version, tainted))

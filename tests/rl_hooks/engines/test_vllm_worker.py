@@ -252,7 +252,7 @@ def test_a_run_that_is_another_policys_gets_nothing_more(loads: list[Any]) -> No
 
 
 def test_weights_that_are_named_as_the_ones_before_were_counted_are_not_collected() -> None:
-    """A trainer's first name may come with its second update, and be the number of the first: it stands for one policy."""
+    """A trainer's first name may come with its second update, and be the number that the first one has."""
     versions = PolicyVersions.start(None, 0)
     assert [versions.next(None, moved=True), versions.next("1", moved=True)] == [1, 1]
     sizes = {"model_type": "llama", "hidden_size": 4, "num_hidden_layers": 2, "vocab_size": 8}

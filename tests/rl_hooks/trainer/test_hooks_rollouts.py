@@ -669,7 +669,7 @@ def test_a_run_that_was_lost_is_registered_again_where_the_head_is_whole_only_wh
     assert [one.header.metadata["policy_version"] for one in puts] == ["0", "2"]
     for name in ("lm_head", "embed_tokens"):
         assert np.array_equal(puts[0].array(name), puts[1].array(name))
-    assert hook.stats()["dropped_error"] == 2 + 3, "the head of version 1 and its rollouts, those of versions 3 to 5"
+    assert hook.stats()["dropped_error"] == 2 + 4, "the heads of versions 1 and 3, the rollouts of 1 and of 3 to 5"
 
 
 def test_a_head_that_is_never_whole_costs_one_warning_and_asks_for_log_probabilities(
