@@ -82,7 +82,7 @@ class SGLangProcess:
             "--dtype": "float32",
             "--context-length": "256",
             "--max-total-tokens": "8192",
-            "--mem-fraction-static": "0.2",
+            "--mem-fraction-static": "0.5",  # the cache is as above; what else takes memory meanwhile counts as ours
             "--speculative-algorithm": "EAGLE3",
             "--speculative-draft-model-path": str(drafter),
             "--speculative-num-steps": str(DEPTH),
