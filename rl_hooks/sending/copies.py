@@ -43,5 +43,5 @@ def to_device(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
 def _start(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)  # whatever the default is
     return host.copy_(tensor, non_blocking=True)

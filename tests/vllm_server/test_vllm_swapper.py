@@ -149,6 +149,40 @@ def test_a_swap_names_the_digests_of_both_files_or_none(
 
 
 @pytest.mark.parametrize(
+    ("token", "given", "status"),
+    [
+        ("", None, 200),
+        ("secret", None, 401),
+        ("secret", "Bearer other", 401),
+        ("secret", "Bearer secret", 200),
+        (" secret\n", "Bearer secret", 200),  # as a secret's file has it
+        (" ", None, 401),
+        (" ", "Bearer ", 401),
+    ],
+)
+@pytest.mark.parametrize("call", ["GET /drafter/state", "POST /drafter/swap"])
+def test_both_calls_ask_for_the_servers_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, token: str, given: str | None, status: int
+) -> None:
+    monkeypatch.setenv("DRAFTALIGN_DRAFTER_DIR", str(tmp_path))
+    monkeypatch.setenv("DRAFTALIGN_SWAP_TOKEN", token)
+    (tmp_path / "v2").mkdir()
+    client, plugin, app = Client("v1"), DrafterEndpoints(), FastAPI()
+    plugin.attach_router(app)
+    headers = {} if given is None else {"Authorization": given}
+
+    async def ask() -> httpx.Response:
+        await plugin.init_state(client, None, Namespace())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as http:
+            method, path = call.split()
+            return await http.request(method, path, json={"path": "v2", "version": "v2"}, headers=headers)
+
+    reply = asyncio.run(ask())
+    assert reply.status_code == status, reply.text
+    assert status == 200 or "draftalign_apply" not in client.calls
+
+
+@pytest.mark.parametrize(
     ("worker", "status", "detail"),
     [
         ({"error": "its shapes differ", "status": 409}, 409, "its shapes differ"),

@@ -47,7 +47,8 @@ class DrafterEndpoints:
     def __init__(self) -> None:
         directory = os.environ.get("DRAFTALIGN_DRAFTER_DIR")
         self._directory = at_home(directory) if directory else None
-        self._token = os.environ.get("DRAFTALIGN_SWAP_TOKEN") or None
+        token = os.environ.get("DRAFTALIGN_SWAP_TOKEN", "")
+        self._token = token.strip() or token  # an agent sends it so; one of blanks alone lets nobody in
         self._swapper: Swapper | None = None
 
     def attach_router(self, app: FastAPI) -> None:
