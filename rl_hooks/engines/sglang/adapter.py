@@ -25,6 +25,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import shutil
 import struct
 import time
 import uuid
@@ -204,9 +205,7 @@ class SGLangEngine(EngineHttp):
             said = [json.loads(path.read_text()) for path in sorted(outcome.glob("*.json"))]
             sha256 = judged(self.url, release, said, ranks)
         finally:
-            for path in outcome.iterdir():
-                path.unlink()
-            outcome.rmdir()
+            shutil.rmtree(outcome, ignore_errors=True)  # a rank may write its part still, and the error counts
         before = self._loaded
         swaps = before[2] + 1 if before is not None and before[0] == started else 1
         self._loaded, self._is_swapped = (started, release.version, swaps), True
