@@ -39,11 +39,11 @@ from torch import Tensor
 
 from benchmarks.recording import open_recording
 from benchmarks.tracking import initial_drafter
-from drafter.batch import RolloutBatch
+from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.model.eagle3 import DrafterConfig, Eagle3Drafter
 from drafter.policy import Policy, TargetHead
 from drafter.replay.gate import CLAIM_SD, Look, Trial, compare
-from drafter.replay.replay import prompt_groups, replay
+from drafter.replay.replay import numbered, replay
 from drafter.training.trainer import DrafterTrainer, TrainConfig
 from drafter.vocabulary import DraftVocabulary
 from examples.demo import PROMPTS_PER_STEP
@@ -113,7 +113,7 @@ def walk(days: Iterator[Day], drafter: Eagle3Drafter, sizes: Sizes) -> Iterator[
 def _look(candidate: Eagle3Drafter, served: Eagle3Drafter, day: Day) -> Look:
     policy = day.policies(day.batch.policy_version)
     found = [replay(one, day.batch, policy, depth=DEPTH) for one in (candidate, served)]
-    return compare(found[0], found[1], prompt_groups(day.batch))
+    return compare(found[0], found[1], numbered(prompt_hashes(day.batch)))
 
 
 def _rounds(drafter: Eagle3Drafter, day: Day) -> float:

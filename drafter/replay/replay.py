@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.batch import RolloutBatch, prompt_hashes
+from drafter.batch import RolloutBatch
 from drafter.device import working_dtype
 from drafter.errors import BatchRejected, DrafterError
 from drafter.model.draft_model import DraftModel
@@ -99,11 +99,6 @@ def conditional_acceptance(
         return _acceptance(drafter, unrolled, pre, draft_id, log_p, greedy, batch.divisor)
 
     return along_the_text(drafter, batch, policy, segments, depth, accepted)
-
-
-def prompt_groups(batch: RolloutBatch) -> Ints:
-    """Number the rollouts by prompt, int64[R]: those of one prompt share all that precedes the first response token."""
-    return numbered(prompt_hashes(batch))
 
 
 def numbered(prompts: Sequence[str]) -> Ints:

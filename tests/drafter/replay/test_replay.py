@@ -25,11 +25,11 @@ from decode_fixtures import (
 from drafter_worlds import SHAPES, world
 from live_interval import replay_live
 
-from drafter.batch import RolloutBatch
+from drafter.batch import RolloutBatch, prompt_hashes
 from drafter.errors import BatchRejected, DrafterError
 from drafter.model.eagle3 import Eagle3Drafter
 from drafter.replay.acceptance import find_segments
-from drafter.replay.replay import conditional_acceptance, prompt_groups, replay
+from drafter.replay.replay import conditional_acceptance, numbered, replay
 from examples.reference.decode import Generation, generate
 
 DEPTH = 3
@@ -214,7 +214,7 @@ def test_nonsensical_settings_are_refused(plain: RolloutBatch, drafters: Any) ->
 def test_rollouts_of_one_prompt_form_a_group(target: Any) -> None:
     prompts = [[1, 2, 3], [4], [1, 2, 3], [1, 2]]
     made = generate(target, None, prompts, max_tokens=6, generator=seeded(0))
-    assert prompt_groups(log_rollouts(target, prompts, made)).tolist() == [0, 1, 0, 2]
+    assert numbered(prompt_hashes(log_rollouts(target, prompts, made))).tolist() == [0, 1, 0, 2]
 
 
 # --- mutations: a mistake in what is fed in must show, or agreement would prove nothing ------------------------------

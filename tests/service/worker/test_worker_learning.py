@@ -241,23 +241,13 @@ def test_a_batch_is_stale_by_what_still_waits_in_the_queue(bench: Bench) -> None
     assert states == {1: "skipped", 2: "skipped", 8: "trained", 9: "trained"}
 
 
-def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_is_listened_to(bench: Bench) -> None:
+@pytest.mark.parametrize("checkpoint_seconds", [0.0, 1e6])
+def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_is_listened_to(
+    bench: Bench, checkpoint_seconds: float
+) -> None:
+    """Until a checkpoint the batches of before stay in the queue: they make none stale that came after them."""
     bench.begin()
-    worker = bench.worker(max_policy_lag=2)
-    bench.post("before", policy_version=500)
-    bench.drain(worker)
-    batches = []
-    for number in range(12):
-        batches.append(bench.post(f"after{number}", policy_version=450 + number))
-        bench.drain(worker)
-    states = [bench.state(b) for b in batches]
-    assert states == ["skipped"] * 7 + ["trained"] * 5
-
-
-def test_what_waits_for_a_checkpoint_makes_no_batch_stale_that_came_after_it(bench: Bench) -> None:
-    """A trainer went back. Batches of before stay in the queue until a checkpoint, or while they are put off."""
-    bench.begin()
-    worker = bench.worker(max_policy_lag=2, checkpoint_seconds=1e6)
+    worker = bench.worker(max_policy_lag=2, checkpoint_seconds=checkpoint_seconds)
     bench.post("before", policy_version=500)
     bench.drain(worker)
     batches = []
