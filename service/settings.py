@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rl_hooks.durable import at_home
@@ -28,8 +28,14 @@ OBJECT_SCHEMES: Final = ("s3://", "gs://", "az://", "file://")
 MIB: Final = 1 << 20
 
 
+def _not_empty(path: object) -> object:
+    if path == "":  # it would be the current directory
+        raise ValueError("is empty; give a path, or leave the variable out")
+    return path
+
+
 #: A path that may begin with `~`.
-HomePath = Annotated[Path, AfterValidator(at_home)]
+HomePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(at_home)]
 
 
 def redis_place(url: str) -> str:

@@ -116,7 +116,7 @@ class Layout:
     # --- of one run
     def run(self, run: str) -> Path:
         """`runs/<run>/`."""
-        return self.runs / _checked(RUN_NAME, run)
+        return self.runs / run_name(run)
 
     def run_json(self, run: str) -> Path:
         """The registration's record."""
@@ -189,7 +189,7 @@ class Layout:
 
     def spool(self, run: str) -> Path:
         """Accepted rollout files of a run. Prefixed, so that a run named `tmp` does not meet `spool/tmp`."""
-        return self.root / "spool" / "runs" / _checked(RUN_NAME, run)
+        return self.root / "spool" / "runs" / run_name(run)
 
     def blob(self, run: str, blob: str) -> Path:
         """One accepted rollout file, by the name that its queue entry carries."""
@@ -284,7 +284,8 @@ def _may_be_there(path: Path) -> bool:
         return True
 
 
-def _checked(pattern: re.Pattern[str], run: str) -> str:
-    if not pattern.fullmatch(run):
+def run_name(run: str) -> str:
+    """The same; RunNotFound where no run can have that name."""
+    if not RUN_NAME.fullmatch(run):
         raise RunNotFound(f"{run[:80]!r} is not a run's name: 1 to 64 of A-Z a-z 0-9 . _ - after a letter or digit")
     return run

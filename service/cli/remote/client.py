@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from service.errors import ConfigurationError
+from service.storage.layout import run_name
 
 if TYPE_CHECKING:
     import httpx
@@ -40,9 +41,12 @@ _HINTS = {
 
 
 def name_of(service: str, run: str | None) -> str:
-    """The run that is meant where none is named: `default`, or the only one that there is."""
+    """The run that is meant where none is named: `default`, or the only one that there is.
+
+    Raises RunNotFound for what is no name: in an address it would lead elsewhere (`..`).
+    """
     if run is not None:
-        return run
+        return run_name(run)
     names = [one["run"] for one in call("GET", service, "/runs").json()["runs"]]
     if not names:
         raise ConfigurationError(f"{service} has no run, or none that the token is for; a trainer's hook registers one")

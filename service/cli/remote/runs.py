@@ -29,10 +29,11 @@ def runs(
     DRAFTALIGN_TOKEN: token for the service, of scope read; to delete, of scope admin.
     """
     if delete is not None:
+        path = run_path(name_of(service, delete))
         if not yes:
             what = "its rollouts, drafters, checkpoints and history (--yes: without asking)"
             typer.confirm(f"Delete run {delete}: {what}?", abort=True)
-        answer = call("DELETE", service, run_path(delete))
+        answer = call("DELETE", service, path)
         typer.echo(answer.json()["detail"] if answer.status_code == 202 else f"run {delete} is deleted")
         return
     answer = call("GET", service, "/runs").json()

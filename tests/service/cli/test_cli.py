@@ -21,7 +21,7 @@ import pytest
 import torch
 from agent_fixtures import eventually
 from ports import free_port
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 from worker_fixtures import World, alive
@@ -514,6 +514,13 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(
     assert (tmp_path / "more.jsonl").is_file()
     said = CliRunner().invoke(app, ["audit", "--state-dir=~/elsewhere"])
     assert str(tmp_path / "elsewhere") in str(said.exception)
+
+
+def test_an_empty_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be the current directory."""
+    monkeypatch.setenv("DRAFTALIGN_STATE_DIR", "")
+    with pytest.raises(ValidationError, match="is empty; give a path"):
+        Settings()
 
 
 def test_every_option_that_takes_a_path_knows_the_home_directory() -> None:

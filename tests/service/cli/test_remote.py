@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from service.cli.main import app
 from service.cli.remote import client
 from service.cli.remote.client import call, whoami
-from service.errors import ConfigurationError
+from service.errors import ConfigurationError, RunNotFound
 from service.monitor.events import GateEvidence
 from service.storage.registry import Registry
 
@@ -170,6 +170,14 @@ def test_without_a_name_the_only_run_is_meant(serve: Callable[..., RunningServic
     assert refused() == "which run? Give --run: code, math"
     service.register("default")
     assert typed(service, "state").startswith("run default is active: ")
+
+
+@pytest.mark.parametrize("run", ["", ".", "..", "a/b"])
+def test_what_is_no_runs_name_is_refused_before_the_service_is_asked(run: str) -> None:
+    for command in (["state", "--run", run], ["dead", "--run", run], ["runs", "--yes", "--delete", run]):
+        told = CliRunner().invoke(app, [*command, "--service", "http://127.0.0.1:1"])
+        assert isinstance(told.exception, RunNotFound)
+        assert f"{run!r} is not a run's name" in str(told.exception)
 
 
 @pytest.mark.parametrize(
